@@ -1,0 +1,23 @@
+"""The cross-entropy loss of language models, one meaning on every device.
+
+`xent.cross_entropy` takes logits, `xent.linear_cross_entropy` takes hidden states and a classifier and never holds the
+(tokens x vocabulary) logits. Importing this package loads no framework: each backend is imported by the first call
+that needs it.
+"""
+
+from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.core.dispatch import backends
+from xent.core.errors import BackendError
+from xent.core.spec import BackendInfo, Stats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BackendError",
+    "BackendInfo",
+    "Stats",
+    "__version__",
+    "backends",
+    "cross_entropy",
+    "linear_cross_entropy",
+]

@@ -1,0 +1,224 @@
+"""The meaning of every option, as float64 NumPy: the truth that all other backends are tested against.
+
+Written to be read next to the formulas, not to be fast. Serves NumPy arrays as backend "numpy" (values only, no
+autograd); `cross_entropy_gradient` and `linear_cross_entropy_gradients` give the analytic gradients, which tests prove
+by finite differences.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats
+
+__all__ = ["BACKEND", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
+
+Array = NDArray[Any]
+
+
+class Reference:
+    """Backend "numpy": every call on NumPy arrays, in float64."""
+
+    name = "numpy"
+    framework = "numpy"
+    native_to: tuple[str, ...] = ()
+
+    def info(self) -> BackendInfo:
+        """Report NumPy's version; this backend runs wherever xent does."""
+        return BackendInfo(self.name, self.framework, True, None, {"numpy": np.__version__}, ("cpu",))
+
+    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+        """Refuse nothing but `inplace`, which has no gradient to put anywhere."""
+        if isinstance(call, LogitsCall) and call.inplace:
+            return "inplace=True reuses the logits for their gradient, and NumPy arrays get no gradient"
+        return None
+
+    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+        """Return loss and statistics as float64."""
+        rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
+        return rows.loss(), rows.stats()
+
+    def harness(self, device: str | None = None) -> Any:
+        """Raise: the reference is what the checks compare with."""
+        raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
+
+
+BACKEND = Reference()
+
+
+def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0) -> Array:
+    """Return the gradient of the loss with respect to `call.logits`, in the logits' shape."""
+    rows = _logits_rows(call)
+    shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
+    return np.moveaxis(rows.gradient(upstream).reshape(shape), -1, call.axis)
+
+
+def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0) -> tuple[Array, Array, Array]:
+    """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
+    grad = _linear_rows(call).gradient(upstream)
+    hidden, weight = _float64(call.input), _float64(call.linear_weight)
+    # Rows without a target contribute nothing, whatever their hidden states hold.
+    flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
+    return (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
+
+
+@dataclass
+class _Rows:
+    """N rows of raw logits z (N, V) and all that section 1 of the design says about them."""
+
+    z: Array
+    target: Array
+    """(N,) classes, or (N, V) probabilities."""
+    ignored: Array
+    class_weight: Array
+    sample_weight: Array
+    normalizer: Any
+    spec: LossSpec
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        spec, classes = self.spec, np.arange(self.z.shape[1])
+        self.a = np.where(self.ignored, 0.0, self.sample_weight)
+        self.dead = (self.a == 0)[:, None]
+        smoothing, vocabulary = spec.label_smoothing, self.z.shape[1]
+        if self.target.ndim == 2:
+            self.q = self.target
+            row_weight = np.ones(len(self.z))
+        else:
+            self.target = np.where(self.ignored, 0, self.target)
+            _check_targets(self.target, vocabulary, self.shape)
+            self.q = (self.target[:, None] == classes).astype(np.float64)
+            row_weight = self.class_weight[self.target]
+        # What multiplies -log p_c: for a class index y, (1-e) w_y [c==y] + (e/V) w_c; w_c q'_c for probabilities.
+        self.share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
+        self.divisor = (self.a * row_weight).sum() if self.normalizer is None else self.normalizer
+
+        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+            x = spec.logit_scale * self.z
+            self.predictions = np.where(self.ignored, -1, x.argmax(-1))
+            self.slope: Any = spec.logit_scale
+            if spec.softcap is not None:
+                tanh = np.tanh(x / spec.softcap)
+                x = spec.softcap * tanh
+                self.slope = spec.logit_scale * (1 - tanh**2)
+            largest = x.max(-1, keepdims=True)
+            self.lse = np.log(np.exp(x - largest).sum(-1)) + largest[:, 0]
+            self.surprise = self.lse[:, None] - x
+            self.p = np.exp(-self.surprise)
+
+    def per_row(self) -> tuple[Array, Array]:
+        """Return l_i and the z term's share of it, both (N,)."""
+        with np.errstate(invalid="ignore"):
+            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0])
+            loss = self.a * _expectation(self.share, self.surprise) + z_term
+        return _masked(loss, self.dead[:, 0]), z_term
+
+    def reduce(self, values: Array) -> Any:
+        """Reduce (N,) values as the loss is reduced."""
+        if self.spec.reduction == "none":
+            return values.reshape(self.shape)
+        total = values.sum()
+        if self.spec.reduction == "sum":
+            return total
+        return total / self.divisor if self.divisor != 0 else np.float64(0.0)
+
+    def loss(self) -> Any:
+        """Return the reduced loss."""
+        return self.reduce(self.per_row()[0])
+
+    def gradient(self, upstream: Any) -> Array:
+        """Return the (N, V) gradient with respect to the raw logits."""
+        scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
+        if self.spec.reduction == "mean":
+            scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
+        with np.errstate(invalid="ignore"):
+            total = self.share.sum(-1) + 2 * self.spec.z_loss * self.lse
+            grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
+        return np.where(self.dead | (self.spec.reduction == "mean" and self.divisor == 0), 0.0, grad)
+
+    def stats(self) -> Stats:
+        """Return the statistics that the spec names."""
+        truth = self.target.argmax(-1) if self.target.ndim == 2 else self.target
+        count = int((~self.ignored).sum())
+        correct = int(((self.predictions == truth) & ~self.ignored).sum())
+        with np.errstate(invalid="ignore"):
+            values = {
+                "lse": _masked(self.lse, self.ignored).reshape(self.shape),
+                "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
+                "entropy": _masked(_expectation(self.p, self.surprise), self.ignored).reshape(self.shape),
+                "predictions": self.predictions.reshape(self.shape),
+                "z_loss": self.reduce(self.per_row()[1]),
+                "accuracy": np.float64(correct / count if count else 0.0),
+                "count": np.int64(count),
+            }
+        return Stats(**{name: values[name] for name in self.spec.stats})
+
+
+def _expectation(weights: Array, values: Array) -> Array:
+    """Sum weights * values over classes; what has no weight does not count, not even infinity."""
+    return np.where(weights == 0, 0.0, weights * values).sum(-1)
+
+
+def _masked(values: Array, mask: Array) -> Array:
+    return np.where(mask, 0.0, values)
+
+
+def _float64(array: Any) -> Array:
+    return np.asarray(array, np.float64)
+
+
+def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...]) -> None:
+    wrong = np.flatnonzero((target < 0) | (target >= vocabulary))
+    if wrong.size:
+        position = tuple(int(i) for i in np.unravel_index(wrong[0], shape))
+        raise IndexError(
+            f"target{list(position)} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or ignore_index"
+        )
+
+
+def _logits_rows(call: LogitsCall) -> _Rows:
+    z = np.moveaxis(_float64(call.logits), call.axis, -1)
+    target = call.target
+    if target.shape == call.logits.shape and target.dtype.kind == "f":
+        target = np.moveaxis(target, call.axis, -1)
+    return _rows(z, target, np.zeros(z.shape[:-1], bool), call)
+
+
+def _linear_rows(call: LinearCall) -> _Rows:
+    """Build all logits; row t of a shifted call has the target and sample weight at t + shift."""
+    sequence = max(len(call.input.shape) - 2, 0)
+    length = call.input.shape[sequence] if call.shift else 0
+    here = np.arange(length) + call.shift
+    no_target = np.zeros(call.input.shape[:-1], bool)
+    shifted = call
+    if call.shift:
+        take = np.minimum(here, max(length - 1, 0))
+        no_target = np.moveaxis(np.moveaxis(no_target, sequence, -1) | (here >= length), -1, sequence)
+        weights = call.sample_weight
+        shifted = replace(
+            call,
+            target=np.take(call.target, take, axis=sequence),
+            sample_weight=None if weights is None else np.take(weights, take, axis=sequence),
+        )
+    with np.errstate(invalid="ignore", over="ignore"):
+        z = _float64(call.input) @ _float64(call.linear_weight).T
+        if call.linear_bias is not None:
+            z = z + _float64(call.linear_bias)
+    return _rows(z, shifted.target, no_target, shifted)
+
+
+def _rows(z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCall) -> _Rows:
+    shape, vocabulary = z.shape[:-1], z.shape[-1]
+    count = int(np.prod(shape))
+    ignored = no_target.reshape(count)
+    if np.asarray(target).dtype.kind == "f":
+        flat = _float64(target).reshape(count, vocabulary)
+    else:
+        flat = np.asarray(target).reshape(count)
+        ignored = ignored | (flat == call.loss.ignore_index)
+    weight = np.ones(vocabulary) if call.weight is None else _float64(call.weight)
+    sample = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
+    normalizer = None if call.normalizer is None else float(call.normalizer)
+    return _Rows(z.reshape(count, vocabulary), flat, ignored, weight, sample, normalizer, call.loss, shape)

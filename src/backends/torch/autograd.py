@@ -1,0 +1,192 @@
+"""Autograd around the custom operations: what is saved, what backward returns, what raises.
+
+Gradients of a mean or sum are made with the loss and kept; backward only multiplies the upstream scalar in, into the
+kept memory itself when the graph is not retained, so that nothing of the gradient's size is allocated. A kept gradient
+is an output of its Function: whoever differentiates a gradient again arrives at that output, and at an error, instead
+of at a wrong number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from xent.backends.torch.options import Options
+from xent.core.chunks import rows_per_block
+
+__all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy"]
+
+_NO_SECOND = (
+    "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
+    "where create_graph=True is needed"
+)
+_TENSORS = 5  # of Options, the leading fields that are tensors
+
+
+class CrossEntropy(torch.autograd.Function):
+    """(logits, needs_grad, *options) -> (loss, kept, deferred, *stats)."""
+
+    @staticmethod
+    def forward(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
+        loss, kept, deferred, stats = torch.ops.xent.cross_entropy(logits, needs_grad, *options)
+        return loss, kept, deferred, *stats
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        logits, _, *options = inputs
+        loss, kept, deferred, *stats = output
+        _keep_options(ctx, options)
+        if ctx.options.reduction == "none":
+            ctx.save_for_backward(logits, kept, *options[:_TENSORS])
+            ctx.mark_non_differentiable(kept, deferred, *stats)
+        else:
+            ctx.save_for_backward(kept, deferred)
+            _mark_kept(ctx, [kept], [deferred, *stats])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Tensor | None, *_: Any) -> Any:
+        rest = (None,) * (1 + len(Options._fields))
+        if kept_upstream is not None:
+            raise RuntimeError(_NO_SECOND)
+        if upstream is None:
+            return None, *rest
+        if ctx.options.reduction == "none":
+            logits, norm, *tensors = ctx.saved_tensors
+            return _CrossEntropyBackward.apply(upstream, logits, norm, *tensors, *ctx.options[_TENSORS:]), *rest
+        kept, deferred = ctx.saved_tensors
+        return _scaled(kept, upstream * deferred), *rest
+
+
+class CrossEntropyInplace(torch.autograd.Function):
+    """(logits, *options) -> (loss, *stats), the logits' memory ending up as their gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, *options: Any) -> Any:
+        _keep_options(ctx, options)
+        memory = logits.detach()
+        if ctx.options.reduction == "none":
+            loss, norm, _, stats = torch.ops.xent.cross_entropy(memory, True, *options)
+            ctx.save_for_backward(memory, norm, *options[:_TENSORS])
+        else:
+            loss, deferred, stats = torch.ops.xent.cross_entropy_(memory, *options)
+            ctx.save_for_backward(memory, deferred)
+        ctx.mark_non_differentiable(*stats)
+        ctx.set_materialize_grads(False)
+        return loss, *stats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
+        rest = (None,) * len(Options._fields)
+        if upstream is None:
+            return None, *rest
+        if ctx.options.reduction != "none":
+            kept, deferred = ctx.saved_tensors
+            return _scaled(kept, upstream * deferred), *rest
+        logits, norm, *tensors = ctx.saved_tensors
+        options = (*tensors, *ctx.options[_TENSORS:])
+        if _graph_is_retained():
+            return torch.ops.xent.cross_entropy_backward(upstream, logits, norm, *options), *rest
+        torch.ops.xent.cross_entropy_backward_(upstream, logits, norm, *options)
+        return logits, *rest
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """(input, weight, bias, needs, shift, workspace, compute, *options) -> (loss, norm, deferred, 3 gradients, *stats)."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        loss, norm, deferred, gradients, stats = torch.ops.xent.linear_cross_entropy(*args)
+        return loss, norm, deferred, *gradients, *stats
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        linear, options = inputs[:7], inputs[7:]
+        loss, norm, deferred, *rest = output
+        gradients, stats = rest[:3], rest[3:]
+        _keep_options(ctx, options)
+        ctx.needs, ctx.constants = linear[3], linear[3:]
+        if ctx.options.reduction == "none":
+            ctx.save_for_backward(norm, *linear[:3], *options[:_TENSORS])
+            ctx.mark_non_differentiable(norm, deferred, *gradients, *stats)
+        else:
+            ctx.save_for_backward(deferred, *gradients)
+            _mark_kept(ctx, gradients, [norm, deferred, *stats])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
+        rest = (None,) * (4 + len(Options._fields))
+        if any(grad is not None for grad in more):
+            raise RuntimeError(_NO_SECOND)
+        if upstream is None:
+            return None, None, None, *rest
+        if ctx.options.reduction == "none":
+            norm, *tensors = ctx.saved_tensors
+            args = (upstream, norm, *tensors[:3], *ctx.constants, *tensors[3:], *ctx.options[_TENSORS:])
+            gradients = _LinearBackward.apply(*args)
+        else:
+            deferred, *kept = ctx.saved_tensors
+            factor = upstream * deferred
+            gradients = [_scaled(grad, factor) if need else None for grad, need in zip(kept, ctx.needs, strict=True)]
+        return *(grad if need else None for grad, need in zip(gradients, ctx.needs, strict=True)), *rest
+
+
+class _CrossEntropyBackward(torch.autograd.Function):
+    """The gradient for any upstream gradient of rows; its own backward raises."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return torch.ops.xent.cross_entropy_backward(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(_NO_SECOND)
+
+
+class _LinearBackward(_CrossEntropyBackward):
+    """The same for the linear function."""
+
+    @staticmethod
+    def forward(*args: Any) -> Any:
+        return tuple(torch.ops.xent.linear_cross_entropy_backward(*args))
+
+
+def _keep_options(ctx: Any, options: Any) -> None:
+    """Keep the constants; the tensors are saved apart."""
+    ctx.options = Options(*(None,) * _TENSORS, *options[_TENSORS:])
+
+
+def _mark_kept(ctx: Any, gradients: list[Tensor], others: list[Tensor]) -> None:
+    # A compiled graph hands backward zeros for outputs that nobody used, so there the error would always come; and it
+    # raises on second derivatives by itself.
+    ctx.mark_non_differentiable(*others, *(gradients if torch.compiler.is_compiling() else ()))
+
+
+def _graph_is_retained() -> bool:
+    """Whether this backward may run again; asked in eager mode only."""
+    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+
+def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
+    """Return kept * factor, in kept's memory unless the graph is retained."""
+    if torch.compiler.is_compiling():
+        return (kept.to(factor.dtype) * factor).to(kept.dtype)
+    if torch.is_grad_enabled() or _graph_is_retained():
+        return kept * factor.to(kept.dtype) if kept.dtype == factor.dtype else (kept * factor.reshape(1)).to(kept.dtype)
+    if factor.device.type == "cpu":
+        return kept if float(factor) == 1 else kept.mul_(factor)
+    if kept.dtype == factor.dtype:
+        return kept.mul_(factor)
+    # A 0-d factor would be rounded to kept's low precision first; as a 1-d one it is not, at the price of a copy of each
+    # block in its precision.
+    rows = kept.view(-1, kept.shape[-1]) if kept.is_contiguous() else kept
+    for block in rows.split(rows_per_block(kept.shape[-1], factor.itemsize, factor.device.type, 1)):
+        block.copy_(block * factor.reshape(1))
+    return kept

@@ -1,0 +1,107 @@
+"""Calls on tensors: autocast, which gradients are asked for, autograd; then the loss and Stats in the caller's shapes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
+from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy
+from xent.backends.torch.options import Options, pack_numbers
+from xent.core.spec import LinearCall, LogitsCall, LossSpec, Stats
+
+__all__ = ["run"]
+
+_PER_ROW = ("lse", "nll", "entropy", "predictions")
+
+
+def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
+    """Run a call with the row kernel of that name."""
+    _refuse_gradients(
+        target=call.target, weight=call.weight, sample_weight=call.sample_weight, normalizer=call.normalizer
+    )
+    return _run_logits(call, kernel) if isinstance(call, LogitsCall) else _run_linear(call, kernel)
+
+
+def _run_logits(call: LogitsCall, kernel: str) -> tuple[Tensor, Stats]:
+    logits = call.logits.movedim(call.axis, -1)
+    target = call.target
+    if target.is_floating_point():
+        target = target.movedim(call.axis, -1)
+    options = _options(call, target, kernel)
+    needs_grad = torch.is_grad_enabled() and logits.requires_grad
+    if call.inplace and needs_grad:
+        _check_inplace(call.logits)
+        loss, *stats = CrossEntropyInplace.apply(logits, *options)
+    else:
+        loss, _, _, *stats = CrossEntropy.apply(logits, needs_grad, *options)
+    return _shaped(loss, stats, call.loss, logits.shape[:-1])
+
+
+def _run_linear(call: LinearCall, kernel: str) -> tuple[Tensor, Stats]:
+    source, weight, bias = call.input, call.linear_weight, call.linear_bias
+    compute = _compute_dtype(source, weight, bias)
+    asks = torch.is_grad_enabled()
+    needs = [asks and tensor is not None and tensor.requires_grad for tensor in (source, weight, bias)]
+    options = _options(call, call.target, kernel)
+    loss, _, _, _, _, _, *stats = LinearCrossEntropy.apply(
+        source, weight, bias, needs, call.shift, call.workspace, compute, *options
+    )
+    return _shaped(loss, stats, call.loss, source.shape[:-1])
+
+
+def _options(call: LogitsCall | LinearCall, target: Tensor, kernel: str) -> Options:
+    spec, normalizer = call.loss, call.normalizer
+    is_tensor = isinstance(normalizer, Tensor)
+    return Options(
+        target,
+        call.weight,
+        call.sample_weight,
+        normalizer if is_tensor else None,
+        pack_numbers(spec, None if is_tensor else normalizer),
+        spec.ignore_index,
+        spec.reduction,
+        list(spec.stats),
+        kernel,
+    )
+
+
+def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> tuple[Tensor, Stats]:
+    """Give per-row results, which come flat, the shape of the rows."""
+    each_row = spec.reduction == "none"
+    named: dict[str, Any] = {}
+    for name, value in zip(spec.stats, stats, strict=True):
+        named[name] = value.view(rows) if name in _PER_ROW or (name == "z_loss" and each_row) else value
+    return loss.view(rows) if each_row else loss, Stats(**named)
+
+
+def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
+    device = source.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (source.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    if weight.dtype != source.dtype:
+        raise TypeError(
+            f"linear_weight must have the dtype of input, {source.dtype}, outside of torch.autocast; got {weight.dtype}"
+        )
+    if bias is not None and bias.dtype != source.dtype:
+        raise TypeError(
+            f"linear_bias must have the dtype of input, {source.dtype}, outside of torch.autocast; got {bias.dtype}"
+        )
+    return source.dtype
+
+
+def _refuse_gradients(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
+
+
+def _check_inplace(logits: Tensor) -> None:
+    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+        raise ValueError(
+            f"inplace=True needs logits that own each of their elements, got an expanded tensor of shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}"
+        )
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError("inplace=True cannot be used under torch.func transforms")

@@ -1,0 +1,187 @@
+"""What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.options import Options
+from xent.backends.torch.rows import Rows
+from xent.core.spec import LossSpec
+
+__all__ = ["Facts", "accumulation_dtype", "gather_facts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """N rows, V classes; tensors are on the logits' device, floats in the accumulation dtype."""
+
+    spec: LossSpec
+    vocabulary: int
+    target: Tensor | None
+    """(N,) int64 in [0, V), whatever the caller passed for ignored and invalid rows; None for probabilities."""
+    probabilities: Rows | None
+    probability_rows: Tensor | None
+    """(N,) int64, the row of `probabilities` that belongs to each row; None where it is the row itself."""
+    ignored: Tensor
+    """(N,) bool: rows without a target."""
+    dead: Tensor | None
+    """(N,) bool: rows whose loss and gradient are exactly 0; None where it is known that there are none."""
+    invalid: Tensor | None
+    """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None where there are none."""
+    weight: Tensor
+    """(N,) a_i."""
+    scale: Tensor
+    """(N,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    deferred: Tensor
+    """0-d factor that the gradient still lacks; backward multiplies it in. Not 1 for float16 only."""
+    divisor: Tensor | None
+    """0-d, what "mean" divides by; None for the other reductions."""
+    class_weight: Tensor | None
+    """(V,)"""
+    class_weight_total: Any
+    """sum_c w_c."""
+
+    def select(self, rows: Tensor) -> "Facts":
+        """Return the facts of these rows alone, (M,) int64."""
+        mapped = None
+        if self.probabilities is not None:
+            mapped = rows if self.probability_rows is None else self.probability_rows[rows]
+        return replace(
+            self,
+            target=None if self.target is None else self.target[rows],
+            probability_rows=mapped,
+            ignored=self.ignored[rows],
+            dead=None if self.dead is None else self.dead[rows],
+            invalid=None if self.invalid is None else self.invalid[rows],
+            weight=self.weight[rows],
+            scale=self.scale[rows],
+        )
+
+    def probability_block(self, start: int, stop: int) -> Tensor:
+        """Return the target probabilities of rows [start, stop), (R, V), in the caller's dtype."""
+        assert self.probabilities is not None
+        if self.probability_rows is None:
+            return self.probabilities.block(start, stop)
+        rows = self.probability_rows[start:stop]
+        first = int(rows[0]) if rows.device.type == "cpu" else None
+        if first is not None and bool((rows == torch.arange(first, first + stop - start)).all()):
+            return self.probabilities.block(first, first + stop - start)
+        return torch.cat([self.probabilities.block(row, row + 1) for row in rows.tolist()])
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, of per-row results and of the loss."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gather_facts(
+    options: Options, vocabulary: int, dtype: torch.dtype, shift: int = 0, upstream: Tensor | None = None
+) -> Facts:
+    """Return the facts of all rows of a call whose logits have `dtype`.
+
+    Row t takes target and sample weight of t + `shift` along the last axis of the target. `upstream` is the gradient of
+    the rows' losses, for reduction "none" in backward.
+    """
+    spec, acc = options.spec(), accumulation_dtype(dtype)
+    device = options.target.device
+    shape = options.target.shape[:-1] if options.target.is_floating_point() else options.target.shape
+    has_target = _has_target(shape, shift, device)
+    invalid = None
+    if options.target.is_floating_point():
+        target, probabilities = None, Rows(options.target)
+        source = None if not shift else _shifted(torch.arange(shape.numel(), device=device).view(shape), shift, 0)
+        ignored = ~has_target
+        row_weight = None
+    else:
+        probabilities, source = None, None
+        if looks_at_targets(device):
+            _raise_on_invalid(options.target, options.ignore_index, vocabulary)
+        target = _shifted(options.target.to(torch.int64), shift, options.ignore_index).flatten()
+        ignored = (target == options.ignore_index) | ~has_target
+        if not looks_at_targets(device):
+            invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
+            target = target.masked_fill(ignored | invalid, 0)
+        else:
+            target = target.masked_fill(ignored, 0)
+        row_weight = None if options.weight is None else options.weight.to(acc)[target]
+
+    sample = options.sample_weight
+    weight = (
+        torch.ones(shape, dtype=acc, device=device) if sample is None else _shifted(sample.to(acc), shift, 0)
+    ).flatten()
+    weight = weight.masked_fill(ignored, 0)
+    divisor = _divisor(options, weight, row_weight, invalid) if spec.reduction == "mean" else None
+    dead: Tensor | None = weight == 0
+    if divisor is not None:
+        dead = dead | (divisor == 0)
+    if invalid is not None:
+        weight = weight.masked_fill(invalid, torch.nan)
+        dead = dead & ~invalid
+    if device.type == "cpu" and not bool(dead.any()):
+        dead = None
+    scale, deferred = weight, torch.ones((), dtype=acc, device=device)
+    if divisor is not None:
+        inverse = torch.where(divisor == 0, 0, 1 / divisor)
+        if dtype == torch.float16:
+            # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them.
+            deferred = inverse
+        else:
+            scale = weight * inverse
+    if upstream is not None:
+        scale = scale * upstream.to(acc).flatten()
+    class_weight = None if options.weight is None else options.weight.to(acc)
+    return Facts(
+        spec=spec,
+        vocabulary=vocabulary,
+        target=target,
+        probabilities=probabilities,
+        probability_rows=None if source is None else source.flatten(),
+        ignored=ignored,
+        dead=dead,
+        invalid=invalid,
+        weight=weight,
+        scale=scale,
+        deferred=deferred,
+        divisor=divisor,
+        class_weight=class_weight,
+        class_weight_total=vocabulary if class_weight is None else class_weight.sum(),
+    )
+
+
+def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invalid: Tensor | None) -> Tensor:
+    number = options.divisor()
+    if number is not None:
+        return torch.full((), number, dtype=weight.dtype, device=weight.device)
+    if options.normalizer is not None:
+        return options.normalizer.to(weight.device, weight.dtype)
+    parts = weight if row_weight is None else weight * row_weight
+    return (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
+
+
+def _has_target(shape: torch.Size, shift: int, device: torch.device) -> Tensor:
+    has_target = torch.ones(shape, dtype=torch.bool, device=device)
+    return _shifted(has_target, shift, False).flatten()
+
+
+def _shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
+    """Return values[..., t + shift] at t, `fill` where there is none."""
+    if not shift:
+        return values
+    kept = max(values.shape[-1] - shift, 0)
+    shifted = torch.full_like(values, fill)
+    shifted[..., :kept] = values[..., shift:]
+    return shifted
+
+
+def _raise_on_invalid(target: Tensor, ignore_index: int, vocabulary: int) -> None:
+    wide = target.to(torch.int64)
+    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != ignore_index)
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        raise IndexError(
+            f"target{position} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
+        )

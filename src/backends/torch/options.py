@@ -1,0 +1,64 @@
+"""The options of a call in the order in which custom operations take them: tensors, one tensor of numbers, constants.
+
+Numbers travel in one float64 tensor on the CPU. As Python floats they would be constants of a compiled graph, and a
+z-loss or smoothing that changes during training would recompile it at every change.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xent.core.spec import LossSpec
+from xent.core.validate import check_numbers
+
+__all__ = ["SCHEMA", "Options", "pack_numbers"]
+
+SCHEMA = (
+    "Tensor target, Tensor? weight, Tensor? sample_weight, Tensor? normalizer, Tensor numbers, "
+    "int ignore_index, str reduction, str[] stats, str kernel"
+)
+
+
+class Options(NamedTuple):
+    """What `SCHEMA` says, by name."""
+
+    target: Tensor
+    weight: Tensor | None
+    sample_weight: Tensor | None
+    normalizer: Tensor | None
+    numbers: Tensor
+    ignore_index: int
+    reduction: str
+    stats: list[str]
+    kernel: str
+
+    def spec(self) -> LossSpec:
+        """Return the options as a LossSpec, its numbers read back and, for compiled calls, checked for the first time."""
+        label_smoothing, z_loss, softcap, logit_scale, _ = self.numbers.tolist()
+        cap = None if math.isnan(softcap) else softcap
+        check_numbers(label_smoothing, z_loss, cap, logit_scale, self.divisor())
+        return LossSpec(
+            self.reduction, self.ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(self.stats)
+        )
+
+    def divisor(self) -> float | None:
+        """Return the normalizer where it was given as a number."""
+        number = float(self.numbers[4])
+        return None if math.isnan(number) else number
+
+
+def pack_numbers(spec: LossSpec, normalizer: float | None) -> Tensor:
+    """Return (label_smoothing, z_loss, softcap, logit_scale, normalizer) as a float64 tensor, NaN for None."""
+    numbers = [
+        spec.label_smoothing,
+        spec.z_loss,
+        math.nan if spec.softcap is None else spec.softcap,
+        spec.logit_scale,
+        math.nan if normalizer is None else normalizer,
+    ]
+    if torch.compiler.is_compiling():
+        # Of the ways to make a tensor of a symbolic float, multiplication is one that does not turn it into a constant.
+        return torch.stack([torch.ones((), dtype=torch.float64) * number for number in numbers])
+    return torch.tensor(numbers, dtype=torch.float64)

@@ -1,0 +1,201 @@
+"""The row kernel made of PyTorch's own operations: right on every device, and kept in cache on the CPU.
+
+For a block of raw logits z, with x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient and
+W = sum_c w_c (sum_c w_c q'_c for probabilities q', which then stand for the whole smoothed target)::
+
+    log p = x - lse(x)                                   one fused call, which overwrites the place of the gradient
+    l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
+    dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ]
+    dx/dz = s (1 - tanh(s z / k)^2)   with softcap k,   s   without
+
+Blocks are small, so that the passes over one after the first find it in cache.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.facts import Facts
+from xent.backends.torch.results import Results
+from xent.backends.torch.rows import row_sum
+from xent.core.chunks import rows_per_block
+
+__all__ = ["PlainPass"]
+
+
+class PlainPass:
+    """A `xent.backends.protocol.RowPass` over the rows of one call."""
+
+    def __init__(self, facts: Facts, results: Results) -> None:
+        self.facts = facts
+        self.results = results
+        self._acc = facts.weight.dtype
+        self._scratch: dict[str, Tensor] = {}
+
+    def forward(self, logits: Tensor, start: int, grad: Tensor | None) -> None:
+        """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
+        for first, last in self._blocks(logits):
+            rows = slice(start + first, start + last)
+            _Block(self, logits[first:last], rows, None if grad is None else grad[first:last]).forward()
+
+    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
+        """Write a block's gradient: see `xent.backends.protocol.RowPass.backward`."""
+        for first, last in self._blocks(logits):
+            _Block(self, logits[first:last], slice(start + first, start + last), grad[first:last]).backward()
+
+    def _blocks(self, logits: Tensor) -> list[tuple[int, int]]:
+        count, vocabulary = logits.shape
+        step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
+        return [(first, min(first + step, count)) for first in range(0, count, step)]
+
+    def scratch(self, name: str, like: Tensor) -> Tensor:
+        """Return memory of the block's shape in the accumulation dtype, the same at every call."""
+        held = self._scratch.get(name)
+        if held is None or held.shape[0] < like.shape[0]:
+            held = self._scratch[name] = torch.empty(like.shape, dtype=self._acc, device=like.device)
+        return held[: like.shape[0]]
+
+
+class _Block:
+    """R rows, few enough to stay in cache. `work` holds x, then log p, then p, then the gradient."""
+
+    def __init__(self, parent: PlainPass, z: Tensor, rows: slice, grad: Tensor | None) -> None:
+        self.parent, self.z, self.rows, self.grad = parent, z, rows, grad
+        facts, results = parent.facts, parent.results
+        self.facts, self.results, self.spec = facts, results, facts.spec
+        in_grad = grad is not None and grad.dtype == facts.weight.dtype
+        self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
+        self.target = None if facts.target is None else facts.target[rows, None]
+        self.spread = self.spec.label_smoothing / facts.vocabulary
+        self.one_minus_tanh2: Tensor | None = None
+
+    def forward(self) -> None:
+        """Record losses and statistics, then write the gradient if asked."""
+        x, results, rows = self._activations(), self.results, self.rows
+        needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
+        peak = x.amax(-1) if needs_lse or results.z_term is not None else None
+        torch.log_softmax(x, -1, out=self.work)
+        lse = None
+        if peak is not None:
+            log_sum = -self.work.amax(-1)
+            lse = peak + log_sum
+            if results.norm is not None:
+                results.norm[0, rows], results.norm[1, rows] = peak, log_sum
+            if results.lse is not None:
+                results.lse[rows] = lse
+        share, total = self._losses(lse)
+        if self.grad is not None or results.entropy is not None:
+            self.work.exp_()
+        if results.entropy is not None:
+            results.entropy[rows] = row_sum(torch.special.entr(self.work))
+        if self.grad is not None:
+            self._gradient(share, total, lse)
+
+    def backward(self) -> None:
+        """Write the gradient from the recorded norm."""
+        x, norm = self._activations(), self.results.norm
+        assert norm is not None
+        peak, log_sum = norm[0, self.rows], norm[1, self.rows]
+        torch.sub(x, peak[:, None], out=self.work).sub_(log_sum[:, None]).exp_()
+        share, total = self._shares()
+        self._gradient(share, total, peak + log_sum)
+
+    def _activations(self) -> Tensor:
+        """Return x (R, V), in `work` unless it is the raw logits; remember the softcap's slope if it will be needed."""
+        spec, predictions = self.spec, self.results.predictions
+        plain = spec.softcap is None and spec.logit_scale == 1
+        if self.z.dtype == self.work.dtype and plain:
+            x = self.z
+        else:
+            x = self.work if self.work is self.z else self.work.copy_(self.z)
+            if spec.logit_scale != 1:
+                x.mul_(spec.logit_scale)
+        if predictions is not None:
+            predictions[self.rows] = x.argmax(-1)
+        if spec.softcap is not None:
+            x.div_(spec.softcap).tanh_()
+            if self.grad is not None:
+                slope = torch.mul(x, x, out=self.parent.scratch("slope", self.z))
+                self.one_minus_tanh2 = slope.neg_().add_(1)
+            x.mul_(spec.softcap)
+        return x
+
+    def _shares(self) -> tuple[Tensor, Any]:
+        """Return the target's share, and the sum of shares over classes, of what multiplies -log p.
+
+        The target's share is (R, 1), (1-e) w_y, for indices; (R, V), w_c q'_c, for probabilities. Smoothing's
+        (e/V) w_c is in the sum, but not in the target's share, for indices.
+        """
+        facts, keep = self.facts, 1 - self.spec.label_smoothing
+        if self.target is None:
+            share = self.parent.scratch("share", self.z)
+            share.copy_(facts.probability_block(self.rows.start, self.rows.stop)).mul_(keep).add_(self.spread)
+            if facts.class_weight is not None:
+                share.mul_(facts.class_weight)
+            return share, row_sum(share)
+        if facts.class_weight is None:
+            share = torch.full(self.target.shape, keep, dtype=self.work.dtype, device=self.work.device)
+        else:
+            share = keep * facts.class_weight[self.target]
+        return share, share[:, 0] + self.spread * facts.class_weight_total
+
+    def _losses(self, lse: Tensor | None) -> tuple[Tensor, Any]:
+        """Record the losses of log p in `work`; return the shares."""
+        facts, results, rows = self.facts, self.results, self.rows
+        log_p, weight = self.work, facts.weight[rows]
+        share, total = self._shares()
+        if self.target is None:
+            loss = -row_sum(_product(share, log_p))
+            if results.nll is not None:
+                raw = facts.probability_block(rows.start, rows.stop).to(log_p.dtype)
+                results.nll[rows] = -row_sum(_product(raw, log_p))
+        else:
+            log_p_y = log_p.gather(1, self.target)
+            loss = -_product(share, log_p_y)[:, 0]
+            if self.spread:
+                spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
+                loss = loss - self.spread * row_sum(spread_over)
+            if results.nll is not None:
+                results.nll[rows] = -log_p_y[:, 0]
+        loss = weight * loss
+        if lse is not None:
+            z_term = weight * self.spec.z_loss * lse.square()
+            if self.spec.z_loss:
+                loss = loss + z_term
+            if results.z_term is not None:
+                results.z_term[rows] = self._alive(z_term)
+        results.loss[rows] = self._alive(loss)
+        return share, total
+
+    def _gradient(self, share: Tensor, total: Any, lse: Tensor | None) -> None:
+        """Turn p in `work` into the gradient with respect to z, and put it where it belongs."""
+        facts, spec, grad, work = self.facts, self.spec, self.grad, self.work
+        assert grad is not None
+        scale = (facts.scale[self.rows] * spec.logit_scale)[:, None]
+        if spec.z_loss:
+            assert lse is not None
+            total = total + 2 * spec.z_loss * lse
+        work.mul_(scale * total[:, None])
+        if self.target is None:
+            work.sub_(share.mul_(scale))
+        else:
+            work.scatter_add_(1, self.target, -scale * share)
+            if self.spread:
+                each = scale * self.spread
+                work.sub_(each if facts.class_weight is None else each * facts.class_weight)
+        if self.one_minus_tanh2 is not None:
+            work.mul_(self.one_minus_tanh2)
+        if facts.dead is not None:
+            work.masked_fill_(facts.dead[self.rows, None], 0)
+        if work is not grad:
+            grad.copy_(work)
+
+    def _alive(self, values: Tensor) -> Tensor:
+        dead = self.facts.dead
+        return values if dead is None else values.masked_fill(dead[self.rows], 0)
+
+
+def _product(weights: Tensor, values: Tensor) -> Tensor:
+    """Multiply; what has no weight is 0, even where the value is infinite."""
+    return (weights * values).masked_fill(weights == 0, 0)

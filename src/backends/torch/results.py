@@ -1,0 +1,119 @@
+"""What is found out about each row, and how it becomes the loss and the statistics that the caller gets."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.facts import Facts
+
+__all__ = ["Results", "new_results", "scattered"]
+
+
+@dataclass(frozen=True, eq=False)
+class Results:
+    """Per-row results, all (N,), which a row pass fills; None where nobody asks. Floats in the accumulation dtype."""
+
+    loss: Tensor
+    norm: Tensor | None = None
+    """(2, N): the largest logit x, and log sum_c exp(x_c - largest). Apart, they keep what their sum would round off."""
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+    predictions: Tensor | None = None
+    z_term: Tensor | None = None
+
+    def reduced_loss(self, facts: Facts) -> Tensor:
+        """Return the loss: 0-d, or (N,) with reduction "none"."""
+        return _reduced(self.loss, facts)
+
+    def stats(self, facts: Facts) -> list[Tensor]:
+        """Return the statistics in the order of the spec's names, per-row ones flat."""
+        return [getattr(self, f"_{name}")(facts) for name in facts.spec.stats]
+
+    def _lse(self, facts: Facts) -> Tensor:
+        return _counted(self.lse, facts)
+
+    def _nll(self, facts: Facts) -> Tensor:
+        values = _counted(self.nll, facts)
+        return values if facts.invalid is None else values.masked_fill(facts.invalid, torch.nan)
+
+    def _entropy(self, facts: Facts) -> Tensor:
+        return _counted(self.entropy, facts)
+
+    def _predictions(self, facts: Facts) -> Tensor:
+        assert self.predictions is not None
+        return self.predictions.masked_fill(facts.ignored, -1)
+
+    def _z_loss(self, facts: Facts) -> Tensor:
+        assert self.z_term is not None
+        return _reduced(self.z_term, facts)
+
+    def _accuracy(self, facts: Facts) -> Tensor:
+        correct = (self._predictions(facts) == _truth(facts)) & ~facts.ignored
+        if facts.invalid is not None:
+            correct = correct & ~facts.invalid
+        return correct.sum().to(self.loss.dtype) / self._count(facts).clamp(min=1)
+
+    def _count(self, facts: Facts) -> Tensor:
+        return (~facts.ignored).sum()
+
+
+def new_results(facts: Facts, keep_norm: bool) -> Results:
+    """Return unfilled results for the rows of `facts`."""
+    names, like = facts.spec.stats, facts.weight
+    wants_prediction = "predictions" in names or "accuracy" in names
+    return Results(
+        loss=torch.empty_like(like),
+        norm=like.new_empty(2, len(like)) if keep_norm else None,
+        lse=torch.empty_like(like) if "lse" in names else None,
+        nll=torch.empty_like(like) if "nll" in names else None,
+        entropy=torch.empty_like(like) if "entropy" in names else None,
+        predictions=torch.empty_like(like, dtype=torch.int64) if wants_prediction else None,
+        z_term=torch.empty_like(like) if "z_loss" in names else None,
+    )
+
+
+def scattered(results: Results, rows: Tensor, count: int) -> Results:
+    """Return results of `rows` alone as results of all `count` rows; the others have 0, and -1 for predictions."""
+
+    def spread(values: Tensor | None, fill: int = 0) -> Tensor | None:
+        if values is None:
+            return None
+        spacious = values.new_full((*values.shape[:-1], count), fill)
+        return spacious.index_copy_(-1, rows, values)
+
+    loss = spread(results.loss)
+    assert loss is not None
+    return Results(
+        loss=loss,
+        norm=spread(results.norm),
+        lse=spread(results.lse),
+        nll=spread(results.nll),
+        entropy=spread(results.entropy),
+        predictions=spread(results.predictions, -1),
+        z_term=spread(results.z_term),
+    )
+
+
+def _reduced(values: Tensor, facts: Facts) -> Tensor:
+    if facts.spec.reduction == "none":
+        return values
+    total = values.sum()
+    if facts.divisor is None:
+        return total
+    return torch.where(facts.divisor == 0, 0, total / facts.divisor)
+
+
+def _counted(values: Tensor | None, facts: Facts) -> Tensor:
+    assert values is not None
+    return values.masked_fill(facts.ignored, 0)
+
+
+def _truth(facts: Facts) -> Tensor:
+    """Return the class that each row should have, (N,); the most probable for probabilities."""
+    if facts.target is not None:
+        return facts.target
+    count, step = len(facts.weight), 256
+    blocks = [facts.probability_block(i, min(i + step, count)).argmax(-1) for i in range(0, count, step)]
+    return torch.cat(blocks) if blocks else facts.ignored.new_empty(0, dtype=torch.int64)

@@ -1,0 +1,226 @@
+"""The two functions: what a user reads. Describe the call, choose who serves it, run it; nothing else."""
+
+from collections.abc import Collection
+from typing import Any
+
+from xent.core import validate
+from xent.core.dispatch import select
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    *,
+    weight: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    sample_weight: Any = None,
+    normalizer: Any = None,
+    axis: int = -1,
+    inplace: bool = False,
+    stats: Collection[str] = (),
+    backend: str = "auto",
+) -> Any:
+    """Compute the cross entropy between logits and target classes.
+
+    With the options at their defaults this is ``F.cross_entropy(logits.float().flatten(0, -2), target.flatten())``, in
+    one pass, and with its gradient made in the same pass.
+
+    For row i, class c, raw logits z, softcap k and scale s::
+
+        x_ic = k * tanh(s * z_ic / k)   with softcap,   s * z_ic   without
+        l_i  = a_i * [(1-e) w_y (lse_i - x_iy) + (e/V) sum_c w_c (lse_i - x_ic) + z_loss * lse_i^2]
+
+    where lse_i = log sum_c exp(x_ic), y = target_i, e = label_smoothing, w = weight and a = sample_weight (both 1 where
+    not given), and a_i = 0 where the target is ignore_index. "none" returns l_i, "sum" their sum, "mean" their sum over
+    ``normalizer``, or over sum_i a_i w_y where it is not given; 0 where that is 0.
+
+    For class probabilities q, ``(1-e) q + e/V`` takes the place of the smoothed one-hot target, ignore_index does not
+    apply, and "mean" divides by sum_i a_i, the row count.
+
+    Parameters
+    ----------
+    logits : array (..., V); float64, float32, bfloat16 or float16
+        Unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
+    target : integer array (...), or float array (..., V)
+        Class indices in [0, V) or ignore_index; or class probabilities, which get no gradient.
+    weight : float array (V,), optional
+        Weight w of each class, >= 0. No gradient.
+    ignore_index : int
+        Rows with this target have exactly 0 loss and 0 gradient, whatever their logits hold.
+    reduction : {"mean", "sum", "none"}
+        What becomes of the rows' losses.
+    label_smoothing : float in [0, 1]
+        Share e of the target that is spread over all classes.
+    z_loss : float >= 0
+        Factor of the squared log normaliser, which keeps logits from drifting (PaLM, section 5).
+    softcap : float > 0, optional
+        Bound k of the logits (Gemma 2, section 2).
+    logit_scale : float
+        Factor s of the logits; 1 / temperature.
+    sample_weight : array with the shape of index targets, optional
+        Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
+    normalizer : float >= 0 or 0-d array, optional
+        What "mean" divides by: the token count over all micro-batches and ranks, say. The other reductions divide by
+        nothing and do not look at it.
+    axis : int
+        The axis of the classes; 1 gives PyTorch's layout.
+    inplace : bool
+        Let the gradient take the logits' memory. The logits are lost; an operation that saved them for its own backward
+        raises.
+    stats : collection of str
+        Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
+    backend : str
+        "auto", or a name that `xent.backends()` lists. The environment variable XENT_BACKEND overrides "auto".
+
+    Returns
+    -------
+    loss : array
+        0-d, or the shape of index targets with reduction "none"; float32, or float64 for float64 logits.
+    stats : Stats
+        Only where ``stats`` names any.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong type, dtype, shape or range; arrays of several frameworks or devices.
+    IndexError
+        A target outside [0, V) that is not ignore_index, where the values are on the CPU. On an accelerator nothing
+        synchronises to look: loss and gradient of that row are NaN, and with XENT_CHECK_TARGETS=1 in the environment
+        it is this IndexError.
+    BackendError
+        The named backend cannot serve the call.
+
+    References
+    ----------
+    Label smoothing: Szegedy et al. 2016, arXiv:1512.00567, section 7. z-loss: Chowdhery et al. 2022, arXiv:2204.02311,
+    section 5. Softcap: Gemma Team 2024, arXiv:2408.00118, section 2.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> logits = np.array([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [9.0, 9.0, 9.0]])
+    >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
+    0.3956
+    """
+    call = validate.logits_call(
+        logits,
+        target,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        axis=axis,
+        inplace=inplace,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        stats=stats,
+    )
+    loss, reported = select(backend, call).run(call)
+    return (loss, reported) if call.loss.stats else loss
+
+
+def linear_cross_entropy(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    weight: Any = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    sample_weight: Any = None,
+    normalizer: Any = None,
+    shift: int = 0,
+    workspace: int | None = None,
+    stats: Collection[str] = (),
+    backend: str = "auto",
+) -> Any:
+    """Compute the cross entropy of a linear classifier without holding its (tokens x vocabulary) logits.
+
+    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: the logits of
+    one chunk are made, turned into losses and into their own gradient, and multiplied back before the next chunk.
+    Options that are not described here mean what they mean in `xent.cross_entropy`.
+
+    Parameters
+    ----------
+    input : array (..., D); float64, float32, bfloat16 or float16
+        Hidden states.
+    linear_weight : array (V, D), the dtype of input
+        The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype.
+    target : integer array (...), or float array (..., V)
+        Class indices in [0, V) or ignore_index; or class probabilities, which get no gradient.
+    linear_bias : array (V,), optional
+        Bias of the classifier.
+    weight : float array (V,), optional
+        Weight of each class.
+    ignore_index : int
+        Rows with this target have exactly 0 loss and 0 gradient. On the CPU they are not computed at all.
+    reduction : {"mean", "sum", "none"}
+        With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
+        takes any upstream gradient, backward makes the logits again (four).
+    label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, stats, backend
+        As in `xent.cross_entropy`.
+    shift : int >= 0
+        Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
+        its labels as they are with shift=1 and no hidden state is copied. ``sample_weight`` goes with ``target``: entry
+        t + shift weighs row t. The last ``shift`` rows have no target and count as ignored.
+    workspace : int, optional
+        How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device.
+
+    Returns
+    -------
+    loss : array
+        0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input.
+    stats : Stats
+        Only where ``stats`` names any. Entry t of a per-row statistic belongs to row t of input.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, BackendError
+        As `xent.cross_entropy` does.
+
+    References
+    ----------
+    Chunking with gradients in the forward pass: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> hidden, classifier = np.eye(4)[None], 2 * np.eye(4)
+    >>> float(xent.linear_cross_entropy(hidden, classifier, np.array([[0, 1, 2, 3]]), shift=1).round(4))
+    2.3408
+    """
+    call = validate.linear_call(
+        input,
+        linear_weight,
+        target,
+        linear_bias=linear_bias,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        shift=shift,
+        workspace=workspace,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        stats=stats,
+    )
+    loss, reported = select(backend, call).run(call)
+    return (loss, reported) if call.loss.stats else loss

@@ -1,0 +1,91 @@
+"""Which backend serves a call: the named one, or the first of the table that can; a refusal always has its reason."""
+
+import os
+import warnings
+
+from xent.backends import TABLE, load
+from xent.backends.protocol import Backend
+from xent.core.arrays import framework_of
+from xent.core.errors import BackendError
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall
+
+__all__ = ["backends", "select"]
+
+_warned: set[str] = set()
+
+
+def backends() -> list[BackendInfo]:
+    """List every backend: available or the reason why not, versions, devices.
+
+    Asking a backend whether it is available imports its framework.
+
+    Returns
+    -------
+    list of BackendInfo
+        In the order in which "auto" prefers them.
+
+    Examples
+    --------
+    >>> import xent
+    >>> [info.name for info in xent.backends() if info.available][-1]
+    'numpy'
+    """
+    return [load(name).info() for name in TABLE]
+
+
+def select(name: str, call: LogitsCall | LinearCall) -> Backend:
+    """Return the backend called `name`, or for "auto" the best that serves the call; BackendError if there is none."""
+    if not isinstance(name, str):
+        raise TypeError(f"backend must be a string, got {name!r}")
+    if name == "auto":
+        name = os.environ.get("XENT_BACKEND") or "auto"
+    framework, device = _home(call)
+    if name != "auto":
+        return _named(name, framework, call)
+    refusals = []
+    for candidate in TABLE:
+        backend = load(candidate)
+        if backend.framework != framework:
+            continue
+        reason = _refusal(backend, call)
+        if reason is None:
+            return backend
+        refusals.append(f"{candidate}: {reason}")
+        if device in backend.native_to:
+            _warn_once(f"xent passes over its {candidate} backend, the fastest on {device}: {reason}")
+    raise BackendError(f"no backend serves this call on {framework} arrays. " + "; ".join(refusals))
+
+
+def _named(name: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
+    if name not in TABLE:
+        raise BackendError(f"there is no backend {name!r}; there are 'auto', {', '.join(map(repr, TABLE))}")
+    backend = load(name)
+    others = [other for other in TABLE if load(other).framework == framework]
+    if backend.framework != framework:
+        raise BackendError(
+            f"backend {name!r} serves {backend.framework} arrays and got {framework} arrays, which "
+            f"{' or '.join(map(repr, others)) or 'no backend'} serves"
+        )
+    reason = _refusal(backend, call)
+    if reason is not None:
+        raise BackendError(f"backend {name!r} cannot serve this call: {reason}")
+    return backend
+
+
+def _refusal(backend: Backend, call: LogitsCall | LinearCall) -> str | None:
+    info = backend.info()
+    return info.reason if not info.available else backend.refuse(call)
+
+
+def _home(call: LogitsCall | LinearCall) -> tuple[str, str]:
+    """Return the framework and the device type of the call's arrays."""
+    array = call.logits if isinstance(call, LogitsCall) else call.input
+    framework = framework_of(array)
+    assert framework is not None  # validated
+    return framework, array.device.type if framework == "torch" else framework
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)

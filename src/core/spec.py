@@ -1,0 +1,99 @@
+"""One call, described once: frozen facts that validation produces and every backend reads. No framework in here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["REDUCTIONS", "STAT_NAMES", "BackendInfo", "LinearCall", "LogitsCall", "LossSpec", "Stats"]
+
+REDUCTIONS = ("mean", "sum", "none")
+STAT_NAMES = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
+
+
+@dataclass(frozen=True, eq=False)
+class LossSpec:
+    """The options that both functions share. `stats` keeps the order of `STAT_NAMES`."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    stats: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class LogitsCall:
+    """A validated call of `xent.cross_entropy`. `normalizer` is a float, a 0-d array or None."""
+
+    logits: Any
+    target: Any
+    weight: Any
+    sample_weight: Any
+    normalizer: Any
+    loss: LossSpec
+    axis: int
+    inplace: bool
+
+
+@dataclass(frozen=True, eq=False)
+class LinearCall:
+    """A validated call of `xent.linear_cross_entropy`. `workspace` is in bytes."""
+
+    input: Any
+    linear_weight: Any
+    linear_bias: Any
+    target: Any
+    weight: Any
+    sample_weight: Any
+    normalizer: Any
+    loss: LossSpec
+    shift: int
+    workspace: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Stats:
+    """What the call was asked to report beside the loss; a field that was not asked for is None. No gradient.
+
+    Rows are the positions of `target`; a row whose target is `ignore_index` (or that `shift` leaves without a target)
+    is not counted and holds 0, or -1 for predictions. x are the logits after scale and softcap.
+
+    Attributes
+    ----------
+    lse : array, target's (index) shape, the loss's dtype
+        log sum_c exp(x_c).
+    nll : array, target's (index) shape, the loss's dtype
+        lse - x_y in nats, without weights, smoothing or z-loss; sum_c q_c (lse - x_c) for class probabilities q.
+    entropy : array, target's (index) shape, the loss's dtype
+        -sum_c p_c log p_c in nats, p = softmax(x).
+    predictions : array, target's (index) shape, int64 (int32 in MLX)
+        The class of the largest logit, the lowest index among equals.
+    z_loss : 0-d array, the loss's dtype; target's (index) shape with reduction "none"
+        The share of the returned loss that the z term makes, reduced as the loss is.
+    accuracy : 0-d array, the loss's dtype
+        The share of counted rows whose prediction is the target (the most probable class, for class probabilities),
+        in [0, 1]; 0 when no row counts.
+    count : 0-d array, int64 (int32 in MLX)
+        How many rows count.
+    """
+
+    lse: Any = None
+    nll: Any = None
+    entropy: Any = None
+    predictions: Any = None
+    z_loss: Any = None
+    accuracy: Any = None
+    count: Any = None
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """One line of `xent.backends()`: a backend and, where it is not available, the reason why not."""
+
+    name: str
+    framework: str
+    available: bool
+    reason: str | None
+    versions: dict[str, str]
+    devices: tuple[str, ...]

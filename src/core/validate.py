@@ -1,0 +1,232 @@
+"""Arguments in, a described call out; or an error that names the argument, what was got and what is allowed.
+
+Everything here can be checked from shapes, dtypes and plain numbers. The values inside `target` are checked by the
+backends (`XENT_CHECK_TARGETS` in `xent.cross_entropy`), because only they know where looking at values is cheap.
+"""
+
+import math
+import numbers
+from typing import Any
+
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
+from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec
+
+__all__ = ["check_numbers", "linear_call", "logits_call"]
+
+
+def logits_call(
+    logits: Any, target: Any, *, weight: Any, sample_weight: Any, normalizer: Any, axis: int, inplace: bool, **loss: Any
+) -> LogitsCall:
+    """Check the arguments of `xent.cross_entropy` and describe the call."""
+    framework = _one_framework(
+        logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
+    )
+    spec = _loss_spec(framework, **loss)
+    _check_float("logits", logits)
+    shape = tuple(logits.shape)
+    if not shape:
+        raise ValueError("logits must have a class axis, got a 0-d array")
+    if not _is_int(axis):
+        raise TypeError(f"axis must be an int, got {axis!r}")
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
+    if not isinstance(inplace, bool):
+        raise TypeError(f"inplace must be a bool, got {inplace!r}")
+    axis %= len(shape)
+    rows = shape[:axis] + shape[axis + 1 :]
+    _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight)
+    normalizer = _normalizer(framework, normalizer)
+    return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace)
+
+
+def linear_call(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any,
+    weight: Any,
+    sample_weight: Any,
+    normalizer: Any,
+    shift: int,
+    workspace: int | None,
+    **loss: Any,
+) -> LinearCall:
+    """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
+    framework = _one_framework(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+    )
+    spec = _loss_spec(framework, **loss)
+    for name, array in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
+        if array is not None:
+            _check_float(name, array)
+    if len(input.shape) < 1:
+        raise ValueError("input must have shape (..., D), got a 0-d array")
+    if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"linear_weight must have shape (V, D) with D = {input.shape[-1]}, the last axis of input "
+            f"{tuple(input.shape)}; got {tuple(linear_weight.shape)}"
+        )
+    vocabulary = linear_weight.shape[0]
+    if linear_bias is not None and tuple(linear_bias.shape) != (vocabulary,):
+        raise ValueError(
+            f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
+        )
+    if not _is_int(shift) or shift < 0:
+        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    rows = tuple(input.shape[:-1])
+    if shift and not rows:
+        raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
+    if workspace is not None and (not _is_int(workspace) or workspace <= 0):
+        raise ValueError(f"workspace must be None or a positive number of bytes, got {workspace!r}")
+    _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
+    normalizer = _normalizer(framework, normalizer)
+    return LinearCall(
+        input, linear_weight, linear_bias, target, weight, sample_weight, normalizer, spec, shift, workspace
+    )
+
+
+def check_numbers(
+    label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, normalizer: float | None
+) -> None:
+    """Raise TypeError or ValueError for an option that is not a number in its range."""
+    _check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
+    _check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
+    if softcap is not None:
+        _check_number("softcap", softcap, "None, or finite and > 0", lambda value: 0 < value < math.inf)
+    _check_number("logit_scale", logit_scale, "finite", math.isfinite)
+    if normalizer is not None:
+        _check_number("normalizer", normalizer, "finite and >= 0", lambda value: 0 <= value < math.inf)
+
+
+def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number ({allowed}), got {describe(value)}")
+    if not holds(value):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def _loss_spec(
+    framework: str,
+    *,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    stats: Any,
+) -> LossSpec:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    if not _is_int(ignore_index):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if isinstance(stats, str) or not isinstance(stats, (tuple, list, set, frozenset)):
+        raise TypeError(f"stats must be a tuple of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}")
+    unknown = [name for name in stats if name not in STAT_NAMES]
+    if unknown:
+        raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
+    if not is_tracing(framework):
+        check_numbers(label_smoothing, z_loss, softcap, logit_scale, None)
+    return LossSpec(
+        reduction,
+        ignore_index,
+        label_smoothing,
+        z_loss,
+        softcap,
+        logit_scale,
+        tuple(name for name in STAT_NAMES if name in stats),
+    )
+
+
+def _normalizer(framework: str, normalizer: Any) -> Any:
+    if normalizer is None or framework_of(normalizer) is not None:
+        if normalizer is not None and len(normalizer.shape) != 0:
+            raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
+        return normalizer
+    if not is_tracing(framework):
+        check_numbers(0.0, 0.0, None, 1.0, normalizer)
+    return normalizer
+
+
+def _one_framework(**arrays: Any) -> str:
+    """Return the framework that all arrays share. A `normalizer` may be a plain number."""
+    met = {}
+    for name, array in arrays.items():
+        owner = framework_of(array)
+        if owner is not None:
+            met[name] = owner
+        elif array is not None and name != "normalizer":
+            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
+    first, framework = next(iter(met.items()))
+    for name, owner in met.items():
+        if owner != framework:
+            raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
+    if framework == "torch":
+        _one_device({name: arrays[name] for name in met})
+    return framework
+
+
+def _one_device(tensors: dict[str, Any]) -> None:
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
+            raise ValueError(
+                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}"
+            )
+
+
+def _check_rows(
+    source: str,
+    source_shape: tuple[int, ...],
+    rows: tuple[int, ...],
+    vocabulary: int,
+    probabilities: tuple[int, ...],
+    target: Any,
+    weight: Any,
+    sample_weight: Any,
+) -> None:
+    """Check what is said per row and per class against `rows`, the index target's shape, and `vocabulary`."""
+    if vocabulary == 0:
+        raise ValueError(f"there must be at least one class, got 0 with {source} of shape {source_shape}")
+    dtype, shape = dtype_name(target), tuple(target.shape)
+    if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework_of(target) == "numpy"):
+        if shape != rows:
+            raise ValueError(
+                f"target of class indices must have shape {rows} for {source} of shape {source_shape}, got {shape}"
+            )
+    elif dtype in FLOAT_DTYPES:
+        if shape != probabilities:
+            raise ValueError(
+                f"target of class probabilities (dtype {dtype}) must have shape {probabilities} for {source} of shape "
+                f"{source_shape}, got {shape}; class indices need an integer dtype"
+            )
+    else:
+        raise TypeError(
+            f"target must hold class indices ({', '.join(INTEGER_DTYPES)}) or class probabilities "
+            f"({', '.join(FLOAT_DTYPES)}), got dtype {dtype}"
+        )
+    if weight is not None:
+        _check_float("weight", weight)
+        if tuple(weight.shape) != (vocabulary,):
+            raise ValueError(f"weight must have shape ({vocabulary},), one per class; got {tuple(weight.shape)}")
+    if sample_weight is not None:
+        if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
+            raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
+        if tuple(sample_weight.shape) != rows:
+            raise ValueError(f"sample_weight must have shape {rows}, one per row; got {tuple(sample_weight.shape)}")
+
+
+def _check_float(name: str, array: Any) -> None:
+    if dtype_name(array) not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must have a dtype out of {', '.join(FLOAT_DTYPES)}, got {describe(array)}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
