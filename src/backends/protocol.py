@@ -21,8 +21,11 @@ class Backend(Protocol):
     native_to: tuple[str, ...]
     """Device types on which passing this backend over is worth a warning."""
 
+    def missing(self) -> str | None:
+        """Return why this machine cannot run the backend, None if it can. Asked at every call: it must cost nothing."""
+
     def info(self) -> BackendInfo:
-        """Say whether this machine can run the backend or why not, with which versions and on which devices."""
+        """Say the same for people, with versions and devices."""
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Return why this call cannot be served, with what would serve it; None if it can."""
@@ -70,8 +73,11 @@ class Harness(Protocol):
     def gradients(self, function: Any, inputs: tuple[Any, ...], upstream: Any | None) -> tuple[Any, list[Any]]:
         """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None)."""
 
+    def linear(self, input: Any, weight: Any, bias: Any | None) -> Any:
+        """Return the logits that the unfused computation would hold."""
+
     def unfused_loss(self, logits: Any, target: Any, **options: Any) -> Any:
-        """Compute the loss from (..., V) logits as a user of the framework would, with its own differentiable operations.
+        """Compute the loss from (..., V) logits with the framework's own differentiable operations.
 
         Its rounding error is the yardstick; nothing of xent takes part in it.
         """

@@ -25,8 +25,12 @@ class Reference:
     framework = "numpy"
     native_to: tuple[str, ...] = ()
 
+    def missing(self) -> None:
+        """Return None: this backend runs wherever xent does."""
+        return None
+
     def info(self) -> BackendInfo:
-        """Report NumPy's version; this backend runs wherever xent does."""
+        """Report NumPy's version."""
         return BackendInfo(self.name, self.framework, True, None, {"numpy": np.__version__}, ("cpu",))
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:

@@ -1,9 +1,5 @@
-"""Which framework owns an array, and facts about the array, without importing a framework.
+"""Which framework owns an array, and facts about the array, without importing a framework."""
 
-An array of a framework can only exist when that framework is already imported, so looking into `sys.modules` is enough.
-"""
-
-import sys
 from typing import Any
 
 __all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framework_of", "is_tracing"]
@@ -11,14 +7,16 @@ __all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framewor
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
 
-_ARRAY_TYPES = (("torch", "torch", "Tensor"), ("mlx", "mlx.core", "array"), ("numpy", "numpy", "ndarray"))
+# A class is known by where it says it is from: looking it up in sys.modules would make a graph that torch.compile made
+# invalid at every later import.
+_ARRAY_TYPES = {("torch", "Tensor"): "torch", ("mlx.core", "array"): "mlx", ("numpy", "ndarray"): "numpy"}
 
 
 def framework_of(value: Any) -> str | None:
     """Return "torch", "mlx" or "numpy", or None where `value` is no array of theirs."""
-    for framework, module_name, type_name in _ARRAY_TYPES:
-        module = sys.modules.get(module_name)
-        if module is not None and isinstance(value, getattr(module, type_name)):
+    for base in type(value).__mro__:
+        framework = _ARRAY_TYPES.get((base.__module__, base.__name__))
+        if framework is not None:
             return framework
     return None
 
@@ -38,4 +36,8 @@ def describe(value: Any) -> str:
 
 def is_tracing(framework: str | None) -> bool:
     """Whether a compiler is tracing this call, so that the values of numbers are symbols that must not be looked at."""
-    return framework == "torch" and sys.modules["torch"].compiler.is_compiling()
+    if framework != "torch":
+        return False
+    import torch
+
+    return torch.compiler.is_compiling()

@@ -3,7 +3,7 @@
 import os
 import warnings
 
-from xent.backends import TABLE, load
+from xent.backends import TABLE
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of
 from xent.core.errors import BackendError
@@ -30,7 +30,7 @@ def backends() -> list[BackendInfo]:
     >>> [info.name for info in xent.backends() if info.available][-1]
     'numpy'
     """
-    return [load(name).info() for name in TABLE]
+    return [load().info() for load in TABLE.values()]
 
 
 def select(name: str, call: LogitsCall | LinearCall) -> Backend:
@@ -43,8 +43,8 @@ def select(name: str, call: LogitsCall | LinearCall) -> Backend:
     if name != "auto":
         return _named(name, framework, call)
     refusals = []
-    for candidate in TABLE:
-        backend = load(candidate)
+    for candidate, load in TABLE.items():
+        backend = load()
         if backend.framework != framework:
             continue
         reason = _refusal(backend, call)
@@ -59,12 +59,12 @@ def select(name: str, call: LogitsCall | LinearCall) -> Backend:
 def _named(name: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
     if name not in TABLE:
         raise BackendError(f"there is no backend {name!r}; there are 'auto', {', '.join(map(repr, TABLE))}")
-    backend = load(name)
-    others = [other for other in TABLE if load(other).framework == framework]
+    backend = TABLE[name]()
     if backend.framework != framework:
+        others = [repr(other) for other, load in TABLE.items() if load().framework == framework]
         raise BackendError(
             f"backend {name!r} serves {backend.framework} arrays and got {framework} arrays, which "
-            f"{' or '.join(map(repr, others)) or 'no backend'} serves"
+            f"{' or '.join(others) or 'no backend'} serves"
         )
     reason = _refusal(backend, call)
     if reason is not None:
@@ -73,8 +73,7 @@ def _named(name: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
 
 
 def _refusal(backend: Backend, call: LogitsCall | LinearCall) -> str | None:
-    info = backend.info()
-    return info.reason if not info.available else backend.refuse(call)
+    return backend.missing() or backend.refuse(call)
 
 
 def _home(call: LogitsCall | LinearCall) -> tuple[str, str]:

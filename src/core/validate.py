@@ -11,7 +11,7 @@ from typing import Any
 from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec
 
-__all__ = ["check_numbers", "linear_call", "logits_call"]
+__all__ = ["check_numbers", "linear_call", "logits_call", "loss_spec"]
 
 
 def logits_call(
@@ -21,7 +21,7 @@ def logits_call(
     framework = _one_framework(
         logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
     )
-    spec = _loss_spec(framework, **loss)
+    spec = loss_spec(framework, **loss)
     _check_float("logits", logits)
     shape = tuple(logits.shape)
     if not shape:
@@ -62,7 +62,7 @@ def linear_call(
         sample_weight=sample_weight,
         normalizer=normalizer,
     )
-    spec = _loss_spec(framework, **loss)
+    spec = loss_spec(framework, **loss)
     for name, array in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
         if array is not None:
             _check_float(name, array)
@@ -112,7 +112,7 @@ def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
-def _loss_spec(
+def loss_spec(
     framework: str,
     *,
     reduction: str,
@@ -123,6 +123,7 @@ def _loss_spec(
     logit_scale: float,
     stats: Any,
 ) -> LossSpec:
+    """Check the options that both functions share and that need no array."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not _is_int(ignore_index):

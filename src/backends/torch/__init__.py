@@ -5,7 +5,6 @@ backward returns) -> `ops` (custom operations, opaque to torch.compile) -> `logi
 -> a row kernel (`plain` here) between `facts`, what is known about each row, and `results`, what is found out.
 """
 
-from importlib.util import find_spec
 from typing import Any
 
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
@@ -20,10 +19,19 @@ class TorchBackend:
     framework = "torch"
     native_to: tuple[str, ...] = ("cpu",)
 
+    def missing(self) -> str | None:
+        """Import PyTorch, which whoever passes a tensor has already done."""
+        try:
+            import torch  # noqa: F401
+        except ImportError as error:
+            return f"PyTorch cannot be imported: {error}"
+        return None
+
     def info(self) -> BackendInfo:
-        """Import PyTorch and report its version and devices."""
-        if find_spec("torch") is None:
-            return BackendInfo(self.name, self.framework, False, "PyTorch is not installed", {}, ())
+        """Report PyTorch's version and devices."""
+        reason = self.missing()
+        if reason is not None:
+            return BackendInfo(self.name, self.framework, False, reason, {}, ())
         from xent.backends.torch.devices import devices, version
 
         return BackendInfo(self.name, self.framework, True, None, {"torch": version()}, devices())

@@ -42,19 +42,19 @@ class CrossEntropy(torch.autograd.Function):
             ctx.mark_non_differentiable(kept, deferred, *stats)
         else:
             ctx.save_for_backward(kept, deferred)
-            _mark_kept(ctx, [kept], [deferred, *stats])
+            ctx.mark_non_differentiable(deferred, *stats)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Tensor | None, *_: Any) -> Any:
         rest = (None,) * (1 + len(Options._fields))
-        if kept_upstream is not None:
-            raise RuntimeError(_NO_SECOND)
+        _refuse_second(kept_upstream)
         if upstream is None:
             return None, *rest
         if ctx.options.reduction == "none":
             logits, norm, *tensors = ctx.saved_tensors
-            return _CrossEntropyBackward.apply(upstream, logits, norm, *tensors, *ctx.options[_TENSORS:]), *rest
+            operation = torch.ops.xent.cross_entropy_backward
+            return _first_order(operation, upstream, logits, norm, *tensors, *ctx.options[_TENSORS:]), *rest
         kept, deferred = ctx.saved_tensors
         return _scaled(kept, upstream * deferred), *rest
 
@@ -70,7 +70,8 @@ class CrossEntropyInplace(torch.autograd.Function):
             loss, norm, _, stats = torch.ops.xent.cross_entropy(memory, True, *options)
             ctx.save_for_backward(memory, norm, *options[:_TENSORS])
         else:
-            loss, deferred, stats = torch.ops.xent.cross_entropy_(memory, *options)
+            loss, deferred, *stats = torch.ops.xent.cross_entropy_(memory, *options)
+            stats = stats[: len(ctx.options.stats)]
             ctx.save_for_backward(memory, deferred)
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
@@ -113,20 +114,20 @@ class LinearCrossEntropy(torch.autograd.Function):
             ctx.mark_non_differentiable(norm, deferred, *gradients, *stats)
         else:
             ctx.save_for_backward(deferred, *gradients)
-            _mark_kept(ctx, gradients, [norm, deferred, *stats])
+            ctx.mark_non_differentiable(norm, deferred, *stats)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (4 + len(Options._fields))
-        if any(grad is not None for grad in more):
-            raise RuntimeError(_NO_SECOND)
+        _refuse_second(*more)
         if upstream is None:
             return None, None, None, *rest
         if ctx.options.reduction == "none":
             norm, *tensors = ctx.saved_tensors
-            args = (upstream, norm, *tensors[:3], *ctx.constants, *tensors[3:], *ctx.options[_TENSORS:])
-            gradients = _LinearBackward.apply(*args)
+            operation = torch.ops.xent.linear_cross_entropy_backward
+            args = (*tensors[:3], *ctx.constants, *tensors[3:], *ctx.options[_TENSORS:])
+            gradients = _first_order(operation, upstream, norm, *args)
         else:
             deferred, *kept = ctx.saved_tensors
             factor = upstream * deferred
@@ -134,12 +135,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         return *(grad if need else None for grad, need in zip(gradients, ctx.needs, strict=True)), *rest
 
 
-class _CrossEntropyBackward(torch.autograd.Function):
-    """The gradient for any upstream gradient of rows; its own backward raises."""
+class _FirstOrder(torch.autograd.Function):
+    """(operation, *args) -> operation(*args), whose own backward raises."""
 
     @staticmethod
-    def forward(*args: Any) -> Any:
-        return torch.ops.xent.cross_entropy_backward(*args)
+    def forward(operation: Any, *args: Any) -> Any:
+        made = operation(*args)
+        return tuple(made) if isinstance(made, list) else made
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -150,12 +152,9 @@ class _CrossEntropyBackward(torch.autograd.Function):
         raise RuntimeError(_NO_SECOND)
 
 
-class _LinearBackward(_CrossEntropyBackward):
-    """The same for the linear function."""
-
-    @staticmethod
-    def forward(*args: Any) -> Any:
-        return tuple(torch.ops.xent.linear_cross_entropy_backward(*args))
+def _first_order(operation: Any, *args: Any) -> Any:
+    """Return operation(*args); differentiating it raises (a compiled graph's second derivatives do so by themselves)."""
+    return operation(*args) if torch.compiler.is_compiling() else _FirstOrder.apply(operation, *args)
 
 
 def _keep_options(ctx: Any, options: Any) -> None:
@@ -163,10 +162,14 @@ def _keep_options(ctx: Any, options: Any) -> None:
     ctx.options = Options(*(None,) * _TENSORS, *options[_TENSORS:])
 
 
-def _mark_kept(ctx: Any, gradients: list[Tensor], others: list[Tensor]) -> None:
-    # A compiled graph hands backward zeros for outputs that nobody used, so there the error would always come; and it
-    # raises on second derivatives by itself.
-    ctx.mark_non_differentiable(*others, *(gradients if torch.compiler.is_compiling() else ()))
+def _refuse_second(*kept_upstream: Tensor | None) -> None:
+    """Raise if somebody differentiates a kept gradient.
+
+    Not while compiling: there, outputs that nobody uses come with gradients too, and second derivatives of a compiled
+    graph are an error of PyTorch's own.
+    """
+    if not torch.compiler.is_compiling() and any(grad is not None for grad in kept_upstream):
+        raise RuntimeError(_NO_SECOND)
 
 
 def _graph_is_retained() -> bool:

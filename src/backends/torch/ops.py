@@ -20,6 +20,7 @@ from xent.backends.torch.facts import Facts, accumulation_dtype
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import SCHEMA, Options
 from xent.backends.torch.results import Results
+from xent.core.spec import STAT_NAMES
 
 __all__: list[str] = []
 
@@ -99,18 +100,25 @@ def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     return loss, logits.new_empty(0) if kept is None else kept, deferred, stats
 
 
+def _padded(loss: Tensor, deferred: Tensor, stats: list[Tensor]) -> tuple[Tensor, ...]:
+    """Return everything flat and of fixed length: an operation that mutates must not return lists under torch.compile."""
+    return loss, deferred, *stats, *(loss.new_empty(0) for _ in range(len(STAT_NAMES) - len(stats)))
+
+
 def _fake_cross_entropy_(logits: Tensor, *args: Any) -> Any:
-    return _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, Options(*args))
+    acc = accumulation_dtype(logits.dtype)
+    return _padded(*_fake_results(logits.shape[:-1], acc, logits.device, Options(*args)))
 
 
 @_operation(
-    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[])", _fake_cross_entropy_
+    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> ({', '.join(['Tensor'] * (2 + len(STAT_NAMES)))})",
+    _fake_cross_entropy_,
 )
 def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
     """Overwrite the logits with their gradient; "mean" and "sum" only."""
     facts, results = logits_driver.forward(logits, logits, Options(*args), keep_norm=False)
     torch.autograd.graph.increment_version(logits)
-    return _finished(facts, results)
+    return _padded(*_finished(facts, results))
 
 
 @_operation(
@@ -136,9 +144,7 @@ def _cross_entropy_backward_(upstream: Tensor, logits: Tensor, norm: Tensor, *ar
 def _fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
     sources = (linear.input, linear.weight, linear.bias)
     return [
-        source.new_empty(source.shape if wanted and need else 0)
-        if source is not None
-        else linear.weight.new_empty(0)
+        source.new_empty(source.shape if wanted and need else 0) if source is not None else linear.weight.new_empty(0)
         for source, need in zip(sources, linear.needs, strict=True)
     ]
 

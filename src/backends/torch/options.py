@@ -39,9 +39,7 @@ class Options(NamedTuple):
         label_smoothing, z_loss, softcap, logit_scale, _ = self.numbers.tolist()
         cap = None if math.isnan(softcap) else softcap
         check_numbers(label_smoothing, z_loss, cap, logit_scale, self.divisor())
-        return LossSpec(
-            self.reduction, self.ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(self.stats)
-        )
+        return LossSpec(self.reduction, self.ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(self.stats))
 
     def divisor(self) -> float | None:
         """Return the normalizer where it was given as a number."""

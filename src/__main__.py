@@ -1,0 +1,63 @@
+"""`python -m xent` lists the backends; `python -m xent check` proves the gradients of those this machine can run."""
+
+import argparse
+import sys
+
+from xent import __version__
+from xent.core.check.report import Line, check_all, table
+from xent.core.dispatch import backends
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m xent", description=__doc__)
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command")
+    check = commands.add_parser("check", help="compare loss and gradients of each backend with the float64 reference")
+    check.add_argument("backend", nargs="*", help="names of backends; all that are available if none is given")
+    parsed = parser.parse_args(arguments)
+    return _check(parsed.backend) if parsed.command == "check" else _list()
+
+
+def _list() -> int:
+    rows = [("backend", "arrays", "available", "devices", "versions")]
+    for info in backends():
+        versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
+        rows.append((info.name, info.framework, info.reason or "yes", ", ".join(info.devices), versions))
+    print(table(rows))
+    return 0
+
+
+def _check(names: list[str]) -> int:
+    unavailable = {info.name: info.reason or "" for info in backends() if not info.available or info.name == "numpy"}
+    known = {info.name for info in backends()}
+    for name in names:
+        if name not in known or name in unavailable:
+            reason = unavailable.get(name, "there is no such backend") or "the reference is what the others are held to"
+            print(f"{name} cannot be checked: {reason}", file=sys.stderr)
+            return 2
+    lines = list(check_all(names or None, lambda text: print(f"checking {text}", file=sys.stderr)))
+    if not lines:
+        print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
+        return 1
+    print(
+        table(
+            [("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), *map(_row, lines)]
+        )
+    )
+    failed = [failure for line in lines for failure in line.failed]
+    for failure in failed:
+        print(f"FAILED {failure}")
+    return 1 if failed else 0
+
+
+def _row(line: Line) -> tuple[str, ...]:
+    worst = (f"{line.worst.error:.1e}", f"{line.worst.bound:.1e}")
+    result = f"{len(line.failed)} failed" if line.failed else "passed"
+    return (line.backend, line.device, line.function, line.dtype, str(line.cases), *worst, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

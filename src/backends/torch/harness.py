@@ -1,0 +1,92 @@
+"""What the gradient checks need to drive PyTorch: arrays in and out, gradients, and the yardstick computation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xent.backends.torch.devices import devices
+
+__all__ = ["TorchHarness"]
+
+
+class TorchHarness:
+    """A `xent.backends.protocol.Harness` for one device."""
+
+    def __init__(self, device: str | None = None) -> None:
+        self.device = device or devices()[0]
+        # Metal has no float64.
+        self.dtypes = ("float64", "float32", "bfloat16", "float16")[self.device.startswith("mps") :]
+
+    def array(self, values: Any, dtype: str | None = None) -> Tensor:
+        """Return a NumPy array as a tensor on the device."""
+        tensor = torch.from_numpy(np.array(values))
+        return tensor.to(self.device, getattr(torch, dtype) if dtype else tensor.dtype)
+
+    def numpy(self, array: Any) -> Any:
+        """Return a tensor as a NumPy array, floats as float64."""
+        tensor = array.detach().cpu()
+        return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
+
+    def gradients(
+        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], upstream: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return `function(*inputs)` and its gradients."""
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        loss = function(*leaves)
+        return loss.detach(), list(torch.autograd.grad(loss, leaves, upstream))
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the logits that the unfused computation holds."""
+        return F.linear(input, weight, bias)
+
+    def unfused_loss(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        *,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        sample_weight: Tensor | None = None,
+        normalizer: Any = None,
+    ) -> Tensor:
+        """Compute the loss in float32 (float64 for float64), the way careful training scripts do."""
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        x = x.flatten(0, -2)
+        if target.is_floating_point():
+            flat = target.flatten(0, -2).to(x.dtype)
+            ignored = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+            row_weight = torch.ones_like(x[:, 0])
+        else:
+            flat = target.flatten().long()
+            ignored = flat == ignore_index
+            row_weight = x.new_ones(x.shape[-1]) if weight is None else weight.to(x.dtype)
+            row_weight = row_weight[flat.masked_fill(ignored, 0)]
+        rows = F.cross_entropy(
+            x,
+            flat,
+            weight=None if weight is None else weight.to(x.dtype),
+            ignore_index=ignore_index,
+            reduction="none",
+            label_smoothing=label_smoothing,
+        )
+        rows = rows + z_loss * torch.logsumexp(x, -1).square()
+        a = torch.ones_like(row_weight) if sample_weight is None else sample_weight.flatten().to(x.dtype)
+        a = a.masked_fill(ignored, 0)
+        rows = torch.where(a == 0, 0, a * rows)
+        if reduction == "none":
+            return rows.view(logits.shape[:-1])
+        if reduction == "sum":
+            return rows.sum()
+        divisor = (a * row_weight).sum() if normalizer is None else normalizer
+        return rows.sum() / divisor if float(divisor) else rows.sum() * 0
