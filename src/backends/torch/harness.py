@@ -62,9 +62,9 @@ class TorchHarness:
         x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)
-        x = x.flatten(0, -2)
+        x = x.reshape(-1, x.shape[-1])
         if target.is_floating_point():
-            flat = target.flatten(0, -2).to(x.dtype)
+            flat = target.reshape(x.shape).to(x.dtype)
             ignored = torch.zeros(len(x), dtype=torch.bool, device=x.device)
             row_weight = torch.ones_like(x[:, 0])
         else:

@@ -40,13 +40,17 @@ class Comparison:
         return self.error <= self.bound
 
 
-def judge_case(backend: Backend, harness: Harness, case: Case, seed: int = 0) -> list[Comparison]:
+def judge_case(
+    backend: Backend, harness: Harness, case: Case, seed: int = 0, workspace: int | None = None
+) -> list[Comparison]:
     """Run a case on a backend and compare its loss and every gradient."""
-    truth, made, plain = results_of_case(backend, harness, case, seed)
+    truth, made, plain = results_of_case(backend, harness, case, seed, workspace)
     return [compare(name, made[name], truth[name], plain[name], case) for name in truth]
 
 
-def results_of_case(backend: Backend, harness: Harness, case: Case, seed: int = 0) -> tuple[Results, Results, Results]:
+def results_of_case(
+    backend: Backend, harness: Harness, case: Case, seed: int = 0, workspace: int | None = None
+) -> tuple[Results, Results, Results]:
     """Return loss and gradients of the reference, of the backend, and of the framework's unfused computation."""
     inputs = make_inputs(case, seed)
     wide = "float64" if case.dtype == "float64" else "float32"
@@ -56,7 +60,7 @@ def results_of_case(backend: Backend, harness: Harness, case: Case, seed: int = 
     target, options = _placed(harness, inputs, wide)
 
     def fused(*differentiable: Any) -> Any:
-        call = dict(zip(names, differentiable, strict=True)) | options | _shift_of(case)
+        call = dict(zip(names, differentiable, strict=True)) | options | _linear_only(case, workspace)
         return getattr(api, case.function)(**call, target=target, reduction=case.reduction, backend=backend.name)
 
     def unfused(*differentiable: Any) -> Any:
@@ -144,8 +148,8 @@ def _as_numpy(harness: Harness, options: Results) -> Results:
     return {name: value if np.isscalar(value) else harness.numpy(value) for name, value in options.items()}
 
 
-def _shift_of(case: Case) -> Results:
-    return {"shift": case.shift} if case.function == "linear_cross_entropy" else {}
+def _linear_only(case: Case, workspace: int | None) -> Results:
+    return {"shift": case.shift, "workspace": workspace} if case.function == "linear_cross_entropy" else {}
 
 
 def _named(harness: Harness, names: tuple[str, ...], result: tuple[Any, list[Any]]) -> Results:

@@ -1,0 +1,55 @@
+"""Which backends the tests run on: those that XENT_TEST_BACKENDS names, or every one that this machine can run.
+
+A backend that was asked for runs or fails the whole session; nothing is skipped because it is missing.
+"""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.targets import Target, targets
+from xent.backends import TABLE
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuse to start without a backend that was asked for."""
+    for name in asked_for():
+        if name not in TABLE:
+            raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(TABLE)}")
+        reason = TABLE[name]().missing()
+        if reason is not None:
+            raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}, which cannot run here: {reason}")
+
+
+def asked_for() -> list[str]:
+    """Return the names in XENT_TEST_BACKENDS, or all that are not missing."""
+    named = os.environ.get("XENT_TEST_BACKENDS", "")
+    if named:
+        return [name.strip() for name in named.split(",")]
+    return [name for name, load in TABLE.items() if load().missing() is None]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that takes a `target` on every backend and device that is driven."""
+    if "target" in metafunc.fixturenames:
+        driven = [target for name in asked_for() if name != "numpy" for target in targets(name)]
+        metafunc.parametrize("target", driven, ids=str, scope="session")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fill memory that nobody has written yet with NaN, so that reading it shows."""
+    target = request.node.callspec.params.get("target") if hasattr(request.node, "callspec") else None
+    if not isinstance(target, Target):
+        yield
+        return
+    with target.poisoned():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the caller's settings out of the tests."""
+    monkeypatch.delenv("XENT_BACKEND", raising=False)
+    monkeypatch.delenv("XENT_CHECK_TARGETS", raising=False)

@@ -1,0 +1,52 @@
+"""Every example that a reader can copy runs: Python blocks of the documents, examples in docstrings."""
+
+import doctest
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from sybil import Example, Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
+
+import xent
+from tests.packaging.tree import MODULES, ROOT, load
+
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
+SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS), SkipParser()])
+BLOCKS = {
+    f"{path.relative_to(ROOT)}:{block.line}": block for path in DOCUMENTS for block in SYBIL.parse(path).examples()
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+def test_document_block_runs(block: Example) -> None:
+    block.evaluate()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples_run(name: str) -> None:
+    result = doctest.testmod(load(name), optionflags=OPTIONS)
+    assert result.failed == 0
+
+
+@pytest.mark.parametrize("name", [name for name in xent.__all__ if inspect.isfunction(getattr(xent, name))])
+def test_public_function_has_an_example(name: str) -> None:
+    assert doctest.DocTestParser().get_examples(inspect.getdoc(getattr(xent, name)) or "")
+
+
+def test_readme_has_blocks_that_run() -> None:
+    assert any(place.startswith("README.md:") for place in BLOCKS)
+
+
+def test_readme_has_the_command_that_ci_runs() -> None:
+    command = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()[-1]
+    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, *MODULES.values()], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nobody_is_sent_to_the_other_xent(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert not re.search(r"(pip3? install|uv add)\b[^\n`;&|]*(?<![\w/.-])xent(?![\w/.-])", text)

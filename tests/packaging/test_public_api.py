@@ -1,0 +1,58 @@
+"""`__all__` tells the truth in every module, and the public names of xent are the documented ones."""
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import xent
+from tests.packaging.tree import MODULES, ROOT, load
+
+
+def _declared(tree: ast.Module) -> list[str]:
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return list(ast.literal_eval(node.value))
+    raise AssertionError("the module defines no __all__")
+
+
+def _public_definitions(tree: ast.Module) -> Iterator[str]:
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
+            yield node.name
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_all_lists_what_the_module_defines(name: str) -> None:
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    declared = _declared(tree)
+    assert len(set(declared)) == len(declared)
+    assert set(_public_definitions(tree)) <= set(declared)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_in_all_exist(name: str) -> None:
+    module = load(name)
+    assert [listed for listed in module.__all__ if not hasattr(module, listed)] == []
+
+
+def test_public_names_are_all_and_nothing_else() -> None:
+    subpackages = {module.name for module in pkgutil.iter_modules(xent.__path__)}
+    names = {name for name in vars(xent) if not name.startswith("_")} - subpackages
+    assert names | {"backends", "__version__"} == set(xent.__all__)
+
+
+def test_reference_page_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\.\. auto\w+:: xent\.(\w+)$", page, flags=re.MULTILINE)
+    assert sorted(documented) == sorted(set(xent.__all__) - {"__version__"})
+
+
+def test_backends_stays_a_function() -> None:
+    importlib.import_module("xent.backends.reference")
+    assert inspect.isfunction(xent.backends)

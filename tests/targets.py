@@ -1,0 +1,52 @@
+"""A backend on a device, as tests drive it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from xent.backends import TABLE
+from xent.backends.protocol import Backend, Harness
+
+
+@dataclass(frozen=True)
+class Target:
+    name: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.device}"
+
+    @property
+    def backend(self) -> Backend:
+        return TABLE[self.name]()
+
+    @cached_property
+    def harness(self) -> Harness:
+        return self.backend.harness(self.device)
+
+    def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
+        """Return NumPy arrays on the device, floats as `dtype`."""
+        return tuple(self.harness.array(value, dtype if value.dtype.kind == "f" else None) for value in values)
+
+    @contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """Fill unwritten memory with NaN."""
+        if self.backend.framework != "torch":
+            yield
+            return
+        import torch
+
+        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True)
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def targets(name: str) -> list[Target]:
+    """Return the backend on each of its devices."""
+    return [Target(name, device) for device in TABLE[name]().info().devices]

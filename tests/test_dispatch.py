@@ -1,0 +1,126 @@
+"""Who serves a call: by name, by the array, by XENT_BACKEND; every refusal with its reason; what `python -m xent` says."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+from xent.__main__ import main
+from xent.backends import TABLE
+from xent.core import dispatch
+from xent.core.check import report
+from xent.core.check.judge import Comparison
+
+
+class Fake:
+    """A backend for NumPy arrays, in front of the reference."""
+
+    name, framework, native_to = "fake", "numpy", ("numpy",)
+    missing_reason: str | None = None
+    refusal: str | None = None
+
+    def missing(self) -> str | None:
+        return self.missing_reason
+
+    def refuse(self, call: Any) -> str | None:
+        return self.refusal
+
+    def info(self) -> xent.BackendInfo:
+        reason = self.missing_reason
+        return xent.BackendInfo("fake", "numpy", reason is None, reason, {}, () if reason else ("cpu",))
+
+    def run(self, call: Any) -> tuple[Any, xent.Stats]:
+        return np.float64(-7.0), xent.Stats()
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    backend = Fake()
+    monkeypatch.setattr(dispatch, "TABLE", {"fake": lambda: backend} | TABLE)
+    monkeypatch.setattr(dispatch, "_warned", set())
+    return backend
+
+
+def loss(**options: Any) -> float:
+    return float(xent.cross_entropy(np.zeros((2, 4)), np.array([0, 1]), **options))
+
+
+def test_auto_takes_the_first_that_serves(fake: Fake) -> None:
+    assert loss() == -7.0
+
+
+@pytest.mark.parametrize("how", ["missing_reason", "refusal"])
+def test_auto_passes_over_the_native_backend_with_one_warning(fake: Fake, how: str) -> None:
+    setattr(fake, how, "the moon is full")
+    with pytest.warns(RuntimeWarning, match="passes over its fake backend.*the moon is full") as caught:
+        assert loss() == pytest.approx(np.log(4))
+    assert caught[0].filename == __file__
+    loss()
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize("how", ["missing_reason", "refusal"])
+def test_named_backend_that_cannot_serve_says_why(fake: Fake, how: str) -> None:
+    setattr(fake, how, "the moon is full")
+    with pytest.raises(xent.BackendError, match="'fake' cannot serve this call: the moon is full"):
+        loss(backend="fake")
+
+
+def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XENT_BACKEND", "numpy")
+    assert loss() == pytest.approx(np.log(4))
+    assert loss(backend="fake") == -7.0
+    monkeypatch.setenv("XENT_BACKEND", "nonsense")
+    with pytest.raises(xent.BackendError, match="there is no backend 'nonsense'"):
+        loss()
+
+
+def test_backend_of_another_framework_says_what_would_serve(target: Target) -> None:
+    framework = target.backend.framework
+    with pytest.raises(xent.BackendError, match=f"serves {framework} arrays and got numpy arrays, which 'numpy' serves"):
+        loss(backend=target.name)
+    logits, classes = target.arrays(np.zeros((2, 4)), np.array([0, 1]))
+    with pytest.raises(xent.BackendError, match=f"serves numpy arrays and got {framework} arrays, which .*'{target.name}'"):
+        xent.cross_entropy(logits, classes, backend="numpy")
+
+
+def test_backends_lists_the_table() -> None:
+    listed = xent.backends()
+    assert [info.name for info in listed] == list(TABLE)
+    for info in listed:
+        assert info.available == (info.reason is None)
+        assert not info.available or (info.versions and info.devices)
+
+
+def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    for info in xent.backends():
+        assert info.name in printed
+
+
+def test_check_passes_and_prints_a_table(target: Target, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", target.name]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("passed") == 2 * len(target.harness.dtypes)
+
+
+def test_check_fails_when_a_gradient_is_wrong(
+    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "option_cases", lambda *names: option_cases(*names)[:3])
+    from xent.core.check.cases import option_cases
+
+    monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
+    assert main(["check", target.name]) == 1
+    printed = capsys.readouterr().out
+    assert "3 failed" in printed
+    assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
+
+
+@pytest.mark.parametrize("name", ["numpy", "nonsense"])
+def test_check_of_what_cannot_be_checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", name]) == 2
+    assert f"{name} cannot be checked" in capsys.readouterr().err

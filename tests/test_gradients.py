@@ -1,0 +1,50 @@
+"""The matrix, on every backend: loss and every gradient, against the reference, bounded by the framework's rounding."""
+
+import numpy as np
+import pytest
+
+import xent
+from tests.cases import FUNCTIONS, all_cases
+from tests.targets import Target
+from xent.core.check.cases import Case, make_inputs
+from xent.core.check.judge import judge_case
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients(target: Target, case: Case) -> None:
+    if case.dtype not in target.harness.dtypes:
+        assert not target.device.startswith(("cpu", "cuda")), "only some accelerators lack a dtype"
+        return
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("workspace", [1, 67 * 4 * 3, 67 * 4 * 20, 10**9])
+def test_workspace_changes_nothing_but_rounding(target: Target, dtype: str, workspace: int) -> None:
+    case = next(case for case in all_cases("linear_cross_entropy", dtype) if case.name == "all" and not case.bias)
+    for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("case", all_cases("cross_entropy", "float32"), ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inplace_gives_the_same_gradient(target: Target, case: Case, dtype: str) -> None:
+    inputs = make_inputs(case)
+    (logits,) = target.arrays(inputs.differentiable["logits"], dtype=dtype)
+    options = {
+        name: target.arrays(value)[0] if isinstance(value, np.ndarray) else value
+        for name, value in inputs.options.items()
+    }
+    options["reduction"], options["target"] = case.reduction, target.arrays(inputs.target)[0]
+    (upstream,) = target.arrays(np.asarray(inputs.upstream))
+    results = [
+        target.harness.gradients(lambda z, inplace=inplace: xent.cross_entropy(z * 1, inplace=inplace, **options), (logits,), upstream)
+        for inplace in (False, True)
+    ]
+    (loss, (grad,)), (loss_inplace, (grad_inplace,)) = results
+    np.testing.assert_array_equal(target.harness.numpy(loss), target.harness.numpy(loss_inplace))
+    np.testing.assert_array_equal(target.harness.numpy(grad), target.harness.numpy(grad_inplace))

@@ -1,0 +1,71 @@
+"""Targets outside [0, V): never read by, never written to; an error where looking is free, NaN where it is not."""
+
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+
+LOGITS = np.random.default_rng(0).normal(size=(2, 3, 5))
+HIDDEN = np.random.default_rng(1).normal(size=(2, 3, 4))
+CLASSIFIER = np.random.default_rng(2).normal(size=(5, 4))
+
+
+def on_cpu(target: Target) -> bool:
+    return target.device == "cpu"
+
+
+def losses(target: Target, classes: np.ndarray, **options: object) -> list[object]:
+    logits, hidden, classifier, wrong = target.arrays(LOGITS, HIDDEN, CLASSIFIER, classes)
+    return [
+        lambda: xent.cross_entropy(logits, wrong, backend=target.name, **options),
+        lambda: xent.linear_cross_entropy(hidden, classifier, wrong, backend=target.name, **options),
+    ]
+
+
+@pytest.mark.parametrize("value", [5, 6, -1, -99, 2**31 - 1, 2**40, -(2**40), 2**63 - 1])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_index_error_names_value_position_and_range(
+    target: Target, value: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = np.array([[0, 1, 2], [-100, value, 3]])
+    options = {"weight": target.arrays(np.ones(5))[0]} if weighted else {}
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    for loss in losses(target, classes, **options):
+        with pytest.raises(IndexError, match=rf"target\[1, 1\] is {value}; classes are 0 to 4"):
+            loss()
+
+
+def test_reference_raises_the_same(target: Target) -> None:
+    with pytest.raises(IndexError, match=r"target\[1, 1\] is 7; classes are 0 to 4"):
+        xent.cross_entropy(LOGITS, np.array([[0, 1, 2], [-100, 7, 3]]))
+
+
+@pytest.mark.parametrize("value", [5, -1, 2**31 - 1, 2**40, -(2**40)])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_where_nothing_looks_the_row_is_nan(target: Target, value: int, reduction: str, weighted: bool) -> None:
+    classes = np.array([[0, 1, 2], [-100, value, 3]])
+    options = {"weight": target.arrays(np.linspace(0.5, 1, 5))[0]} if weighted else {}
+    if on_cpu(target):
+        for loss in losses(target, classes, **options):
+            with pytest.raises(IndexError):
+                loss()
+        return
+    (logits, wrong) = target.arrays(LOGITS, classes)
+    (ones,) = target.arrays(np.ones((2, 3)) if reduction == "none" else np.array(1.0))
+    loss, (gradient,) = target.harness.gradients(
+        lambda z: xent.cross_entropy(z, wrong, reduction=reduction, backend=target.name, **options), (logits,), ones
+    )
+    gradient = target.harness.numpy(gradient)
+    bad = np.zeros((2, 3), bool)
+    bad[1, 1] = True
+    assert np.isnan(gradient[bad]).all()
+    assert np.isfinite(gradient[~bad]).all()
+    if reduction == "none":
+        np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss)), bad)
+
+
+def test_uint64_targets_beyond_int64_are_not_taken_for_ignore_index() -> None:
+    with pytest.raises(IndexError, match="18446744073709551516"):
+        xent.cross_entropy(np.zeros((1, 3)), np.array([2**64 - 100], dtype=np.uint64))

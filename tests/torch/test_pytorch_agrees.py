@@ -1,0 +1,66 @@
+"""Without the options that PyTorch lacks, the reference is torch.nn.functional.cross_entropy, but for what is documented."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import xent
+from tests.targets import Target
+from xent.core.check.cases import Case, make_inputs
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_reference_is_what_pytorch_computes(
+    reduction: str, label_smoothing: float, weighted: bool, probabilities: bool
+) -> None:
+    options = {"probabilities": True} if probabilities else {}
+    case = Case("cross_entropy", (30,), 11, "float64", "", options | ({"weight": True} if weighted else {}))
+    inputs = make_inputs(case)
+    logits, weight = inputs.differentiable["logits"], inputs.options.get("weight")
+    expected = F.cross_entropy(
+        torch.from_numpy(logits),
+        torch.from_numpy(inputs.target),
+        weight=None if weight is None else torch.from_numpy(weight),
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    found = xent.cross_entropy(
+        logits, inputs.target, weight=weight, reduction=reduction, label_smoothing=label_smoothing
+    )
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (2, 7, 3), (2, 7, 3, 4)])
+@pytest.mark.parametrize("probabilities", [False, True])
+def test_axis_1_is_pytorchs_layout(target: Target, shape: tuple[int, ...], probabilities: bool) -> None:
+    rng = np.random.default_rng(0)
+    rows = (shape[0], *shape[2:])
+    truth = rng.dirichlet(np.ones(7), rows) if probabilities else rng.integers(0, 7, rows)
+    truth = np.moveaxis(truth, -1, 1) if probabilities else truth
+    logits, classes = target.arrays(rng.normal(size=shape), truth, dtype="float64")
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    upstream = torch.rand(rows, dtype=torch.float64, device=target.device)
+    xent.cross_entropy(ours, classes, axis=1, reduction="none", backend=target.name).backward(upstream)
+    F.cross_entropy(theirs, classes, reduction="none").backward(upstream)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+
+
+def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
+    logits = torch.randn(3, 5, device=target.device, requires_grad=True)
+    ignored = torch.full((3,), -100, device=target.device)
+    assert F.cross_entropy(logits, ignored).isnan()
+    loss = xent.cross_entropy(logits, ignored, backend=target.name)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None
+    assert torch.equal(logits.grad, torch.zeros_like(logits))
+
+
+def test_loss_of_half_precision_logits_is_float32(target: Target) -> None:
+    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)):
+        logits = torch.zeros(3, 5, dtype=dtype, device=target.device)
+        assert xent.cross_entropy(logits, torch.zeros(3, dtype=torch.int64, device=target.device)).dtype == expected
