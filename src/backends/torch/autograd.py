@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from xent.backends.torch.options import Options
-from xent.core.chunks import rows_per_block
 
 __all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy"]
 
@@ -178,18 +177,11 @@ def _graph_is_retained() -> bool:
 
 
 def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
-    """Return kept * factor, in kept's memory unless the graph is retained."""
-    if torch.compiler.is_compiling():
-        return (kept.to(factor.dtype) * factor).to(kept.dtype)
-    if torch.is_grad_enabled() or _graph_is_retained():
-        return kept * factor.to(kept.dtype) if kept.dtype == factor.dtype else (kept * factor.reshape(1)).to(kept.dtype)
-    if factor.device.type == "cpu":
-        return kept if float(factor) == 1 else kept.mul_(factor)
-    if kept.dtype == factor.dtype:
-        return kept.mul_(factor)
-    # A 0-d factor would be rounded to kept's low precision first; as a 1-d one it is not, at the price of a copy of each
-    # block in its precision.
-    rows = kept.view(-1, kept.shape[-1]) if kept.is_contiguous() else kept
-    for block in rows.split(rows_per_block(kept.shape[-1], factor.itemsize, factor.device.type, 1)):
-        block.copy_(block * factor.reshape(1))
+    """Return kept * factor, in kept's memory unless the graph is retained.
+
+    The product is rounded once: a 0-d factor would be rounded to kept's precision first.
+    """
+    if _graph_is_retained():
+        return (kept * factor.reshape(1).expand(kept.shape[-1:])).to(kept.dtype) if kept.dim() else kept * factor
+    torch.ops.xent.scale_(kept, factor)
     return kept

@@ -78,7 +78,8 @@ def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size)
 def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
     device = source.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (source.dtype, weight.dtype):
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if autocast and torch.float64 not in (source.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if weight.dtype != source.dtype:
         raise TypeError(

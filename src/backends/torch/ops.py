@@ -20,6 +20,8 @@ from xent.backends.torch.facts import Facts, accumulation_dtype
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import SCHEMA, Options
 from xent.backends.torch.results import Results
+from xent.backends.torch.rows import Rows
+from xent.core.chunks import rows_per_block
 from xent.core.spec import STAT_NAMES
 
 __all__: list[str] = []
@@ -38,7 +40,9 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def without_autocast(*args: Any) -> Any:
             device = args[0].device.type
-            with torch.no_grad(), torch.autocast(device, enabled=False):
+            if not torch.amp.is_autocast_available(device):
+                return function(*args)
+            with torch.autocast(device, enabled=False):
                 return function(*args)
 
         _LIBRARY.define(schema)
@@ -184,3 +188,17 @@ def _linear_cross_entropy(*args: Any) -> Any:
 def _linear_cross_entropy_backward(upstream: Tensor, norm: Tensor, *args: Any) -> list[Tensor]:
     linear, options = _split(args)
     return linear_driver.backward(upstream, linear, norm, options)
+
+
+@_operation("scale_(Tensor(a!) grad, Tensor factor) -> ()", lambda grad, factor: None)
+def _scale_(grad: Tensor, factor: Tensor) -> None:
+    """Multiply a gradient in place by a 0-d factor of the accumulation dtype; rounds once."""
+    if factor.device.type == "cpu":
+        if float(factor) != 1:
+            grad.mul_(factor)
+    elif grad.dtype == factor.dtype:
+        grad.mul_(factor)
+    else:
+        # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
+        for _, block in Rows(grad).blocks(rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)):
+            block.copy_(block * factor.reshape(1))

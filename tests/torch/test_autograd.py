@@ -1,0 +1,181 @@
+"""Autograd: what asks for a gradient gets it, once more if the graph is kept, never a second derivative."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+@pytest.fixture
+def tensors(target: Target) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        "input": torch.randn(6, 8, generator=generator),
+        "weight": torch.randn(11, 8, generator=generator),
+        "bias": torch.randn(11, generator=generator),
+        "target": torch.randint(11, (6,), generator=generator),
+    }
+    return {name: tensor.to(target.device) for name, tensor in drawn.items()}
+
+
+def linear_loss(tensors: dict[str, Tensor], target: Target, **options: Any) -> Tensor:
+    loss: Tensor = xent.linear_cross_entropy(
+        tensors["input"], tensors["weight"], tensors["target"], linear_bias=tensors["bias"], backend=target.name, **options
+    )
+    return loss.sum()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("asking", [("input",), ("weight",), ("bias",), ("input", "bias"), ("input", "weight", "bias"), ()])
+def test_gradients_exist_for_exactly_what_asks(
+    target: Target, tensors: dict[str, Tensor], reduction: str, asking: tuple[str, ...]
+) -> None:
+    every = {name: tensor.clone().requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    linear_loss(every, target, reduction=reduction).backward()
+    some = {name: tensor.clone().requires_grad_(name in asking) for name, tensor in tensors.items()}
+    loss = linear_loss(some, target, reduction=reduction)
+    assert loss.requires_grad == bool(asking)
+    if asking:
+        loss.backward()
+    for name in ("input", "weight", "bias"):
+        if name in asking:
+            torch.testing.assert_close(some[name].grad, every[name].grad, rtol=0, atol=0)
+        else:
+            assert some[name].grad is None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_gradient_work_without_grad_mode(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
+    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    with torch.no_grad():
+        assert not linear_loss(asking, target, reduction=reduction).requires_grad
+        assert not xent.cross_entropy(asking["weight"], asking["weight"].argmax(-1), reduction=reduction).requires_grad
+    with torch.inference_mode():
+        assert not linear_loss(asking, target, reduction=reduction).requires_grad
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_second_backward_through_a_retained_graph(
+    target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
+) -> None:
+    logits = tensors["weight"].requires_grad_()
+    classes = torch.arange(11, device=target.device) % 8
+    loss = xent.cross_entropy(logits * 1, classes, reduction=reduction, inplace=inplace, backend=target.name)
+    upstream = torch.rand_like(loss)
+    passes = [torch.autograd.grad(loss, logits, upstream, retain_graph=True)[0] for _ in range(2)]
+    torch.testing.assert_close(passes[0], passes[1], rtol=0, atol=0)
+    (last,) = torch.autograd.grad(loss, logits, upstream)
+    torch.testing.assert_close(passes[0], last, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_second_backward_of_the_linear_loss(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
+    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    leaves = [asking[name] for name in ("input", "weight", "bias")]
+    loss = linear_loss(asking, target, reduction=reduction)
+    upstream = torch.tensor(-1.7, device=target.device)
+    passes = [torch.autograd.grad(loss, leaves, upstream, retain_graph=keep) for keep in (True, True, False)]
+    for one, other, last in zip(*passes, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(one, last, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("how", ["penalty", "grad of grad", "func"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_second_derivative_raises(
+    target: Target, tensors: dict[str, Tensor], reduction: str, how: str, linear: bool
+) -> None:
+    classes = tensors["target"]
+
+    def loss(source: Tensor) -> Tensor:
+        options = {"reduction": reduction, "backend": target.name}
+        if linear:
+            return xent.linear_cross_entropy(source, tensors["weight"], classes, **options).sum()
+        return xent.cross_entropy(source, classes % 8, **options).sum()
+
+    source = tensors["input"].requires_grad_()
+    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
+        if how == "func":
+            torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(source.detach())
+        else:
+            (first,) = torch.autograd.grad(loss(source), source, create_graph=True)
+            if how == "penalty":
+                first.square().sum().backward()
+            else:
+                torch.autograd.grad(first.sum(), source)
+
+
+def test_second_derivative_of_an_inplace_loss_raises(target: Target, tensors: dict[str, Tensor]) -> None:
+    logits = tensors["input"].requires_grad_()
+    loss = xent.cross_entropy(logits * 1, tensors["target"] % 8, inplace=True, backend=target.name)
+    (first,) = torch.autograd.grad(loss, logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
+        torch.autograd.grad(first.square().sum(), logits)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_func_grad_is_autograds(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
+    def loss(source: Tensor, weight: Tensor) -> Tensor:
+        return linear_loss(tensors | {"input": source, "weight": weight}, target, reduction=reduction)
+
+    leaves = [tensors[name].clone().requires_grad_() for name in ("input", "weight")]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    found = torch.func.grad(loss, argnums=(0, 1))(tensors["input"], tensors["weight"])
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_inplace_under_func_raises(target: Target, tensors: dict[str, Tensor]) -> None:
+    with pytest.raises(RuntimeError, match=r"inplace=True cannot be used under torch\.func"):
+        torch.func.grad(lambda z: xent.cross_entropy(z, tensors["target"] % 8, inplace=True))(tensors["input"])
+
+
+@pytest.mark.parametrize("factor", [1.0, -2.5, 65536.0, 1 / 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("retain", [False, True])
+def test_upstream_scalar_is_not_rounded(target: Target, factor: float, dtype: torch.dtype, retain: bool) -> None:
+    logits = torch.randn(8, 30, device=target.device).to(dtype).requires_grad_()
+    classes = torch.arange(8, device=target.device)
+    (unit,) = torch.autograd.grad(xent.cross_entropy(logits, classes, reduction="sum", backend=target.name), logits)
+    loss = xent.cross_entropy(logits, classes, reduction="sum", backend=target.name)
+    (scaled,) = torch.autograd.grad(loss * factor, logits, retain_graph=retain)
+    expected = (unit.double() * torch.tensor(factor, dtype=torch.float32).double()).to(dtype)
+    torch.testing.assert_close(scaled, expected, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target) -> None:
+    """A mean over many tokens makes gradients that float16 cannot hold; a loss scale before backward must still help."""
+    rows, scale = 4096, 2.0**16
+    logits = torch.randn(rows, 300, device=target.device, dtype=torch.float16).requires_grad_()
+    classes = torch.randint(300, (rows,), device=target.device)
+    (found,) = torch.autograd.grad(xent.cross_entropy(logits, classes, backend=target.name) * scale, logits)
+    wide = logits.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(wide, classes) * scale, wide)
+    assert (found.double() - expected).norm() / expected.norm() < 1e-3
+    small = expected.abs() < 1e-2
+    assert (found.double() - expected)[small].norm() / expected[small].norm() < 1e-2
+
+
+@pytest.mark.parametrize("name", ["target", "weight", "sample_weight", "normalizer"])
+def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) -> None:
+    values = {
+        "target": torch.rand(3, 5),
+        "weight": torch.rand(5),
+        "sample_weight": torch.rand(3),
+        "normalizer": torch.tensor(3.0),
+    }
+    arguments = {"target": torch.tensor([0, 1, 2]), name: values[name].requires_grad_()}
+    arguments = {key: value.to(target.device) for key, value in arguments.items()}
+    logits = torch.randn(3, 5, device=target.device)
+    with pytest.raises(ValueError, match=rf"{name} requires a gradient, which xent does not compute"):
+        xent.cross_entropy(logits, **arguments)
+    with torch.no_grad():
+        assert xent.cross_entropy(logits, **arguments).isfinite()

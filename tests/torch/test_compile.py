@@ -1,0 +1,167 @@
+"""torch.compile(fullgraph=True), fake and meta tensors, autocast: the operations behave like PyTorch's own."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import xent
+from tests.targets import Target
+from xent.core.spec import STAT_NAMES
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def losses(target: Target, **options: Any) -> dict[str, Any]:
+    options = {"backend": target.name} | options
+
+    def logits_loss(x: Tensor, w: Tensor, y: Tensor, z: float) -> Tensor:
+        return xent.cross_entropy((x @ w.t()) * 2, y, z_loss=z, label_smoothing=z / 2, **options).sum()
+
+    def linear_loss(x: Tensor, w: Tensor, y: Tensor, z: float) -> Tensor:
+        return xent.linear_cross_entropy(x * 2, w, y, z_loss=z, softcap=10 * z, **options).sum()
+
+    return {"cross_entropy": logits_loss, "linear_cross_entropy": linear_loss}
+
+
+def drawn(target: Target) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    x, w = torch.randn(6, 8, device=target.device), torch.randn(11, 8, device=target.device)
+    return x.requires_grad_(), w.requires_grad_(), torch.randint(11, (6,), device=target.device)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"inplace": True}, {"inplace": True, "reduction": "none"}], ids=str)
+def test_compiles_whole_and_recompiles_for_a_number_once_at_most(
+    target: Target, function: str, options: dict[str, Any]
+) -> None:
+    if "inplace" in options and function == "linear_cross_entropy":
+        options = {key: value for key, value in options.items() if key != "inplace"} | {"workspace": 200}
+    loss = losses(target, **options)[function]
+    x, w, y = drawn(target)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for z in (0.1, 0.2, 0.3, 0.05, 0.7):
+        found, expected = compiled(x, w, y, z), loss(x, w, y, z)
+        torch.testing.assert_close(found, expected)
+        for one, other in zip(torch.autograd.grad(found, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True):
+            torch.testing.assert_close(one, other)
+    # PyTorch takes any number for a constant until it sees it change; from then on it must be a variable.
+    assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_compiles_with_inductor(target: Target, function: str) -> None:
+    loss = losses(target)[function]
+    x, w, y = drawn(target)
+    found = torch.compile(loss, fullgraph=True)(x, w, y, 0.1)
+    for one, other in zip(
+        torch.autograd.grad(found, (x, w)), torch.autograd.grad(loss(x, w, y, 0.1), (x, w)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_compiles_with_statistics_dynamic_rows_and_ignored_targets(target: Target) -> None:
+    x, w, y = drawn(target)
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=True)
+    def compiled(x: Tensor, w: Tensor, y: Tensor) -> Any:
+        return xent.linear_cross_entropy(x, w, y, stats=STAT_NAMES, shift=1)
+
+    for rows in (6, 5, 3):
+        classes = y[:rows].clone()
+        classes[1] = -100
+        hidden = x.detach()[:rows]
+        found = compiled(hidden, w, classes)
+        expected = xent.linear_cross_entropy(hidden, w, classes, stats=STAT_NAMES, shift=1)
+        torch.testing.assert_close(found[0], expected[0])
+        for name in STAT_NAMES:
+            torch.testing.assert_close(getattr(found[1], name), getattr(expected[1], name))
+
+
+def test_bad_number_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
+    x, w, y = drawn(target)
+    compiled = torch.compile(losses(target)["cross_entropy"], fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"label_smoothing must be in \[0, 1\], got -0.05"):
+        compiled(x, w, y, -0.1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kind", ["meta", "fake"])
+def test_without_data_there_are_shapes_and_dtypes(target: Target, reduction: str, dtype: torch.dtype, kind: str) -> None:
+    def run(device: str) -> list[Tensor]:
+        x = torch.zeros(2, 3, 8, dtype=dtype, device=device, requires_grad=True)
+        w = torch.zeros(11, 8, dtype=dtype, device=device, requires_grad=True)
+        b = torch.zeros(11, dtype=dtype, device=device, requires_grad=True)
+        y = torch.zeros(2, 3, dtype=torch.int64, device=device)
+        options = {"reduction": reduction, "stats": STAT_NAMES, "backend": target.name}
+        linear, linear_stats = xent.linear_cross_entropy(x, w, y, linear_bias=b, **options)
+        plain, plain_stats = xent.cross_entropy(x, y, **options)
+        (linear.sum() + plain.sum()).backward()
+        stats = [getattr(stats, name) for stats in (linear_stats, plain_stats) for name in STAT_NAMES]
+        return [linear, plain, *stats, *(tensor.grad for tensor in (x, w, b) if tensor.grad is not None)]
+
+    real = run(target.device)
+    if kind == "meta":
+        made = run("meta")
+    else:
+        with FakeTensorMode():
+            made = run(target.device)
+    assert len(made) == len(real)
+    for one, other in zip(made, real, strict=True):
+        assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
+    target: Target, reduction: str, dtype: torch.dtype
+) -> None:
+    x, w, y = drawn(target)
+    b = torch.randn(11, device=target.device, requires_grad=True)
+    kind = target.device.split(":")[0]
+    with torch.autocast(kind, dtype=dtype):
+        loss = xent.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, backend=target.name).sum()
+        logits = torch.nn.functional.linear(x, w, b)
+    assert logits.dtype == dtype
+    plain = torch.nn.functional.cross_entropy(logits.float(), y, reduction=reduction).sum()
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+    found, expected = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(plain, (x, w, b))
+    wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
+    truth = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(torch.nn.functional.linear(*wide), y, reduction=reduction).sum(), wide
+    )
+    for one, other, true in zip(found, expected, truth, strict=True):
+        assert one.dtype == torch.float32
+        assert (one - true).norm() <= 1.2 * (other - true).norm()
+
+
+def test_mixed_dtypes_outside_autocast_are_refused(target: Target) -> None:
+    x, w, y = drawn(target)
+    with pytest.raises(TypeError, match=r"linear_weight must have the dtype of input, torch.float32"):
+        xent.linear_cross_entropy(x, w.bfloat16(), y)
+    with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
+        xent.linear_cross_entropy(x, w, y, linear_bias=torch.zeros(11, device=target.device).double())
+
+
+def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
+    """Numbers outside of autocast and default dtype are the numbers inside."""
+    x, w, y = drawn(target)
+    expected = xent.cross_entropy(x, y % 8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(xent.cross_entropy(x, y % 8), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
+        assert torch.equal(xent.cross_entropy(x, y % 8), expected)

@@ -1,0 +1,58 @@
+"""inplace=True takes the logits' memory, says so to autograd, and refuses where it cannot."""
+
+import pytest
+import torch
+
+import xent
+from tests.targets import Target
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradient_is_in_the_logits_memory(target: Target, reduction: str) -> None:
+    source = torch.randn(6, 9, device=target.device, requires_grad=True)
+    logits = source * 1
+    seen: list[torch.Tensor] = []
+    logits.register_hook(seen.append)
+    version = logits._version
+    loss = xent.cross_entropy(logits, torch.arange(6, device=target.device), reduction=reduction, inplace=True)
+    loss.sum().backward()
+    assert logits._version > version
+    assert seen[0].data_ptr() == logits.data_ptr()
+    torch.testing.assert_close(source.grad, logits.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_operation_that_saved_the_logits_raises(target: Target, reduction: str) -> None:
+    source = torch.randn(6, 9, device=target.device, requires_grad=True)
+    logits = source.exp()
+    loss = xent.cross_entropy(logits, torch.arange(6, device=target.device), reduction=reduction, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.sum().backward()
+
+
+def test_writing_to_the_logits_before_backward_raises(target: Target) -> None:
+    logits = torch.randn(6, 9, device=target.device, requires_grad=True) * 1
+    loss = xent.cross_entropy(logits, torch.arange(6, device=target.device), inplace=True)
+    with torch.no_grad():
+        logits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_logits_stay_where_no_gradient_is_asked_for(target: Target) -> None:
+    logits = torch.randn(6, 9, device=target.device)
+    before = logits.clone()
+    xent.cross_entropy(logits, torch.arange(6, device=target.device), inplace=True)
+    torch.testing.assert_close(logits, before, rtol=0, atol=0)
+
+
+def test_expanded_logits_are_refused(target: Target) -> None:
+    logits = torch.randn(1, 9, device=target.device, requires_grad=True).expand(6, 9)
+    with pytest.raises(ValueError, match="inplace=True needs logits that own each of their elements"):
+        xent.cross_entropy(logits, torch.arange(6, device=target.device), inplace=True)
+
+
+def test_without_inplace_an_operation_may_have_saved_the_logits(target: Target) -> None:
+    source = torch.randn(6, 9, device=target.device, requires_grad=True)
+    xent.cross_entropy(source.exp(), torch.arange(6, device=target.device)).backward()
+    assert source.grad is not None

@@ -1,0 +1,103 @@
+"""Any strides: transposed, sliced, expanded and padded inputs give the numbers of their contiguous copies."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+from xent.backends.torch.rows import Rows
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "leading axes swapped": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "classes first": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+    "classes in the middle": lambda t: t.movedim(-1, 1).contiguous().movedim(1, -1),
+    "padded classes": lambda t: torch.nn.functional.pad(t, (0, 5))[..., : t.shape[-1]],
+    "every other class": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "every other row": lambda t: t.repeat_interleave(2, 1)[:, ::2],
+    "offset": lambda t: torch.cat([t, t])[t.shape[0] :],
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_logits(target: Target, layout: str, reduction: str, dtype: torch.dtype, inplace: bool) -> None:
+    torch.manual_seed(0)
+    values = torch.randn(3, 4, 37, dtype=dtype, device=target.device)
+    classes = torch.randint(37, (3, 4), device=target.device)
+    upstream = torch.rand(3, 4, device=target.device) if reduction == "none" else None
+    outcome = []
+    for tensor in (values, LAYOUTS[layout](values)):
+        leaf = tensor.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        view = leaf.as_strided(tensor.shape, leaf.stride()) * 1
+        loss = xent.cross_entropy(view, classes, reduction=reduction, inplace=inplace, backend=target.name)
+        outcome.append((loss, *torch.autograd.grad(loss, leaf, upstream)))
+        direct = tensor.detach().requires_grad_()
+        loss = xent.cross_entropy(direct, classes, reduction=reduction, backend=target.name)
+        outcome.append((loss, *torch.autograd.grad(loss, direct, upstream)))
+    for loss, grad in outcome[1:]:
+        torch.testing.assert_close(loss, outcome[0][0], rtol=0, atol=0)
+        torch.testing.assert_close(grad, outcome[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_expanded_logits(target: Target, reduction: str) -> None:
+    torch.manual_seed(0)
+    row = torch.randn(1, 4, 19, device=target.device)
+    classes = torch.randint(19, (3, 4), device=target.device)
+    grads = []
+    for expand in (lambda t: t.expand(3, 4, 19), lambda t: t.repeat(3, 1, 1)):
+        leaf = row.clone().requires_grad_()
+        xent.cross_entropy(expand(leaf), classes, reduction=reduction, backend=target.name).sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[0], grads[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_linear_inputs(target: Target, layout: str) -> None:
+    torch.manual_seed(0)
+    source = torch.randn(3, 4, 8, device=target.device)
+    weight = torch.randn(1, 21, 8, device=target.device)
+    classes = torch.randint(21, (3, 4), device=target.device)
+    change = LAYOUTS[layout]
+    outcome = []
+    for x, w in ((source, weight), (change(source), change(weight))):
+        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_()]
+        loss = xent.linear_cross_entropy(leaves[0], leaves[1], classes, workspace=21 * 4 * 5, backend=target.name)
+        outcome.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for one, other in zip(*outcome, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_targets_weights_and_probabilities(target: Target, layout: str) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 4, 21, device=target.device)
+    change = LAYOUTS[layout]
+    wide = torch.rand(3, 4, 21, device=target.device)
+    classes, sample = torch.randint(21, (3, 4), device=target.device), torch.rand(3, 4, device=target.device)
+    swapped = [tensor.t().contiguous().t() for tensor in (classes, sample)]
+    expected = xent.cross_entropy(logits, classes, sample_weight=sample, weight=wide[0, 0], backend=target.name)
+    found = xent.cross_entropy(
+        logits, swapped[0], sample_weight=swapped[1], weight=change(wide)[0, 0], backend=target.name
+    )
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected = xent.cross_entropy(logits, wide, backend=target.name)
+    torch.testing.assert_close(xent.cross_entropy(logits, change(wide), backend=target.name), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_the_rows(layout: str) -> None:
+    values = torch.arange(3 * 4 * 5).view(3, 4, 5)
+    rows = Rows(LAYOUTS[layout](values))
+    flat = values.view(12, 5)
+    assert rows.count == 12
+    assert torch.equal(rows.block(2, 11), flat[2:11])
+    seen = torch.cat([block for _, block in rows.blocks(3)])
+    assert torch.equal(seen, flat)
+    assert [start for start, _ in rows.blocks(3)][-1] == 12 - list(rows.blocks(3))[-1][1].shape[0]
