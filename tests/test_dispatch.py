@@ -79,10 +79,14 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
 
 def test_backend_of_another_framework_says_what_would_serve(target: Target) -> None:
     framework = target.backend.framework
-    with pytest.raises(xent.BackendError, match=f"serves {framework} arrays and got numpy arrays, which 'numpy' serves"):
+    with pytest.raises(
+        xent.BackendError, match=f"serves {framework} arrays and got numpy arrays, which 'numpy' serves"
+    ):
         loss(backend=target.name)
     logits, classes = target.arrays(np.zeros((2, 4)), np.array([0, 1]))
-    with pytest.raises(xent.BackendError, match=f"serves numpy arrays and got {framework} arrays, which .*'{target.name}'"):
+    with pytest.raises(
+        xent.BackendError, match=f"serves numpy arrays and got {framework} arrays, which .*'{target.name}'"
+    ):
         xent.cross_entropy(logits, classes, backend="numpy")
 
 

@@ -36,10 +36,22 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"weight": np.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class; got \(4,\)"),
     ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have a dtype out of float64"),
     ({"weight": [1.0] * 5}, TypeError, "weight must be a torch, MLX or NumPy array, got list"),
-    ({"sample_weight": np.ones((3, 2))}, ValueError, r"sample_weight must have shape \(2, 3\), one per row; got \(3, 2\)"),
+    (
+        {"sample_weight": np.ones((3, 2))},
+        ValueError,
+        r"sample_weight must have shape \(2, 3\), one per row; got \(3, 2\)",
+    ),
     ({"sample_weight": np.ones((2, 3), dtype=complex)}, TypeError, "sample_weight must hold real numbers or booleans"),
-    ({"target": np.zeros((2, 4), dtype=int)}, ValueError, r"target of class indices must have shape \(2, 3\).*got \(2, 4\)"),
-    ({"target": np.zeros((2, 3))}, ValueError, r"target of class probabilities .* must have shape \(2, 3, 5\).*\(2, 3\); class"),
+    (
+        {"target": np.zeros((2, 4), dtype=int)},
+        ValueError,
+        r"target of class indices must have shape \(2, 3\).*got \(2, 4\)",
+    ),
+    (
+        {"target": np.zeros((2, 3))},
+        ValueError,
+        r"target of class probabilities .* must have shape \(2, 3, 5\).*\(2, 3\); class",
+    ),
     ({"target": np.zeros((2, 3), dtype=bool)}, TypeError, "target must hold class indices .* got dtype bool"),
     ({"target": [[0, 0, 0], [0, 0, 0]]}, TypeError, "target must be a torch, MLX or NumPy array, got list"),
 ]
@@ -82,11 +94,15 @@ def test_linear_cross_entropy_says_what_is_wrong(bad: dict[str, Any], error: typ
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BOTH, ids=str)
-def test_every_framework_says_the_same(target: Target, bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_every_framework_says_the_same(
+    target: Target, bad: dict[str, Any], error: type[Exception], message: str
+) -> None:
     logits, classes = target.arrays(LOGITS, CLASSES)
     if any(isinstance(value, np.ndarray) and value.dtype.kind == "c" for value in bad.values()):
         assert error is TypeError
-    placed = {name: target.harness.array(value) if isinstance(value, np.ndarray) else value for name, value in bad.items()}
+    placed = {
+        name: target.harness.array(value) if isinstance(value, np.ndarray) else value for name, value in bad.items()
+    }
     with pytest.raises(error, match=message.replace("numpy array", f"{target.backend.framework} array")):
         xent.cross_entropy(**({"logits": logits, "target": classes} | placed))
 

@@ -42,7 +42,9 @@ def test_inplace_gives_the_same_gradient(target: Target, case: Case, dtype: str)
     options["reduction"], options["target"] = case.reduction, target.arrays(inputs.target)[0]
     (upstream,) = target.arrays(np.asarray(inputs.upstream))
     results = [
-        target.harness.gradients(lambda z, inplace=inplace: xent.cross_entropy(z * 1, inplace=inplace, **options), (logits,), upstream)
+        target.harness.gradients(
+            lambda z, inplace=inplace: xent.cross_entropy(z * 1, inplace=inplace, **options), (logits,), upstream
+        )
         for inplace in (False, True)
     ]
     (loss, (grad,)), (loss_inplace, (grad_inplace,)) = results

@@ -70,14 +70,17 @@ def test_bitwise_the_same_run_after_run(target: Target, case: Case) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}])
 def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype: str, options: dict[str, Any]) -> None:
-    logits, classes = target.arrays(
-        RNG.normal(size=(9, vocabulary)), RNG.integers(0, vocabulary, 9), dtype=dtype
-    )
+    logits, classes = target.arrays(RNG.normal(size=(9, vocabulary)), RNG.integers(0, vocabulary, 9), dtype=dtype)
     options = options | {"reduction": "none", "backend": target.name, "stats": ("lse", "nll", "entropy")}
     loss, stats = xent.cross_entropy(logits, classes, **options)
     for rows in (slice(4, 5), slice(3, 6), slice(0, 8)):
         some, some_stats = xent.cross_entropy(logits[rows], classes[rows], **options)
-        for whole, part in ((loss, some), (stats.lse, some_stats.lse), (stats.nll, some_stats.nll), (stats.entropy, some_stats.entropy)):
+        for whole, part in (
+            (loss, some),
+            (stats.lse, some_stats.lse),
+            (stats.nll, some_stats.nll),
+            (stats.entropy, some_stats.entropy),
+        ):
             np.testing.assert_array_equal(target.harness.numpy(whole[rows]), target.harness.numpy(part))
 
 
@@ -125,7 +128,9 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
 ) -> None:
     if "normalizer" in str(nothing):
         reduction = "mean"
-    case = Case(function, **({"rows": (4,), "vocabulary": 5, "dtype": "float32", "name": "", "reduction": reduction} | nothing))
+    case = Case(
+        function, **({"rows": (4,), "vocabulary": 5, "dtype": "float32", "name": "", "reduction": reduction} | nothing)
+    )
     if "weight" in str(nothing):
         name = next(iter(case.options))
         drawn = make_inputs(Case(function, (4,), 5, "float32", "", reduction=reduction))
@@ -142,7 +147,9 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
         assert (target.harness.numpy(gradient) == 0).all()
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.0, "z_loss": 0.1}, {"weight": True}, {"softcap": 5.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"label_smoothing": 0.0, "z_loss": 0.1}, {"weight": True}, {"softcap": 5.0}], ids=str
+)
 @pytest.mark.parametrize("columns", [1, 3, 8])
 def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, Any], columns: int) -> None:
     """A vocabulary that is padded or masked in front: those classes have probability 0 and gradient 0."""

@@ -17,7 +17,10 @@ CASES = [
     for function in FUNCTIONS
     for case in [
         *option_cases(function, "float32"),
-        *(replace(SHAPES[name], function=function, dtype="float32", name=name) for name in ("no rows", "one class", "every target ignored")),
+        *(
+            replace(SHAPES[name], function=function, dtype="float32", name=name)
+            for name in ("no rows", "one class", "every target ignored")
+        ),
     ]
     if "smoothing" not in case.name
 ]
@@ -41,7 +44,9 @@ def test_statistics_are_the_references(target: Target, case: Case) -> None:
         if name in ("predictions", "count"):
             np.testing.assert_array_equal(found, truth, err_msg=name)
         else:
-            np.testing.assert_allclose(found, truth, rtol=3e-6, atol=3e-6 * max(1, np.abs(truth).max(initial=0)), err_msg=name)
+            np.testing.assert_allclose(
+                found, truth, rtol=3e-6, atol=3e-6 * max(1, np.abs(truth).max(initial=0)), err_msg=name
+            )
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

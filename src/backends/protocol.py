@@ -40,14 +40,15 @@ class Backend(Protocol):
 class RowPass(Protocol):
     """One pass over the rows of one call: holds per-row facts and results, is handed blocks of logits in any order."""
 
-    def forward(self, logits: Any, start: int, grad: Any | None) -> None:
+    def forward(self, logits: Any, start: int, grad: Any | None, target_logits: Any | None = None) -> None:
         """Take rows [start, start + R): record their losses, statistics and lse; write their gradient where asked.
 
         `logits` is an (R, V) block whose last axis is contiguous. `grad` is None, or where the gradient of the
-        (reduced) loss goes: an (R, V) block of the logits' dtype, which may be `logits` itself.
+        (reduced) loss goes: an (R, V) block of the logits' dtype, which may be `logits` itself. `target_logits` (R,), in
+        the accumulation dtype, takes the place of the targets' raw logits where those were rounded to a low precision.
         """
 
-    def backward(self, logits: Any, start: int, grad: Any) -> None:
+    def backward(self, logits: Any, start: int, grad: Any, target_logits: Any | None = None) -> None:
         """Write the gradient of rows [start, start + R) from the recorded lse; `grad` may be `logits` itself."""
 
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats
 
-__all__ = ["BACKEND", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
+__all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
 
 Array = NDArray[Any]
 

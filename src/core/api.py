@@ -107,7 +107,7 @@ def cross_entropy(
     >>> import numpy as np, xent
     >>> logits = np.array([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [9.0, 9.0, 9.0]])
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
-    0.3956
+    0.3955
     """
     call = validate.logits_call(
         logits,
@@ -151,8 +151,9 @@ def linear_cross_entropy(
 ) -> Any:
     """Compute the cross entropy of a linear classifier without holding its (tokens x vocabulary) logits.
 
-    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: the logits of
-    one chunk are made, turned into losses and into their own gradient, and multiplied back before the next chunk.
+    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: one chunk's
+    logits are made, turned into losses and into their own gradient, and multiplied back before the next chunk's. In
+    bfloat16 and float16 the target's logit is computed in float32, so that the loss has little of their rounding.
     Options that are not described here mean what they mean in `xent.cross_entropy`.
 
     Parameters

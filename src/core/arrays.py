@@ -2,22 +2,28 @@
 
 from typing import Any
 
+import numpy as np
+
 __all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framework_of", "is_tracing"]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
 
-# A class is known by where it says it is from: looking it up in sys.modules would make a graph that torch.compile made
-# invalid at every later import.
-_ARRAY_TYPES = {("torch", "Tensor"): "torch", ("mlx.core", "array"): "mlx", ("numpy", "ndarray"): "numpy"}
-
 
 def framework_of(value: Any) -> str | None:
-    """Return "torch", "mlx" or "numpy", or None where `value` is no array of theirs."""
-    for base in type(value).__mro__:
-        framework = _ARRAY_TYPES.get((base.__module__, base.__name__))
-        if framework is not None:
-            return framework
+    """Return "torch", "mlx" or "numpy", or None where `value` is no array of theirs.
+
+    A framework that owns an array is imported already, but is not looked for in sys.modules: that would tie every graph
+    that torch.compile makes to the modules that are imported by then.
+    """
+    if isinstance(value, np.ndarray):
+        return "numpy"
+    if hasattr(value, "requires_grad"):
+        import torch
+
+        return "torch" if isinstance(value, torch.Tensor) else None
+    if any((base.__module__, base.__name__) == ("mlx.core", "array") for base in type(value).__mro__):
+        return "mlx"
     return None
 
 

@@ -26,13 +26,20 @@ def tensors(target: Target) -> dict[str, Tensor]:
 
 def linear_loss(tensors: dict[str, Tensor], target: Target, **options: Any) -> Tensor:
     loss: Tensor = xent.linear_cross_entropy(
-        tensors["input"], tensors["weight"], tensors["target"], linear_bias=tensors["bias"], backend=target.name, **options
+        tensors["input"],
+        tensors["weight"],
+        tensors["target"],
+        linear_bias=tensors["bias"],
+        backend=target.name,
+        **options,
     )
     return loss.sum()
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("asking", [("input",), ("weight",), ("bias",), ("input", "bias"), ("input", "weight", "bias"), ()])
+@pytest.mark.parametrize(
+    "asking", [("input",), ("weight",), ("bias",), ("input", "bias"), ("input", "weight", "bias"), ()]
+)
 def test_gradients_exist_for_exactly_what_asks(
     target: Target, tensors: dict[str, Tensor], reduction: str, asking: tuple[str, ...]
 ) -> None:
@@ -179,3 +186,17 @@ def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) ->
         xent.cross_entropy(logits, **arguments)
     with torch.no_grad():
         assert xent.cross_entropy(logits, **arguments).isfinite()
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("retain", [False, True])
+def test_gradients_do_not_drag_the_graph_along(
+    target: Target, tensors: dict[str, Tensor], reduction: str, retain: bool
+) -> None:
+    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    logits = asking["input"] * 1
+    loss = linear_loss(asking, target, reduction=reduction)
+    loss = loss + xent.cross_entropy(logits, tensors["target"] % 8, reduction=reduction, backend=target.name).sum()
+    leaves = [asking["input"], asking["weight"], logits]
+    for gradient in torch.autograd.grad(loss, leaves, retain_graph=retain):
+        assert not gradient.requires_grad

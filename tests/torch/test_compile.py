@@ -12,8 +12,6 @@ import xent
 from tests.targets import Target
 from xent.core.spec import STAT_NAMES
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
@@ -40,7 +38,9 @@ def drawn(target: Target) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"inplace": True}, {"inplace": True, "reduction": "none"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"inplace": True}, {"inplace": True, "reduction": "none"}], ids=str
+)
 def test_compiles_whole_and_recompiles_for_a_number_once_at_most(
     target: Target, function: str, options: dict[str, Any]
 ) -> None:
@@ -97,7 +97,9 @@ def test_bad_number_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_without_data_there_are_shapes_and_dtypes(target: Target, reduction: str, dtype: torch.dtype, kind: str) -> None:
+def test_without_data_there_are_shapes_and_dtypes(
+    target: Target, reduction: str, dtype: torch.dtype, kind: str
+) -> None:
     def run(device: str) -> list[Tensor]:
         x = torch.zeros(2, 3, 8, dtype=dtype, device=device, requires_grad=True)
         w = torch.zeros(11, 8, dtype=dtype, device=device, requires_grad=True)
@@ -135,7 +137,7 @@ def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
     assert logits.dtype == dtype
     plain = torch.nn.functional.cross_entropy(logits.float(), y, reduction=reduction).sum()
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(loss, plain, rtol=1e-3, atol=0)
     found, expected = torch.autograd.grad(loss, (x, w, b)), torch.autograd.grad(plain, (x, w, b))
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     truth = torch.autograd.grad(

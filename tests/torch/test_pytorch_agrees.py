@@ -61,6 +61,10 @@ def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
 
 
 def test_loss_of_half_precision_logits_is_float32(target: Target) -> None:
-    for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64, torch.float64)):
+    for dtype, expected in (
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float64, torch.float64),
+    ):
         logits = torch.zeros(3, 5, dtype=dtype, device=target.device)
         assert xent.cross_entropy(logits, torch.zeros(3, dtype=torch.int64, device=target.device)).dtype == expected

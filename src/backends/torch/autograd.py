@@ -183,5 +183,7 @@ def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
     """
     if _graph_is_retained():
         return (kept * factor.reshape(1).expand(kept.shape[-1:])).to(kept.dtype) if kept.dim() else kept * factor
+    # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
+    kept = kept.detach()
     torch.ops.xent.scale_(kept, factor)
     return kept

@@ -14,9 +14,8 @@ def version() -> str:
 
 def devices() -> tuple[str, ...]:
     """Return the device types that can be used, the accelerator first."""
-    accelerator = torch.accelerator.current_accelerator()
-    found = (accelerator.type,) if accelerator is not None and torch.accelerator.is_available() else ()
-    return (*found, "cpu")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return ("cpu",) if accelerator is None else (accelerator.type, "cpu")
 
 
 def looks_at_targets(device: torch.device) -> bool:

@@ -1,6 +1,4 @@
-"""`linear_cross_entropy` in PyTorch: make a chunk's logits, let the row kernel overwrite them with their gradient,
-multiply it back, go on to the next chunk.
-"""
+"""`linear_cross_entropy` in PyTorch: a chunk's logits are made, overwritten with their gradient, and multiplied back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,17 +31,16 @@ class Linear:
 
 
 def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, Results, list[Tensor]]:
-    """Return facts and results of all rows and, unless the norm is kept for backward, the gradients (empty: not needed)."""
+    """Return facts and results of all rows, and the gradients unless the norm is kept for backward to make them from."""
     facts = gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
     active = _active_rows(facts)
     some = facts if active is None else facts.select(active)
     results = new_results(some, keep_norm)
     run = row_kernel(options.kernel)(some, results)
-    chunks = _Chunks(linear, active, len(some.weight))
     gradients = _Gradients(linear, active, not keep_norm)
-    for start, hidden, logits, last in chunks:
-        run.forward(logits, start, logits if gradients.any else None)
-        gradients.add(start, hidden, logits, last)
+    for chunk in _chunks(linear, some, active):
+        run.forward(chunk.logits, chunk.start, chunk.logits if gradients.any else None, chunk.target_logits)
+        gradients.add(chunk)
     if active is not None:
         results = scattered(results, active, len(facts.weight))
     return facts, results, gradients.result()
@@ -56,9 +53,9 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     some = facts if active is None else facts.select(active)
     run = row_kernel(options.kernel)(some, Results(some.weight, norm if active is None else norm[:, active]))
     gradients = _Gradients(linear, active, True)
-    for start, hidden, logits, last in _Chunks(linear, active, len(some.weight)):
-        run.backward(logits, start, logits)
-        gradients.add(start, hidden, logits, last)
+    for chunk in _chunks(linear, some, active):
+        run.backward(chunk.logits, chunk.start, chunk.logits, chunk.target_logits)
+        gradients.add(chunk)
     return gradients.result()
 
 
@@ -74,30 +71,44 @@ def _active_rows(facts: Facts) -> Tensor | None:
     return (~idle).nonzero()[:, 0] if bool(idle.any()) else None
 
 
-class _Chunks:
-    """Yields (first row, hidden states (R, D), logits (R, V), whether it is the last), in the compute dtype."""
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """R rows, in the compute dtype."""
 
-    def __init__(self, linear: Linear, active: Tensor | None, count: int) -> None:
-        self._linear, self._active, self._count = linear, active, count
+    start: int
+    hidden: Tensor
+    """(R, D)"""
+    logits: Tensor
+    """(R, V), memory that the next chunk uses again."""
+    target_logits: Tensor | None
+    """(R,) float32, where the compute dtype rounds: most of the loss's error is the rounding of this one logit."""
+    last: bool
 
-    def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor, bool]]:
-        linear, compute = self._linear, self._linear.compute
-        weight = linear.weight.to(compute)
-        bias = None if linear.bias is None else linear.bias.to(compute)
-        flat = linear.input.reshape(-1, linear.input.shape[-1])
-        vocabulary, device = weight.shape[0], weight.device
-        step = rows_per_chunk(self._count, vocabulary, compute.itemsize, linear.workspace, device.type)
-        memory = torch.empty(min(step, self._count), vocabulary, dtype=compute, device=device)
-        for start in range(0, self._count, step):
-            stop = min(start + step, self._count)
-            hidden = flat[start:stop] if self._active is None else flat[self._active[start:stop]]
-            hidden = hidden.to(compute)
-            logits = memory[: stop - start]
-            if bias is None:
-                torch.mm(hidden, weight.t(), out=logits)
-            else:
-                torch.addmm(bias, hidden, weight.t(), out=logits)
-            yield start, hidden, logits, stop == self._count
+
+def _chunks(linear: Linear, facts: Facts, active: Tensor | None) -> Iterator[_Chunk]:
+    compute, count = linear.compute, len(facts.weight)
+    weight = linear.weight.to(compute)
+    bias = None if linear.bias is None else linear.bias.to(compute)
+    flat = linear.input.reshape(-1, linear.input.shape[-1])
+    vocabulary, device = weight.shape[0], weight.device
+    step = rows_per_chunk(count, vocabulary, compute.itemsize, linear.workspace, device.type)
+    memory = torch.empty(min(step, count), vocabulary, dtype=compute, device=device)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        hidden = flat[start:stop] if active is None else flat[active[start:stop]]
+        hidden = hidden.to(compute)
+        logits = memory[: stop - start]
+        if bias is None:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=logits)
+        target_logits = None
+        if facts.target is not None and compute in (torch.bfloat16, torch.float16):
+            classes = facts.target[start:stop]
+            target_logits = (hidden.float() * weight[classes].float()).sum(-1)
+            if bias is not None:
+                target_logits += bias[classes]
+        yield _Chunk(start, hidden, logits, target_logits, stop == count)
 
 
 class _Gradients:
@@ -118,19 +129,19 @@ class _Gradients:
             wide = torch.float64 if linear.compute == torch.float64 else torch.float32
             self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
 
-    def add(self, start: int, hidden: Tensor, grad_logits: Tensor, last: bool) -> None:
-        """Take a chunk's hidden states and the gradient of its logits."""
+    def add(self, chunk: _Chunk) -> None:
+        """Take a chunk whose logits hold their gradient by now."""
         if self._needs_input:
-            made = grad_logits @ self._weight_compute
-            stop = start + len(made)
+            made = chunk.logits @ self._weight_compute
+            rows = slice(chunk.start, chunk.start + len(made))
             if self._active is None:
-                self._input[start:stop] = made
+                self._input[rows] = made
             else:
-                self._input[self._active[start:stop]] = made.to(self._input.dtype)
+                self._input[self._active[rows]] = made.to(self._input.dtype)
         if self._needs_weight:
-            self._weight.add(grad_logits, hidden, last)
+            self._weight.add(chunk.logits, chunk.hidden, chunk.last)
         if self._needs_bias:
-            self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
+            self._bias += chunk.logits.sum(0, dtype=self._bias.dtype)
 
     def result(self) -> list[Tensor]:
         """Return the gradients of input, weight and bias; an empty tensor for one that nobody asked for."""

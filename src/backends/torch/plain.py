@@ -11,6 +11,7 @@ W = sum_c w_c (sum_c w_c q'_c for probabilities q', which then stand for the who
 Blocks are small, so that the passes over one after the first find it in cache.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,21 +34,31 @@ class PlainPass:
         self._acc = facts.weight.dtype
         self._scratch: dict[str, Tensor] = {}
 
-    def forward(self, logits: Tensor, start: int, grad: Tensor | None) -> None:
+    def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
-        for first, last in self._blocks(logits):
-            rows = slice(start + first, start + last)
-            _Block(self, logits[first:last], rows, None if grad is None else grad[first:last]).forward()
+        for block in self._blocks(logits, start, grad, target_logits):
+            block.forward()
 
-    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
+    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
         """Write a block's gradient: see `xent.backends.protocol.RowPass.backward`."""
-        for first, last in self._blocks(logits):
-            _Block(self, logits[first:last], slice(start + first, start + last), grad[first:last]).backward()
+        for block in self._blocks(logits, start, grad, target_logits):
+            block.backward()
 
-    def _blocks(self, logits: Tensor) -> list[tuple[int, int]]:
+    def _blocks(
+        self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None
+    ) -> Iterator["_Block"]:
         count, vocabulary = logits.shape
         step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
-        return [(first, min(first + step, count)) for first in range(0, count, step)]
+        for first in range(0, count, step):
+            part = slice(first, min(first + step, count))
+            rows = slice(start + part.start, start + part.stop)
+            yield _Block(
+                self,
+                logits[part],
+                rows,
+                None if grad is None else grad[part],
+                None if target_logits is None else target_logits[part],
+            )
 
     def scratch(self, name: str, like: Tensor) -> Tensor:
         """Return memory of the block's shape in the accumulation dtype, the same at every call."""
@@ -60,8 +71,10 @@ class PlainPass:
 class _Block:
     """R rows, few enough to stay in cache. `work` holds x, then log p, then p, then the gradient."""
 
-    def __init__(self, parent: PlainPass, z: Tensor, rows: slice, grad: Tensor | None) -> None:
-        self.parent, self.z, self.rows, self.grad = parent, z, rows, grad
+    def __init__(
+        self, parent: PlainPass, z: Tensor, rows: slice, grad: Tensor | None, target_logits: Tensor | None
+    ) -> None:
+        self.parent, self.z, self.rows, self.grad, self.target_logits = parent, z, rows, grad, target_logits
         facts, results = parent.facts, parent.results
         self.facts, self.results, self.spec = facts, results, facts.spec
         in_grad = grad is not None and grad.dtype == facts.weight.dtype
@@ -109,6 +122,8 @@ class _Block:
             x = self.z
         else:
             x = self.work if self.work is self.z else self.work.copy_(self.z)
+            if self.target_logits is not None and self.target is not None:
+                x.scatter_(1, self.target, self.target_logits[:, None])
             if spec.logit_scale != 1:
                 x.mul_(spec.logit_scale)
         if predictions is not None:

@@ -29,7 +29,7 @@ class WeightGradient:
             if self._sum is None:
                 self._sum = transposed @ hidden
             else:
-                self._sum.addmm_(transposed, hidden)
+                torch.addmm(self._sum, transposed, hidden, out=self._sum)
         else:
             first = self._sum is None
             if self._sum is None:

@@ -1,0 +1,166 @@
+"""How a case is measured: every contender in a process of its own, its time paired with that of the base.
+
+First comes a call whose peak memory is taken, and which warms up the full size. Then base and contender take turns,
+base, contender, base, contender, each in its own process, and only one of them works at any time: what slows the
+machine down for a while slows both members of a pair, so their ratio holds where the times themselves do not.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.cases import Case
+from benchmarks.contenders import find_contender
+from benchmarks.process import NotMeasured, WorkerProcess
+from benchmarks.protocol import FirstCall, Time, WriteTruth
+from benchmarks.records import Record
+
+__all__ = ["Plan", "measure_case"]
+
+# Idle worker threads keep a core busy for a while after their work, in some OpenMP runtimes for 0.2 s.
+_SETTLE_SECONDS = 0.25
+_SAMPLE_SECONDS = 0.25
+_MOST_CALLS_PER_SAMPLE = 20
+_FEWEST_PAIRS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to measure: `repeats` pairs, fewer (but two at least) if they would take more than `budget` seconds."""
+
+    repeats: int
+    budget: float
+    threads: int | None
+
+
+def measure_case(case: Case, plan: Plan, machine: dict[str, Any], progress: Callable[[str], None]) -> list[Record]:
+    """Return one record per contender of the case, the base first; `progress` is told each name as its turn comes."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        turns = _Turns(case, plan, progress, folder, stack)
+        records = turns.measure_all()
+    for record in records:
+        record.machine = machine | record.machine
+    left_out = [
+        Record(
+            case, name, turns.base, status="left out", reason="not run at this size; --full runs it", machine=machine
+        )
+        for name in case.left_out
+    ]
+    return records + left_out
+
+
+class _Turns:
+    """The processes of one case, all of them started at once, that work one at a time."""
+
+    def __init__(self, case: Case, plan: Plan, progress: Callable[[str], None], folder: Path, stack: ExitStack) -> None:
+        self.case = case
+        self.plan = plan
+        self.progress = progress
+        self.base = case.contenders[0]
+        self.truth: str | None = None
+        self.no_truth = ""
+        if case.accuracy:
+            self._write_truth(str(folder / "truth"))
+        self.refusals: dict[str, NotMeasured] = {}
+        self.workers: dict[str, WorkerProcess] = {}
+        for name in case.contenders:
+            if reason := _lack_of_memory(case, name):
+                self.refusals[name] = NotMeasured("skipped", reason)
+            else:
+                self.workers[name] = stack.enter_context(WorkerProcess(case, name, plan.threads))
+
+    def _write_truth(self, path: str) -> None:
+        self.progress("float64")
+        try:
+            with WorkerProcess(self.case, self.base, self.plan.threads) as worker:
+                worker.wait_until_ready()
+                worker.ask(WriteTruth(path))
+            self.truth = path
+        except NotMeasured as failure:
+            self.no_truth = f"no float64 to compare with: {failure}"
+
+    def measure_all(self) -> list[Record]:
+        for name, worker in self.workers.items():
+            try:
+                worker.wait_until_ready()
+            except NotMeasured as refusal:
+                self.refusals[name] = refusal
+        base = self._first_call(self.base)
+        records = [base]
+        for name in self.case.contenders[1:]:
+            record = self._first_call(name)
+            record.base_peak_bytes, record.base_gradient_bytes = base.peak_bytes, base.gradient_bytes
+            if record.status == "measured":
+                self._time(record, base)
+            records.append(record)
+        if base.status == "measured" and not base.seconds:
+            self._time(base, None)
+        return records
+
+    def _first_call(self, name: str) -> Record:
+        self.progress(name)
+        record = Record(self.case, name, self.base, reason=self.no_truth)
+        if not find_contender(self.case.function, name).in_place:
+            record.gradient_bytes = self.case.gradient_bytes
+        try:
+            if name in self.refusals:
+                raise self.refusals[name]
+            worker = self.workers[name]
+            record.machine = {"threads": worker.threads}
+            time.sleep(_SETTLE_SECONDS)
+            reply = worker.ask(FirstCall(self.truth))
+        except NotMeasured as failure:
+            record.status, record.reason = failure.status, str(failure)
+            return record
+        record.first_call_seconds = reply.pop("seconds")
+        for key, value in reply.items():
+            setattr(record, key, value)
+        return record
+
+    def _time(self, record: Record, base: Record | None) -> None:
+        """Add the seconds of both to their records; without a base that runs, time the contender alone."""
+        if base is not None and base.status != "measured":
+            base = None
+        taking_turns = [record] if base is None else [base, record]
+        calls = {each.contender: _calls_per_sample(each.first_call_seconds) for each in taking_turns}
+        record.calls_per_sample = calls[record.contender]
+        one_round = sum(calls[each.contender] * each.first_call_seconds for each in taking_turns)
+        rounds = min(self.plan.repeats, max(_FEWEST_PAIRS, int(self.plan.budget / one_round)))
+        for _ in range(rounds):
+            samples: list[dict[str, float]] = []
+            for each in taking_turns:
+                time.sleep(_SETTLE_SECONDS)
+                try:
+                    samples.append(self.workers[each.contender].ask(Time(calls[each.contender])))
+                except NotMeasured as failure:
+                    each.status, each.reason = failure.status, f"while it was timed: {failure}"
+                    return
+            for each, sample in zip(taking_turns, samples, strict=True):
+                each.seconds.append(sample["seconds"])
+                each.disturbance.append(sample["disturbance"])
+            if base is not None:
+                record.pairs.append((base.seconds[-1], record.seconds[-1]))
+
+
+def _calls_per_sample(seconds: float) -> int:
+    """So many calls that the clock's noise and a scheduler's slice are small beside them."""
+    return max(1, min(_MOST_CALLS_PER_SAMPLE, math.ceil(_SAMPLE_SECONDS / seconds)))
+
+
+def _lack_of_memory(case: Case, name: str) -> str:
+    """Why the machine's free memory does not do for this contender; empty if it does."""
+    needed = find_contender(case.function, name).memory_needed(case)
+    available = psutil.virtual_memory().available
+    if needed <= available:
+        return ""
+    return f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free"

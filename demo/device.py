@@ -1,0 +1,37 @@
+"""The device that the demo trains on: how it is chosen, named and waited for."""
+
+import torch
+
+__all__ = ["choose_device", "describe", "synchronize"]
+
+
+def choose_device(name: str | None) -> torch.device:
+    """Return the named device, or the machine's accelerator if it has one, or the CPU.
+
+    Raises ValueError when the named device is not on this machine, and RuntimeError when there is none of that name.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if name is None:
+        return accelerator or torch.device("cpu")
+    device = torch.device(name)
+    present = {"cpu"} if accelerator is None else {"cpu", accelerator.type}
+    if device.type not in present:
+        raise ValueError(f"device {name!r} is not on this machine; there is {' and '.join(sorted(present))}")
+    return device
+
+
+def describe(device: torch.device) -> str:
+    """Say the device in words for a reader of the results."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "mps":
+        return "Apple GPU (mps)"
+    if device.type == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    return str(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work in flight, so that a clock read next to this call measures the work and not its launch."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

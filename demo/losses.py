@@ -1,0 +1,31 @@
+"""The two losses that the demo compares: the same number, computed in two ways."""
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.nn import functional as F
+
+import xent
+
+__all__ = ["LOSSES", "PYTORCH", "XENT", "Loss"]
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Hidden states (..., width), classifier (vocabulary, width) and targets (...) to the mean loss."""
+
+PYTORCH = "PyTorch"
+XENT = "xent"
+
+
+def pytorch_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Compute all logits first, then their cross entropy: what a training script does without xent."""
+    logits = F.linear(hidden, weight)
+    return F.cross_entropy(logits.flatten(0, -2), target.flatten())
+
+
+def xent_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    """Compute the same in one call, which never holds all logits at once."""
+    loss: Tensor = xent.linear_cross_entropy(hidden, weight, target, backend="auto")
+    return loss
+
+
+LOSSES: dict[str, Loss] = {PYTORCH: pytorch_loss, XENT: xent_loss}

@@ -1,0 +1,62 @@
+"""The peak memory of one loss, forward and backward, measured in a process of its own so that nothing else counts.
+
+`python -m demo.memory LOSS TOKENS WIDTH VOCABULARY DEVICE` is that process; it prints the bytes, or null.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from demo.gauge import make_gauge
+from demo.losses import LOSSES, Loss
+
+__all__ = ["peak_bytes"]
+
+RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
+"""Makes glibc give large blocks back when they are freed. Kept ones would be counted as alive before the loss began."""
+
+WARMUP_TOKENS = 64
+"""Tokens of the call before the measured one, which loads libraries, starts threads and compiles kernels."""
+
+
+def peak_bytes(loss: str, tokens: int, width: int, vocabulary: int, device: torch.device) -> int | None:
+    """Bytes that the named loss and its backward need beyond their inputs, at the peak; None where nobody can tell."""
+    shape = [str(tokens), str(width), str(vocabulary)]
+    command = [sys.executable, "-m", "demo.memory", loss, *shape, str(device)]
+    child = subprocess.run(
+        command,
+        cwd=Path(__file__).parent.parent,
+        env=os.environ | RETURN_FREED_MEMORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode != 0:
+        raise RuntimeError(f"the memory measurement of {loss} failed:\n{child.stderr}")
+    answer: int | None = json.loads(child.stdout)
+    return answer
+
+
+def _measure(loss: Loss, tokens: int, width: int, vocabulary: int, device: torch.device) -> int | None:
+    torch.manual_seed(0)
+    weight = (0.02 * torch.randn(vocabulary, width, device=device)).requires_grad_()
+    hidden = torch.randn(tokens, width, device=device, requires_grad=True)
+    target = torch.randint(vocabulary, (tokens,), device=device)
+    loss(hidden[:WARMUP_TOKENS], weight, target[:WARMUP_TOKENS]).backward()
+    hidden.grad = weight.grad = None
+    gauge = make_gauge(device)
+    gauge.start()
+    loss(hidden, weight, target).backward()
+    return gauge.peak()
+
+
+def _main(name: str, tokens: str, width: str, vocabulary: str, device: str) -> None:
+    print(json.dumps(_measure(LOSSES[name], int(tokens), int(width), int(vocabulary), torch.device(device))))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The command line of the demo: what can be changed, and what is chosen when nothing is said."""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from demo.device import choose_device
+
+__all__ = ["Options", "parse"]
+
+SMALLEST_VOCABULARY = 512
+"""Byte-pair encoding starts from the 256 bytes and one end mark; below this there is next to nothing to learn."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """One run of the demo, every default filled in."""
+
+    steps: int
+    batch: int
+    context: int
+    vocabulary: int
+    device: torch.device
+    seed: int
+    out: Path
+
+
+def parse(arguments: list[str] | None = None) -> Options:
+    """Read the command line (None: that of this process) and fill in the defaults that depend on the device."""
+    parser = argparse.ArgumentParser(
+        prog="python -m demo",
+        description="Train a small transformer on the source of Python's standard library twice from the same seed, "
+        "once with PyTorch's cross entropy and once with xent, and compare loss, time and memory.",
+    )
+    parser.add_argument(
+        "--steps", type=_at_least(2), help="training steps of each run (default: 60 on a CPU, 300 else)"
+    )
+    parser.add_argument("--batch", type=_at_least(1), default=8, help="sequences per step (default: %(default)s)")
+    parser.add_argument("--context", type=_at_least(1), default=256, help="tokens per sequence (default: %(default)s)")
+    parser.add_argument(
+        "--vocab",
+        type=_at_least(SMALLEST_VOCABULARY),
+        default=16384,
+        help="entries of the vocabulary (default: %(default)s)",
+    )
+    parser.add_argument("--device", help="cpu, cuda or mps (default: the accelerator if there is one, else the CPU)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default: %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent / "out", help="folder for the picture (default: demo/out)"
+    )
+    given = parser.parse_args(arguments)
+    try:
+        device = choose_device(given.device)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
+    return Options(
+        steps=given.steps or (60 if device.type == "cpu" else 300),
+        batch=given.batch,
+        context=given.context,
+        vocabulary=given.vocab,
+        device=device,
+        seed=given.seed,
+        out=given.out,
+    )
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {value}")
+        return value
+
+    return number

@@ -1,0 +1,80 @@
+"""The table at the end of the demo."""
+
+import statistics
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.table import Table
+
+from demo.losses import PYTORCH, XENT
+from demo.results import MIB, Results
+
+__all__ = ["print_report"]
+
+Row = tuple[str, str, str, str]
+"""What was measured, PyTorch's value, xent's value, and how the two compare."""
+
+
+def print_report(results: Results, console: Console) -> None:
+    """Print the table, and below it how closely the two runs agree."""
+    title = f"{results.device}; each step {results.tokens_per_step} tokens x {results.vocabulary} classes, float32"
+    table = Table(title=title, title_justify="left")
+    table.add_column(no_wrap=True)
+    for heading in (PYTORCH, f"{XENT} ({results.backend})", f"{XENT} / {PYTORCH}"):
+        table.add_column(heading, justify="right")
+    for section in (_learning(results), _exactness(results), _speed(results), _memory(results)):
+        for row in section:
+            table.add_row(*row)
+        table.add_section()
+    console.print(table)
+    differences = results.differences
+    console.print(
+        f"The two training losses differ by at most [bold]{max(differences):.1e}[/] of their value "
+        f"over all {len(differences)} steps, by {statistics.fmean(differences):.1e} on average."
+    )
+
+
+def _learning(results: Results) -> Iterator[Row]:
+    pytorch, xent = results.runs[PYTORCH], results.runs[XENT]
+    for label, one, other in (
+        ("first training loss", pytorch.losses[0], xent.losses[0]),
+        ("last training loss", pytorch.losses[-1], xent.losses[-1]),
+        ("loss on unseen files", pytorch.validation_loss, xent.validation_loss),
+    ):
+        yield label, f"{one:.5f}", f"{other:.5f}", f"{abs(other - one) / one:.1e} apart"
+
+
+def _exactness(results: Results) -> Iterator[Row]:
+    pytorch, xent = results.errors[PYTORCH], results.errors[XENT]
+    # The loss is one number, and how its last bit falls is chance: a ratio would say nothing.
+    yield "loss error against float64", f"{pytorch.loss:.1e}", f"{xent.loss:.1e}", ""
+    for label, one, other in (
+        ("hidden gradient error", pytorch.hidden_gradient, xent.hidden_gradient),
+        ("classifier gradient error", pytorch.weight_gradient, xent.weight_gradient),
+    ):
+        yield label, f"{one:.1e}", f"{other:.1e}", _times(one, other)
+
+
+def _speed(results: Results) -> Iterator[Row]:
+    pytorch, xent = results.runs[PYTORCH], results.runs[XENT]
+    for label, one, other in (
+        ("time of a step", pytorch.step_time, xent.step_time),
+        ("  of which the loss", pytorch.loss_time, xent.loss_time),
+    ):
+        yield label, f"{1e3 * one:.1f} ms", f"{1e3 * other:.1f} ms", _times(one, other)
+    one, other = results.tokens_per_second(PYTORCH), results.tokens_per_second(XENT)
+    yield "tokens per second", f"{one:,.0f}", f"{other:,.0f}", _times(one, other)
+
+
+def _memory(results: Results) -> Iterator[Row]:
+    for tokens, peak in results.memory.items():
+        one, other = peak[PYTORCH], peak[XENT]
+        label = f"memory of the loss, {tokens} tokens"
+        if one is None or other is None:
+            yield label, "not measured", "not measured", ""
+        else:
+            yield label, f"{one / MIB:.0f} MiB", f"{other / MIB:.0f} MiB", _times(one, other)
+
+
+def _times(one: float, other: float) -> str:
+    return f"{other / one:.2f}" if one else ""

@@ -1,0 +1,52 @@
+"""Sphinx configuration: the README and its companions become pages, the docstrings become the reference."""
+
+import re
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+import xent
+
+ROOT = Path(__file__).parent.parent
+PAGES = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+
+project = "xent"
+author = "The xent authors"
+release = version = xent.__version__
+
+extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+default_role = "code"
+smartquotes = False
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(mlx|numpy|torch|typing)\..*")]
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "none"
+numpydoc_show_class_members = False
+
+html_theme = "furo"
+html_title = "xent"
+
+
+def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Put the file that a page stands for in front of it, with the file's links turned to where they lead now."""
+
+    def turn(link: re.Match[str]) -> str:
+        path, anchor = link["path"], link["anchor"] or ""
+        if path in PAGES:
+            return f"]({PAGES[path]}.md{anchor})"
+        if path.startswith("docs/"):
+            return f"]({path.removeprefix('docs/')}{anchor})"
+        return f"](../{path}{anchor})"
+
+    for path, page in PAGES.items():
+        if page == docname:
+            text = (ROOT / path).read_text(encoding="utf-8")
+            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + source[0]
+
+
+def setup(app: Sphinx) -> None:
+    """Register with Sphinx."""
+    app.connect("source-read", take_page_from_root)

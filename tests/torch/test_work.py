@@ -1,0 +1,123 @@
+"""Work and memory: what nobody asked for is not computed, what is not needed is not held."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from xent.backends.torch import linear as linear_driver
+from xent.backends.torch import ops as _ops  # noqa: F401
+from xent.backends.torch.linear import Linear
+from xent.backends.torch.options import Options, pack_numbers
+from xent.core.spec import LossSpec
+
+N, D, V = 64, 16, 40
+PRODUCT = 2 * N * D * V
+
+
+def flops(
+    needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: float = 0.0, stats: tuple[str, ...] = ()
+) -> int:
+    """Count the multiplications and additions of matrix products, forward and (for "none") backward."""
+    torch.manual_seed(0)
+    target = torch.randint(V, (N,))
+    target[: int(ignored * N)] = -100
+    spec = LossSpec(reduction=reduction, stats=stats)
+    options = Options(target, None, None, None, pack_numbers(spec, None), -100, reduction, list(stats), "torch")
+    linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 4 * 10, torch.float32, needs)
+    with FlopCounterMode(display=False) as counter:
+        keep = reduction == "none" and any(needs)
+        _, results, _ = linear_driver.forward(linear, options, keep)
+        if keep:
+            assert results.norm is not None
+            linear_driver.backward(torch.ones(N), linear, results.norm, options)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("needs", "products"),
+    [
+        ((True, True, True), 3),
+        ((True, True, False), 3),
+        ((True, False, False), 2),
+        ((False, True, False), 2),
+        ((False, False, True), 1),
+        ((False, False, False), 1),
+    ],
+)
+def test_matrix_products_are_as_many_as_asked_for(needs: tuple[bool, bool, bool], products: int) -> None:
+    assert flops(needs) == products * PRODUCT
+    assert flops(needs, reduction="none") == (products + any(needs)) * PRODUCT
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_ignored_rows_are_not_multiplied(reduction: str) -> None:
+    some, every = (flops((True, True, True), reduction, ignored) for ignored in (0.75, 0.0))
+    assert some == every // 4
+    assert flops((True, True, True), reduction, ignored=1.0) == 0
+    assert flops((True, True, True), reduction, ignored=0.75, stats=("lse", "predictions")) == every // 4
+
+
+PEAK = """
+import torch, xent
+from benchmarks.memory import resident_peak
+warm = torch.randn(4, 8, requires_grad=True)
+xent.cross_entropy(warm, torch.zeros(4, dtype=torch.int64)).backward()
+xent.linear_cross_entropy(warm, torch.randn(50, 8, requires_grad=True), torch.zeros(4, dtype=torch.int64)).backward()
+{setup}
+def call():
+    {call}
+print(resident_peak(call))
+"""
+
+
+def peak(setup: str, call: str) -> int:
+    """Return by how many bytes a call raises the resident memory of a fresh process."""
+    program = [sys.executable, "-c", PEAK.format(setup=setup, call=call)]
+    return int(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
+
+
+LOGITS = "x = torch.randn(1024, 32000).requires_grad_(); y = torch.randint(32000, (1024,))"
+SIZE = 1024 * 32000 * 4
+
+
+def test_logits_take_the_gradient_and_nothing_of_its_size_besides() -> None:
+    assert peak(LOGITS, "xent.cross_entropy(x, y).backward()") <= 1.1 * SIZE
+    inside = f"{LOGITS}; h = x + 0"
+    assert peak(inside, "xent.cross_entropy(h, y).backward()") <= 1.1 * SIZE
+    assert peak(inside, "xent.cross_entropy(h, y, inplace=True).backward()") <= 0.1 * SIZE
+    assert peak(LOGITS, "xent.cross_entropy(x, y, inplace=True).backward()") <= 0.1 * SIZE
+    assert peak(LOGITS, "(xent.cross_entropy(x, y) * 0.5).backward()") <= 1.1 * SIZE
+    assert peak(LOGITS, "xent.cross_entropy(x, y, reduction='none').sum().backward()") <= 1.1 * SIZE
+
+
+def test_logits_without_gradient_take_next_to_nothing() -> None:
+    for call in (
+        "xent.cross_entropy(x, y)",
+        "xent.cross_entropy(x, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4)",
+    ):
+        assert peak(LOGITS, f"with torch.no_grad(): {call}") <= 0.1 * SIZE
+
+
+@pytest.mark.parametrize("options", ["", ", reduction='none'", ", label_smoothing=0.1, softcap=30.0"])
+def test_linear_memory_is_flat_in_tokens(options: str) -> None:
+    workspace, vocabulary, width = 16 * 2**20, 16000, 64
+    used = []
+    for tokens in (1024, 4096):
+        setup = (
+            f"x = torch.randn({tokens}, {width}).requires_grad_(); w = torch.randn({vocabulary}, {width}).requires_grad_()"
+            f"; y = torch.randint({vocabulary}, ({tokens},))"
+        )
+        call = f"xent.linear_cross_entropy(x, w, y, workspace={workspace}{options}).sum().backward()"
+        used.append(peak(setup, call) - (tokens + vocabulary) * width * 4)
+    assert max(used) <= workspace + 24 * 2**20
+    assert used[1] - used[0] <= 8 * 2**20
+
+
+def test_frozen_classifier_costs_no_memory_for_its_gradient() -> None:
+    setup = "x = torch.randn(64, 512).requires_grad_(); w = torch.randn(64000, 512); y = torch.randint(64000, (64,))"
+    call = "xent.linear_cross_entropy(x, w, y, workspace=2**22).backward()"
+    assert peak(setup, call) <= 0.3 * 64000 * 512 * 4
+    assert peak(setup, f"w.requires_grad_(); {call}") >= 64000 * 512 * 4
