@@ -22,7 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _list() -> int:
-    rows = [("backend", "arrays", "available", "devices", "versions")]
+    rows: list[tuple[str, ...]] = [("backend", "arrays", "available", "devices", "versions")]
     for info in backends():
         versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
         rows.append((info.name, info.framework, info.reason or "yes", ", ".join(info.devices), versions))

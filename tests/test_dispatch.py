@@ -1,4 +1,4 @@
-"""Who serves a call: by name, by the array, by XENT_BACKEND; every refusal with its reason; what `python -m xent` says."""
+"""Who serves a call: by name, by the array, by XENT_BACKEND; refusals have reasons; `python -m xent` reports."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from xent.__main__ import main
 from xent.backends import TABLE
 from xent.core import dispatch
 from xent.core.check import report
+from xent.core.check.cases import option_cases
 from xent.core.check.judge import Comparison
 
 
@@ -115,8 +116,6 @@ def test_check_fails_when_a_gradient_is_wrong(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "option_cases", lambda *names: option_cases(*names)[:3])
-    from xent.core.check.cases import option_cases
-
     monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
     assert main(["check", target.name]) == 1
     printed = capsys.readouterr().out

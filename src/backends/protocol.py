@@ -44,8 +44,8 @@ class RowPass(Protocol):
         """Take rows [start, start + R): record their losses, statistics and lse; write their gradient where asked.
 
         `logits` is an (R, V) block whose last axis is contiguous. `grad` is None, or where the gradient of the
-        (reduced) loss goes: an (R, V) block of the logits' dtype, which may be `logits` itself. `target_logits` (R,), in
-        the accumulation dtype, takes the place of the targets' raw logits where those were rounded to a low precision.
+        (reduced) loss goes: an (R, V) block of the logits' dtype, which may be `logits` itself. `target_logits` (R,),
+        in the accumulation dtype, takes the place of the targets' raw logits, which were rounded to a low precision.
         """
 
     def backward(self, logits: Any, start: int, grad: Any, target_logits: Any | None = None) -> None:

@@ -162,7 +162,8 @@ class _Rows:
 
 def _expectation(weights: Array, values: Array) -> Array:
     """Sum weights * values over classes; what has no weight does not count, not even infinity."""
-    return np.where(weights == 0, 0.0, weights * values).sum(-1)
+    products: Array = np.where(weights == 0, 0.0, weights * values)
+    return np.asarray(products.sum(-1))
 
 
 def _masked(values: Array, mask: Array) -> Array:
@@ -217,10 +218,11 @@ def _rows(z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCa
     shape, vocabulary = z.shape[:-1], z.shape[-1]
     count = int(np.prod(shape))
     ignored = no_target.reshape(count)
-    if np.asarray(target).dtype.kind == "f":
+    flat: Array
+    if target.dtype.kind == "f":
         flat = _float64(target).reshape(count, vocabulary)
     else:
-        flat = np.asarray(target).reshape(count)
+        flat = target.reshape(count)
         ignored = ignored | (flat == call.loss.ignore_index)
     weight = np.ones(vocabulary) if call.weight is None else _float64(call.weight)
     sample = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)

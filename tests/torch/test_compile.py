@@ -158,7 +158,7 @@ def test_mixed_dtypes_outside_autocast_are_refused(target: Target) -> None:
 
 def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
     """Numbers outside of autocast and default dtype are the numbers inside."""
-    x, w, y = drawn(target)
+    x, _, y = drawn(target)
     expected = xent.cross_entropy(x, y % 8)
     torch.set_default_dtype(torch.float64)
     try:

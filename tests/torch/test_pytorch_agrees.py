@@ -1,4 +1,4 @@
-"""Without the options that PyTorch lacks, the reference is torch.nn.functional.cross_entropy, but for what is documented."""
+"""Without the options that PyTorch lacks, xent is torch.nn.functional.cross_entropy, but for what is documented."""
 
 import numpy as np
 import pytest

@@ -106,9 +106,12 @@ def test_linear_memory_is_flat_in_tokens(options: str) -> None:
     workspace, vocabulary, width = 16 * 2**20, 16000, 64
     used = []
     for tokens in (1024, 4096):
-        setup = (
-            f"x = torch.randn({tokens}, {width}).requires_grad_(); w = torch.randn({vocabulary}, {width}).requires_grad_()"
-            f"; y = torch.randint({vocabulary}, ({tokens},))"
+        setup = "; ".join(
+            [
+                f"x = torch.randn({tokens}, {width}).requires_grad_()",
+                f"w = torch.randn({vocabulary}, {width}).requires_grad_()",
+                f"y = torch.randint({vocabulary}, ({tokens},))",
+            ]
         )
         call = f"xent.linear_cross_entropy(x, w, y, workspace={workspace}{options}).sum().backward()"
         used.append(peak(setup, call) - (tokens + vocabulary) * width * 4)

@@ -20,7 +20,8 @@ _NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
     "where create_graph=True is needed"
 )
-_TENSORS = 5  # of Options, the leading fields that are tensors
+_TENSORS = Options._fields.index("ignore_index")  # the fields before it are tensors
+_REDUCTION, _STATS = Options._fields.index("reduction"), Options._fields.index("stats")
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -34,9 +35,9 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, _, *options = inputs
-        loss, kept, deferred, *stats = output
+        _, kept, deferred, *stats = output
         _keep_options(ctx, options)
-        if ctx.options.reduction == "none":
+        if ctx.reduction == "none":
             ctx.save_for_backward(logits, kept, *options[:_TENSORS])
             ctx.mark_non_differentiable(kept, deferred, *stats)
         else:
@@ -50,10 +51,10 @@ class CrossEntropy(torch.autograd.Function):
         _refuse_second(kept_upstream)
         if upstream is None:
             return None, *rest
-        if ctx.options.reduction == "none":
+        if ctx.reduction == "none":
             logits, norm, *tensors = ctx.saved_tensors
             operation = torch.ops.xent.cross_entropy_backward
-            return _first_order(operation, upstream, logits, norm, *tensors, *ctx.options[_TENSORS:]), *rest
+            return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
         kept, deferred = ctx.saved_tensors
         return _scaled(kept, upstream * deferred), *rest
 
@@ -65,12 +66,12 @@ class CrossEntropyInplace(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, *options: Any) -> Any:
         _keep_options(ctx, options)
         memory = logits.detach()
-        if ctx.options.reduction == "none":
+        if ctx.reduction == "none":
             loss, norm, _, stats = torch.ops.xent.cross_entropy(memory, True, *options)
             ctx.save_for_backward(memory, norm, *options[:_TENSORS])
         else:
             loss, deferred, *stats = torch.ops.xent.cross_entropy_(memory, *options)
-            stats = stats[: len(ctx.options.stats)]
+            stats = stats[: ctx.stat_count]
             ctx.save_for_backward(memory, deferred)
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
@@ -82,11 +83,11 @@ class CrossEntropyInplace(torch.autograd.Function):
         rest = (None,) * len(Options._fields)
         if upstream is None:
             return None, *rest
-        if ctx.options.reduction != "none":
+        if ctx.reduction != "none":
             kept, deferred = ctx.saved_tensors
             return _scaled(kept, upstream * deferred), *rest
         logits, norm, *tensors = ctx.saved_tensors
-        options = (*tensors, *ctx.options[_TENSORS:])
+        options = (*tensors, *ctx.constants)
         if _graph_is_retained():
             return torch.ops.xent.cross_entropy_backward(upstream, logits, norm, *options), *rest
         torch.ops.xent.cross_entropy_backward_(upstream, logits, norm, *options)
@@ -94,7 +95,7 @@ class CrossEntropyInplace(torch.autograd.Function):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """(input, weight, bias, needs, shift, workspace, compute, *options) -> (loss, norm, deferred, 3 gradients, *stats)."""
+    """(input, weight, bias, needs, shift, workspace, dtype, *options) -> (loss, norm, deferred, *gradients, *stats)."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -104,11 +105,11 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         linear, options = inputs[:7], inputs[7:]
-        loss, norm, deferred, *rest = output
+        _, norm, deferred, *rest = output
         gradients, stats = rest[:3], rest[3:]
         _keep_options(ctx, options)
-        ctx.needs, ctx.constants = linear[3], linear[3:]
-        if ctx.options.reduction == "none":
+        ctx.needs, ctx.linear = linear[3], linear[3:]
+        if ctx.reduction == "none":
             ctx.save_for_backward(norm, *linear[:3], *options[:_TENSORS])
             ctx.mark_non_differentiable(norm, deferred, *gradients, *stats)
         else:
@@ -122,10 +123,10 @@ class LinearCrossEntropy(torch.autograd.Function):
         _refuse_second(*more)
         if upstream is None:
             return None, None, None, *rest
-        if ctx.options.reduction == "none":
+        if ctx.reduction == "none":
             norm, *tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
-            args = (*tensors[:3], *ctx.constants, *tensors[3:], *ctx.options[_TENSORS:])
+            args = (*tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
             gradients = _first_order(operation, upstream, norm, *args)
         else:
             deferred, *kept = ctx.saved_tensors
@@ -152,13 +153,14 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def _first_order(operation: Any, *args: Any) -> Any:
-    """Return operation(*args); differentiating it raises (a compiled graph's second derivatives do so by themselves)."""
+    """Return operation(*args); differentiating it raises, as it does by itself in a compiled graph."""
     return operation(*args) if torch.compiler.is_compiling() else _FirstOrder.apply(operation, *args)
 
 
 def _keep_options(ctx: Any, options: Any) -> None:
     """Keep the constants; the tensors are saved apart."""
-    ctx.options = Options(*(None,) * _TENSORS, *options[_TENSORS:])
+    ctx.reduction, ctx.stat_count = options[_REDUCTION], len(options[_STATS])
+    ctx.constants = options[_TENSORS:]
 
 
 def _refuse_second(*kept_upstream: Tensor | None) -> None:
@@ -172,8 +174,10 @@ def _refuse_second(*kept_upstream: Tensor | None) -> None:
 
 
 def _graph_is_retained() -> bool:
-    """Whether this backward may run again; asked in eager mode only."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
+    """Whether this backward may run again, or be differentiated; a compiled graph reuses memory by itself."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return True
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
@@ -182,7 +186,7 @@ def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
     The product is rounded once: a 0-d factor would be rounded to kept's precision first.
     """
     if _graph_is_retained():
-        return (kept * factor.reshape(1).expand(kept.shape[-1:])).to(kept.dtype) if kept.dim() else kept * factor
+        return (kept * factor.reshape(1)).to(kept.dtype)
     # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
     kept = kept.detach()
     torch.ops.xent.scale_(kept, factor)

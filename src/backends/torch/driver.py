@@ -1,4 +1,4 @@
-"""Calls on tensors: autocast, which gradients are asked for, autograd; then the loss and Stats in the caller's shapes."""
+"""From a call to autograd and back: autocast, which gradients are asked for, results in the caller's shapes."""
 
 from typing import Any
 

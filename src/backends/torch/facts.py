@@ -114,14 +114,13 @@ def gather_facts(
     ).flatten()
     weight = weight.masked_fill(ignored, 0)
     divisor = _divisor(options, weight, row_weight, invalid) if spec.reduction == "mean" else None
-    dead: Tensor | None = weight == 0
+    dead = weight == 0
     if divisor is not None:
         dead = dead | (divisor == 0)
     if invalid is not None:
         weight = weight.masked_fill(invalid, torch.nan)
         dead = dead & ~invalid
-    if device.type == "cpu" and not bool(dead.any()):
-        dead = None
+    known_alive = device.type == "cpu" and not bool(dead.any())
     scale, deferred = weight, torch.ones((), dtype=acc, device=device)
     if divisor is not None:
         inverse = torch.where(divisor == 0, 0, 1 / divisor)
@@ -140,7 +139,7 @@ def gather_facts(
         probabilities=probabilities,
         probability_rows=None if source is None else source.flatten(),
         ignored=ignored,
-        dead=dead,
+        dead=None if known_alive else dead,
         invalid=invalid,
         weight=weight,
         scale=scale,

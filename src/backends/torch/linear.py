@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in PyTorch: a chunk's logits are made, overwritten with their gradient, and multiplied back."""
+"""`linear_cross_entropy` in PyTorch: make a chunk's logits, overwrite them with their gradient, multiply it back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Linear:
 
 
 def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, Results, list[Tensor]]:
-    """Return facts and results of all rows, and the gradients unless the norm is kept for backward to make them from."""
+    """Return facts and results of all rows, and gradients, unless the norm is kept for backward to make them."""
     facts = gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
     active = _active_rows(facts)
     some = facts if active is None else facts.select(active)

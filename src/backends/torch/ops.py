@@ -105,7 +105,7 @@ def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
 
 
 def _padded(loss: Tensor, deferred: Tensor, stats: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return everything flat and of fixed length: an operation that mutates must not return lists under torch.compile."""
+    """Return everything flat and of fixed length: under torch.compile what mutates must not return lists."""
     return loss, deferred, *stats, *(loss.new_empty(0) for _ in range(len(STAT_NAMES) - len(stats)))
 
 

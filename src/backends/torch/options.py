@@ -35,7 +35,7 @@ class Options(NamedTuple):
     kernel: str
 
     def spec(self) -> LossSpec:
-        """Return the options as a LossSpec, its numbers read back and, for compiled calls, checked for the first time."""
+        """Return the options as a LossSpec, the numbers of compiled calls being checked here for the first time."""
         label_smoothing, z_loss, softcap, logit_scale, _ = self.numbers.tolist()
         cap = None if math.isnan(softcap) else softcap
         check_numbers(label_smoothing, z_loss, cap, logit_scale, self.divisor())

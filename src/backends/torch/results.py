@@ -16,7 +16,7 @@ class Results:
 
     loss: Tensor
     norm: Tensor | None = None
-    """(2, N): the largest logit x, and log sum_c exp(x_c - largest). Apart, they keep what their sum would round off."""
+    """(2, N): the largest logit x, and log sum_c exp(x_c - largest); apart, as their sum would round."""
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None

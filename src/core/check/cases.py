@@ -74,7 +74,7 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A case's arrays, in float64: what is differentiated, the target, the array-valued options, the upstream gradient."""
+    """A case's arrays, in float64: what is differentiated, the target, options, the upstream gradient."""
 
     differentiable: dict[str, Any]
     target: Any

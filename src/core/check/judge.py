@@ -117,7 +117,7 @@ def _reference(case: Case, differentiable: Results, target: Any, options: Result
     arrays = {"linear_bias": None} | differentiable
     linear = validate.linear_call(**arrays, target=target, shift=case.shift, workspace=None, **loss_options)
     gradients = linear_cross_entropy_gradients(linear, upstream)
-    named = dict(zip(("input", "linear_weight", "linear_bias"), gradients, strict=True))
+    named: Results = dict(zip(("input", "linear_weight", "linear_bias"), gradients, strict=True))
     return {"loss": np.asarray(BACKEND.run(linear)[0])} | {name: named[name] for name in differentiable}
 
 
