@@ -35,7 +35,7 @@ def shape_cases(function: str, dtype: str) -> list[Case]:
     """Return every shape, as a mean and row by row."""
     chosen = []
     for reason, shape in SHAPES.items():
-        if shape.offset and dtype in ("bfloat16", "float16") and function == "cross_entropy":
+        if shape.offset and dtype in ("bfloat16", "float16"):
             shape = replace(shape, offset=16.0)
         case = replace(shape, function=function, dtype=dtype, name=reason)
         if function == "linear_cross_entropy":

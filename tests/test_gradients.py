@@ -20,6 +20,7 @@ def test_loss_and_gradients(target: Target, case: Case) -> None:
         return
     for comparison in judge_case(target.backend, target.harness, case):
         assert comparison.passed, comparison
+        assert comparison.bound < 0.5, "a zero gradient must not pass"
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])

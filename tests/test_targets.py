@@ -66,6 +66,18 @@ def test_where_nothing_looks_the_row_is_nan(target: Target, value: int, reductio
         np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss)), bad)
 
 
+@pytest.mark.parametrize("reference", [True, False])
+def test_position_is_the_callers_and_unused_targets_do_not_matter(
+    target: Target, reference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    arrays = (HIDDEN, CLASSIFIER, np.array([[0, 1, 2], [0, 3, 77]]), np.array([[77, 1, 2], [0, 3, 4]]))
+    hidden, classifier, wrong, unused = arrays if reference else target.arrays(*arrays)
+    with pytest.raises(IndexError, match=r"target\[1, 2\] is 77; classes are 0 to 4, or ignore_index=-100"):
+        xent.linear_cross_entropy(hidden, classifier, wrong, shift=1)
+    assert float(xent.linear_cross_entropy(hidden, classifier, unused, shift=1)) > 0
+
+
 def test_uint64_targets_beyond_int64_are_not_taken_for_ignore_index() -> None:
     with pytest.raises(IndexError, match="18446744073709551516"):
         xent.cross_entropy(np.zeros((1, 3)), np.array([2**64 - 100], dtype=np.uint64))

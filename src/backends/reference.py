@@ -81,6 +81,7 @@ class _Rows:
     normalizer: Any
     spec: LossSpec
     shape: tuple[int, ...]
+    shift: int
 
     def __post_init__(self) -> None:
         spec, classes = self.spec, np.arange(self.z.shape[1])
@@ -92,7 +93,7 @@ class _Rows:
             row_weight = np.ones(len(self.z))
         else:
             self.target = np.where(self.ignored, 0, self.target)
-            _check_targets(self.target, vocabulary, self.shape)
+            _check_targets(self.target, vocabulary, self.shape, self.spec.ignore_index, self.shift)
             self.q = (self.target[:, None] == classes).astype(np.float64)
             row_weight = self.class_weight[self.target]
         # What multiplies -log p_c: for a class index y, (1-e) w_y [c==y] + (e/V) w_c; w_c q'_c for probabilities.
@@ -174,12 +175,14 @@ def _float64(array: Any) -> Array:
     return np.asarray(array, np.float64)
 
 
-def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...]) -> None:
+def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignore_index: int, shift: int) -> None:
     wrong = np.flatnonzero((target < 0) | (target >= vocabulary))
     if wrong.size:
-        position = tuple(int(i) for i in np.unravel_index(wrong[0], shape))
+        position = [int(i) for i in np.unravel_index(wrong[0], shape)]
+        if shift:
+            position[-1] += shift
         raise IndexError(
-            f"target{list(position)} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or ignore_index"
+            f"target{position} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
 
 
@@ -227,4 +230,5 @@ def _rows(z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCa
     weight = np.ones(vocabulary) if call.weight is None else _float64(call.weight)
     sample = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
     normalizer = None if call.normalizer is None else float(call.normalizer)
-    return _Rows(z.reshape(count, vocabulary), flat, ignored, weight, sample, normalizer, call.loss, shape)
+    shift = call.shift if isinstance(call, LinearCall) else 0
+    return _Rows(z.reshape(count, vocabulary), flat, ignored, weight, sample, normalizer, call.loss, shape, shift)

@@ -73,7 +73,7 @@ def cross_entropy(
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
         Let the gradient take the logits' memory. The logits are lost; an operation that saved them for its own backward
-        raises.
+        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory.
     stats : collection of str
         Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
     backend : str

@@ -18,6 +18,8 @@ def framework_of(value: Any) -> str | None:
     """
     if isinstance(value, np.ndarray):
         return "numpy"
+    if value is None or isinstance(value, (bool, int, float)):
+        return None
     if hasattr(value, "requires_grad"):
         import torch
 

@@ -7,8 +7,8 @@ __all__ = ["rows_per_block", "rows_per_chunk"]
 _MIB = 2**20
 # A chunk's matrix products want hundreds of rows; below that the classifier is read too often for the work it brings.
 _ROWS_WANTED = 256
-_CHUNK_LOGITS = {"cpu": 16 * _MIB}
-_CHUNK_LOGITS_ACCELERATOR = 128 * _MIB
+_CHUNK_ELEMENTS = {"cpu": 2**24}
+_CHUNK_ELEMENTS_ACCELERATOR = 2**27
 # A CPU core's share of a block of logits should stay in its second-level cache through the passes over it.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
 _BLOCK_BYTES_ACCELERATOR = 256 * _MIB
@@ -21,7 +21,7 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
     """
     row_bytes = vocabulary * itemsize
     if workspace is None:
-        most = max(_CHUNK_LOGITS.get(device, _CHUNK_LOGITS_ACCELERATOR) // vocabulary, _ROWS_WANTED)
+        most = max(_CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS_ACCELERATOR) // vocabulary, _ROWS_WANTED)
     else:
         most = max(workspace // row_bytes, 1)
     chunks = max(math.ceil(rows / most), 1)

@@ -87,4 +87,4 @@ def _home(call: LogitsCall | LinearCall) -> tuple[str, str]:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=5)
+        warnings.warn(message, RuntimeWarning, stacklevel=4)

@@ -128,6 +128,8 @@ def loss_spec(
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not _is_int(ignore_index):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     if isinstance(stats, str) or not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}")
     unknown = [name for name in stats if name not in STAT_NAMES]
@@ -150,6 +152,8 @@ def _normalizer(framework: str, normalizer: Any) -> Any:
     if normalizer is None or framework_of(normalizer) is not None:
         if normalizer is not None and len(normalizer.shape) != 0:
             raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
+        if normalizer is not None and dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
+            raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
         return normalizer
     if not is_tracing(framework):
         check_numbers(0.0, 0.0, None, 1.0, normalizer)

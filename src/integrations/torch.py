@@ -59,7 +59,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     ) -> None:
         super().__init__(weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
-        self.axis, self.inplace, self.stats, self.backend = axis, inplace, tuple(stats), backend
+        self.axis, self.inplace, self.stats, self.backend = axis, inplace, stats, backend
         _check(self)
 
     def forward(
@@ -138,7 +138,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.reduction, self.label_smoothing = reduction, label_smoothing
         self.ignore_index = -100 if ignore_index is None else ignore_index
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
-        self.shift, self.workspace, self.stats, self.backend = shift, workspace, tuple(stats), backend
+        self.shift, self.workspace, self.stats, self.backend = shift, workspace, stats, backend
         _check(self)
 
     def forward(

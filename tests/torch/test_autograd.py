@@ -202,3 +202,33 @@ def test_gradients_do_not_drag_the_graph_along(
     leaves = [asking["input"], asking["weight"], logits]
     for gradient in torch.autograd.grad(loss, leaves, retain_graph=retain):
         assert not gradient.requires_grad
+
+
+def test_float16_gradients_of_a_common_class_do_not_overflow(target: Target) -> None:
+    hidden = torch.full((8192, 4), 20.0, dtype=torch.float16, device=target.device)
+    weight = torch.zeros(16, 4, dtype=torch.float16, device=target.device, requires_grad=True)
+    classes = torch.zeros(8192, dtype=torch.int64, device=target.device)
+    (gradient,) = torch.autograd.grad(xent.linear_cross_entropy(hidden, weight, classes, backend=target.name), weight)
+    expected = torch.full((16, 4), 20 / 16, device=target.device)
+    expected[0] -= 20
+    assert gradient.dtype == torch.float16
+    torch.testing.assert_close(gradient.float(), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("size", [1e5, 1e-9])
+def test_float16_mean_does_not_feel_the_size_of_row_weights(target: Target, size: float) -> None:
+    logits = torch.zeros(2, 4, dtype=torch.float16, device=target.device, requires_grad=True)
+    sample = torch.full((2,), size, device=target.device)
+    classes = torch.tensor([0, 1], device=target.device)
+    loss = xent.cross_entropy(logits, classes, sample_weight=sample, backend=target.name)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(gradient[0], torch.tensor([-0.375, 0.125, 0.125, 0.125], device=target.device).half())
+
+
+def test_batched_backward(target: Target, tensors: dict[str, Tensor]) -> None:
+    logits = tensors["input"].requires_grad_()
+    loss = xent.cross_entropy(logits, tensors["target"] % 8, backend=target.name)
+    upstream = torch.tensor([1.0, 2.0], device=target.device)
+    (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=True)
+    (single,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(batched[1], 2 * single)

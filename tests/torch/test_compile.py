@@ -167,3 +167,55 @@ def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
         torch.set_default_dtype(torch.float32)
     with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
         assert torch.equal(xent.cross_entropy(x, y % 8), expected)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("mode", ["plain tensors", "no_grad", "inference_mode"])
+def test_compiles_where_nothing_needs_a_gradient(target: Target, function: str, mode: str) -> None:
+    loss = losses(target)[function]
+    x, w, y = drawn(target)
+    if mode == "plain tensors":
+        x, w = x.detach(), w.detach()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    context = {"plain tensors": torch.enable_grad, "no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
+    with context[mode]():
+        torch.testing.assert_close(compiled(x, w, y, 0.1), loss(x, w, y, 0.1))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inplace_in_a_compiled_graph_leaves_what_others_saved(target: Target, reduction: str) -> None:
+    x, _, y = drawn(target)
+
+    def loss(x: Tensor, inplace: bool) -> Tensor:
+        return xent.cross_entropy(x.exp(), y % 8, inplace=inplace, reduction=reduction, backend=target.name).sum()
+
+    (expected,) = torch.autograd.grad(loss(x, False), x)
+    (found,) = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, True), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("normalizer", [3, 3.0])
+def test_compiles_with_a_number_as_normalizer(target: Target, normalizer: float) -> None:
+    x, _, y = drawn(target)
+
+    def loss(x: Tensor, normalizer: float) -> Tensor:
+        return xent.cross_entropy(x, y % 8, normalizer=normalizer, backend=target.name)
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, normalizer), loss(x, normalizer))
+
+
+def test_nan_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
+    x, _, y = drawn(target)
+    compiled = torch.compile(
+        lambda x, cap: xent.cross_entropy(x, y % 8, softcap=cap), fullgraph=True, backend="aot_eager"
+    )
+    with pytest.raises(Exception, match="softcap must be None, or finite and > 0, got nan"):
+        compiled(x, float("nan"))
+
+
+def test_default_device_does_not_matter(target: Target) -> None:
+    x, _, y = drawn(target)
+    expected = xent.cross_entropy(x, y % 8, backend=target.name)
+    with torch.device("meta"):
+        assert torch.equal(xent.cross_entropy(x, y % 8, backend=target.name), expected)

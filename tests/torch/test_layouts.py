@@ -101,3 +101,39 @@ def test_rows_are_the_rows(layout: str) -> None:
     seen = torch.cat([block for _, block in rows.blocks(3)])
     assert torch.equal(seen, flat)
     assert [start for start, _ in rows.blocks(3)][-1] == 12 - list(rows.blocks(3))[-1][1].shape[0]
+
+
+STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
+    "sliding window": lambda b: b.unfold(0, 3, 1)[:2],
+    "rows overlap": lambda b: b.as_strided([4, 2, 3], [6, 4, 2]),
+    "expanded and permuted": lambda b: b.as_strided([3, 1, 3, 2], [0, 1, 1, 0]),
+    "expanded classes": lambda b: b[:5].view(5, 1, 1).expand(5, 1, 3),
+    "everything is one number": lambda b: b[:1].expand(4, 3, 2),
+}
+
+
+@pytest.mark.parametrize("strange", STRANGE)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_strange_strides(target: Target, strange: str, axis: int, reduction: str) -> None:
+    torch.manual_seed(0)
+    base = torch.randn(40, device=target.device)
+    before = base.clone()
+    view = STRANGE[strange](base)
+    rows = list(view.shape)
+    rows.pop(axis)
+    classes = torch.randint(view.shape[axis], rows, device=target.device)
+    outcome = []
+    for tensor in (view.detach(), view.contiguous().detach()):
+        leaf = tensor.requires_grad_()
+        loss = xent.cross_entropy(leaf, classes, axis=axis, reduction=reduction, backend=target.name)
+        outcome.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
+    for one, other in zip(*outcome, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    assert torch.equal(base, before)
+
+
+def test_sliding_windows_are_refused_in_place(target: Target) -> None:
+    view = torch.randn(40, device=target.device).unfold(0, 3, 1).detach().requires_grad_()
+    with pytest.raises(ValueError, match="inplace=True needs logits whose elements do not share memory"):
+        xent.cross_entropy(view, torch.zeros(38, dtype=torch.int64, device=target.device), inplace=True)

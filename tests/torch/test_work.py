@@ -25,7 +25,9 @@ def flops(
     target = torch.randint(V, (N,))
     target[: int(ignored * N)] = -100
     spec = LossSpec(reduction=reduction, stats=stats)
-    options = Options(target, None, None, None, pack_numbers(spec, None), -100, reduction, list(stats), "torch")
+    options = Options(
+        target, None, None, None, pack_numbers(spec, None), -100, False, False, reduction, list(stats), "torch"
+    )
     linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 4 * 10, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:
         keep = reduction == "none" and any(needs)

@@ -21,7 +21,7 @@ _NO_SECOND = (
     "where create_graph=True is needed"
 )
 _TENSORS = Options._fields.index("ignore_index")  # the fields before it are tensors
-_REDUCTION, _STATS = Options._fields.index("reduction"), Options._fields.index("stats")
+_REDUCTION = Options._fields.index("reduction")
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -70,8 +70,7 @@ class CrossEntropyInplace(torch.autograd.Function):
             loss, norm, _, stats = torch.ops.xent.cross_entropy(memory, True, *options)
             ctx.save_for_backward(memory, norm, *options[:_TENSORS])
         else:
-            loss, deferred, *stats = torch.ops.xent.cross_entropy_(memory, *options)
-            stats = stats[: ctx.stat_count]
+            loss, deferred, stats = torch.ops.xent.cross_entropy_(memory, *options)
             ctx.save_for_backward(memory, deferred)
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
@@ -109,6 +108,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         gradients, stats = rest[:3], rest[3:]
         _keep_options(ctx, options)
         ctx.needs, ctx.linear = linear[3], linear[3:]
+        ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
         if ctx.reduction == "none":
             ctx.save_for_backward(norm, *linear[:3], *options[:_TENSORS])
             ctx.mark_non_differentiable(norm, deferred, *gradients, *stats)
@@ -132,7 +132,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             deferred, *kept = ctx.saved_tensors
             factor = upstream * deferred
             gradients = [_scaled(grad, factor) if need else None for grad, need in zip(kept, ctx.needs, strict=True)]
-        return *(grad if need else None for grad, need in zip(gradients, ctx.needs, strict=True)), *rest
+        made = [
+            grad.to(dtype) if need and grad is not None else None
+            for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
+        ]
+        return *made, *rest
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -159,7 +163,7 @@ def _first_order(operation: Any, *args: Any) -> Any:
 
 def _keep_options(ctx: Any, options: Any) -> None:
     """Keep the constants; the tensors are saved apart."""
-    ctx.reduction, ctx.stat_count = options[_REDUCTION], len(options[_STATS])
+    ctx.reduction = options[_REDUCTION]
     ctx.constants = options[_TENSORS:]
 
 
@@ -175,7 +179,7 @@ def _refuse_second(*kept_upstream: Tensor | None) -> None:
 
 def _graph_is_retained() -> bool:
     """Whether this backward may run again, or be differentiated; a compiled graph reuses memory by itself."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy
 from xent.backends.torch.options import Options, pack_numbers
+from xent.backends.torch.rows import overlaps
 from xent.core.spec import LinearCall, LogitsCall, LossSpec, Stats
 
 __all__ = ["run"]
@@ -30,11 +31,14 @@ def _run_logits(call: LogitsCall, kernel: str) -> tuple[Tensor, Stats]:
         target = target.movedim(call.axis, -1)
     options = _options(call, target, kernel)
     needs_grad = torch.is_grad_enabled() and logits.requires_grad
-    if call.inplace and needs_grad:
+    if not needs_grad:
+        loss, _, _, stats = torch.ops.xent.cross_entropy(logits, False, *options)
+    elif call.inplace and not torch.compiler.is_compiling():
         _check_inplace(call.logits)
         loss, *stats = CrossEntropyInplace.apply(logits, *options)
     else:
-        loss, _, _, *stats = CrossEntropy.apply(logits, needs_grad, *options)
+        # A compiler plans memory by itself, and cannot see that an operation before this one saved the logits.
+        loss, _, _, *stats = CrossEntropy.apply(logits, True, *options)
     return _shaped(loss, stats, call.loss, logits.shape[:-1])
 
 
@@ -44,9 +48,11 @@ def _run_linear(call: LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     asks = torch.is_grad_enabled()
     needs = [asks and tensor is not None and tensor.requires_grad for tensor in (source, weight, bias)]
     options = _options(call, call.target, kernel)
-    loss, _, _, _, _, _, *stats = LinearCrossEntropy.apply(
-        source, weight, bias, needs, call.shift, call.workspace, compute, *options
-    )
+    arguments = (source, weight, bias, needs, call.shift, call.workspace, compute, *options)
+    if any(needs):
+        loss, _, _, _, _, _, *stats = LinearCrossEntropy.apply(*arguments)
+    else:
+        loss, _, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
     return _shaped(loss, stats, call.loss, source.shape[:-1])
 
 
@@ -60,6 +66,8 @@ def _options(call: LogitsCall | LinearCall, target: Tensor, kernel: str) -> Opti
         normalizer if is_tensor else None,
         pack_numbers(spec, None if is_tensor else normalizer),
         spec.ignore_index,
+        spec.softcap is not None,
+        normalizer is not None and not is_tensor,
         spec.reduction,
         list(spec.stats),
         kernel,
@@ -78,7 +86,7 @@ def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size)
 def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
     """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
     device = source.device.type
-    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and torch.float64 not in (source.dtype, weight.dtype):
         return torch.get_autocast_dtype(device)
     if weight.dtype != source.dtype:
@@ -99,10 +107,10 @@ def _refuse_gradients(**tensors: Any) -> None:
 
 
 def _check_inplace(logits: Tensor) -> None:
-    if any(size > 1 and stride == 0 for size, stride in zip(logits.shape, logits.stride(), strict=True)):
+    if overlaps(logits):
         raise ValueError(
-            f"inplace=True needs logits that own each of their elements, got an expanded tensor of shape "
-            f"{tuple(logits.shape)} with strides {logits.stride()}"
+            f"inplace=True needs logits whose elements do not share memory, got shape {tuple(logits.shape)} with "
+            f"strides {logits.stride()}"
         )
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError("inplace=True cannot be used under torch.func transforms")

@@ -47,6 +47,9 @@ class Facts:
     def select(self, rows: Tensor) -> "Facts":
         """Return the facts of these rows alone, (M,) int64."""
         mapped = None
+        dead = None if self.dead is None else self.dead[rows]
+        if dead is not None and dead.device.type == "cpu" and not bool(dead.any()):
+            dead = None
         if self.probabilities is not None:
             mapped = rows if self.probability_rows is None else self.probability_rows[rows]
         return replace(
@@ -54,7 +57,7 @@ class Facts:
             target=None if self.target is None else self.target[rows],
             probability_rows=mapped,
             ignored=self.ignored[rows],
-            dead=None if self.dead is None else self.dead[rows],
+            dead=dead,
             invalid=None if self.invalid is None else self.invalid[rows],
             weight=self.weight[rows],
             scale=self.scale[rows],
@@ -65,11 +68,7 @@ class Facts:
         assert self.probabilities is not None
         if self.probability_rows is None:
             return self.probabilities.block(start, stop)
-        rows = self.probability_rows[start:stop]
-        first = int(rows[0]) if rows.device.type == "cpu" else None
-        if first is not None and bool((rows == torch.arange(first, first + stop - start)).all()):
-            return self.probabilities.block(first, first + stop - start)
-        return torch.cat([self.probabilities.block(row, row + 1) for row in rows.tolist()])
+        return self.probabilities.take(self.probability_rows[start:stop])
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +97,7 @@ def gather_facts(
     else:
         probabilities, source = None, None
         if looks_at_targets(device):
-            _raise_on_invalid(options.target, options.ignore_index, vocabulary)
+            _raise_on_invalid(options.target, options.ignore_index, vocabulary, shift)
         target = _shifted(options.target.to(torch.int64), shift, options.ignore_index).flatten()
         ignored = (target == options.ignore_index) | ~has_target
         if not looks_at_targets(device):
@@ -125,8 +124,12 @@ def gather_facts(
     if divisor is not None:
         inverse = torch.where(divisor == 0, 0, 1 / divisor)
         if dtype == torch.float16:
-            # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them.
-            deferred = inverse
+            # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and
+            # row weights could push them over the largest: what is stored has rows of size 1.
+            largest = (weight if row_weight is None else weight * row_weight).abs().nan_to_num()
+            size = largest.amax() if len(largest) else torch.ones_like(inverse)
+            size = torch.where(size == 0, 1, size)
+            scale, deferred = weight / size, inverse * size
         else:
             scale = weight * inverse
     if upstream is not None:
@@ -155,7 +158,10 @@ def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invali
     if number is not None:
         return torch.full((), number, dtype=weight.dtype, device=weight.device)
     if options.normalizer is not None:
-        return options.normalizer.to(weight.device, weight.dtype)
+        if options.normalizer.device.type == "cpu" != weight.device.type:
+            # A copy between the two would synchronise; a number travels with the launch.
+            return torch.full((), float(options.normalizer), dtype=weight.dtype, device=weight.device)
+        return options.normalizer.to(weight.dtype)
     parts = weight if row_weight is None else weight * row_weight
     return (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
 
@@ -175,9 +181,12 @@ def _shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
     return shifted
 
 
-def _raise_on_invalid(target: Tensor, ignore_index: int, vocabulary: int) -> None:
+def _raise_on_invalid(target: Tensor, ignore_index: int, vocabulary: int, shift: int) -> None:
+    """Raise IndexError for the first wrong target of those that a row uses."""
     wide = target.to(torch.int64)
     wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != ignore_index)
+    if shift:
+        wrong[..., :shift] = False
     if bool(wrong.any()):
         position = wrong.nonzero()[0].tolist()
         raise IndexError(

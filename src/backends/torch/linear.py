@@ -10,7 +10,7 @@ from xent.backends.torch.facts import Facts, gather_facts
 from xent.backends.torch.kernels import row_kernel
 from xent.backends.torch.options import Options
 from xent.backends.torch.results import Results, new_results, scattered
-from xent.backends.torch.weight_gradient import WeightGradient
+from xent.backends.torch.weight_gradient import WeightGradient, kept_dtype
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Linear", "backward", "forward"]
@@ -82,6 +82,10 @@ class _Chunk:
     """(R, V), memory that the next chunk uses again."""
     target_logits: Tensor | None
     """(R,) float32, where the compute dtype rounds: most of the loss's error is the rounding of this one logit."""
+    weight: Tensor
+    """(V, D)"""
+    dead: Tensor | None
+    """(R,) rows whose hidden states must not reach the weight's gradient, not even as 0 * NaN."""
     last: bool
 
 
@@ -89,7 +93,7 @@ def _chunks(linear: Linear, facts: Facts, active: Tensor | None) -> Iterator[_Ch
     compute, count = linear.compute, len(facts.weight)
     weight = linear.weight.to(compute)
     bias = None if linear.bias is None else linear.bias.to(compute)
-    flat = linear.input.reshape(-1, linear.input.shape[-1])
+    flat = linear.input.reshape(linear.input.shape[:-1].numel(), linear.input.shape[-1])
     vocabulary, device = weight.shape[0], weight.device
     step = rows_per_chunk(count, vocabulary, compute.itemsize, linear.workspace, device.type)
     memory = torch.empty(min(step, count), vocabulary, dtype=compute, device=device)
@@ -108,7 +112,8 @@ def _chunks(linear: Linear, facts: Facts, active: Tensor | None) -> Iterator[_Ch
             target_logits = (hidden.float() * weight[classes].float()).sum(-1)
             if bias is not None:
                 target_logits += bias[classes]
-        yield _Chunk(start, hidden, logits, target_logits, stop == count)
+        dead = None if facts.dead is None else facts.dead[start:stop]
+        yield _Chunk(start, hidden, logits, target_logits, weight, dead, stop == count)
 
 
 class _Gradients:
@@ -122,8 +127,7 @@ class _Gradients:
         if self._needs_input:
             shape = (source.shape[:-1].numel(), source.shape[-1])
             make = torch.empty if active is None else torch.zeros
-            self._input = make(shape, dtype=source.dtype, device=source.device)
-            self._weight_compute = weight.to(linear.compute)
+            self._input = make(shape, dtype=kept_dtype(source.dtype), device=source.device)
         self._weight = WeightGradient(weight.shape, linear.compute, weight.dtype, weight.device)
         if self._needs_bias:
             wide = torch.float64 if linear.compute == torch.float64 else torch.float32
@@ -132,14 +136,15 @@ class _Gradients:
     def add(self, chunk: _Chunk) -> None:
         """Take a chunk whose logits hold their gradient by now."""
         if self._needs_input:
-            made = chunk.logits @ self._weight_compute
+            made = chunk.logits @ chunk.weight
             rows = slice(chunk.start, chunk.start + len(made))
             if self._active is None:
                 self._input[rows] = made
             else:
                 self._input[self._active[rows]] = made.to(self._input.dtype)
         if self._needs_weight:
-            self._weight.add(chunk.logits, chunk.hidden, chunk.last)
+            hidden = chunk.hidden if chunk.dead is None else chunk.hidden.masked_fill(chunk.dead[:, None], 0)
+            self._weight.add(chunk.logits, hidden, chunk.last)
         if self._needs_bias:
             self._bias += chunk.logits.sum(0, dtype=self._bias.dtype)
 
@@ -149,5 +154,5 @@ class _Gradients:
         return [
             self._input.view(source.shape) if self._needs_input else source.new_empty(0),
             self._weight.result() if self._needs_weight else weight.new_empty(0),
-            self._bias.to(bias.dtype) if self._needs_bias and bias is not None else weight.new_empty(0),
+            self._bias.to(kept_dtype(bias.dtype)) if self._needs_bias and bias is not None else weight.new_empty(0),
         ]

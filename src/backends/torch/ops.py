@@ -20,9 +20,9 @@ from xent.backends.torch.facts import Facts, accumulation_dtype
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import SCHEMA, Options
 from xent.backends.torch.results import Results
-from xent.backends.torch.rows import Rows
+from xent.backends.torch.rows import Rows, gradient_like
+from xent.backends.torch.weight_gradient import kept_dtype
 from xent.core.chunks import rows_per_block
-from xent.core.spec import STAT_NAMES
 
 __all__: list[str] = []
 
@@ -86,7 +86,7 @@ def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     elif options.reduction == "none":
         kept = logits.new_empty((2, shape.numel()), dtype=acc)
     else:
-        kept = torch.empty_like(logits)
+        kept = gradient_like(logits)
     return loss, kept, deferred, stats
 
 
@@ -97,40 +97,33 @@ def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
 def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     options = Options(*args)
     each_row = options.reduction == "none"
-    grad = torch.empty_like(logits) if needs_grad and not each_row else None
+    grad = gradient_like(logits) if needs_grad and not each_row else None
     facts, results = logits_driver.forward(logits, grad, options, keep_norm=needs_grad and each_row)
     loss, deferred, stats = _finished(facts, results)
     kept = grad if grad is not None else results.norm
     return loss, logits.new_empty(0) if kept is None else kept, deferred, stats
 
 
-def _padded(loss: Tensor, deferred: Tensor, stats: list[Tensor]) -> tuple[Tensor, ...]:
-    """Return everything flat and of fixed length: under torch.compile what mutates must not return lists."""
-    return loss, deferred, *stats, *(loss.new_empty(0) for _ in range(len(STAT_NAMES) - len(stats)))
-
-
 def _fake_cross_entropy_(logits: Tensor, *args: Any) -> Any:
-    acc = accumulation_dtype(logits.dtype)
-    return _padded(*_fake_results(logits.shape[:-1], acc, logits.device, Options(*args)))
+    return _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, Options(*args))
 
 
 @_operation(
-    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> ({', '.join(['Tensor'] * (2 + len(STAT_NAMES)))})",
-    _fake_cross_entropy_,
+    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[])", _fake_cross_entropy_
 )
 def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
     """Overwrite the logits with their gradient; "mean" and "sum" only."""
     facts, results = logits_driver.forward(logits, logits, Options(*args), keep_norm=False)
     torch.autograd.graph.increment_version(logits)
-    return _padded(*_finished(facts, results))
+    return _finished(facts, results)
 
 
 @_operation(
     f"cross_entropy_backward(Tensor upstream, Tensor logits, Tensor norm, {SCHEMA}) -> Tensor",
-    lambda upstream, logits, norm, *args: torch.empty_like(logits),
+    lambda upstream, logits, norm, *args: gradient_like(logits),
 )
 def _cross_entropy_backward(upstream: Tensor, logits: Tensor, norm: Tensor, *args: Any) -> Tensor:
-    grad = torch.empty_like(logits)
+    grad = gradient_like(logits)
     logits_driver.backward(upstream, logits, grad, norm, Options(*args))
     return grad
 
@@ -148,7 +141,9 @@ def _cross_entropy_backward_(upstream: Tensor, logits: Tensor, norm: Tensor, *ar
 def _fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
     sources = (linear.input, linear.weight, linear.bias)
     return [
-        source.new_empty(source.shape if wanted and need else 0) if source is not None else linear.weight.new_empty(0)
+        source.new_empty(source.shape, dtype=kept_dtype(source.dtype))
+        if source is not None and wanted and need
+        else (linear.weight if source is None else source).new_empty(0)
         for source, need in zip(sources, linear.needs, strict=True)
     ]
 

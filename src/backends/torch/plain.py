@@ -88,7 +88,7 @@ class _Block:
         x, results, rows = self._activations(), self.results, self.rows
         needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
         peak = x.amax(-1) if needs_lse or results.z_term is not None else None
-        torch.log_softmax(x, -1, out=self.work)
+        self._log_softmax(x)
         lse = None
         if peak is not None:
             log_sum = -self.work.amax(-1)
@@ -116,18 +116,18 @@ class _Block:
 
     def _activations(self) -> Tensor:
         """Return x (R, V), in `work` unless it is the raw logits; remember the softcap's slope if it will be needed."""
-        spec, predictions = self.spec, self.results.predictions
+        spec = self.spec
         plain = spec.softcap is None and spec.logit_scale == 1
         if self.z.dtype == self.work.dtype and plain:
             x = self.z
         else:
             x = self.work if self.work is self.z else self.work.copy_(self.z)
+        self._predict(x)
+        if x is self.work:
             if self.target_logits is not None and self.target is not None:
                 x.scatter_(1, self.target, self.target_logits[:, None])
             if spec.logit_scale != 1:
                 x.mul_(spec.logit_scale)
-        if predictions is not None:
-            predictions[self.rows] = x.argmax(-1)
         if spec.softcap is not None:
             x.div_(spec.softcap).tanh_()
             if self.grad is not None:
@@ -135,6 +135,21 @@ class _Block:
                 self.one_minus_tanh2 = slope.neg_().add_(1)
             x.mul_(spec.softcap)
         return x
+
+    def _log_softmax(self, x: Tensor) -> None:
+        """Overwrite `work` with log p."""
+        if x.device.type == "cpu":
+            torch.log_softmax(x, -1, out=self.work)
+            return
+        torch.sub(x, x.amax(-1, keepdim=True), out=self.work)
+        powers = torch.exp(self.work, out=self.parent.scratch("powers", self.z))
+        self.work.sub_(row_sum(powers).log()[:, None])
+
+    def _predict(self, z: Tensor) -> None:
+        """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
+        predictions, scale = self.results.predictions, self.spec.logit_scale
+        if predictions is not None:
+            predictions[self.rows] = z.argmax(-1) if scale > 0 else z.argmin(-1) if scale < 0 else 0
 
     def _shares(self) -> tuple[Tensor, Any]:
         """Return the target's share, and the sum of shares over classes, of what multiplies -log p.
@@ -145,7 +160,9 @@ class _Block:
         facts, keep = self.facts, 1 - self.spec.label_smoothing
         if self.target is None:
             share = self.parent.scratch("share", self.z)
-            share.copy_(facts.probability_block(self.rows.start, self.rows.stop)).mul_(keep).add_(self.spread)
+            share.copy_(facts.probability_block(self.rows.start, self.rows.stop))
+            if self.spread:
+                share.mul_(keep).add_(self.spread)
             if facts.class_weight is not None:
                 share.mul_(facts.class_weight)
             return share, row_sum(share)

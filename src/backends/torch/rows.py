@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "row_sum"]
+__all__ = ["Rows", "gradient_like", "overlaps", "row_sum"]
 
 
 class Rows:
@@ -17,6 +17,7 @@ class Rows:
 
     def __init__(self, tensor: Tensor) -> None:
         self.count = tensor.shape[:-1].numel()
+        self._tensor = tensor
         pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor]
         while pieces and pieces[0].numel() and not _merges(pieces[0]):
             pieces = [part for piece in pieces for part in piece.unbind(0)]
@@ -43,6 +44,12 @@ class Rows:
             start += last - first
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def take(self, rows: Tensor) -> Tensor:
+        """Return a copy of these rows, (M,) int64, without a look at their values."""
+        if self._tensor.dim() == 1:
+            return self._tensor.expand(len(rows), -1)
+        return self._tensor[torch.unravel_index(rows, self._tensor.shape[:-1])]
+
 
 def _merges(tensor: Tensor) -> bool:
     """Whether all leading axes merge into one without a copy."""
@@ -56,10 +63,34 @@ def _merges(tensor: Tensor) -> bool:
     return True
 
 
+def gradient_like(logits: Tensor) -> Tensor:
+    """Return memory for the gradient: with the logits' strides if those leave no gaps, else contiguous."""
+    expected = 1
+    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        expected *= size
+    return torch.empty_like(logits)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as those of expanded tensors and sliding windows do."""
+    extent = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= extent:
+                return True
+            extent += (size - 1) * stride
+    return False
+
+
 def row_sum(block: Tensor) -> Tensor:
     """Sum an (R, V) block over V so that a row's sum does not depend on R.
 
-    PyTorch splits the sum of a single long row among threads, and the sums of several rows not; so a single row is
-    summed as two.
+    On the CPU, PyTorch splits the sum of a single long row among threads, and the sums of several rows not; so a single
+    row is summed as two. On CUDA the order of additions depends on R and on the row's address; in float64 it is lost
+    when the sum is rounded.
     """
+    if block.device.type == "cuda":
+        return block.sum(-1, dtype=torch.float64).to(block.dtype)
     return block.sum(-1) if block.shape[0] > 1 else block.expand(2, -1).sum(-1)[:1]

@@ -3,9 +3,15 @@
 import torch
 from torch import Tensor
 
-__all__ = ["WeightGradient"]
+__all__ = ["WeightGradient", "kept_dtype"]
 
 _SLICE_BYTES = 8 * 2**20
+_FLOAT16_ROWS = 1024
+
+
+def kept_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a gradient waits for backward: float16 could overflow before 1/D is in it."""
+    return torch.float32 if dtype == torch.float16 else dtype
 
 
 class WeightGradient:
@@ -17,34 +23,38 @@ class WeightGradient:
     """
 
     def __init__(self, shape: torch.Size, compute: torch.dtype, out: torch.dtype, device: torch.device) -> None:
-        self._shape, self._compute, self._out, self._device = shape, compute, out, device
+        self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
 
     def add(self, grad_logits: Tensor, hidden: Tensor, last: bool) -> None:
         """Add a chunk's (R, V)^T @ (R, D); `last` says that none follows."""
-        transposed = grad_logits.t()
-        if self._sum is None and last:
-            self._sum = transposed @ hidden
-        elif self._compute in (torch.float32, torch.float64):
-            if self._sum is None:
-                self._sum = transposed @ hidden
-            else:
-                torch.addmm(self._sum, transposed, hidden, out=self._sum)
+        if self._compute == torch.float16:
+            # So few rows that the rounded product of one step stays in float16's range.
+            for start in range(0, len(hidden), _FLOAT16_ROWS):
+                rows = slice(start, start + _FLOAT16_ROWS)
+                self._add_rounded(grad_logits[rows].t(), hidden[rows])
+        elif self._compute == torch.bfloat16 and not (last and self._sum is None):
+            self._add_rounded(grad_logits.t(), hidden)
+        elif self._sum is None:
+            self._sum = grad_logits.t() @ hidden
         else:
-            first = self._sum is None
-            if self._sum is None:
-                self._sum = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-            step = max(_SLICE_BYTES // (self._shape[1] * hidden.itemsize), 1)
-            for start in range(0, self._shape[0], step):
-                product = transposed[start : start + step] @ hidden
-                place = self._sum[start : start + step]
-                if first:
-                    place.copy_(product)
-                else:
-                    place.add_(product)
+            torch.addmm(self._sum, grad_logits.t(), hidden, out=self._sum)
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""
         if self._sum is None:
             return torch.zeros(self._shape, dtype=self._out, device=self._device)
         return self._sum.to(self._out)
+
+    def _add_rounded(self, transposed: Tensor, hidden: Tensor) -> None:
+        """Add a product in slices, so that its rounded form takes little memory."""
+        total, first = self._sum, self._sum is None
+        if total is None:
+            total = self._sum = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+        step = max(_SLICE_BYTES // max(self._shape[1] * hidden.itemsize, 1), 1)
+        for start in range(0, self._shape[0], step):
+            product, place = transposed[start : start + step] @ hidden, total[start : start + step]
+            if first:
+                place.copy_(product)
+            else:
+                place.add_(product)

@@ -23,7 +23,6 @@ class Line:
     dtype: str
     cases: int
     worst: Comparison
-    worst_case: str
     failed: tuple[str, ...]
 
 
@@ -43,12 +42,11 @@ def check_all(names: list[str] | None = None, progress: Callable[[str], None] = 
 def _check(backend: Backend, device: str, function: str, dtype: str) -> Line:
     harness = backend.harness(device)
     cases = option_cases(function, dtype)
-    judged = [(comparison, str(case)) for case in cases for comparison in judge_case(backend, harness, case)]
-    worst, worst_case = max(
-        judged, key=lambda pair: pair[0].error / pair[0].bound if pair[0].error >= 0 else float("inf")
-    )
+    judged = [(comparison, case) for case in cases for comparison in judge_case(backend, harness, case)]
+    results = [comparison for comparison, _ in judged]
+    worst = max(results, key=lambda result: result.error / result.bound if result.error >= 0 else float("inf"))
     failed = tuple(f"{case}: {result.output}" for result, case in judged if not result.passed)
-    return Line(backend.name, device, function, dtype, len(cases), worst, worst_case, failed)
+    return Line(backend.name, device, function, dtype, len(cases), worst, failed)
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
