@@ -19,7 +19,7 @@ SHAPES: dict[str, Case] = {
     "most targets ignored": Case("", (3, 30), 23, "", "plain", ignored=0.9),
     "a power of two": Case("", (64,), 256, "", "plain"),
     "one above a power of two": Case("", (33,), 257, "", "plain"),
-    "a vocabulary beyond one block": Case("", (6,), 33_003, "", "plain", hidden=8),
+    "a vocabulary beyond one block": Case("", (24,), 33_003, "", "plain", hidden=8),
     "more rows than one block": Case("", (2100,), 9, "", "plain", hidden=8),
     "logits far from zero": Case("", (20,), 31, "", "plain", offset=400.0),
     "int32 targets": Case("", (20,), 31, "", "plain", target_dtype="int32"),

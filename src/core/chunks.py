@@ -9,8 +9,9 @@ _MIB = 2**20
 _ROWS_WANTED = 256
 _CHUNK_ELEMENTS = {"cpu": 2**24}
 _CHUNK_ELEMENTS_ACCELERATOR = 2**27
-# A CPU core's share of a block of logits should stay in its second-level cache through the passes over it.
+# A block should stay in the caches of the cores through the passes over it, each core having its share.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
+_BLOCK_BYTES_CPU = 8 * _MIB
 _BLOCK_BYTES_ACCELERATOR = 256 * _MIB
 
 
@@ -30,5 +31,6 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:
     """Return how many rows a plain row kernel, made of whole-array operations, should pass over at one time."""
-    budget = _BLOCK_BYTES_PER_THREAD * threads if device == "cpu" else _BLOCK_BYTES_ACCELERATOR
+    on_cpu = min(_BLOCK_BYTES_PER_THREAD * threads, _BLOCK_BYTES_CPU)
+    budget = on_cpu if device == "cpu" else _BLOCK_BYTES_ACCELERATOR
     return max(budget // (vocabulary * itemsize), 1)

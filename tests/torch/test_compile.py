@@ -58,6 +58,7 @@ def test_compiles_whole_and_recompiles_for_a_number_once_at_most(
     assert counters["stats"]["unique_graphs"] <= 2
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 def test_compiles_with_inductor(target: Target, function: str) -> None:
     loss = losses(target)[function]
