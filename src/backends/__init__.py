@@ -1,4 +1,4 @@
-"""The table of backends, best first. A new backend is one folder and two lines here; nothing else names it.
+"""The table of backends, best first: one folder and two lines here a backend (a row kernel has one in its driver too).
 
 The imports stand in functions, so that a backend is loaded by the first call that could use it, and as plain import
 statements, because those are what torch.compile can trace.
