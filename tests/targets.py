@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from xent.backends import TABLE
 from xent.backends.protocol import Backend, Harness
+from xent.core.check.cases import Case
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,18 @@ class Target:
     @cached_property
     def harness(self) -> Harness:
         return self.backend.harness(self.device)
+
+    def takes(self, dtype: str) -> bool:
+        """Whether the backend serves the dtype; one for accelerators may leave float64 to another, nothing else."""
+        takes = dtype in self.harness.dtypes
+        assert takes or dtype == "float64"
+        return takes
+
+    def sized(self, case: Case) -> Case:
+        """Return the case, with fewer rows where an interpreter runs every row as a program of its own."""
+        if self.name != "triton" or self.device != "cpu":
+            return case
+        return replace(case, rows=tuple(min(size, 4) for size in case.rows))
 
     def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
         """Return NumPy arrays on the device, floats as `dtype`."""

@@ -11,6 +11,12 @@ from xent.backends.protocol import Backend
 __all__ = ["TABLE"]
 
 
+def _triton() -> Backend:
+    from xent.backends.triton import BACKEND
+
+    return BACKEND
+
+
 def _torch() -> Backend:
     from xent.backends.torch import BACKEND
 
@@ -23,4 +29,4 @@ def _numpy() -> Backend:
     return BACKEND
 
 
-TABLE: dict[str, Callable[[], Backend]] = {"torch": _torch, "numpy": _numpy}
+TABLE: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch, "numpy": _numpy}

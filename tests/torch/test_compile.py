@@ -101,6 +101,9 @@ def test_bad_number_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
 def test_without_data_there_are_shapes_and_dtypes(
     target: Target, reduction: str, dtype: torch.dtype, kind: str
 ) -> None:
+    if not target.takes(str(dtype).removeprefix("torch.")):
+        return
+
     def run(device: str) -> list[Tensor]:
         x = torch.zeros(2, 3, 8, dtype=dtype, device=device, requires_grad=True)
         w = torch.zeros(11, 8, dtype=dtype, device=device, requires_grad=True)

@@ -41,12 +41,13 @@ def test_axis_1_is_pytorchs_layout(target: Target, shape: tuple[int, ...], proba
     rows = (shape[0], *shape[2:])
     truth = rng.dirichlet(np.ones(7), rows) if probabilities else rng.integers(0, 7, rows)
     truth = np.moveaxis(truth, -1, 1) if probabilities else truth
-    logits, classes = target.arrays(rng.normal(size=shape), truth, dtype="float64")
+    dtype, close = ("float64", 1e-12) if target.takes("float64") else ("float32", 1e-5)
+    logits, classes = target.arrays(rng.normal(size=shape), truth, dtype=dtype)
     ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
-    upstream = torch.rand(rows, dtype=torch.float64, device=target.device)
+    upstream = torch.rand(rows, dtype=logits.dtype, device=target.device)
     xent.cross_entropy(ours, classes, axis=1, reduction="none", backend=target.name).backward(upstream)
     F.cross_entropy(theirs, classes, reduction="none").backward(upstream)
-    torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(ours.grad, theirs.grad, rtol=close, atol=close / 100)
 
 
 def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
@@ -66,5 +67,8 @@ def test_loss_of_half_precision_logits_is_float32(target: Target) -> None:
         (torch.float16, torch.float32),
         (torch.float64, torch.float64),
     ):
-        logits = torch.zeros(3, 5, dtype=dtype, device=target.device)
-        assert xent.cross_entropy(logits, torch.zeros(3, dtype=torch.int64, device=target.device)).dtype == expected
+        if not target.takes(str(dtype).removeprefix("torch.")):
+            continue
+        logits, classes = torch.zeros(3, 5, dtype=dtype), torch.zeros(3, dtype=torch.int64)
+        loss = xent.cross_entropy(logits.to(target.device), classes.to(target.device), backend=target.name)
+        assert loss.dtype == expected

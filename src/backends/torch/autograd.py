@@ -22,6 +22,7 @@ _NO_SECOND = (
 )
 _TENSORS = Options._fields.index("ignore_index")  # the fields before it are tensors
 _REDUCTION = Options._fields.index("reduction")
+_KERNEL = Options._fields.index("kernel")
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -56,7 +57,7 @@ class CrossEntropy(torch.autograd.Function):
             operation = torch.ops.xent.cross_entropy_backward
             return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
         kept, deferred = ctx.saved_tensors
-        return _scaled(kept, upstream * deferred), *rest
+        return _scaled(ctx, kept, upstream, deferred), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -84,7 +85,7 @@ class CrossEntropyInplace(torch.autograd.Function):
             return None, *rest
         if ctx.reduction != "none":
             kept, deferred = ctx.saved_tensors
-            return _scaled(kept, upstream * deferred), *rest
+            return _scaled(ctx, kept, upstream, deferred), *rest
         logits, norm, *tensors = ctx.saved_tensors
         options = (*tensors, *ctx.constants)
         if _graph_is_retained():
@@ -130,8 +131,10 @@ class LinearCrossEntropy(torch.autograd.Function):
             gradients = _first_order(operation, upstream, norm, *args)
         else:
             deferred, *kept = ctx.saved_tensors
-            factor = upstream * deferred
-            gradients = [_scaled(grad, factor) if need else None for grad, need in zip(kept, ctx.needs, strict=True)]
+            gradients = [
+                _scaled(ctx, grad, upstream, deferred) if need else None
+                for grad, need in zip(kept, ctx.needs, strict=True)
+            ]
         made = [
             grad.to(dtype) if need and grad is not None else None
             for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
@@ -163,7 +166,7 @@ def _first_order(operation: Any, *args: Any) -> Any:
 
 def _keep_options(ctx: Any, options: Any) -> None:
     """Keep the constants; the tensors are saved apart."""
-    ctx.reduction = options[_REDUCTION]
+    ctx.reduction, ctx.kernel = options[_REDUCTION], options[_KERNEL]
     ctx.constants = options[_TENSORS:]
 
 
@@ -184,14 +187,14 @@ def _graph_is_retained() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _scaled(kept: Tensor, factor: Tensor) -> Tensor:
-    """Return kept * factor, in kept's memory unless the graph is retained.
+def _scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor) -> Tensor:
+    """Return kept * upstream * deferred, in kept's memory unless the graph is retained.
 
     The product is rounded once: a 0-d factor would be rounded to kept's precision first.
     """
     if _graph_is_retained():
-        return (kept * factor.reshape(1)).to(kept.dtype)
+        return (kept * (upstream * deferred).reshape(1)).to(kept.dtype)
     # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
     kept = kept.detach()
-    torch.ops.xent.scale_(kept, factor)
+    torch.ops.xent.scale_(kept, upstream, deferred, ctx.kernel)
     return kept

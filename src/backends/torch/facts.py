@@ -11,7 +11,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
 from xent.core.spec import LossSpec
 
-__all__ = ["Facts", "accumulation_dtype", "gather_facts"]
+__all__ = ["Facts", "accumulation_dtype", "check_targets", "gather_facts", "normalizer"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,8 +96,7 @@ def gather_facts(
         row_weight = None
     else:
         probabilities, source = None, None
-        if looks_at_targets(device):
-            _raise_on_invalid(options.target, options.ignore_index, vocabulary, shift)
+        check_targets(options, vocabulary, shift)
         target = _shifted(options.target.to(torch.int64), shift, options.ignore_index).flatten()
         ignored = (target == options.ignore_index) | ~has_target
         if not looks_at_targets(device):
@@ -153,15 +152,38 @@ def gather_facts(
     )
 
 
+def normalizer(options: Options, device: torch.device) -> tuple[float | None, Tensor | None]:
+    """Return what the caller divides a mean by: a number, or a 0-d tensor on the device, or neither."""
+    if options.normalizer is None:
+        return options.divisor(), None
+    if options.normalizer.device.type == "cpu" != device.type:
+        # A copy between the two would synchronise; a number travels with the launch.
+        return float(options.normalizer), None
+    return None, options.normalizer
+
+
+def check_targets(options: Options, vocabulary: int, shift: int) -> None:
+    """Raise IndexError for the first wrong target of those that a row uses, where looking at them is allowed."""
+    if not looks_at_targets(options.target.device):
+        return
+    wide = options.target.to(torch.int64)
+    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != options.ignore_index)
+    if shift:
+        wrong[..., :shift] = False
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        raise IndexError(
+            f"target{position} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={options.ignore_index}"
+        )
+
+
 def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invalid: Tensor | None) -> Tensor:
-    number = options.divisor()
+    number, tensor = normalizer(options, weight.device)
     if number is not None:
         return torch.full((), number, dtype=weight.dtype, device=weight.device)
-    if options.normalizer is not None:
-        if options.normalizer.device.type == "cpu" != weight.device.type:
-            # A copy between the two would synchronise; a number travels with the launch.
-            return torch.full((), float(options.normalizer), dtype=weight.dtype, device=weight.device)
-        return options.normalizer.to(weight.dtype)
+    if tensor is not None:
+        return tensor.to(weight.dtype)
     parts = weight if row_weight is None else weight * row_weight
     return (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
 
@@ -180,16 +202,3 @@ def _shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
     shifted[..., :kept] = values[..., shift:]
     return shifted
 
-
-def _raise_on_invalid(target: Tensor, ignore_index: int, vocabulary: int, shift: int) -> None:
-    """Raise IndexError for the first wrong target of those that a row uses."""
-    wide = target.to(torch.int64)
-    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != ignore_index)
-    if shift:
-        wrong[..., :shift] = False
-    if bool(wrong.any()):
-        position = wrong.nonzero()[0].tolist()
-        raise IndexError(
-            f"target{position} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={ignore_index}"
-        )

@@ -1,16 +1,31 @@
-"""The row kernels that the PyTorch driver can use, by backend name."""
+"""What the PyTorch driver takes from a device's kernels, and where it finds them, by backend name."""
 
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
 
 from xent.backends.protocol import RowKernel
+from xent.backends.torch.facts import Facts
 
-__all__ = ["row_kernel"]
-
-_MODULES = {"torch": ("xent.backends.torch.plain", "PlainPass")}
+__all__ = ["Kernels", "kernels"]
 
 
-def row_kernel(name: str) -> RowKernel:
-    """Return the row kernel of that name."""
-    module, attribute = _MODULES[name]
-    kernel: RowKernel = getattr(import_module(module), attribute)
-    return kernel
+@dataclass(frozen=True)
+class Kernels:
+    """The row kernel, and the steps around it. The functions of backend "torch" say what each does."""
+
+    row_pass: RowKernel
+    gather_facts: Callable[..., Facts]
+    reduced: Callable[[Tensor, Facts], Tensor]
+    target_logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
+    scale_: Callable[[Tensor, Tensor, Tensor], None]
+
+
+def kernels(name: str) -> Kernels:
+    """Return the kernels of that backend."""
+    if name == "triton":
+        from xent.backends.triton.kernels import KERNELS
+    else:
+        from xent.backends.torch.plain_kernels import KERNELS
+    return KERNELS

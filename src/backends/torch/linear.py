@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xent.backends.torch.facts import Facts, gather_facts
-from xent.backends.torch.kernels import row_kernel
+from xent.backends.torch.facts import Facts
+from xent.backends.torch.kernels import Kernels, kernels
 from xent.backends.torch.options import Options
 from xent.backends.torch.results import Results, new_results, scattered
 from xent.backends.torch.weight_gradient import WeightGradient, kept_dtype
@@ -32,13 +32,14 @@ class Linear:
 
 def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, Results, list[Tensor]]:
     """Return facts and results of all rows, and gradients, unless the norm is kept for backward to make them."""
-    facts = gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
+    chosen = kernels(options.kernel)
+    facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
     active = _active_rows(facts)
     some = facts if active is None else facts.select(active)
     results = new_results(some, keep_norm)
-    run = row_kernel(options.kernel)(some, results)
+    run = chosen.row_pass(some, results)
     gradients = _Gradients(linear, active, not keep_norm)
-    for chunk in _chunks(linear, some, active):
+    for chunk in _chunks(linear, chosen, some, active):
         run.forward(chunk.logits, chunk.start, chunk.logits if gradients.any else None, chunk.target_logits)
         gradients.add(chunk)
     if active is not None:
@@ -48,12 +49,13 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
 
 def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -> list[Tensor]:
     """Return the gradients for `upstream`, that of the rows' losses, from logits made again chunk by chunk."""
-    facts = gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift, upstream)
+    chosen = kernels(options.kernel)
+    facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift, upstream)
     active = _active_rows(facts)
     some = facts if active is None else facts.select(active)
-    run = row_kernel(options.kernel)(some, Results(some.weight, norm if active is None else norm[:, active]))
+    run = chosen.row_pass(some, Results(some.weight, norm if active is None else norm[:, active]))
     gradients = _Gradients(linear, active, True)
-    for chunk in _chunks(linear, some, active):
+    for chunk in _chunks(linear, chosen, some, active):
         run.backward(chunk.logits, chunk.start, chunk.logits, chunk.target_logits)
         gradients.add(chunk)
     return gradients.result()
@@ -89,7 +91,7 @@ class _Chunk:
     last: bool
 
 
-def _chunks(linear: Linear, facts: Facts, active: Tensor | None) -> Iterator[_Chunk]:
+def _chunks(linear: Linear, chosen: Kernels, facts: Facts, active: Tensor | None) -> Iterator[_Chunk]:
     compute, count = linear.compute, len(facts.weight)
     weight = linear.weight.to(compute)
     bias = None if linear.bias is None else linear.bias.to(compute)
@@ -108,10 +110,7 @@ def _chunks(linear: Linear, facts: Facts, active: Tensor | None) -> Iterator[_Ch
             torch.addmm(bias, hidden, weight.t(), out=logits)
         target_logits = None
         if facts.target is not None and compute in (torch.bfloat16, torch.float16):
-            classes = facts.target[start:stop]
-            target_logits = (hidden.float() * weight[classes].float()).sum(-1)
-            if bias is not None:
-                target_logits += bias[classes]
+            target_logits = chosen.target_logits(hidden, weight, bias, facts.target[start:stop])
         dead = None if facts.dead is None else facts.dead[start:stop]
         yield _Chunk(start, hidden, logits, target_logits, weight, dead, stop == count)
 

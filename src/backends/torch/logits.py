@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from xent.backends.torch.facts import Facts, gather_facts
-from xent.backends.torch.kernels import row_kernel
+from xent.backends.torch.facts import Facts
+from xent.backends.torch.kernels import kernels
 from xent.backends.torch.options import Options
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.rows import Rows
@@ -17,9 +17,10 @@ __all__ = ["backward", "forward"]
 
 def forward(logits: Tensor, grad: Tensor | None, options: Options, keep_norm: bool) -> tuple[Facts, Results]:
     """Pass over (..., V) logits; write the gradient of the reduced loss into `grad`, which may be `logits` itself."""
-    facts = gather_facts(options, logits.shape[-1], logits.dtype)
+    chosen = kernels(options.kernel)
+    facts = chosen.gather_facts(options, logits.shape[-1], logits.dtype)
     results = new_results(facts, keep_norm)
-    run = row_kernel(options.kernel)(facts, results)
+    run = chosen.row_pass(facts, results)
     for start, block, out in _blocks(logits, grad):
         run.forward(block, start, out)
     return facts, results
@@ -27,8 +28,9 @@ def forward(logits: Tensor, grad: Tensor | None, options: Options, keep_norm: bo
 
 def backward(upstream: Tensor, logits: Tensor, grad: Tensor, norm: Tensor, options: Options) -> None:
     """Write into `grad` the gradient for `upstream`, that of the rows' losses; `grad` may be `logits` itself."""
-    facts = gather_facts(options, logits.shape[-1], logits.dtype, upstream=upstream)
-    run = row_kernel(options.kernel)(facts, Results(loss=facts.weight, norm=norm))
+    chosen = kernels(options.kernel)
+    facts = chosen.gather_facts(options, logits.shape[-1], logits.dtype, upstream=upstream)
+    run = chosen.row_pass(facts, Results(loss=facts.weight, norm=norm))
     for start, block, out in _blocks(logits, grad):
         run.backward(block, start, out)
 

@@ -9,6 +9,7 @@ where nobody asked for one), the (2, N) norm for "none"; and `deferred`, the fac
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import logits as logits_driver
 from xent.backends.torch.facts import Facts, accumulation_dtype
+from xent.backends.torch.kernels import kernels
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import SCHEMA, Options
 from xent.backends.torch.results import Results
-from xent.backends.torch.rows import Rows, gradient_like
+from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.weight_gradient import kept_dtype
-from xent.core.chunks import rows_per_block
 
 __all__: list[str] = []
 
@@ -39,11 +40,13 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         def without_autocast(*args: Any) -> Any:
-            device = args[0].device.type
-            if not torch.amp.is_autocast_available(device):
-                return function(*args)
-            with torch.autocast(device, enabled=False):
-                return function(*args)
+            device = args[0].device
+            # Triton launches on the current device, PyTorch on that of its tensors.
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+                    return function(*args)
+                with torch.autocast(device.type, enabled=False):
+                    return function(*args)
 
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
@@ -73,8 +76,9 @@ def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, opt
     return one(each_row), one(False), [makers[name]() for name in options.stats]
 
 
-def _finished(facts: Facts, results: Results) -> tuple[Tensor, Tensor, list[Tensor]]:
-    return results.reduced_loss(facts), facts.deferred.clone(), results.stats(facts)
+def _finished(options: Options, facts: Facts, results: Results) -> tuple[Tensor, Tensor, list[Tensor]]:
+    reduced = kernels(options.kernel).reduced
+    return reduced(results.loss, facts), facts.deferred, results.stats(facts, reduced)
 
 
 def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
@@ -99,7 +103,7 @@ def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     each_row = options.reduction == "none"
     grad = gradient_like(logits) if needs_grad and not each_row else None
     facts, results = logits_driver.forward(logits, grad, options, keep_norm=needs_grad and each_row)
-    loss, deferred, stats = _finished(facts, results)
+    loss, deferred, stats = _finished(options, facts, results)
     kept = grad if grad is not None else results.norm
     return loss, logits.new_empty(0) if kept is None else kept, deferred, stats
 
@@ -113,9 +117,10 @@ def _fake_cross_entropy_(logits: Tensor, *args: Any) -> Any:
 )
 def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
     """Overwrite the logits with their gradient; "mean" and "sum" only."""
-    facts, results = logits_driver.forward(logits, logits, Options(*args), keep_norm=False)
+    options = Options(*args)
+    facts, results = logits_driver.forward(logits, logits, options, keep_norm=False)
     torch.autograd.graph.increment_version(logits)
-    return _finished(facts, results)
+    return _finished(options, facts, results)
 
 
 @_operation(
@@ -171,7 +176,7 @@ def _linear_cross_entropy(*args: Any) -> Any:
     linear, options = _split(args)
     keep_norm = options.reduction == "none" and any(linear.needs)
     facts, results, gradients = linear_driver.forward(linear, options, keep_norm)
-    loss, deferred, stats = _finished(facts, results)
+    loss, deferred, stats = _finished(options, facts, results)
     norm = results.loss.new_empty(0) if results.norm is None else results.norm
     return loss, norm, deferred, gradients, stats
 
@@ -185,15 +190,10 @@ def _linear_cross_entropy_backward(upstream: Tensor, norm: Tensor, *args: Any) -
     return linear_driver.backward(upstream, linear, norm, options)
 
 
-@_operation("scale_(Tensor(a!) grad, Tensor factor) -> ()", lambda grad, factor: None)
-def _scale_(grad: Tensor, factor: Tensor) -> None:
-    """Multiply a gradient in place by a 0-d factor of the accumulation dtype; rounds once."""
-    if factor.device.type == "cpu":
-        if float(factor) != 1:
-            grad.mul_(factor)
-    elif grad.dtype == factor.dtype:
-        grad.mul_(factor)
-    else:
-        # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
-        for _, block in Rows(grad).blocks(rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)):
-            block.copy_(block * factor.reshape(1))
+@_operation(
+    "scale_(Tensor(a!) grad, Tensor upstream, Tensor deferred, str kernel) -> ()",
+    lambda grad, upstream, deferred, kernel: None,
+)
+def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor, kernel: str) -> None:
+    """Multiply a gradient in place by two 0-d factors of the accumulation dtype; rounds once."""
+    kernels(kernel).scale_(grad, upstream, deferred)

@@ -1,5 +1,6 @@
 """What is found out about each row, and how it becomes the loss and the statistics that the caller gets."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,13 +24,12 @@ class Results:
     predictions: Tensor | None = None
     z_term: Tensor | None = None
 
-    def reduced_loss(self, facts: Facts) -> Tensor:
-        """Return the loss: 0-d, or (N,) with reduction "none"."""
-        return _reduced(self.loss, facts)
-
-    def stats(self, facts: Facts) -> list[Tensor]:
-        """Return the statistics in the order of the spec's names, per-row ones flat."""
-        return [getattr(self, f"_{name}")(facts) for name in facts.spec.stats]
+    def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
+        """Return the statistics in the order of the spec's names, per-row ones flat; `reduced` makes a loss of rows."""
+        found = {name: getattr(self, f"_{name}")(facts) for name in facts.spec.stats}
+        if "z_loss" in found:
+            found["z_loss"] = reduced(found["z_loss"], facts)
+        return list(found.values())
 
     def _lse(self, facts: Facts) -> Tensor:
         return _counted(self.lse, facts)
@@ -47,7 +47,7 @@ class Results:
 
     def _z_loss(self, facts: Facts) -> Tensor:
         assert self.z_term is not None
-        return _reduced(self.z_term, facts)
+        return self.z_term
 
     def _accuracy(self, facts: Facts) -> Tensor:
         correct = (self._predictions(facts) == _truth(facts)) & ~facts.ignored
@@ -94,15 +94,6 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
         predictions=spread(results.predictions, -1),
         z_term=spread(results.z_term),
     )
-
-
-def _reduced(values: Tensor, facts: Facts) -> Tensor:
-    if facts.spec.reduction == "none":
-        return values
-    total = values.sum()
-    if facts.divisor is None:
-        return total
-    return torch.where(facts.divisor == 0, 0, total / facts.divisor)
 
 
 def _counted(values: Tensor | None, facts: Facts) -> Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "gradient_like", "overlaps", "row_sum"]
+__all__ = ["Rows", "gradient_like", "is_dense", "overlaps", "row_sum"]
 
 
 class Rows:
@@ -65,12 +65,19 @@ def _merges(tensor: Tensor) -> bool:
 
 def gradient_like(logits: Tensor) -> Tensor:
     """Return memory for the gradient: with the logits' strides if those leave no gaps, else contiguous."""
+    if is_dense(logits):
+        return torch.empty_like(logits)
+    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, each once, in whatever order."""
     expected = 1
-    for stride, size in sorted(zip(logits.stride(), logits.shape, strict=True)):
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:
-            return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            return False
         expected *= size
-    return torch.empty_like(logits)
+    return True
 
 
 def overlaps(tensor: Tensor) -> bool:

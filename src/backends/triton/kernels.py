@@ -1,0 +1,10 @@
+"""The kernels in Triton, as the PyTorch driver takes them."""
+
+from xent.backends.torch.kernels import Kernels
+from xent.backends.triton.facts import gather_facts
+from xent.backends.triton.rows import TritonPass
+from xent.backends.triton.steps import reduced, scale_, target_logits
+
+__all__ = ["KERNELS"]
+
+KERNELS = Kernels(TritonPass, gather_facts, reduced, target_logits, scale_)

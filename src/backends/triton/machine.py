@@ -1,0 +1,58 @@
+"""What this machine has for Triton, looked at once, when the first call that could use it arrives."""
+
+import re
+from typing import Any
+
+__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors"]
+
+_OLDEST = (3, 2)
+_OLDEST_CAPABILITY = (8, 0)
+
+
+def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
+    """Return why Triton cannot be used, or None; the versions there are; the device types that it serves."""
+    versions: dict[str, str] = {}
+    try:
+        import torch
+
+        versions["torch"] = str(torch.__version__)
+        import triton
+    except ImportError as error:
+        return f"{error}; pip install triton, or use backend 'torch'", versions, ()
+    versions["triton"] = str(triton.__version__)
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST:
+        oldest = ".".join(map(str, _OLDEST))
+        return f"it needs Triton {oldest} or later and found {triton.__version__}", versions, ()
+    if _is_interpreting():
+        return None, versions, ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
+    if torch.version.hip is not None:
+        return "its kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's", versions, ()
+    if not torch.cuda.is_available():
+        built = "finds no NVIDIA GPU or driver" if torch.version.cuda else "is built without CUDA"
+        return f"PyTorch {torch.__version__} {built}", versions, ()
+    worst = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    if worst < _OLDEST_CAPABILITY:
+        needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
+        return f"it needs GPUs of compute capability {needed} or later and found one of {found}", versions, ()
+    return None, versions, ("cuda",)
+
+
+def _is_interpreting() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU, as TRITON_INTERPRET=1 asks."""
+    import triton
+
+    @triton.jit
+    def kernel() -> None:
+        pass
+
+    return not isinstance(kernel, triton.JITFunction)
+
+
+MISSING, VERSIONS, DEVICES = find()
+
+
+def multiprocessors(device: Any) -> int:
+    """Return how many programs a device runs side by side, at least."""
+    import torch
+
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

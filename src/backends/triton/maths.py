@@ -1,0 +1,72 @@
+"""Arithmetic that the kernels share: the logits' activation and its slope, and a tanh that is right near 0."""
+
+import triton
+import triton.language as tl
+
+__all__ = ["activate", "add_exponentials", "expm1", "log1p", "tanh"]
+
+
+@triton.jit
+def tanh(u):
+    """Return tanh(u), to a rounding or two: an odd polynomial where 1 - 2 / (exp(2u) + 1) would cancel.
+
+    The polynomial is the best of its degree in relative error on [0, 0.625] (Lawson's iteration in float64).
+    """
+    size = tl.abs(u)
+    small = tl.where(size < 0.625, u, 0.0)
+    square = small * small
+    series = -0.005704986397176981
+    series = series * square + 0.02063908614218235
+    series = series * square - 0.05373971536755562
+    series = series * square + 0.13331441581249237
+    series = series * square - 0.3333328068256378
+    near = small + small * square * series
+    far = 1 - 2 / (tl.exp(2 * tl.where(size > 20, 20.0, size)) + 1)
+    return tl.where(size < 0.625, near, tl.where(u < 0, -far, far))
+
+
+@triton.jit
+def expm1(u):
+    """Return exp(u) - 1 without cancellation for u <= 0: (e - 1) u / log(e) forgives what e = exp(u) was rounded by."""
+    e = tl.exp(u)
+    apart = (e > 0.5) & (e != 1)
+    near = (e - 1) * (u / tl.log(tl.where(apart, e, 0.75)))
+    return tl.where(apart, near, tl.where(e == 1, u, e - 1))
+
+
+@triton.jit
+def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+    """Return x = k tanh(s z / k), or s z without a softcap k, and its slope dx/dz."""
+    x = z * logit_scale if SCALED else z
+    slope = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
+    if CAPPED:
+        bent = tanh(x / softcap)
+        x = softcap * bent
+        slope *= 1 - bent * bent
+    return x, slope
+
+
+@triton.jit
+def log1p(r):
+    """Return log(1 + r): r log(w) / (w - 1) forgives what w = 1 + r was rounded by."""
+    w = 1 + r
+    apart = (w != 1) & (w < 2)
+    return tl.where(apart, tl.log(w) * (r / tl.where(apart, w - 1, 1.0)), tl.where(w == 1, r, tl.log(w)))
+
+
+@triton.jit
+def add_exponentials(peak, rest, x):
+    """Return the largest of `peak` and a block x, and the sum of exp(. - largest) over all so far, less 1.
+
+    The largest's own term is left out of the sum, since the others may be lost beside it: where they are small,
+    p of the largest is nearly 1, and they are the row's gradient. No terms at all are a sum of 0, a rest of -1.
+    """
+    top = tl.max(x, 0)
+    others = tl.sum(tl.where(x == top, 0.0, tl.exp(x - top)), 0) + (tl.sum((x == top).to(tl.float32), 0) - 1)
+    others = tl.where(top == -float("inf"), -1.0, others)
+    high = tl.maximum(peak, top)
+    low = tl.minimum(peak, top)
+    rest_high = tl.where(peak >= top, rest, others)
+    rest_low = tl.where(peak >= top, others, rest)
+    factor = tl.where(low == -float("inf"), 0.0, tl.exp(low - high))
+    return high, rest_high + (rest_low + 1) * factor

@@ -1,0 +1,279 @@
+"""The row kernel in Triton: one program a row, the row read once for the losses and once more for the gradient.
+
+With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
+
+    log p = x - max x - log sum_c exp(x_c - max x)
+    l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
+    dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
+
+For the target the bracket is w_y (1-e) (p_y - 1) and the rest, with p_y - 1 = expm1(log p_y).
+For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
+first two terms. What has no share is 0 even where its log p is -inf.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xent.backends.triton.maths import activate, add_exponentials, expm1, log1p
+
+__all__ = ["TritonPass"]
+
+_LARGEST_BLOCK = 16384
+
+
+@triton.jit
+def _share(q, w, keep, spread):
+    return (keep * q + spread) * w
+
+
+@triton.jit
+def _times(share, log_p):
+    return tl.where(share == 0, 0.0, share * log_p)
+
+
+@triton.jit(do_not_specialize=["start"])
+def rows_kernel(
+    logits,  # (R, V), rows `logits_stride` apart
+    logits_stride,
+    grad,  # (R, V) or None; may be the logits
+    grad_stride,
+    start,  # the block's first row among all N
+    target,  # (N,) int64, or None for probabilities
+    weight,  # (N,) a
+    scale,  # (N,) r
+    dead,  # (N,) bool: loss and gradient are exactly 0
+    target_logits,  # (R,) or None: take the place of the targets' raw logits
+    class_weight,  # (V,) or None
+    class_weight_total,  # () or None
+    probabilities,  # (R, V) or None
+    probability_row,
+    probability_class,  # strides
+    loss,  # (N,) like all results; None where not asked for
+    peaks,
+    log_sums,
+    lse,
+    nll,
+    entropy,
+    predictions,
+    z_term,
+    vocabulary,
+    keep,  # 1 - e
+    spread,  # e / V
+    z_loss,
+    softcap,
+    logit_scale,
+    SKIPS_DEAD: tl.constexpr,  # nobody asks for statistics of dead rows
+    FORWARD: tl.constexpr,  # find the norm and record results, or else load the norm
+    SMOOTHED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    here = tl.program_id(0).to(tl.int64)
+    row = start + here
+    is_dead = tl.load(dead + row) != 0
+    if is_dead & SKIPS_DEAD:
+        if FORWARD:
+            tl.store(loss + row, 0.0)
+            if z_term is not None:
+                tl.store(z_term + row, 0.0)
+            if peaks is not None:
+                tl.store(peaks + row, 0.0)
+                tl.store(log_sums + row, 0.0)
+        if grad is not None:
+            for first in range(0, vocabulary, BLOCK):
+                columns = first + tl.arange(0, BLOCK)
+                zeros = tl.zeros([BLOCK], grad.dtype.element_ty)
+                tl.store(grad + here * grad_stride + columns, zeros, mask=columns < vocabulary)
+        return
+
+    logits += here * logits_stride
+    a = tl.load(weight + row)
+    total_share = keep + spread * vocabulary
+    y = 0
+    z_y = 0.0
+    share_y = keep
+    if target is not None:
+        y = tl.load(target + row)
+        z_y = tl.load(logits + y).to(tl.float32) if target_logits is None else tl.load(target_logits + here)
+        if class_weight is not None:
+            share_y = keep * tl.load(class_weight + y)
+            total_share = share_y + spread * tl.load(class_weight_total)
+    else:
+        probabilities += here * probability_row
+        if grad is not None:
+            total_share = 0.0
+            for first in range(0, vocabulary, BLOCK):
+                columns = first + tl.arange(0, BLOCK)
+                inside = columns < vocabulary
+                q = tl.load(probabilities + columns.to(tl.int64) * probability_class, mask=inside, other=0.0)
+                w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
+                total_share += tl.sum(tl.where(inside, _share(q.to(tl.float32), w, keep, spread), 0.0), 0)
+
+    if FORWARD:
+        peak = -float("inf")
+        rest = -1.0
+        best = -float("inf")
+        prediction = 0
+        for first in range(0, vocabulary, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            inside = columns < vocabulary
+            z = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+            if predictions is not None:
+                # Scale and softcap keep the order of the logits or reverse it; NaN counts as the largest.
+                key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
+                key = tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
+                largest, index = tl.max(key, 0, return_indices=True)
+                prediction = tl.where(largest > best, first + index, prediction)
+                best = tl.maximum(best, largest)
+            if target_logits is not None:
+                z = tl.where(columns == y, z_y, z)
+            x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
+            peak, rest = add_exponentials(peak, rest, tl.where(inside, x, -float("inf")))
+        log_sum = log1p(rest)
+        if peaks is not None:
+            tl.store(peaks + row, peak)
+            tl.store(log_sums + row, log_sum)
+        if lse is not None:
+            tl.store(lse + row, peak + log_sum)
+        if predictions is not None:
+            tl.store(predictions + row, prediction.to(tl.int64))
+    else:
+        peak = tl.load(peaks + row)
+        log_sum = tl.load(log_sums + row)
+
+    slope_of_lse = total_share + 2 * z_loss * (peak + log_sum) if Z_LOSS else total_share
+    r = tl.load(scale + row) if grad is not None else 0.0
+    log_p_y = 0.0
+    at_y = 0.0  # the bracket for the target, whose p - 1 would cancel where p is nearly 1
+    if target is not None:
+        x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+        log_p_y = (x_y - peak) - log_sum
+        at_y = share_y * expm1(log_p_y) + (slope_of_lse - share_y) * tl.exp(log_p_y)
+    spread_loss = 0.0  # sum of share times log p over classes
+    raw_loss = 0.0  # the same for the given probabilities, without smoothing and weights
+    mixed = 0.0  # entropy
+    LOOKS_AGAIN: tl.constexpr = (
+        grad is not None or (FORWARD and (SMOOTHED or target is None or entropy is not None))
+    )
+    if LOOKS_AGAIN:
+        for first in range(0, vocabulary, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            inside = columns < vocabulary
+            z = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+            if target_logits is not None:
+                z = tl.where(columns == y, z_y, z)
+            x, slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
+            log_p = (x - peak) - log_sum
+            p = tl.exp(log_p)
+            share = tl.zeros_like(p)
+            if target is None:
+                q = tl.load(probabilities + columns.to(tl.int64) * probability_class, mask=inside, other=0.0)
+                q = q.to(tl.float32)
+                w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
+                share = tl.where(inside, _share(q, w, keep, spread), 0.0)
+                if FORWARD and nll is not None:
+                    raw_loss -= tl.sum(_times(q, log_p), 0)
+            elif SMOOTHED:
+                w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
+                share = tl.where(inside, spread * w, 0.0)
+            if FORWARD and (SMOOTHED or target is None):
+                spread_loss -= tl.sum(_times(share, log_p), 0)
+            if FORWARD and entropy is not None:
+                mixed -= tl.sum(tl.where(inside, _times(p, log_p), 0.0), 0)
+            if grad is not None:
+                bracket = slope_of_lse * p
+                if target is not None:
+                    bracket = tl.where(columns == y, at_y, bracket)
+                g = tl.where(is_dead, 0.0, r * (bracket - share) * slope)
+                tl.store(grad + here * grad_stride + columns, g.to(grad.dtype.element_ty), mask=inside)
+
+    if FORWARD:
+        row_loss = spread_loss
+        if target is not None:
+            row_loss -= _times(share_y, log_p_y)
+            raw_loss = -log_p_y
+        if nll is not None:
+            tl.store(nll + row, raw_loss)
+        if entropy is not None:
+            tl.store(entropy + row, mixed)
+        squared = z_loss * (peak + log_sum) * (peak + log_sum)
+        if Z_LOSS:
+            row_loss += squared
+        tl.store(loss + row, tl.where(is_dead, 0.0, a * row_loss))
+        if z_term is not None:
+            tl.store(z_term + row, tl.where(is_dead, 0.0, a * squared))
+
+
+class TritonPass:
+    """A `xent.backends.protocol.RowPass` over the rows of one call."""
+
+    def __init__(self, facts: Any, results: Any) -> None:
+        self.facts, self.results = facts, results
+        self._dead = torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
+        self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
+        stats = (results.lse, results.nll, results.entropy, results.predictions)
+        self._skips_dead = all(result is None for result in stats)
+
+    def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
+        """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
+        self._launch(logits, start, grad, target_logits, forward=True)
+
+    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+        """Write a block's gradient: see `xent.backends.protocol.RowPass.backward`."""
+        self._launch(logits, start, grad, target_logits, forward=False)
+
+    def _launch(
+        self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None, forward: bool
+    ) -> None:
+        facts, results, spec = self.facts, self.results, self.facts.spec
+        count, vocabulary = logits.shape
+        if not count:
+            return
+        probabilities = None if facts.target is not None else facts.probability_block(start, start + count)
+        block = min(triton.next_power_of_2(vocabulary), _LARGEST_BLOCK)
+        peaks, log_sums = (None, None) if results.norm is None else results.norm.unbind(0)
+        rows_kernel[(count,)](
+            logits,
+            logits.stride(0),
+            grad,
+            0 if grad is None else grad.stride(0),
+            start,
+            facts.target,
+            facts.weight,
+            facts.scale,
+            self._dead,
+            target_logits,
+            self._class_weight,
+            None if facts.class_weight is None else facts.class_weight_total,
+            probabilities,
+            0 if probabilities is None else probabilities.stride(0),
+            0 if probabilities is None else probabilities.stride(1),
+            results.loss,
+            peaks,
+            log_sums,
+            results.lse,
+            results.nll,
+            results.entropy,
+            results.predictions,
+            results.z_term,
+            vocabulary,
+            1 - spec.label_smoothing,
+            spec.label_smoothing / vocabulary,
+            spec.z_loss,
+            spec.softcap or 0.0,
+            spec.logit_scale,
+            SKIPS_DEAD=self._skips_dead,
+            FORWARD=forward,
+            SMOOTHED=spec.label_smoothing != 0,
+            Z_LOSS=spec.z_loss != 0,
+            CAPPED=spec.softcap is not None,
+            SCALED=spec.logit_scale != 1,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 32),
+        )
