@@ -75,13 +75,13 @@ def new_results(facts: Facts, keep_norm: bool) -> Results:
 
 
 def scattered(results: Results, rows: Tensor, count: int) -> Results:
-    """Return results of `rows` alone as results of all `count` rows; the others have 0, and -1 for predictions."""
+    """Return the first results, those of `rows`, as results of all `count` rows; others have 0, -1 for predictions."""
 
     def spread(values: Tensor | None, fill: int = 0) -> Tensor | None:
         if values is None:
             return None
         spacious = values.new_full((*values.shape[:-1], count), fill)
-        return spacious.index_copy_(-1, rows, values)
+        return spacious.index_copy_(-1, rows, values[..., : len(rows)])
 
     loss = spread(results.loss)
     assert loss is not None

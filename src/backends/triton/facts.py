@@ -130,11 +130,10 @@ def gather_facts(
     number, normalizer = plain.normalizer(options, device)
     floats = torch.empty(2, count, dtype=torch.float32, device=device)
     flags = torch.empty(3, count, dtype=torch.bool, device=device)
-    scalars = torch.empty(2, dtype=torch.float32, device=device)
+    divisor, deferred = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
     clean = torch.empty(count, dtype=torch.int64, device=device)
     weight, scale = floats.unbind()
     ignored, dead, invalid = flags.unbind()
-    divisor, deferred = scalars.unbind()
     mean = spec.reduction == "mean"
     class_weight: Any = None if options.weight is None else options.weight.float().contiguous()
     flat_upstream = None if upstream is None else upstream.reshape(-1)

@@ -1,0 +1,59 @@
+"""Gathers the gradients that were asked for from the gradients of chunks of logits."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.schedule import Part, Schedule
+from xent.backends.torch.weight_gradient import WeightGradient, kept_dtype
+
+if TYPE_CHECKING:
+    from xent.backends.torch.linear import Linear
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The gradients of input, classifier and bias, added up over chunks."""
+
+    def __init__(self, linear: "Linear", schedule: Schedule, wanted: bool) -> None:
+        self._linear, self._dead = linear, schedule.facts.dead
+        self._needs_input, self._needs_weight, self._needs_bias = (wanted and need for need in linear.needs)
+        self.any = self._needs_input or self._needs_weight or self._needs_bias
+        source, weight = linear.input, linear.weight
+        if self._needs_input:
+            make = torch.zeros if schedule.leaves_out else torch.empty
+            self._input = make(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
+        if self._needs_weight:
+            self._weight = WeightGradient(weight.shape, linear.compute, weight.dtype, weight.device, schedule)
+        if self._needs_bias:
+            wide = torch.float64 if linear.compute == torch.float64 else torch.float32
+            self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
+
+    def add(self, part: Part, hidden: Tensor, grad_logits: Tensor) -> None:
+        """Take the hidden states (R, D) and the gradient of the logits (R, V) of a part."""
+        if self._needs_input:
+            self._add_input(part, grad_logits)
+        if self._needs_weight:
+            if self._dead is not None:
+                # Hidden states of dead rows must not reach the weight's gradient, not even as 0 * NaN.
+                hidden = hidden.masked_fill(self._dead[part.start : part.stop, None], 0)
+            self._weight.add(grad_logits, hidden, part.last)
+        if self._needs_bias:
+            self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
+
+    def result(self) -> list[Tensor]:
+        """Return the gradients of input, weight and bias; an empty tensor for one that nobody asked for."""
+        source, weight, bias = self._linear.input, self._linear.weight, self._linear.bias
+        return [
+            self._input.view(source.shape) if self._needs_input else source.new_empty(0),
+            self._weight.result() if self._needs_weight else weight.new_empty(0),
+            self._bias.to(kept_dtype(bias.dtype)) if self._needs_bias and bias is not None else weight.new_empty(0),
+        ]
+
+    def _add_input(self, part: Part, grad_logits: Tensor) -> None:
+        if part.rows is None and self._input.dtype == grad_logits.dtype:
+            torch.mm(grad_logits, self._linear.classifier, out=self._input[part.start : part.stop])
+        else:
+            part.put(grad_logits @ self._linear.classifier, self._input)
