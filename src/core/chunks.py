@@ -2,17 +2,25 @@
 
 import math
 
-__all__ = ["rows_per_block", "rows_per_chunk"]
+__all__ = ["rows_per_block", "rows_per_chunk", "tile_shape"]
 
 _MIB = 2**20
 # A chunk's matrix products want hundreds of rows; below that the classifier is read too often for the work it brings.
 _ROWS_WANTED = 256
-_CHUNK_ELEMENTS = {"cpu": 2**24}
-_CHUNK_ELEMENTS_ACCELERATOR = 2**27
+_CHUNK_ELEMENTS_CPU = 2**24
+# On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
+# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing.
+_ROWS_WANTED_ACCELERATOR = 2048
+_CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
+# Matrix products work on tiles of this many rows.
+_ROWS_MULTIPLE = 128
 # A block should stay in the caches of the cores through the passes over it, each core having its share.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
 _BLOCK_BYTES_CPU = 8 * _MIB
 _BLOCK_BYTES_ACCELERATOR = 256 * _MIB
+_TILE_BYTES = 32 * _MIB
+_TILE_ROWS = 8192
+_TILE_CLASSES = 256
 
 
 def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str) -> int:
@@ -20,13 +28,18 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
 
     `workspace` bytes are never exceeded (but for one row). Chunks are made equal, so that none is much smaller.
     """
-    row_bytes = vocabulary * itemsize
-    if workspace is None:
-        most = max(_CHUNK_ELEMENTS.get(device, _CHUNK_ELEMENTS_ACCELERATOR) // vocabulary, _ROWS_WANTED)
+    if workspace is not None:
+        most = max(workspace // (vocabulary * itemsize), 1)
+    elif device == "cpu":
+        most = max(_CHUNK_ELEMENTS_CPU // vocabulary, _ROWS_WANTED)
     else:
-        most = max(workspace // row_bytes, 1)
+        least, largest = _CHUNK_ELEMENTS_ACCELERATOR
+        elements = min(max(_ROWS_WANTED_ACCELERATOR * vocabulary, least), largest)
+        most = max(elements // vocabulary, _ROWS_WANTED)
     chunks = max(math.ceil(rows / most), 1)
-    return max(math.ceil(rows / chunks), 1)
+    even = max(math.ceil(rows / chunks), 1)
+    rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
+    return rounded if device != "cpu" and rounded <= min(most, rows) else even
 
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:
@@ -34,3 +47,13 @@ def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) ->
     on_cpu = min(_BLOCK_BYTES_PER_THREAD * threads, _BLOCK_BYTES_CPU)
     budget = on_cpu if device == "cpu" else _BLOCK_BYTES_ACCELERATOR
     return max(budget // (vocabulary * itemsize), 1)
+
+
+def tile_shape(rows: int, vocabulary: int, itemsize: int, workspace: int | None) -> tuple[int, int]:
+    """Return how many rows and classes of logits a tile of a forward pass holds that looks at a tile once.
+
+    It fits into the cache of an accelerator. Many rows and few classes: then the classifier is read once.
+    """
+    budget = max(min(_TILE_BYTES, workspace or _TILE_BYTES) // itemsize, 1)
+    tall = max(min(rows, _TILE_ROWS, max(budget // _TILE_CLASSES, 1)), 1)
+    return tall, max(min(budget // tall // _TILE_CLASSES * _TILE_CLASSES or budget // tall, vocabulary), 1)

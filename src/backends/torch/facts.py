@@ -201,4 +201,3 @@ def _shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
     shifted = torch.full_like(values, fill)
     shifted[..., :kept] = values[..., shift:]
     return shifted
-

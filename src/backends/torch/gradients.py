@@ -11,16 +11,25 @@ from xent.backends.torch.weight_gradient import WeightGradient, kept_dtype
 if TYPE_CHECKING:
     from xent.backends.torch.linear import Linear
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "no_gradients"]
+
+
+def no_gradients(linear: "Linear") -> list[Tensor]:
+    """Return an empty tensor for each of the gradients of input, weight and bias."""
+    weight = linear.weight
+    return [
+        linear.input.new_empty(0),
+        weight.new_empty(0),
+        (weight if linear.bias is None else linear.bias).new_empty(0),
+    ]
 
 
 class Gradients:
     """The gradients of input, classifier and bias, added up over chunks."""
 
-    def __init__(self, linear: "Linear", schedule: Schedule, wanted: bool) -> None:
+    def __init__(self, linear: "Linear", schedule: Schedule) -> None:
         self._linear, self._dead = linear, schedule.facts.dead
-        self._needs_input, self._needs_weight, self._needs_bias = (wanted and need for need in linear.needs)
-        self.any = self._needs_input or self._needs_weight or self._needs_bias
+        self._needs_input, self._needs_weight, self._needs_bias = linear.needs
         source, weight = linear.input, linear.weight
         if self._needs_input:
             make = torch.zeros if schedule.leaves_out else torch.empty
@@ -45,12 +54,14 @@ class Gradients:
 
     def result(self) -> list[Tensor]:
         """Return the gradients of input, weight and bias; an empty tensor for one that nobody asked for."""
-        source, weight, bias = self._linear.input, self._linear.weight, self._linear.bias
-        return [
-            self._input.view(source.shape) if self._needs_input else source.new_empty(0),
-            self._weight.result() if self._needs_weight else weight.new_empty(0),
-            self._bias.to(kept_dtype(bias.dtype)) if self._needs_bias and bias is not None else weight.new_empty(0),
-        ]
+        made, bias = no_gradients(self._linear), self._linear.bias
+        if self._needs_input:
+            made[0] = self._input.view(self._linear.input.shape)
+        if self._needs_weight:
+            made[1] = self._weight.result()
+        if self._needs_bias and bias is not None:
+            made[2] = self._bias.to(kept_dtype(bias.dtype))
+        return made
 
     def _add_input(self, part: Part, grad_logits: Tensor) -> None:
         if part.rows is None and self._input.dtype == grad_logits.dtype:

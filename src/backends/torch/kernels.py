@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from xent.backends.protocol import RowKernel
 from xent.backends.torch.facts import Facts
+from xent.backends.torch.results import Results
 
 __all__ = ["Kernels", "kernels"]
 
@@ -20,6 +22,8 @@ class Kernels:
     reduced: Callable[[Tensor, Facts], Tensor]
     target_logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     scale_: Callable[[Tensor, Tensor, Tensor], None]
+    tile_pass: Callable[[Facts, Results, Tensor], Any] | None = None
+    """Starts a forward pass over tiles of classes, from the target logits; gives None for a call it does not serve."""
 
 
 def kernels(name: str) -> Kernels:

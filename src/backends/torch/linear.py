@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts
-from xent.backends.torch.gradients import Gradients
+from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
 from xent.backends.torch.options import Options
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.schedule import Part, Schedule
-from xent.core.chunks import rows_per_chunk
+from xent.core.chunks import rows_per_chunk, tile_shape
 
 __all__ = ["Linear", "backward", "forward"]
 
@@ -70,14 +70,21 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     """Return facts and results of all rows, and gradients, unless the norm is kept for backward to make them."""
     chosen = kernels(options.kernel)
     facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
+    wanted = not keep_norm and any(linear.needs)
+    if not wanted:
+        results = new_results(facts, keep_norm)
+        if _forward_in_tiles(linear, chosen, facts, results):
+            return facts, results, no_gradients(linear)
     schedule = Schedule(facts, linear.rows_per_chunk())
     results = new_results(schedule.facts, keep_norm)
     run = chosen.row_pass(schedule.facts, results)
-    gradients = Gradients(linear, schedule, not keep_norm)
+    gradients = Gradients(linear, schedule) if wanted else None
     for chunk in _chunks(linear, chosen, schedule):
-        run.forward(chunk.logits, chunk.part.start, chunk.logits if gradients.any else None, chunk.target_logits)
-        gradients.add(chunk.part, chunk.hidden, chunk.logits)
-    return facts, schedule.in_callers_order(results), gradients.result()
+        run.forward(chunk.logits, chunk.part.start, chunk.logits if wanted else None, chunk.target_logits)
+        if gradients is not None:
+            gradients.add(chunk.part, chunk.hidden, chunk.logits)
+    made = no_gradients(linear) if gradients is None else gradients.result()
+    return facts, schedule.in_callers_order(results), made
 
 
 def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -> list[Tensor]:
@@ -86,7 +93,7 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift, upstream)
     schedule = Schedule(facts, linear.rows_per_chunk())
     run = chosen.row_pass(schedule.facts, Results(schedule.facts.weight, schedule.ordered(norm)))
-    gradients = Gradients(linear, schedule, True)
+    gradients = Gradients(linear, schedule)
     for chunk in _chunks(linear, chosen, schedule):
         run.backward(chunk.logits, chunk.part.start, chunk.logits, chunk.target_logits)
         gradients.add(chunk.part, chunk.hidden, chunk.logits)
@@ -108,3 +115,28 @@ def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule) -> Iterator[_Ch
         if target is not None and compute in (torch.bfloat16, torch.float16):
             target_logits = chosen.target_logits(hidden, weight, bias, target[part.start : part.stop])
         yield _Chunk(part, hidden, logits, target_logits)
+
+
+def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Results) -> bool:
+    """Fill the results from tiles of classes, if the device has a kernel for that and it serves the call."""
+    if chosen.tile_pass is None or facts.target is None or not len(facts.weight):
+        return False
+    weight, bias, hidden = linear.classifier, linear.classifier_bias, linear.hidden.to(linear.compute)
+    run = chosen.tile_pass(facts, results, chosen.target_logits(hidden, weight, bias, facts.target))
+    if run is None:
+        return False
+    rows, classes = tile_shape(len(hidden), len(weight), linear.compute.itemsize, linear.workspace)
+    memory = torch.empty(rows * classes, dtype=linear.compute, device=weight.device)
+    for start in range(0, len(hidden), rows):
+        some = hidden[start : start + rows]
+        for first in range(0, len(weight), classes):
+            part = slice(first, first + classes)
+            columns = weight[part].t()
+            tile = memory[: len(some) * columns.shape[1]].view(len(some), -1)
+            if bias is None:
+                torch.mm(some, columns, out=tile)
+            else:
+                torch.addmm(bias[part], some, columns, out=tile)
+            run.add(tile, start, first)
+    run.finish()
+    return True

@@ -74,7 +74,15 @@ def _facts_kernel(
         if (normalizer is None and not NUMBER) or NARROW:
             for first in range(0, count, BLOCK):
                 _, a, weighted, _, wrong = _row_facts(
-                    first + lanes, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
+                    first + lanes,
+                    count,
+                    target,
+                    sample_weight,
+                    class_weight,
+                    length,
+                    shift,
+                    ignore_index,
+                    vocabulary,
                     SHIFTED,
                 )
                 sums += tl.where(wrong, 0.0, weighted)

@@ -158,9 +158,7 @@ def rows_kernel(
     spread_loss = 0.0  # sum of share times log p over classes
     raw_loss = 0.0  # the same for the given probabilities, without smoothing and weights
     mixed = 0.0  # entropy
-    LOOKS_AGAIN: tl.constexpr = (
-        grad is not None or (FORWARD and (SMOOTHED or target is None or entropy is not None))
-    )
+    LOOKS_AGAIN: tl.constexpr = grad is not None or (FORWARD and (SMOOTHED or target is None or entropy is not None))
     if LOOKS_AGAIN:
         for first in range(0, vocabulary, BLOCK):
             columns = first + tl.arange(0, BLOCK)

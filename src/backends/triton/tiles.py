@@ -1,0 +1,186 @@
+"""The forward pass where nothing needs the logits again: tiles of them, small enough to stay in the L2 cache.
+
+A tile has all rows and a few thousand classes. It is made by a matrix product and read once, from cache, to carry on
+each row's largest logit and sum of exponentials; then the next tile takes its memory.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from xent.backends.triton.maths import activate, add_exponentials, log1p
+
+__all__ = ["TilePass", "tile_pass"]
+
+
+@triton.jit(do_not_specialize=["start", "first"])
+def _tile_kernel(
+    tile,  # (R, width): classes first, first + 1, ... of rows start, start + 1, ...
+    width,
+    start,
+    first,
+    target,  # (N,)
+    target_logits,  # (N,) float32
+    peaks,  # (N,), like all below
+    rests,
+    best,  # None unless predictions are asked for
+    predictions,
+    softcap,
+    logit_scale,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    tile += tl.program_id(0).to(tl.int64) * width
+    row = start + tl.program_id(0).to(tl.int64)
+    y = tl.load(target + row) - first
+    z_y = tl.load(target_logits + row)
+    peak = -float("inf")
+    rest = -1.0
+    top = -float("inf")
+    at = 0
+    if first > 0:
+        peak = tl.load(peaks + row)
+        rest = tl.load(rests + row)
+        if best is not None:
+            top = tl.load(best + row)
+            at = tl.load(predictions + row).to(tl.int32)
+    for left in range(0, width, BLOCK):
+        columns = left + tl.arange(0, BLOCK)
+        inside = columns < width
+        z = tl.load(tile + columns, mask=inside, other=0.0).to(tl.float32)
+        if best is not None:
+            # Scale and softcap keep the order of the logits or reverse it; NaN counts as the largest.
+            key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
+            key = tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
+            largest, index = tl.max(key, 0, return_indices=True)
+            at = tl.where(largest > top, first + left + index, at)
+            top = tl.maximum(top, largest)
+        z = tl.where(columns == y, z_y, z)
+        x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
+        peak, rest = add_exponentials(peak, rest, tl.where(inside, x, -float("inf")))
+    tl.store(peaks + row, peak)
+    tl.store(rests + row, rest)
+    if best is not None:
+        tl.store(best + row, top)
+        tl.store(predictions + row, at.to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["count"])
+def _finish_kernel(
+    count,
+    peaks,
+    rests,
+    target,
+    target_logits,
+    weight,
+    dead,
+    class_weight,
+    loss,
+    log_sums,
+    lse,
+    nll,
+    z_term,
+    z_loss,
+    softcap,
+    logit_scale,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = rows < count
+    peak = tl.load(peaks + rows, mask=inside, other=0.0)
+    log_sum = log1p(tl.load(rests + rows, mask=inside, other=0.0))
+    z_y = tl.load(target_logits + rows, mask=inside, other=0.0)
+    a = tl.load(weight + rows, mask=inside, other=0.0)
+    is_dead = tl.load(dead + rows, mask=inside, other=0) != 0
+    x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+    cost = log_sum - (x_y - peak)
+    if nll is not None:
+        tl.store(nll + rows, cost, mask=inside)
+    if class_weight is not None:
+        w = tl.load(class_weight + tl.load(target + rows, mask=inside, other=0), mask=inside, other=0.0)
+        cost = tl.where(w == 0, 0.0, w * cost)
+    squared = z_loss * (peak + log_sum) * (peak + log_sum)
+    if Z_LOSS:
+        cost += squared
+    tl.store(loss + rows, tl.where(is_dead, 0.0, a * cost), mask=inside)
+    if z_term is not None:
+        tl.store(z_term + rows, tl.where(is_dead, 0.0, a * squared), mask=inside)
+    if log_sums is not None:
+        tl.store(log_sums + rows, log_sum, mask=inside)
+    if lse is not None:
+        tl.store(lse + rows, peak + log_sum, mask=inside)
+
+
+class TilePass:
+    """Takes tiles of logits, classes in order, and gives what `TritonPass.forward` would without a gradient."""
+
+    def __init__(self, facts: Any, results: Any, target_logits: Tensor) -> None:
+        self.facts, self.results, self._target_logits = facts, results, target_logits
+        count = len(facts.weight)
+        self._norm = results.norm if results.norm is not None else target_logits.new_empty(2, count)
+        self._rests = target_logits.new_empty(count)
+        self._best = None if results.predictions is None else target_logits.new_empty(count)
+
+    def add(self, tile: Tensor, start: int, first: int) -> None:
+        """Take contiguous logits (R, W) of rows [start, start + R) and classes [first, first + W)."""
+        count, width = tile.shape
+        spec, block = self.facts.spec, min(triton.next_power_of_2(width), 4096)
+        _tile_kernel[(count,)](
+            tile,
+            width,
+            start,
+            first,
+            self.facts.target,
+            self._target_logits,
+            self._norm[0],
+            self._rests,
+            self._best,
+            self.results.predictions,
+            spec.softcap or 0.0,
+            spec.logit_scale,
+            CAPPED=spec.softcap is not None,
+            SCALED=spec.logit_scale != 1,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 8),
+        )
+
+    def finish(self) -> None:
+        """Record the results."""
+        facts, results, spec = self.facts, self.results, self.facts.spec
+        count = len(facts.weight)
+        _finish_kernel[(triton.cdiv(count, 256),)](
+            count,
+            self._norm[0],
+            self._rests,
+            facts.target,
+            self._target_logits,
+            facts.weight,
+            torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead,
+            facts.class_weight,
+            results.loss,
+            None if results.norm is None else results.norm[1],
+            results.lse,
+            results.nll,
+            results.z_term,
+            spec.z_loss,
+            spec.softcap or 0.0,
+            spec.logit_scale,
+            CAPPED=spec.softcap is not None,
+            SCALED=spec.logit_scale != 1,
+            Z_LOSS=spec.z_loss != 0,
+            BLOCK=256,
+        )
+
+
+def tile_pass(facts: Any, results: Any, target_logits: Tensor) -> TilePass | None:
+    """Start a pass over tiles; None where one look at a logit is not enough, as for sums of anything but exponentials."""
+    if facts.spec.label_smoothing or results.entropy is not None:
+        return None
+    return TilePass(facts, results, target_logits)
