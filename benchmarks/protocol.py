@@ -85,8 +85,8 @@ class OpenCase:
 class Prepare:
     """Build one contender of the open case, warm it up, and take its peak memory and its errors.
 
-    Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", ...) and "estimate", the seconds of a
-    call, which serve to plan the timing.
+    Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", ...), and to plan the timing
+    "call_seconds" on the device and "turn_seconds" on the host, for one timed call and one that is not.
     """
 
     contender: str

@@ -46,6 +46,14 @@ class GpuPlan:
         return time.monotonic() > self.deadline
 
 
+@dataclass(frozen=True)
+class _TurnPlan:
+    """A contender's turn: how many calls are timed, and about how long it takes."""
+
+    calls: int
+    seconds: float
+
+
 class _Lost(Exception):
     """The process has ended; who was at work by then is noted."""
 
@@ -82,7 +90,7 @@ class GpuMeasurement:
             self._process.__exit__(None, None, None)
             self._process = _start()
         records = {name: _new_record(case, name) for name in case.contenders}
-        estimates: dict[str, float] = {}
+        turns: dict[str, _TurnPlan] = {}
         try:
             if not self.plan.over:
                 self._process.ask(OpenCase(case), _PREPARE_SECONDS)
@@ -92,13 +100,13 @@ class GpuMeasurement:
         for name, record in records.items():
             if name not in refusals:
                 progress(name)
-                self._prepare(record, refusals, estimates)
+                self._prepare(record, refusals, turns)
             if name in refusals:
                 record.status, record.reason = refusals[name].status, str(refusals[name])
-        self._rounds(case, records, estimates, refusals, progress)
+        self._rounds(case, records, turns, refusals, progress)
         return list(records.values())
 
-    def _prepare(self, record: Record, refusals: dict[str, NotMeasured], estimates: dict[str, float]) -> None:
+    def _prepare(self, record: Record, refusals: dict[str, NotMeasured], turns: dict[str, _TurnPlan]) -> None:
         name = record.contender
         if self.plan.over:
             refusals[name] = NotMeasured("skipped", "the time for the whole run was over")
@@ -108,7 +116,9 @@ class GpuMeasurement:
         except NotMeasured as failure:
             self._refuse(name, failure, refusals)
             return
-        estimates[name] = reply.pop("estimate")
+        call_seconds, turn_seconds = reply.pop("call_seconds"), reply.pop("turn_seconds")
+        calls = _CALLS_IF_LONG if call_seconds > _LONG_CALL else _CALLS
+        turns[name] = _TurnPlan(calls, turn_seconds * (1 + calls) / 2)
         for key, value in reply.items():
             setattr(record, key, value)
 
@@ -116,18 +126,17 @@ class GpuMeasurement:
         self,
         case: Case,
         records: dict[str, Record],
-        estimates: dict[str, float],
+        turns: dict[str, _TurnPlan],
         refusals: dict[str, NotMeasured],
         progress: Callable[[str], None],
     ) -> None:
-        if not estimates:
+        if not turns:
             return
-        progress(f"{len(estimates)} taking turns")
-        calls = {name: _CALLS_IF_LONG if seconds > _LONG_CALL else _CALLS for name, seconds in estimates.items()}
-        one_round = sum((1 + calls[name]) * seconds for name, seconds in estimates.items())
+        progress(f"{len(turns)} taking turns")
+        one_round = sum(turn.seconds for turn in turns.values())
         rounds = min(self.plan.repeats, max(_FEWEST_ROUNDS, int(self.plan.budget / one_round)))
         base = case.contenders[0]
-        names = list(estimates)
+        names = list(turns)
         for number in range(rounds):
             if self.plan.over and number >= _FEWEST_ROUNDS:
                 return
@@ -135,7 +144,7 @@ class GpuMeasurement:
             first = number % len(names)
             for name in names[first:] + names[:first]:
                 try:
-                    seconds = self._process.ask(Turn(name, calls[name]), _TURN_SECONDS)["seconds"]
+                    seconds = self._process.ask(Turn(name, turns[name].calls), _TURN_SECONDS)["seconds"]
                 except NotMeasured as failure:
                     self._refuse(name, failure, refusals)
                     records[name].status, records[name].reason = failure.status, f"while it was timed: {failure}"

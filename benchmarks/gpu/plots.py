@@ -106,9 +106,11 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
         if kind == "ours":
             curve.append((*point, record.contender))
         else:
-            color = _QUACK_COLOR if record.contender.startswith("quack") else _COLORS.get(record.contender, "black")
+            is_quack = record.contender.startswith("quack")
+            color = _QUACK_COLOR if is_quack else _COLORS.get(record.contender, "black")
             axes.plot(*point, "o", color=color, markersize=5)
-            axes.annotate(record.contender, point, (5, 3), textcoords="offset points", size=7, color=color)
+            place = (-6, 7) if is_quack else (5, 3)
+            axes.annotate(record.contender, point, place, textcoords="offset points", size=7, color=color)
     if curve:
         across, up, names = zip(*sorted(curve), strict=True)
         axes.plot(across, up, "-", color=_OURS, linewidth=1.2)
@@ -124,7 +126,7 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.15, y=0.12)
+    axes.margins(x=0.22, y=0.12)
     axes.set_xlabel("peak MiB above the inputs (grey line: the gradients alone)", size=8)
     axes.set_ylabel("ms, forward + backward", size=8)
     axes.grid(alpha=0.25)
@@ -138,7 +140,7 @@ def _bandwidth(records: Sequence[Record]) -> Figure | None:
     sizes = sorted({record.case.vocabulary for record in sweep})
     if len(sizes) < _FEWEST_SIZES:
         return None
-    figure, (axes,) = _figure(1, 1, (9, 5.5))
+    figure, (axes,) = _figure(1, 1, (10, 5.5))
     for name in dict.fromkeys(record.contender for record in sweep):
         mine = {r.case.vocabulary: r.bandwidth for r in reversed(sweep) if r.contender == name}
         places = [(size, mine[size]) for size in sizes if mine.get(size)]
@@ -156,6 +158,6 @@ def _bandwidth(records: Sequence[Record]) -> Figure | None:
     axes.set_xlabel("vocabulary")
     axes.set_ylabel("GB/s: one read and one write of the logits over the time")
     axes.grid(alpha=0.25)
-    axes.legend(frameon=False, size=8, ncols=2)
+    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     axes.spines[["top", "right"]].set_visible(False)
     return figure

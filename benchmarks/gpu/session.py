@@ -47,6 +47,7 @@ class Session:
 
     def __init__(self, case: Case) -> None:
         """Make the inputs and, if the case asks for it, the truth."""
+        gc.unfreeze()
         torch.compiler.reset()  # or the shapes of the cases before would count as recompilations of this one's
         self.case = case
         self.device = DEVICES[case.device]
@@ -64,7 +65,7 @@ class Session:
         return self.problems[key]
 
     def prepare(self, name: str) -> dict[str, Any]:
-        """Warm one contender up, and return its peak of memory, its loss, its errors, and an estimate of its time."""
+        """Warm one contender up, and return what `benchmarks.protocol.Prepare` promises."""
         contender = find_contender(self.case.function, name)
         case = replace(self.case, **contender.changes)
         prepared = _Prepared(contender, contender.make(case), self._problem(case))
@@ -76,9 +77,10 @@ class Session:
         if contender.kind != "floor":
             reply |= self._peak_and_errors(prepared)
         self.prepared[name] = prepared
+        self.free()
         start = time.perf_counter()
-        self.turn(name, 1)
-        return reply | {"estimate": (time.perf_counter() - start) / 2}
+        call_seconds = self.turn(name, 1)[0]
+        return reply | {"call_seconds": call_seconds, "turn_seconds": time.perf_counter() - start}
 
     def _peak_and_errors(self, prepared: _Prepared) -> dict[str, Any]:
         arguments = prepared.problem.set_up()
@@ -104,10 +106,15 @@ class Session:
         return seconds
 
     def free(self) -> None:
-        """Drop the gradients of the last call, and give the device back what nobody uses."""
+        """Drop the gradients of the last call, and give the device back what nobody uses.
+
+        What is alive by then is frozen until the next case: with the frameworks loaded, a collection that looks at
+        everything takes longer than most calls, and there is one before every turn.
+        """
         for problem in self.problems.values():
             problem.clear()
         gc.collect()
+        gc.freeze()
         if self.case.device == "cuda":
             torch.cuda.empty_cache()
 

@@ -46,7 +46,7 @@ def _numbers(record: Record) -> list[str]:
         return [record.status]
     ratio = record.quantity("time")
     gradients = (record.input_gradient_error, record.weight_gradient_error)
-    known = [f"{error:.4f}" for error in gradients if error is not None]
+    known = [f"{error:.2e}" for error in gradients if error is not None]
     beyond = record.beyond_gradients
     return [
         _format(record.milliseconds, ".3f"),

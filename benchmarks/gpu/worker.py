@@ -50,9 +50,7 @@ class _Worker:
                 self._session = Session(case)
                 return {}
             case Prepare(contender=name):
-                reply = self._open_session().prepare(name)
-                self._open_session().free()
-                return reply
+                return self._open_session().prepare(name)
             case Turn(contender=name, calls=calls):
                 return {"seconds": self._open_session().turn(name, calls)}
             case _:
