@@ -44,7 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     device, suites = _choose(options)
     cases = select_cases(device, suites, quick=options.quick, full=options.full)
-    name = suites[0] if len(suites) == 1 else "all" if device == "cpu" else f"{device}-all"
+    name = suites[0] if len(suites) == 1 else "all"
+    if device != "cpu" and not name.startswith("gpu-"):
+        name = f"gpu-{name}"
     stem = options.out / (f"{name}-quick" if options.quick else name)
     machine = machine_facts()
     with ExitStack() as stack:

@@ -64,7 +64,9 @@ def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure,
 
 def _frontier(records: Sequence[Record]) -> Figure | None:
     """One panel for each head: peers are points, xent is a curve over its workspace, the products are a level line."""
-    panels = [list(group) for case, group in groupby(records, key=lambda record: record.case) if _is_whole(case)]
+    whole = [record for record in records if _is_whole(record.case)]
+    heads = [record for record in whole if record.case.suite == "heads"]
+    panels = [list(group) for _, group in groupby(heads or whole, key=lambda record: record.case)]
     panels = [panel for panel in panels if any(record.peak_bytes for record in panel)]
     if not panels:
         return None
@@ -79,7 +81,8 @@ def _frontier(records: Sequence[Record]) -> Figure | None:
 
 
 def _is_whole(case: Case) -> bool:
-    return case.function == "linear" and case.backward and not case.frozen and not case.ignored
+    is_head = case.function == "linear" and case.suite != "tokens"
+    return is_head and case.backward and not case.frozen and not case.ignored
 
 
 def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
