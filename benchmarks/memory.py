@@ -1,8 +1,9 @@
-"""Peak resident memory of one call, seen by the operating system, so that no allocator can hide anything from it.
+"""Peak memory of one call: resident memory on the CPU, what the caching allocator has handed out on a CUDA device.
 
-Linux lets a process reset its own high-water mark, which makes the peak of a single call exact. Elsewhere the mark only
-ever rises: the peak is known unless something before the call had risen higher, and then it is reported as unknown
-rather than as a number that is too small.
+Resident memory is seen by the operating system, so that no allocator can hide anything from it. Linux lets a process
+reset its own high-water mark, which makes the peak of a single call exact. Elsewhere the mark only ever rises: the peak
+is known unless something before the call had risen higher, and then it is reported as unknown rather than as a number
+that is too small.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["resident_peak"]
+__all__ = ["allocated_peak", "resident_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -37,6 +38,24 @@ def resident_peak(call: Callable[[], None]) -> int | None:
     start = _linux_high_water()
     call()
     return _linux_high_water() - start
+
+
+def allocated_peak(call: Callable[[], None]) -> int:
+    """Make the call and return the most bytes that PyTorch's CUDA allocator had handed out, above those at its start.
+
+    What the allocator keeps in reserve does not count; the workspace that cuBLAS keeps from its first product on was
+    taken before, if the call has been made before.
+    """
+    import torch
+
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    start = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - start
 
 
 def _give_back_free_memory() -> None:

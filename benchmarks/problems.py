@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
+from benchmarks.cases import IGNORE_INDEX, Case
 from benchmarks.contenders import LossFunction
 
 __all__ = ["LinearProblem", "LogitsProblem", "Problem", "make_problem"]
@@ -22,14 +22,21 @@ _SEED = 20240229
 class Problem(Protocol):
     """What a measurement needs of a problem: `arguments = set_up()`, then any number of times `call(loss, arguments)`.
 
-    Drop the arguments before the next `set_up`, or two sets of them are alive.
+    Drop the arguments before the next `set_up`, or two sets of them are alive. `target` (tokens,) are the classes,
+    `upstream` (tokens,) the gradient of the rows' losses, None if the loss is their mean and its gradient 1.
     """
+
+    target: Tensor
+    upstream: Tensor | None
 
     def set_up(self) -> tuple[Tensor, ...]:
         """Return the arguments of the loss function, with no gradient left from an earlier call."""
 
+    def clear(self) -> None:
+        """Drop the gradients of an earlier call, as `set_up` does."""
+
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
-        """Go forward and, if the case has a backward, back with an upstream gradient of 1; return the detached loss."""
+        """Go forward and, if the case has a backward, back from `upstream`; return the detached loss."""
 
 
 def make_problem(case: Case) -> Problem:
@@ -37,13 +44,29 @@ def make_problem(case: Case) -> Problem:
     return LinearProblem(case) if case.function == "linear" else LogitsProblem(case)
 
 
-def _call(loss: LossFunction, arguments: tuple[Tensor, ...], backward: bool) -> Tensor:
+def _call(loss: LossFunction, arguments: tuple[Tensor, ...], backward: bool, upstream: Tensor | None) -> Tensor:
     if not backward:
         with torch.no_grad():
             return loss(*arguments)
     value = loss(*arguments)
-    value.backward()
+    value.backward(upstream if upstream is None else upstream.to(value.dtype))
     return value.detach()
+
+
+def _targets(case: Case, generator: torch.Generator) -> Tensor:
+    """Random classes (tokens,); of these a random subset, whose size is exactly as asked for, is ignored."""
+    target = torch.randint(case.vocabulary, (case.tokens,), generator=generator, device=case.device)
+    if case.ignored:
+        order = torch.randperm(case.tokens, generator=generator, device=case.device)
+        target[order[: round(case.tokens * case.ignored)]] = IGNORE_INDEX
+    return target
+
+
+def _upstream(case: Case, generator: torch.Generator) -> Tensor | None:
+    """Return the gradient of the loss: None, which is 1, for a mean; random (tokens,) float32 for one of each row."""
+    if case.reduction == "mean":
+        return None
+    return torch.rand(case.tokens, generator=generator, device=case.device)
 
 
 class LinearProblem:
@@ -61,18 +84,23 @@ class LinearProblem:
         self.input.normal_(generator=generator)
         self.weight = torch.empty(case.vocabulary, case.hidden, dtype=dtype, device=case.device)
         self.weight.normal_(std=case.hidden**-0.5, generator=generator)
-        self.target = torch.randint(case.vocabulary, (case.tokens,), generator=generator, device=case.device)
-        self.input.requires_grad_(case.backward)
-        self.weight.requires_grad_(case.backward)
+        self.target = _targets(case, generator)
+        self.upstream = _upstream(case, generator)
+        self.input.requires_grad_(case.backward and "input" in case.trained)
+        self.weight.requires_grad_(case.backward and "weight" in case.trained)
 
     def set_up(self) -> tuple[Tensor, ...]:
         """Return (input, weight, target); both leaves have `.grad` None, as after `zero_grad` in training."""
-        self.input.grad = self.weight.grad = None
+        self.clear()
         return self.input, self.weight, self.target
+
+    def clear(self) -> None:
+        """Drop the gradients of an earlier call."""
+        self.input.grad = self.weight.grad = None
 
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
         """Leave the gradients in `input.grad` and `weight.grad`."""
-        return _call(loss, arguments, self.case.backward)
+        return _call(loss, arguments, self.case.backward, self.upstream)
 
 
 class LogitsProblem:
@@ -88,18 +116,23 @@ class LogitsProblem:
         self.template = torch.empty(
             case.tokens, case.vocabulary, dtype=getattr(torch, case.dtype), device=case.device
         ).normal_(generator=generator)
-        self.target = torch.randint(case.vocabulary, (case.tokens,), generator=generator, device=case.device)
+        self.target = _targets(case, generator)
+        self.upstream = _upstream(case, generator)
         self.anchor = torch.zeros((), device=case.device, requires_grad=case.backward)
         self.received: list[Tensor] = []
 
     def set_up(self) -> tuple[Tensor, ...]:
         """Return (logits, target), the logits a fresh copy of the template."""
-        self.received.clear()
+        self.clear()
         return _Producer.apply(self.anchor, self.template, self.received), self.target
+
+    def clear(self) -> None:
+        """Drop the gradient of an earlier call."""
+        self.received.clear()
 
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
         """Leave the gradient of the logits in `received`."""
-        return _call(loss, arguments, self.case.backward)
+        return _call(loss, arguments, self.case.backward, self.upstream)
 
 
 class _Producer(torch.autograd.Function):
@@ -111,6 +144,6 @@ class _Producer(torch.autograd.Function):
         return template.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:
         ctx.received.append(gradients[0])
-        return gradients[0].new_zeros(()), None, None
+        return None, None, None

@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case
 from benchmarks.protocol import Open, Request, encode
 
-__all__ = ["NotMeasured", "WorkerProcess"]
+__all__ = ["NotMeasured", "Process", "WorkerProcess"]
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -28,39 +32,48 @@ class NotMeasured(Exception):
         self.status = status
 
 
-class WorkerProcess:
-    """A running `benchmarks.worker`; a context manager that ends it.
+class Process:
+    """A running module that answers requests, as `benchmarks.serve` does; a context manager that ends it."""
 
-    Starting sends the first request and does not wait for its reply, so that several can load their framework at once:
-    `wait_until_ready` before the first `ask`.
-    """
-
-    def __init__(self, case: Case, contender: str, threads: int | None) -> None:
-        """Start the process in the root of the repository."""
-        environment = dict(os.environ)
-        if threads is not None:
-            environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        self.threads: int | None = None
+    def __init__(self, module: str, environment: dict[str, str] | None = None) -> None:
+        """Start the process in the root of the repository, with these additions to the environment."""
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
+            [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
             text=True,
             cwd=_ROOT,
-            env=environment,
+            env={**os.environ, **(environment or {})},
         )
-        self._send(Open(case, contender, threads))
 
-    def wait_until_ready(self) -> None:
-        """Return once the process has loaded its framework, made its inputs and warmed up; NotMeasured if it cannot."""
-        self.threads = int(self._receive()["threads"])
+    @property
+    def runs(self) -> bool:
+        """Whether the process has not ended."""
+        return self._process.poll() is None
 
-    def ask(self, request: Request) -> dict[str, Any]:
-        """Return the reply to one request; NotMeasured if there is none."""
+    def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
+        """Return the reply to one request; NotMeasured if there is none, and the process ends if it takes too long."""
         self._send(request)
-        return self._receive()
+        if seconds is None:
+            return self._receive()
+        too_late = threading.Event()
+
+        def end() -> None:
+            too_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(seconds, end)
+        timer.start()
+        try:
+            return self._receive()
+        except NotMeasured:
+            if too_late.is_set():
+                raise NotMeasured("failed", f"no answer within {seconds:.0f} s") from None
+            raise
+        finally:
+            timer.cancel()
 
     def _send(self, request: Request) -> None:
         assert self._process.stdin is not None
@@ -76,10 +89,9 @@ class WorkerProcess:
         if not line:
             raise NotMeasured("failed", self._how_it_ended())
         reply: dict[str, Any] = json.loads(line)
-        if "absent" in reply:
-            raise NotMeasured("absent", reply["absent"])
-        if "error" in reply:
-            raise NotMeasured("failed", reply["error"])
+        for key, status in (("absent", "absent"), ("skipped", "skipped"), ("error", "failed")):
+            if key in reply:
+                raise NotMeasured(status, reply[key])
         return reply
 
     def _how_it_ended(self) -> str:
@@ -90,7 +102,7 @@ class WorkerProcess:
         lines = self._complaints.read().strip().splitlines()
         return f"the process ended with status {code}: {lines[-1] if lines else 'no message'}"
 
-    def __enter__(self) -> WorkerProcess:
+    def __enter__(self) -> Self:
         """Nothing more to do: the process runs since construction."""
         return self
 
@@ -101,3 +113,22 @@ class WorkerProcess:
         self._process.kill()
         self._process.communicate()
         self._complaints.close()
+
+
+class WorkerProcess(Process):
+    """A running `benchmarks.worker`.
+
+    Starting sends the first request and does not wait for its reply, so that several can load their framework at once:
+    `wait_until_ready` before the first `ask`.
+    """
+
+    def __init__(self, case: Case, contender: str, threads: int | None) -> None:
+        """Start the process and hand it the case."""
+        bound = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        super().__init__("benchmarks.worker", bound)
+        self.threads: int | None = None
+        self._send(Open(case, contender, threads))
+
+    def wait_until_ready(self) -> None:
+        """Return once the process has loaded its framework, made its inputs and warmed up; NotMeasured if it cannot."""
+        self.threads = int(self._receive()["threads"])

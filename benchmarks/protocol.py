@@ -1,7 +1,9 @@
 """What the measuring process and its driver say to each other: one JSON object per line, a reply to every request.
 
 Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
-with the key "absent" or "error" holds the reason why there is nothing else in it.
+with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
+serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
+Turn).
 """
 
 from __future__ import annotations
@@ -10,9 +12,21 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.cases import Case, Goal
+from benchmarks.cases import Case
 
-__all__ = ["FirstCall", "Open", "Request", "Time", "WriteTruth", "decode", "encode"]
+__all__ = [
+    "Describe",
+    "FirstCall",
+    "Open",
+    "OpenCase",
+    "Prepare",
+    "Request",
+    "Time",
+    "Turn",
+    "WriteTruth",
+    "decode",
+    "encode",
+]
 
 
 @dataclass(frozen=True)
@@ -53,7 +67,43 @@ class WriteTruth:
     path: str
 
 
-Request = Open | FirstCall | Time | WriteTruth
+@dataclass(frozen=True)
+class Describe:
+    """Name the device and the versions of what runs on it. Reply: the facts that `benchmarks.gpu.facts` collects."""
+
+    device: str
+
+
+@dataclass(frozen=True)
+class OpenCase:
+    """Take up one case: drop the one before, make the inputs and, if asked for, the truth. Reply: {}."""
+
+    case: Case
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Build one contender of the open case, warm it up, and take its peak memory and its errors.
+
+    Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", ...), and to plan the timing
+    "call_seconds" on the device and "turn_seconds" on the host, for one timed call and one that is not.
+    """
+
+    contender: str
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Make one call that nobody times, then this many that are timed. Reply: {"seconds": [float, ...]}."""
+
+    contender: str
+    calls: int
+
+
+Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn
+_REQUESTS: dict[str, type[Request]] = {
+    kind.__name__: kind for kind in (Open, FirstCall, Time, WriteTruth, Describe, OpenCase, Prepare, Turn)
+}
 
 
 def encode(request: Request) -> str:
@@ -64,15 +114,7 @@ def encode(request: Request) -> str:
 def decode(line: str) -> Request:
     """Read the request that `encode` turned into this line."""
     fields: dict[str, Any] = json.loads(line)
-    kind = fields.pop("request")
-    if kind == "Open":
-        case = fields.pop("case")
-        goals = tuple(Goal(**goal) for goal in case.pop("goals"))
-        contenders, left_out = tuple(case.pop("contenders")), tuple(case.pop("left_out"))
-        return Open(case=Case(**case, goals=goals, contenders=contenders, left_out=left_out), **fields)
-    others: dict[str, type[FirstCall | Time | WriteTruth]] = {
-        "FirstCall": FirstCall,
-        "Time": Time,
-        "WriteTruth": WriteTruth,
-    }
-    return others[kind](**fields)
+    kind = _REQUESTS[fields.pop("request")]
+    if "case" in fields:
+        fields["case"] = Case.from_fields(fields["case"])
+    return kind(**fields)

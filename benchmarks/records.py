@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import statistics
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case, Quantity
 
-__all__ = ["Record"]
+__all__ = ["Record", "load_records"]
 
 
 @dataclass
@@ -20,7 +21,8 @@ class Record:
     per call of the base and of the contender, measured one right after the other; the base pairs with itself and has
     none. `seconds` are those of the contender alone, in order. `gradient_bytes` is the memory that the gradients must
     take, 0 where they take the place of the logits. `disturbance` is the share of all cores' time that other processes
-    took, for each of `seconds`.
+    took, for each of `seconds`; it is not measured for a GPU. `judge` is the contender whose errors are those of an
+    unfused computation.
     """
 
     case: Case
@@ -41,6 +43,9 @@ class Record:
     loss_error: float | None = None
     input_gradient_error: float | None = None
     weight_gradient_error: float | None = None
+    judge: str = ""
+    judge_input_gradient_error: float | None = None
+    judge_weight_gradient_error: float | None = None
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -64,8 +69,12 @@ class Record:
             return statistics.median(self.ratios) if self.ratios else None
         if name == "loss error":
             return self.loss_error
+        if name == "gradient errors":
+            return self._gradient_errors_against_judge()
         if self.peak_bytes is None:
             return None
+        if name == "peak MiB":
+            return self.peak_bytes / 2**20
         beyond = self.peak_bytes - self.gradient_bytes
         if name == "beyond gradients / logits":
             return beyond / self.case.logits_bytes
@@ -74,6 +83,31 @@ class Record:
         if name == "memory":
             return self.peak_bytes / self.base_peak_bytes
         return beyond / (self.base_peak_bytes - self.base_gradient_bytes)
+
+    def _gradient_errors_against_judge(self) -> float | None:
+        """Return the larger of the two ratios."""
+        pairs = (
+            (self.input_gradient_error, self.judge_input_gradient_error),
+            (self.weight_gradient_error, self.judge_weight_gradient_error),
+        )
+        return max((mine / judge for mine, judge in pairs if mine is not None and judge), default=None)
+
+    @property
+    def bandwidth(self) -> float | None:
+        """Bytes a second as if the logits were read once and, with a backward, their gradient written once."""
+        if self.case.function != "logits" or not self.seconds:
+            return None
+        passes = 2 if self.case.backward else 1
+        return passes * self.case.logits_bytes / statistics.median(self.seconds)
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """Read what `to_json` wrote."""
+        fields = json.loads(line)
+        known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
+        known["case"] = Case.from_fields(known["case"])
+        known["pairs"] = [(base, contender) for base, contender in known["pairs"]]
+        return cls(**known)
 
     def to_json(self) -> str:
         """Write one line, the derived numbers included."""
@@ -85,5 +119,11 @@ class Record:
             "memory_ratio": self.quantity("memory"),
             "beyond_gradients_bytes": self.beyond_gradients,
             "logits_bytes": self.case.logits_bytes,
+            "bandwidth_bytes_per_second": self.bandwidth,
         }
         return json.dumps({"title": self.case.title, **asdict(self), **derived})
+
+
+def load_records(path: Path) -> list[Record]:
+    """Read a file of JSON lines."""
+    return [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]

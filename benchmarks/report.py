@@ -12,6 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.cases import Goal
+from benchmarks.contenders import find_contender
+from benchmarks.gpu.table import CAPTION as GPU_CAPTION
+from benchmarks.gpu.table import gpu_table
 from benchmarks.records import Record
 
 __all__ = ["print_report"]
@@ -28,7 +31,10 @@ errors against float64: absolute for the loss; relative for the gradients of inp
 def print_report(console: Console, suite: str, records: Sequence[Record], machine: dict[str, Any]) -> None:
     """Print everything about one suite; each contender is named, whether it ran or not."""
     with_errors = any(record.case.accuracy for record in records)
-    console.print(_table(suite, records, machine, with_errors), _CAPTION + _ERRORS_CAPTION * with_errors, sep="\n")
+    if records[0].case.device == "cpu":
+        console.print(_table(suite, records, machine, with_errors), _CAPTION + _ERRORS_CAPTION * with_errors, sep="\n")
+    else:
+        console.print(gpu_table(suite, records, machine), GPU_CAPTION, sep="\n")
     for line in (*_goals(records), *_remarks(records), *_disturbance(records)):
         console.print(line, soft_wrap=True)
     console.print()
@@ -83,7 +89,21 @@ def _goals(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
         for goal in record.case.goals:
             if goal.contender == record.contender and record.status == "measured":
-                yield f"{_verdict(goal, record)}  {escape(record.case.title)}: {escape(record.contender)}"
+                where = f"{escape(record.case.title)}: {escape(record.contender)}{_best_peer(goal, record, records)}"
+                yield f"{_verdict(goal, record)}  {where}"
+
+
+def _best_peer(goal: Goal, record: Record, records: Sequence[Record]) -> str:
+    """Name the least that another project needs in the same case, if its ratios are to a floor."""
+    if find_contender(record.case.function, record.base).kind != "floor":
+        return ""
+    rivals = [
+        (value, other.contender)
+        for other in records
+        if other.case == record.case and find_contender(other.case.function, other.contender).kind == "peer"
+        if (value := other.quantity(goal.quantity)) is not None
+    ]
+    return f" [dim](best peer {min(rivals)[0]:.4g}, {escape(min(rivals)[1])})[/dim]" if rivals else ""
 
 
 def _verdict(goal: Goal, record: Record) -> str:
@@ -92,7 +112,7 @@ def _verdict(goal: Goal, record: Record) -> str:
     if value is None:
         return f"[yellow]unknown[/yellow]  {limit}"
     verdict = "[green]met    [/green]" if value <= goal.at_most else "[red]missed [/red]"
-    return f"{verdict}  {limit}, measured {value:.3g}"
+    return f"{verdict}  {limit}, measured {value:.4g}"
 
 
 def _disturbance(records: Sequence[Record]) -> Iterator[str]:

@@ -7,9 +7,6 @@ A process of its own gives every contender fresh memory, its own allocator and i
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +19,8 @@ from benchmarks.contenders import Absent, find_contender
 from benchmarks.devices import DEVICES
 from benchmarks.disturbance import Disturbance
 from benchmarks.problems import LinearProblem, make_problem
-from benchmarks.protocol import FirstCall, Open, Request, Time, WriteTruth, decode
+from benchmarks.protocol import FirstCall, Open, Request, Time, WriteTruth
+from benchmarks.serve import serve
 
 __all__ = ["Measurement", "main"]
 
@@ -110,25 +108,24 @@ class Measurement:
 
 
 def main() -> None:
-    """Answer requests until stdin ends. What libraries print to stdout goes to stderr, so that it stays JSON."""
-    with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as replies:
-        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        measurement: Measurement | None = None
-        for line in sys.stdin:
-            try:
-                request = decode(line)
-                if isinstance(request, Open):
-                    measurement = Measurement(request)
-                    reply: dict[str, Any] = {"threads": torch.get_num_threads()}
-                elif measurement is None:
-                    raise RuntimeError(f"the first request must be Open, got {request!r}")
-                else:
-                    reply = measurement.answer(request)
-            except Absent as reason:
-                reply = {"absent": str(reason)}
-            except Exception as error:
-                reply = {"error": f"{type(error).__name__}: {error}"}
-            replies.write(json.dumps(reply) + "\n")
+    """Answer requests until stdin ends."""
+    measurement: Measurement | None = None
+
+    def answer(request: Request) -> dict[str, Any]:
+        nonlocal measurement
+        try:
+            if isinstance(request, Open):
+                measurement = Measurement(request)
+                return {"threads": torch.get_num_threads()}
+            if measurement is None:
+                raise RuntimeError(f"the first request must be Open, got {request!r}")
+            return measurement.answer(request)
+        except Absent as reason:
+            return {"absent": str(reason)}
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    serve(answer)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,24 @@
+"""Who is measured: one table, one entry per implementation and function, one file per kind of implementation."""
+
+from __future__ import annotations
+
+from benchmarks.cases import Function
+from benchmarks.contenders import floors, fused, ours, pytorch
+from benchmarks.contenders.entry import Absent, Contender, LossFunction
+
+__all__ = ["CONTENDERS", "Absent", "Contender", "LossFunction", "find_contender"]
+
+CONTENDERS: tuple[Contender, ...] = (
+    *floors.CONTENDERS,
+    *pytorch.CONTENDERS,
+    *fused.CONTENDERS,
+    *ours.CONTENDERS,
+)
+
+
+def find_contender(function: Function, name: str) -> Contender:
+    """Look up the entry of the table for this function and name; KeyError if there is none."""
+    for contender in CONTENDERS:
+        if (contender.function, contender.name) == (function, name):
+            return contender
+    raise KeyError(f"no contender {name!r} for function {function!r}")

@@ -1,0 +1,75 @@
+"""The floors: work without which there is no loss and no gradient, and which therefore says what is still to be won.
+
+For logits that is one read and one write of them, `copy_`, or without a gradient one read, `amax`; for the linear
+function the matrix products alone. What they write to exists before the clock starts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.cases import Case
+from benchmarks.contenders.entry import Contender, LossFunction
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CONTENDERS"]
+
+
+class _Buffers:
+    """Memory by name, made at the first request: that is in the warm-up."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Tensor] = {}
+
+    def __call__(self, name: str, like: Tensor, *shape: int) -> Tensor:
+        if name not in self._made:
+            self._made[name] = like.new_empty(shape)
+        return self._made[name]
+
+
+def _copy(case: Case) -> LossFunction:
+    buffers = _Buffers()
+
+    def copy(logits: Tensor, target: Tensor) -> Tensor:
+        return buffers("copy", logits, *logits.shape).copy_(logits)
+
+    return copy
+
+
+def _amax(case: Case) -> LossFunction:
+    import torch
+
+    buffers = _Buffers()
+
+    def amax(logits: Tensor, target: Tensor) -> Tensor:
+        return torch.amax(logits, -1, out=buffers("maxima", logits, len(logits)))
+
+    return amax
+
+
+def _products(case: Case) -> LossFunction:
+    """Make the products; the logits stand for their own gradient: a matrix product takes the same time for both."""
+    import torch
+
+    buffers = _Buffers()
+    kept = case.tokens if not case.ignored else round(case.tokens * (1 - case.ignored))
+
+    def products(input: Tensor, weight: Tensor, target: Tensor) -> Any:
+        rows = input[:kept]
+        logits = torch.mm(rows, weight.T, out=buffers("logits", rows, len(rows), len(weight)))
+        if case.backward and "input" in case.trained:
+            torch.mm(logits, weight, out=buffers("input", rows, *rows.shape))
+        if case.backward and "weight" in case.trained:
+            torch.mm(logits.T, rows, out=buffers("weight", weight, *weight.shape))
+        return logits
+
+    return products
+
+
+CONTENDERS: tuple[Contender, ...] = (
+    Contender("products", "linear", _products, kind="floor"),
+    Contender("copy", "logits", _copy, kind="floor"),
+    Contender("amax", "logits", _amax, kind="floor"),
+)

@@ -1,0 +1,141 @@
+"""The loss and the whole of both gradients in float32 from the case's own inputs, and how far a contender is from them.
+
+Computed over blocks of rows, so that the float32 logits never exist at once; matrix products without TF32. The
+gradient of a logits case is computed again for every comparison: it is as large as two of the inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.cases import IGNORE_INDEX
+from benchmarks.problems import LinearProblem, LogitsProblem, Problem
+
+__all__ = ["Truth", "compute_truth"]
+
+_BLOCK_ELEMENTS = 2**28
+_COMPARED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Truth:
+    """`loss`, averaged over the rows of a loss that is not reduced; float32 gradients, for a linear case only."""
+
+    loss: float
+    input: Tensor | None = None
+    weight: Tensor | None = None
+
+    def errors(self, problem: Problem, loss: float) -> dict[str, float]:
+        """Give the absolute error of the loss, and relative errors, in the Frobenius norm, of the gradients there are.
+
+        They have the names of fields of `benchmarks.records.Record`.
+        """
+        found = {"loss_error": abs(loss - self.loss)}
+        if isinstance(problem, LogitsProblem):
+            if problem.received:
+                found["input_gradient_error"] = _logits_error(problem)
+        elif isinstance(problem, LinearProblem):
+            pairs = (
+                ("input_gradient_error", problem.input.grad, self.input),
+                ("weight_gradient_error", problem.weight.grad, self.weight),
+            )
+            found |= {name: _relative_error(grad, true) for name, grad, true in pairs if None not in (grad, true)}
+        return found
+
+
+@torch.no_grad()
+def compute_truth(problem: Problem) -> Truth:
+    """Compute the loss of the problem, and the gradients of a linear one that ask for one."""
+    with _full_precision():
+        if isinstance(problem, LinearProblem):
+            return _linear_truth(problem)
+        assert isinstance(problem, LogitsProblem)
+        losses = [_softmax_gradient(block, problem, rows)[0] for rows, block in _blocks(problem.template)]
+        return Truth(_mean(torch.cat(losses), problem))
+
+
+def _linear_truth(problem: LinearProblem) -> Truth:
+    weight = problem.weight.float()
+    input_gradient = torch.zeros_like(problem.input, dtype=torch.float32) if problem.input.requires_grad else None
+    weight_gradient = torch.zeros_like(weight) if problem.weight.requires_grad else None
+    losses = []
+    for rows in _row_blocks(len(problem.input), len(weight)):
+        hidden = problem.input[rows].float()
+        loss, gradient = _softmax_gradient(hidden @ weight.T, problem, rows)
+        losses.append(loss)
+        if input_gradient is not None:
+            input_gradient[rows] = gradient @ weight
+        if weight_gradient is not None:
+            weight_gradient.addmm_(gradient.T, hidden)
+    return Truth(_mean(torch.cat(losses), problem), input_gradient, weight_gradient)
+
+
+def _softmax_gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+    """From float32 logits (r, V) of these rows: losses (r,), 0 for an ignored row, and the gradient (r, V)."""
+    target = problem.target[rows]
+    counts = target != IGNORE_INDEX
+    index = torch.where(counts, target, 0)[:, None]
+    lse = torch.logsumexp(logits, 1, keepdim=True)
+    loss = torch.where(counts, (lse - logits.gather(1, index))[:, 0], 0.0)
+    gradient = logits.sub_(lse).exp_()
+    gradient.scatter_add_(1, index, gradient.new_full((1, 1), -1.0).expand(index.shape))
+    scale = problem.upstream[rows] if problem.upstream is not None else 1.0 / _counted(problem)
+    return loss, gradient.mul_(torch.where(counts, scale, 0.0)[:, None])
+
+
+def _logits_error(problem: LogitsProblem) -> float:
+    difference, size = 0.0, 0.0
+    with torch.no_grad():
+        for rows, block in _blocks(problem.template):
+            true = _softmax_gradient(block, problem, rows)[1]
+            size += float(true.norm()) ** 2
+            difference += float(true.sub_(problem.received[0][rows]).norm()) ** 2
+    return float((difference / size) ** 0.5)
+
+
+@torch.no_grad()
+def _relative_error(found: Tensor | None, true: Tensor | None) -> float:
+    assert found is not None
+    assert true is not None
+    difference = 0.0
+    for start in range(0, len(true), _COMPARED_ROWS):
+        rows = slice(start, start + _COMPARED_ROWS)
+        difference += float((found[rows].float() - true[rows]).norm()) ** 2
+    return float(difference**0.5 / true.norm())
+
+
+def _counted(problem: Problem) -> Tensor:
+    return (problem.target != IGNORE_INDEX).sum()
+
+
+def _mean(losses: Tensor, problem: Problem) -> float:
+    """Average over the rows that count; over all of them if the rows' losses are what is returned."""
+    count = len(losses) if problem.upstream is not None else int(_counted(problem))
+    return float(losses.double().sum() / count)
+
+
+def _row_blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+    step = max(_BLOCK_ELEMENTS // vocabulary, 1)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows in float32, each a copy that may be overwritten."""
+    for rows in _row_blocks(*logits.shape):
+        yield rows, logits[rows].to(torch.float32, copy=True)
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
