@@ -23,7 +23,7 @@ class Kernels:
     target_logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     scale_: Callable[[Tensor, Tensor, Tensor], None]
     tile_pass: Callable[[Facts, Results, Tensor], Any] | None = None
-    """Starts a forward pass over tiles of classes, from the target logits; gives None for a call it does not serve."""
+    """Starts a forward pass over tiles of classes, from the target logits; None where a device has no kernel for it."""
 
 
 def kernels(name: str) -> Kernels:

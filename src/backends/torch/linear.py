@@ -63,7 +63,11 @@ class _Chunk:
     logits: Tensor
     """(R, V), memory that the next chunk uses again."""
     target_logits: Tensor | None
-    """(R,) float32, where the compute dtype rounds: most of the loss's error is the rounding of this one logit."""
+    """(R,) float32, where the compute dtype rounds: most of the loss's error is the rounding of this one logit.
+
+    Also where the forward pass may have come from tiles: other products round otherwise, and this one logit must be
+    the same in both passes if p of a sure target, or of an only class, is to be 1.
+    """
 
 
 def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, Results, list[Tensor]]:
@@ -112,19 +116,17 @@ def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule) -> Iterator[_Ch
         else:
             torch.addmm(bias, hidden, weight.t(), out=logits)
         target_logits = None
-        if target is not None and compute in (torch.bfloat16, torch.float16):
+        if target is not None and (compute in (torch.bfloat16, torch.float16) or chosen.tile_pass is not None):
             target_logits = chosen.target_logits(hidden, weight, bias, target[part.start : part.stop])
         yield _Chunk(part, hidden, logits, target_logits)
 
 
 def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Results) -> bool:
-    """Fill the results from tiles of classes, if the device has a kernel for that and it serves the call."""
+    """Fill the results from tiles of classes, if the device has a kernel for that and each row one class for target."""
     if chosen.tile_pass is None or facts.target is None or not len(facts.weight):
         return False
     weight, bias, hidden = linear.classifier, linear.classifier_bias, linear.hidden.to(linear.compute)
     run = chosen.tile_pass(facts, results, chosen.target_logits(hidden, weight, bias, facts.target))
-    if run is None:
-        return False
     rows, classes = tile_shape(len(hidden), len(weight), linear.compute.itemsize, linear.workspace)
     memory = torch.empty(rows * classes, dtype=linear.compute, device=weight.device)
     for start in range(0, len(hidden), rows):

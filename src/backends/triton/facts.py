@@ -70,24 +70,24 @@ def _facts_kernel(
     lanes = tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
     sizes = tl.zeros([BLOCK], tl.float32)
-    if MEAN:
-        if (normalizer is None and not NUMBER) or NARROW:
-            for first in range(0, count, BLOCK):
-                _, a, weighted, _, wrong = _row_facts(
-                    first + lanes,
-                    count,
-                    target,
-                    sample_weight,
-                    class_weight,
-                    length,
-                    shift,
-                    ignore_index,
-                    vocabulary,
-                    SHIFTED,
-                )
-                sums += tl.where(wrong, 0.0, weighted)
-                size = tl.abs(weighted)
-                sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
+    SUMS: tl.constexpr = MEAN and ((normalizer is None and not NUMBER) or NARROW)
+    if SUMS:
+        for first in range(0, count, BLOCK):
+            _, a, weighted, _, wrong = _row_facts(
+                first + lanes,
+                count,
+                target,
+                sample_weight,
+                class_weight,
+                length,
+                shift,
+                ignore_index,
+                vocabulary,
+                SHIFTED,
+            )
+            sums += tl.where(wrong, 0.0, weighted)
+            size = tl.abs(weighted)
+            sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
     d = tl.sum(sums, 0)
     if NUMBER:
         d = number

@@ -4,8 +4,8 @@ from xent.backends.torch.kernels import Kernels
 from xent.backends.triton.facts import gather_facts
 from xent.backends.triton.rows import TritonPass
 from xent.backends.triton.steps import reduced, scale_, target_logits
-from xent.backends.triton.tiles import tile_pass
+from xent.backends.triton.tiles import TilePass
 
 __all__ = ["KERNELS"]
 
-KERNELS = Kernels(TritonPass, gather_facts, reduced, target_logits, scale_, tile_pass)
+KERNELS = Kernels(TritonPass, gather_facts, reduced, target_logits, scale_, TilePass)

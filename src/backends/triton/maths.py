@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "add_exponentials", "expm1", "log1p", "tanh"]
+__all__ = ["activate", "add_exponentials", "expm1", "log1p", "tanh", "times"]
 
 
 @triton.jit
@@ -32,6 +32,12 @@ def expm1(u):
     apart = (e > 0.5) & (e != 1)
     near = (e - 1) * (u / tl.log(tl.where(apart, e, 0.75)))
     return tl.where(apart, near, tl.where(e == 1, u, e - 1))
+
+
+@triton.jit
+def times(share, value):
+    """Return share * value; what has no share is 0, even where the value is infinite."""
+    return share * tl.where(share == 0, 0.0, value)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xent.backends.triton.maths import activate, add_exponentials, expm1, log1p
+from xent.backends.triton.maths import activate, add_exponentials, expm1, log1p, times
 
 __all__ = ["TritonPass"]
 
@@ -28,11 +28,6 @@ _LARGEST_BLOCK = 16384
 @triton.jit
 def _share(q, w, keep, spread):
     return (keep * q + spread) * w
-
-
-@triton.jit
-def _times(share, log_p):
-    return tl.where(share == 0, 0.0, share * log_p)
 
 
 @triton.jit(do_not_specialize=["start"])
@@ -176,14 +171,14 @@ def rows_kernel(
                 w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
                 share = tl.where(inside, _share(q, w, keep, spread), 0.0)
                 if FORWARD and nll is not None:
-                    raw_loss -= tl.sum(_times(q, log_p), 0)
+                    raw_loss -= tl.sum(times(q, log_p), 0)
             elif SMOOTHED:
                 w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
                 share = tl.where(inside, spread * w, 0.0)
             if FORWARD and (SMOOTHED or target is None):
-                spread_loss -= tl.sum(_times(share, log_p), 0)
+                spread_loss -= tl.sum(times(share, log_p), 0)
             if FORWARD and entropy is not None:
-                mixed -= tl.sum(tl.where(inside, _times(p, log_p), 0.0), 0)
+                mixed -= tl.sum(tl.where(inside, times(p, log_p), 0.0), 0)
             if grad is not None:
                 bracket = slope_of_lse * p
                 if target is not None:
@@ -194,7 +189,7 @@ def rows_kernel(
     if FORWARD:
         row_loss = spread_loss
         if target is not None:
-            row_loss -= _times(share_y, log_p_y)
+            row_loss -= times(share_y, log_p_y)
             raw_loss = -log_p_y
         if nll is not None:
             tl.store(nll + row, raw_loss)

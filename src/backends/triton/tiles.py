@@ -1,7 +1,13 @@
 """The forward pass where nothing needs the logits again: tiles of them, small enough to stay in the L2 cache.
 
 A tile has all rows and a few thousand classes. It is made by a matrix product and read once, from cache, to carry on
-each row's largest logit and sum of exponentials; then the next tile takes its memory.
+each row's sums; then the next tile takes its memory. With m the largest x so far, the sums are::
+
+    rest  = sum_c exp(x_c - m) - 1
+    mixed = sum_c exp(x_c - m) (m - x_c)          entropy = log sum + mixed / (1 + rest)
+    below = sum_c w_c (m - x_c),  seen = sum_c w_c          sum_c w_c (-log p_c) = seen log sum + below
+
+All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c.
 """
 
 from typing import Any
@@ -11,9 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xent.backends.triton.maths import activate, add_exponentials, log1p
+from xent.backends.triton.maths import activate, add_exponentials, log1p, times
 
-__all__ = ["TilePass", "tile_pass"]
+__all__ = ["TilePass"]
 
 
 @triton.jit(do_not_specialize=["start", "first"])
@@ -23,11 +29,15 @@ def _tile_kernel(
     start,
     first,
     target,  # (N,)
-    target_logits,  # (N,) float32
+    target_logits,  # (N,) float32; take the place of the tile's
     peaks,  # (N,), like all below
     rests,
     best,  # None unless predictions are asked for
     predictions,
+    mixed,  # None unless the entropy is asked for
+    below,  # None without smoothing
+    seen,
+    class_weight,
     softcap,
     logit_scale,
     CAPPED: tl.constexpr,
@@ -42,9 +52,17 @@ def _tile_kernel(
     rest = -1.0
     top = -float("inf")
     at = 0
+    mix = 0.0
+    under = 0.0
+    weights = 0.0
     if first > 0:
         peak = tl.load(peaks + row)
         rest = tl.load(rests + row)
+        if mixed is not None:
+            mix = tl.load(mixed + row)
+        if below is not None:
+            under = tl.load(below + row)
+            weights = tl.load(seen + row)
         if best is not None:
             top = tl.load(best + row)
             at = tl.load(predictions + row).to(tl.int32)
@@ -61,7 +79,25 @@ def _tile_kernel(
             top = tl.maximum(top, largest)
         z = tl.where(columns == y, z_y, z)
         x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
-        peak, rest = add_exponentials(peak, rest, tl.where(inside, x, -float("inf")))
+        x = tl.where(inside, x, -float("inf"))
+        old_peak, old_rest = peak, rest
+        peak, rest = add_exponentials(peak, rest, x)
+        growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
+        depth = tl.where(x == peak, 0.0, peak - x)
+        if mixed is not None:
+            mix = tl.exp(-growth) * (mix + growth * (old_rest + 1)) + tl.sum(times(tl.exp(-depth), depth), 0)
+        if below is not None:
+            w = 1.0 if class_weight is None else tl.load(class_weight + first + columns, mask=inside, other=0.0)
+            w = tl.where(inside, w, 0.0)
+            # Columns of -inf alone have no largest to grow from: those with a weight are infinitely far below any.
+            under += times(weights, tl.where(old_peak == -float("inf"), float("inf"), growth))
+            under += tl.sum(times(w, depth), 0)
+            weights += tl.sum(w, 0)
+    if mixed is not None:
+        tl.store(mixed + row, mix)
+    if below is not None:
+        tl.store(below + row, under)
+        tl.store(seen + row, weights)
     tl.store(peaks + row, peak)
     tl.store(rests + row, rest)
     if best is not None:
@@ -74,6 +110,9 @@ def _finish_kernel(
     count,
     peaks,
     rests,
+    mixed,
+    below,
+    seen,
     target,
     target_logits,
     weight,
@@ -83,7 +122,10 @@ def _finish_kernel(
     log_sums,
     lse,
     nll,
+    entropy,
     z_term,
+    keep,  # 1 - e
+    spread,  # e / V
     z_loss,
     softcap,
     logit_scale,
@@ -95,7 +137,8 @@ def _finish_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     peak = tl.load(peaks + rows, mask=inside, other=0.0)
-    log_sum = log1p(tl.load(rests + rows, mask=inside, other=0.0))
+    rest = tl.load(rests + rows, mask=inside, other=0.0)
+    log_sum = log1p(rest)
     z_y = tl.load(target_logits + rows, mask=inside, other=0.0)
     a = tl.load(weight + rows, mask=inside, other=0.0)
     is_dead = tl.load(dead + rows, mask=inside, other=0) != 0
@@ -105,7 +148,13 @@ def _finish_kernel(
         tl.store(nll + rows, cost, mask=inside)
     if class_weight is not None:
         w = tl.load(class_weight + tl.load(target + rows, mask=inside, other=0), mask=inside, other=0.0)
-        cost = tl.where(w == 0, 0.0, w * cost)
+        cost = times(w, cost)
+    if below is not None:
+        weights = tl.load(seen + rows, mask=inside, other=0.0)
+        cost = times(keep + tl.zeros_like(cost), cost)
+        cost += spread * (weights * log_sum + tl.load(below + rows, mask=inside, other=0.0))
+    if entropy is not None:
+        tl.store(entropy + rows, log_sum + tl.load(mixed + rows, mask=inside, other=0.0) / (1 + rest), mask=inside)
     squared = z_loss * (peak + log_sum) * (peak + log_sum)
     if Z_LOSS:
         cost += squared
@@ -119,14 +168,22 @@ def _finish_kernel(
 
 
 class TilePass:
-    """Takes tiles of logits, classes in order, and gives what `TritonPass.forward` would without a gradient."""
+    """Takes tiles of logits, classes in order, and gives what `TritonPass.forward` would without a gradient.
+
+    `target_logits` (N,) take the place of the targets' raw logits, as in `TritonPass.forward`.
+    """
 
     def __init__(self, facts: Any, results: Any, target_logits: Tensor) -> None:
-        self.facts, self.results, self._target_logits = facts, results, target_logits
+        self.facts, self.results = facts, results
         count = len(facts.weight)
+        self._target_logits = target_logits
         self._norm = results.norm if results.norm is not None else target_logits.new_empty(2, count)
         self._rests = target_logits.new_empty(count)
         self._best = None if results.predictions is None else target_logits.new_empty(count)
+        self._mixed = None if results.entropy is None else target_logits.new_empty(count)
+        smoothed = bool(facts.spec.label_smoothing)
+        self._below, self._seen = target_logits.new_empty(2, count).unbind() if smoothed else (None, None)
+        self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
 
     def add(self, tile: Tensor, start: int, first: int) -> None:
         """Take contiguous logits (R, W) of rows [start, start + R) and classes [first, first + W)."""
@@ -143,6 +200,10 @@ class TilePass:
             self._rests,
             self._best,
             self.results.predictions,
+            self._mixed,
+            self._below,
+            self._seen,
+            self._class_weight,
             spec.softcap or 0.0,
             spec.logit_scale,
             CAPPED=spec.softcap is not None,
@@ -159,16 +220,22 @@ class TilePass:
             count,
             self._norm[0],
             self._rests,
+            self._mixed,
+            self._below,
+            self._seen,
             facts.target,
             self._target_logits,
             facts.weight,
             torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead,
-            facts.class_weight,
+            self._class_weight,
             results.loss,
             None if results.norm is None else results.norm[1],
             results.lse,
             results.nll,
+            results.entropy,
             results.z_term,
+            1 - spec.label_smoothing,
+            spec.label_smoothing / facts.vocabulary,
             spec.z_loss,
             spec.softcap or 0.0,
             spec.logit_scale,
@@ -177,10 +244,3 @@ class TilePass:
             Z_LOSS=spec.z_loss != 0,
             BLOCK=256,
         )
-
-
-def tile_pass(facts: Any, results: Any, target_logits: Tensor) -> TilePass | None:
-    """Start a pass over tiles; None where one look at a logit is not enough, as for sums of anything but exponentials."""
-    if facts.spec.label_smoothing or results.entropy is not None:
-        return None
-    return TilePass(facts, results, target_logits)
