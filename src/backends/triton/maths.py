@@ -3,7 +3,19 @@
 import triton
 import triton.language as tl
 
-__all__ = ["activate", "add_exponentials", "expm1", "log1p", "tanh", "times"]
+__all__ = [
+    "activate",
+    "add_exponentials",
+    "expm1",
+    "in_lanes",
+    "join_lanes",
+    "log1p",
+    "lowest_of_largest",
+    "merge",
+    "order",
+    "tanh",
+    "times",
+]
 
 
 @triton.jit
@@ -61,18 +73,56 @@ def log1p(r):
 
 
 @triton.jit
+def order(z, inside, logit_scale):
+    """Return what sorts logits as x does: scale and softcap keep their order or reverse it; NaN is the largest."""
+    key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
+    return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
+
+
+@triton.jit
+def lowest_of_largest(best, at):
+    """Return the largest of a block and the lowest of the classes `at` which have it."""
+    top = tl.max(best, 0)
+    return top, tl.min(tl.where(best == top, at, 2147483647), 0)
+
+
+@triton.jit
+def in_lanes(x, LANES: tl.constexpr):
+    """Return a block as (LANES, n), so that a sum over its last axis stays within one thread."""
+    return tl.reshape(x, [LANES, x.shape[0] // LANES])
+
+
+@triton.jit
 def add_exponentials(peak, rest, x):
     """Return the largest of `peak` and a block x, and the sum of exp(. - largest) over all so far, less 1.
 
-    The largest's own term is left out of the sum, since the others may be lost beside it: where they are small,
-    p of the largest is nearly 1, and they are the row's gradient. No terms at all are a sum of 0, a rest of -1.
+    Lane by lane: `peak` and `rest` are (LANES,), x is (LANES, n). The largest's own term is left out of the sum, since
+    the others may be lost beside it: where they are small, p of the largest is nearly 1, and they are the row's
+    gradient. No terms at all are a sum of 0, a rest of -1.
     """
-    top = tl.max(x, 0)
-    others = tl.sum(tl.where(x == top, 0.0, tl.exp(x - top)), 0) + (tl.sum((x == top).to(tl.float32), 0) - 1)
-    others = tl.where(top == -float("inf"), -1.0, others)
+    top = tl.max(x, 1)
+    shift = tl.where(top == -float("inf"), 0.0, top)
+    is_top = x == top[:, None]
+    others = tl.sum(tl.where(is_top, 0.0, tl.exp(x - shift[:, None])), 1) + (tl.sum(is_top.to(tl.float32), 1) - 1)
+    return merge(peak, rest, top, tl.where(top == -float("inf"), -1.0, others))
+
+
+@triton.jit
+def merge(peak, rest, top, others):
+    """Return (largest, sum of exponentials less 1) of two such pairs together."""
     high = tl.maximum(peak, top)
     low = tl.minimum(peak, top)
     rest_high = tl.where(peak >= top, rest, others)
     rest_low = tl.where(peak >= top, others, rest)
-    factor = tl.where(low == -float("inf"), 0.0, tl.exp(low - high))
+    factor = tl.where(low == -float("inf"), 0.0, tl.exp(low - tl.where(low == -float("inf"), 0.0, high)))
     return high, rest_high + (rest_low + 1) * factor
+
+
+@triton.jit
+def join_lanes(peak, rest):
+    """Return the largest over lanes, and the sum of exp(. - largest) over all lanes, less 1."""
+    top = tl.max(peak, 0)
+    is_top = peak == top
+    factor = tl.where(is_top, 0.0, tl.exp(peak - tl.where(top == -float("inf"), 0.0, top)))
+    others = tl.sum(tl.where(is_top, rest, (rest + 1) * factor), 0) + (tl.sum(is_top.to(tl.float32), 0) - 1)
+    return top, tl.where(top == -float("inf"), -1.0, others)

@@ -1,4 +1,4 @@
-"""The row kernel in Triton: one program a row, the row read once for the losses and once more for the gradient.
+"""The row kernel in plain Triton, for every option: a row is read once for the losses and once for the gradient.
 
 With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
 
@@ -18,11 +18,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xent.backends.triton.maths import activate, add_exponentials, expm1, log1p, times
+from xent.backends.triton.maths import (
+    activate,
+    add_exponentials,
+    expm1,
+    in_lanes,
+    join_lanes,
+    log1p,
+    lowest_of_largest,
+    order,
+    times,
+)
 
 __all__ = ["TritonPass"]
 
-_LARGEST_BLOCK = 16384
+_LARGEST_BLOCK = 8192
+_LANE = 8  # elements: 16 bytes of the 16-bit dtypes
 
 
 @triton.jit
@@ -63,14 +74,18 @@ def rows_kernel(
     logit_scale,
     SKIPS_DEAD: tl.constexpr,  # nobody asks for statistics of dead rows
     FORWARD: tl.constexpr,  # find the norm and record results, or else load the norm
+    SPLIT: tl.constexpr,  # a program for each block of a row, which is possible once the norm is known
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     here = tl.program_id(0).to(tl.int64)
     row = start + here
+    begin = tl.program_id(1) * BLOCK if SPLIT else 0
+    end = tl.minimum(begin + BLOCK, vocabulary) if SPLIT else vocabulary
     is_dead = tl.load(dead + row) != 0
     if is_dead & SKIPS_DEAD:
         if FORWARD:
@@ -81,7 +96,7 @@ def rows_kernel(
                 tl.store(peaks + row, 0.0)
                 tl.store(log_sums + row, 0.0)
         if grad is not None:
-            for first in range(0, vocabulary, BLOCK):
+            for first in range(begin, end, BLOCK):
                 columns = first + tl.arange(0, BLOCK)
                 zeros = tl.zeros([BLOCK], grad.dtype.element_ty)
                 tl.store(grad + here * grad_stride + columns, zeros, mask=columns < vocabulary)
@@ -111,25 +126,24 @@ def rows_kernel(
                 total_share += tl.sum(tl.where(inside, _share(q.to(tl.float32), w, keep, spread), 0.0), 0)
 
     if FORWARD:
-        peak = -float("inf")
-        rest = -1.0
-        best = -float("inf")
-        prediction = 0
+        peak_lanes = tl.full([LANES], -float("inf"), tl.float32)
+        rest_lanes = tl.full([LANES], -1.0, tl.float32)
+        best = tl.full([BLOCK], -float("inf"), tl.float32)
+        at = tl.arange(0, BLOCK)
         for first in range(0, vocabulary, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             inside = columns < vocabulary
             z = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
             if predictions is not None:
-                # Scale and softcap keep the order of the logits or reverse it; NaN counts as the largest.
-                key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
-                key = tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
-                largest, index = tl.max(key, 0, return_indices=True)
-                prediction = tl.where(largest > best, first + index, prediction)
-                best = tl.maximum(best, largest)
+                key = order(z, inside, logit_scale)
+                at = tl.where(key > best, columns, at)
+                best = tl.maximum(best, key)
             if target_logits is not None:
                 z = tl.where(columns == y, z_y, z)
             x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
-            peak, rest = add_exponentials(peak, rest, tl.where(inside, x, -float("inf")))
+            x = tl.where(inside, x, -float("inf"))
+            peak_lanes, rest_lanes = add_exponentials(peak_lanes, rest_lanes, in_lanes(x, LANES))
+        peak, rest = join_lanes(peak_lanes, rest_lanes)
         log_sum = log1p(rest)
         if peaks is not None:
             tl.store(peaks + row, peak)
@@ -137,6 +151,7 @@ def rows_kernel(
         if lse is not None:
             tl.store(lse + row, peak + log_sum)
         if predictions is not None:
+            _, prediction = lowest_of_largest(best, at)
             tl.store(predictions + row, prediction.to(tl.int64))
     else:
         peak = tl.load(peaks + row)
@@ -150,12 +165,12 @@ def rows_kernel(
         x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         log_p_y = (x_y - peak) - log_sum
         at_y = share_y * expm1(log_p_y) + (slope_of_lse - share_y) * tl.exp(log_p_y)
-    spread_loss = 0.0  # sum of share times log p over classes
-    raw_loss = 0.0  # the same for the given probabilities, without smoothing and weights
-    mixed = 0.0  # entropy
+    spread_loss = tl.zeros([BLOCK], tl.float32)  # share times -log p
+    raw_loss = tl.zeros([BLOCK], tl.float32)  # the same for the given probabilities, without smoothing and weights
+    mixed = tl.zeros([BLOCK], tl.float32)  # p times -log p
     LOOKS_AGAIN: tl.constexpr = grad is not None or (FORWARD and (SMOOTHED or target is None or entropy is not None))
     if LOOKS_AGAIN:
-        for first in range(0, vocabulary, BLOCK):
+        for first in range(begin, end, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             inside = columns < vocabulary
             z = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
@@ -171,14 +186,14 @@ def rows_kernel(
                 w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
                 share = tl.where(inside, _share(q, w, keep, spread), 0.0)
                 if FORWARD and nll is not None:
-                    raw_loss -= tl.sum(times(q, log_p), 0)
+                    raw_loss -= times(q, log_p)
             elif SMOOTHED:
                 w = 1.0 if class_weight is None else tl.load(class_weight + columns, mask=inside, other=0.0)
                 share = tl.where(inside, spread * w, 0.0)
             if FORWARD and (SMOOTHED or target is None):
-                spread_loss -= tl.sum(times(share, log_p), 0)
+                spread_loss -= times(share, log_p)
             if FORWARD and entropy is not None:
-                mixed -= tl.sum(tl.where(inside, times(p, log_p), 0.0), 0)
+                mixed -= times(tl.where(inside, p, 0.0), log_p)
             if grad is not None:
                 bracket = slope_of_lse * p
                 if target is not None:
@@ -187,14 +202,15 @@ def rows_kernel(
                 tl.store(grad + here * grad_stride + columns, g.to(grad.dtype.element_ty), mask=inside)
 
     if FORWARD:
-        row_loss = spread_loss
+        row_loss = tl.sum(spread_loss, 0)
+        row_nll = tl.sum(raw_loss, 0)
         if target is not None:
             row_loss -= times(share_y, log_p_y)
-            raw_loss = -log_p_y
+            row_nll = -log_p_y
         if nll is not None:
-            tl.store(nll + row, raw_loss)
+            tl.store(nll + row, row_nll)
         if entropy is not None:
-            tl.store(entropy + row, mixed)
+            tl.store(entropy + row, tl.sum(mixed, 0))
         squared = z_loss * (peak + log_sum) * (peak + log_sum)
         if Z_LOSS:
             row_loss += squared
@@ -230,8 +246,9 @@ class TritonPass:
             return
         probabilities = None if facts.target is not None else facts.probability_block(start, start + count)
         block = min(triton.next_power_of_2(vocabulary), _LARGEST_BLOCK)
+        split = not forward and facts.target is not None
         peaks, log_sums = (None, None) if results.norm is None else results.norm.unbind(0)
-        rows_kernel[(count,)](
+        rows_kernel[(count, triton.cdiv(vocabulary, block) if split else 1)](
             logits,
             logits.stride(0),
             grad,
@@ -263,10 +280,12 @@ class TritonPass:
             spec.logit_scale,
             SKIPS_DEAD=self._skips_dead,
             FORWARD=forward,
+            SPLIT=split,
             SMOOTHED=spec.label_smoothing != 0,
             Z_LOSS=spec.z_loss != 0,
             CAPPED=spec.softcap is not None,
             SCALED=spec.logit_scale != 1,
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 32),
+            LANES=max(block // _LANE, 1),
+            num_warps=min(max(block // 1024, 1), 8),
         )

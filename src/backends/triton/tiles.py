@@ -17,7 +17,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from xent.backends.triton.maths import activate, add_exponentials, log1p, times
+from xent.backends.triton.maths import (
+    activate,
+    add_exponentials,
+    in_lanes,
+    join_lanes,
+    log1p,
+    lowest_of_largest,
+    merge,
+    order,
+    times,
+)
 
 __all__ = ["TilePass"]
 
@@ -43,6 +53,7 @@ def _tile_kernel(
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     tile += tl.program_id(0).to(tl.int64) * width
     row = start + tl.program_id(0).to(tl.int64)
@@ -51,7 +62,7 @@ def _tile_kernel(
     peak = -float("inf")
     rest = -1.0
     top = -float("inf")
-    at = 0
+    prediction = 0
     mix = 0.0
     under = 0.0
     weights = 0.0
@@ -65,23 +76,23 @@ def _tile_kernel(
             weights = tl.load(seen + row)
         if best is not None:
             top = tl.load(best + row)
-            at = tl.load(predictions + row).to(tl.int32)
+            prediction = tl.load(predictions + row).to(tl.int32)
     for left in range(0, width, BLOCK):
         columns = left + tl.arange(0, BLOCK)
         inside = columns < width
         z = tl.load(tile + columns, mask=inside, other=0.0).to(tl.float32)
         if best is not None:
-            # Scale and softcap keep the order of the logits or reverse it; NaN counts as the largest.
-            key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
-            key = tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
-            largest, index = tl.max(key, 0, return_indices=True)
-            at = tl.where(largest > top, first + left + index, at)
+            largest, at = lowest_of_largest(order(z, inside, logit_scale), first + columns)
+            prediction = tl.where(largest > top, at, prediction)
             top = tl.maximum(top, largest)
         z = tl.where(columns == y, z_y, z)
         x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
         x = tl.where(inside, x, -float("inf"))
         old_peak, old_rest = peak, rest
-        peak, rest = add_exponentials(peak, rest, x)
+        none = tl.full([LANES], -float("inf"), tl.float32)
+        lane_peak, lane_rest = add_exponentials(none, tl.full([LANES], -1.0, tl.float32), in_lanes(x, LANES))
+        block_peak, block_rest = join_lanes(lane_peak, lane_rest)
+        peak, rest = merge(peak, rest, block_peak, block_rest)
         growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
         depth = tl.where(x == peak, 0.0, peak - x)
         if mixed is not None:
@@ -102,7 +113,7 @@ def _tile_kernel(
     tl.store(rests + row, rest)
     if best is not None:
         tl.store(best + row, top)
-        tl.store(predictions + row, at.to(tl.int64))
+        tl.store(predictions + row, prediction.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -209,7 +220,8 @@ class TilePass:
             CAPPED=spec.softcap is not None,
             SCALED=spec.logit_scale != 1,
             BLOCK=block,
-            num_warps=min(max(block // 512, 1), 8),
+            LANES=max(block // 8, 1),
+            num_warps=min(max(block // 1024, 1), 8),
         )
 
     def finish(self) -> None:
