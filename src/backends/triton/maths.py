@@ -93,36 +93,41 @@ def in_lanes(x, LANES: tl.constexpr):
 
 
 @triton.jit
-def add_exponentials(peak, rest, x):
-    """Return the largest of `peak` and a block x, and the sum of exp(. - largest) over all so far, less 1.
+def add_exponentials(peak, total, x):
+    """Return the largest of `peak` and a block x, and the sum of exp(. - largest) over all so far.
 
-    Lane by lane: `peak` and `rest` are (LANES,), x is (LANES, n). The largest's own term is left out of the sum, since
-    the others may be lost beside it: where they are small, p of the largest is nearly 1, and they are the row's
-    gradient. No terms at all are a sum of 0, a rest of -1.
+    Lane by lane: `peak` and `total` are (LANES,), x is (LANES, n). Where nothing but -inf came yet, `total` is 0.
     """
-    top = tl.max(x, 1)
-    shift = tl.where(top == -float("inf"), 0.0, top)
-    is_top = x == top[:, None]
-    others = tl.sum(tl.where(is_top, 0.0, tl.exp(x - shift[:, None])), 1) + (tl.sum(is_top.to(tl.float32), 1) - 1)
-    return merge(peak, rest, top, tl.where(top == -float("inf"), -1.0, others))
+    largest = tl.maximum(peak, tl.max(x, 1))
+    # 0 stands in for a largest of -inf, so that exp(-inf - 0) is 0, and not exp(-inf + inf) NaN.
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    return largest, total * tl.exp(peak - shift) + tl.sum(tl.exp(x - shift[:, None]), 1)
 
 
 @triton.jit
-def merge(peak, rest, top, others):
-    """Return (largest, sum of exponentials less 1) of two such pairs together."""
-    high = tl.maximum(peak, top)
-    low = tl.minimum(peak, top)
-    rest_high = tl.where(peak >= top, rest, others)
-    rest_low = tl.where(peak >= top, others, rest)
-    factor = tl.where(low == -float("inf"), 0.0, tl.exp(low - tl.where(low == -float("inf"), 0.0, high)))
-    return high, rest_high + (rest_low + 1) * factor
+def merge(peak, total, other_peak, other_total):
+    """Return (largest, sum of exponentials) of two such pairs together."""
+    largest = tl.maximum(peak, other_peak)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    return largest, total * tl.exp(peak - shift) + other_total * tl.exp(other_peak - shift)
 
 
 @triton.jit
-def join_lanes(peak, rest):
-    """Return the largest over lanes, and the sum of exp(. - largest) over all lanes, less 1."""
-    top = tl.max(peak, 0)
-    is_top = peak == top
-    factor = tl.where(is_top, 0.0, tl.exp(peak - tl.where(top == -float("inf"), 0.0, top)))
-    others = tl.sum(tl.where(is_top, rest, (rest + 1) * factor), 0) + (tl.sum(is_top.to(tl.float32), 0) - 1)
-    return top, tl.where(top == -float("inf"), -1.0, others)
+def join_lanes(peak, total):
+    """Return (largest, sum of exponentials) over all lanes."""
+    largest = tl.max(peak, 0)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    return largest, tl.sum(total * tl.exp(peak - shift), 0)
+
+
+@triton.jit
+def with_target(peak, total, x_y):
+    """Return the largest x and log sum_c exp(x_c - largest), from those of the other classes and the target's x.
+
+    Where the target is the largest, p of it may be nearly 1, and then all others together are the row's gradient:
+    they were summed without it, since beside its 1 they would be lost.
+    """
+    largest = tl.maximum(peak, x_y)
+    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    others = total * tl.exp(peak - shift)
+    return largest, tl.where(x_y == largest, log1p(others), tl.log(others + tl.exp(x_y - shift)))

@@ -24,11 +24,12 @@ from xent.backends.triton.maths import (
     expm1,
     in_lanes,
     join_lanes,
-    log1p,
     lowest_of_largest,
     order,
     times,
+    with_target,
 )
+from xent.backends.triton.ring import launch_ring, ring_for
 
 __all__ = ["TritonPass"]
 
@@ -107,10 +108,12 @@ def rows_kernel(
     total_share = keep + spread * vocabulary
     y = 0
     z_y = 0.0
+    x_y = 0.0
     share_y = keep
     if target is not None:
         y = tl.load(target + row)
         z_y = tl.load(logits + y).to(tl.float32) if target_logits is None else tl.load(target_logits + here)
+        x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         if class_weight is not None:
             share_y = keep * tl.load(class_weight + y)
             total_share = share_y + spread * tl.load(class_weight_total)
@@ -127,24 +130,29 @@ def rows_kernel(
 
     if FORWARD:
         peak_lanes = tl.full([LANES], -float("inf"), tl.float32)
-        rest_lanes = tl.full([LANES], -1.0, tl.float32)
+        total_lanes = tl.zeros([LANES], tl.float32)
         best = tl.full([BLOCK], -float("inf"), tl.float32)
         at = tl.arange(0, BLOCK)
         for first in range(0, vocabulary, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             inside = columns < vocabulary
-            z = tl.load(logits + columns, mask=inside, other=0.0).to(tl.float32)
+            z = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
             if predictions is not None:
                 key = order(z, inside, logit_scale)
                 at = tl.where(key > best, columns, at)
                 best = tl.maximum(best, key)
-            if target_logits is not None:
-                z = tl.where(columns == y, z_y, z)
             x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
-            x = tl.where(inside, x, -float("inf"))
-            peak_lanes, rest_lanes = add_exponentials(peak_lanes, rest_lanes, in_lanes(x, LANES))
-        peak, rest = join_lanes(peak_lanes, rest_lanes)
-        log_sum = log1p(rest)
+            if SCALED or CAPPED:
+                x = tl.where(inside, x, -float("inf"))
+            if target is not None:
+                if (y >= first) & (y < first + BLOCK):
+                    x = tl.where(columns == y, -float("inf"), x)
+            peak_lanes, total_lanes = add_exponentials(peak_lanes, total_lanes, in_lanes(x, LANES))
+        peak, total = join_lanes(peak_lanes, total_lanes)
+        if target is not None:
+            peak, log_sum = with_target(peak, total, x_y)
+        else:
+            log_sum = tl.log(total)
         if peaks is not None:
             tl.store(peaks + row, peak)
             tl.store(log_sums + row, log_sum)
@@ -162,7 +170,6 @@ def rows_kernel(
     log_p_y = 0.0
     at_y = 0.0  # the bracket for the target, whose p - 1 would cancel where p is nearly 1
     if target is not None:
-        x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         log_p_y = (x_y - peak) - log_sum
         at_y = share_y * expm1(log_p_y) + (slope_of_lse - share_y) * tl.exp(log_p_y)
     spread_loss = tl.zeros([BLOCK], tl.float32)  # share times -log p
@@ -231,6 +238,10 @@ class TritonPass:
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
+        ring = None if grad is None or not len(logits) else ring_for(logits, grad, self.facts, self.results)
+        if ring is not None and grad is not None:
+            launch_ring(ring, logits, start, grad, target_logits, self.facts, self.results)
+            return
         self._launch(logits, start, grad, target_logits, forward=True)
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:

@@ -3,11 +3,12 @@
 A tile has all rows and a few thousand classes. It is made by a matrix product and read once, from cache, to carry on
 each row's sums; then the next tile takes its memory. With m the largest x so far, the sums are::
 
-    rest  = sum_c exp(x_c - m) - 1
-    mixed = sum_c exp(x_c - m) (m - x_c)          entropy = log sum + mixed / (1 + rest)
-    below = sum_c w_c (m - x_c),  seen = sum_c w_c          sum_c w_c (-log p_c) = seen log sum + below
+    total = sum_c exp(x_c - m)
+    mixed = sum_c exp(x_c - m) (m - x_c)                    entropy = log total + mixed / total
+    below = sum_c w_c (m - x_c),  seen = sum_c w_c          sum_c w_c (-log p_c) = seen log total + below
 
-All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c.
+All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c. The target comes last, from its
+float32 logit: the tiles' sums are over the other classes.
 """
 
 from typing import Any
@@ -22,11 +23,11 @@ from xent.backends.triton.maths import (
     add_exponentials,
     in_lanes,
     join_lanes,
-    log1p,
     lowest_of_largest,
     merge,
     order,
     times,
+    with_target,
 )
 
 __all__ = ["TilePass"]
@@ -39,9 +40,8 @@ def _tile_kernel(
     start,
     first,
     target,  # (N,)
-    target_logits,  # (N,) float32; take the place of the tile's
     peaks,  # (N,), like all below
-    rests,
+    totals,
     best,  # None unless predictions are asked for
     predictions,
     mixed,  # None unless the entropy is asked for
@@ -58,9 +58,8 @@ def _tile_kernel(
     tile += tl.program_id(0).to(tl.int64) * width
     row = start + tl.program_id(0).to(tl.int64)
     y = tl.load(target + row) - first
-    z_y = tl.load(target_logits + row)
     peak = -float("inf")
-    rest = -1.0
+    total = 0.0
     top = -float("inf")
     prediction = 0
     mix = 0.0
@@ -68,7 +67,7 @@ def _tile_kernel(
     weights = 0.0
     if first > 0:
         peak = tl.load(peaks + row)
-        rest = tl.load(rests + row)
+        total = tl.load(totals + row)
         if mixed is not None:
             mix = tl.load(mixed + row)
         if below is not None:
@@ -85,21 +84,21 @@ def _tile_kernel(
             largest, at = lowest_of_largest(order(z, inside, logit_scale), first + columns)
             prediction = tl.where(largest > top, at, prediction)
             top = tl.maximum(top, largest)
-        z = tl.where(columns == y, z_y, z)
         x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
-        x = tl.where(inside, x, -float("inf"))
-        old_peak, old_rest = peak, rest
+        counts = inside & (columns != y)
+        x = tl.where(counts, x, -float("inf"))
+        old_peak, old_total = peak, total
         none = tl.full([LANES], -float("inf"), tl.float32)
-        lane_peak, lane_rest = add_exponentials(none, tl.full([LANES], -1.0, tl.float32), in_lanes(x, LANES))
-        block_peak, block_rest = join_lanes(lane_peak, lane_rest)
-        peak, rest = merge(peak, rest, block_peak, block_rest)
+        lane_peak, lane_total = add_exponentials(none, tl.zeros([LANES], tl.float32), in_lanes(x, LANES))
+        block_peak, block_total = join_lanes(lane_peak, lane_total)
+        peak, total = merge(peak, total, block_peak, block_total)
         growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
         depth = tl.where(x == peak, 0.0, peak - x)
         if mixed is not None:
-            mix = tl.exp(-growth) * (mix + growth * (old_rest + 1)) + tl.sum(times(tl.exp(-depth), depth), 0)
+            mix = tl.exp(-growth) * (mix + growth * old_total) + tl.sum(times(tl.exp(-depth), depth), 0)
         if below is not None:
             w = 1.0 if class_weight is None else tl.load(class_weight + first + columns, mask=inside, other=0.0)
-            w = tl.where(inside, w, 0.0)
+            w = tl.where(counts, w, 0.0)
             # Columns of -inf alone have no largest to grow from: those with a weight are infinitely far below any.
             under += times(weights, tl.where(old_peak == -float("inf"), float("inf"), growth))
             under += tl.sum(times(w, depth), 0)
@@ -110,7 +109,7 @@ def _tile_kernel(
         tl.store(below + row, under)
         tl.store(seen + row, weights)
     tl.store(peaks + row, peak)
-    tl.store(rests + row, rest)
+    tl.store(totals + row, total)
     if best is not None:
         tl.store(best + row, top)
         tl.store(predictions + row, prediction.to(tl.int64))
@@ -120,7 +119,7 @@ def _tile_kernel(
 def _finish_kernel(
     count,
     peaks,
-    rests,
+    totals,
     mixed,
     below,
     seen,
@@ -147,25 +146,31 @@ def _finish_kernel(
 ):
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
-    peak = tl.load(peaks + rows, mask=inside, other=0.0)
-    rest = tl.load(rests + rows, mask=inside, other=0.0)
-    log_sum = log1p(rest)
     z_y = tl.load(target_logits + rows, mask=inside, other=0.0)
+    x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+    others_peak = tl.load(peaks + rows, mask=inside, other=0.0)
+    others_total = tl.load(totals + rows, mask=inside, other=1.0)
+    peak, log_sum = with_target(others_peak, others_total, x_y)
+    growth = tl.where(others_peak == -float("inf"), 0.0, peak - others_peak)
+    depth_y = tl.where(x_y == peak, 0.0, peak - x_y)
     a = tl.load(weight + rows, mask=inside, other=0.0)
     is_dead = tl.load(dead + rows, mask=inside, other=0) != 0
-    x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
-    cost = log_sum - (x_y - peak)
-    if nll is not None:
-        tl.store(nll + rows, cost, mask=inside)
+    w_y = tl.full([BLOCK], 1.0, tl.float32)
     if class_weight is not None:
-        w = tl.load(class_weight + tl.load(target + rows, mask=inside, other=0), mask=inside, other=0.0)
-        cost = times(w, cost)
+        w_y = tl.load(class_weight + tl.load(target + rows, mask=inside, other=0), mask=inside, other=0.0)
+    log_p_y = (x_y - peak) - log_sum
+    cost = -times(keep * w_y, log_p_y)
+    if nll is not None:
+        tl.store(nll + rows, -log_p_y, mask=inside)
     if below is not None:
         weights = tl.load(seen + rows, mask=inside, other=0.0)
-        cost = times(keep + tl.zeros_like(cost), cost)
-        cost += spread * (weights * log_sum + tl.load(below + rows, mask=inside, other=0.0))
+        under = tl.load(below + rows, mask=inside, other=0.0)
+        under += times(weights, tl.where(others_peak == -float("inf"), float("inf"), growth)) + times(w_y, depth_y)
+        cost += spread * ((weights + w_y) * log_sum + under)
     if entropy is not None:
-        tl.store(entropy + rows, log_sum + tl.load(mixed + rows, mask=inside, other=0.0) / (1 + rest), mask=inside)
+        mix = tl.load(mixed + rows, mask=inside, other=0.0)
+        mix = tl.exp(-growth) * (mix + growth * others_total) + times(tl.exp(-depth_y), depth_y)
+        tl.store(entropy + rows, log_sum + mix * tl.exp(-log_sum), mask=inside)
     squared = z_loss * (peak + log_sum) * (peak + log_sum)
     if Z_LOSS:
         cost += squared
@@ -173,6 +178,7 @@ def _finish_kernel(
     if z_term is not None:
         tl.store(z_term + rows, tl.where(is_dead, 0.0, a * squared), mask=inside)
     if log_sums is not None:
+        tl.store(peaks + rows, peak, mask=inside)
         tl.store(log_sums + rows, log_sum, mask=inside)
     if lse is not None:
         tl.store(lse + rows, peak + log_sum, mask=inside)
@@ -189,7 +195,7 @@ class TilePass:
         count = len(facts.weight)
         self._target_logits = target_logits
         self._norm = results.norm if results.norm is not None else target_logits.new_empty(2, count)
-        self._rests = target_logits.new_empty(count)
+        self._totals = target_logits.new_empty(count)
         self._best = None if results.predictions is None else target_logits.new_empty(count)
         self._mixed = None if results.entropy is None else target_logits.new_empty(count)
         smoothed = bool(facts.spec.label_smoothing)
@@ -206,9 +212,8 @@ class TilePass:
             start,
             first,
             self.facts.target,
-            self._target_logits,
             self._norm[0],
-            self._rests,
+            self._totals,
             self._best,
             self.results.predictions,
             self._mixed,
@@ -231,7 +236,7 @@ class TilePass:
         _finish_kernel[(triton.cdiv(count, 256),)](
             count,
             self._norm[0],
-            self._rests,
+            self._totals,
             self._mixed,
             self._below,
             self._seen,

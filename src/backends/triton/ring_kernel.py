@@ -1,0 +1,490 @@
+"""The row kernel for Hopper, in Gluon: loss and gradient with one read and one write of device memory.
+
+Why a ring. A row must be read whole, for its log-sum-exp, before the first gradient can be written, and has to be
+looked at again for that. Here the second look is at shared memory: a producer warp copies rows block by block into a
+ring of slots (the bulk copy engine, one mbarrier a slot), the other warps fold each block into running maxima and
+sums as it arrives, reduce once per row, and then go over the same slots again to write the gradient. A slot is free
+as soon as its gradient is written, and the producer at once loads a block of the next row into it.
+
+A row too large for one ring is split over GROUP programs. Each writes its part's (maximum, sum) as one 64-bit word
+and waits for the others' words; the ring keeps loading meanwhile. All members fold the words in the same order, so
+results do not depend on who came first. Programs take their number from a ticket counter, not from their index: all
+members of a group but the last have then been started before anyone waits, and whoever is missing starts as soon as
+complete groups have finished.
+
+Numbers. With L = log2(e), a thread keeps a reference c (its largest x so far, times L, rounded) and s = sum 2^(x L - c);
+x L - c is one fused multiply-add, exact but for its final rounding, so the rounding of c itself does not matter as
+long as the same c is used throughout. Then log2 sum_c e^(x_c) = C + log2 S for the row's reference C and sum S,
+p = 2^(x L - C) / S, and -log p_y = ln S + (C - x_y L) ln 2, which cancels nothing at logits of +-400. The target's
+x is kept out of the blocks' sums and comes from `target_logits` if they are there, which rounded logits need.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+__all__ = ["ring_kernel"]
+
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def _exp2(x):
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _expm1(u):
+    """Return e^u - 1 without cancellation for u <= 0: (e - 1) u / log(e) forgives what e was rounded by."""
+    e = gl.exp(u)
+    apart = (e > 0.5) & (e != 1)
+    near = (e - 1) * (u / gl.log(gl.where(apart, e, 0.75)))
+    return gl.where(apart, near, gl.where(e == 1, u, e - 1))
+
+
+@gluon.jit
+def _reference(m):
+    """Return a maximum as a reference for exponents; 0 where there was nothing but -inf."""
+    return gl.where(m == float("-inf"), 0.0, m) * LOG2E
+
+
+@gluon.jit
+def _rescale(m, reference):
+    """Return what turns a sum relative to the reference of m into one relative to `reference`."""
+    return gl.where(m == float("-inf"), 0.0, _exp2(_reference(m) - reference))
+
+
+@gluon.jit
+def _widen(z):
+    """Return a block in float32. A bfloat16 is the upper half of one: two to a register, one instruction each."""
+    if z.dtype == gl.bfloat16:
+        return gl.inline_asm_elementwise(
+            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+            "=f,=f,r",
+            [z],
+            dtype=gl.float32,
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        return z.to(gl.float32)
+
+
+@gluon.jit
+def _activate(z, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+    """Return x = k tanh(s z / k), or s z. k - 2k / (1 + e^2v) is exact enough for logits of 16 bits."""
+    x = z
+    if SCALED:
+        x = x * logit_scale
+    if CAPPED:
+        x = softcap - 2 * softcap / (1 + _exp2(x * (2 * LOG2E / softcap)))
+    return x
+
+
+@gluon.jit
+def _pack(high, low):
+    """Return (float32, float32) as one word. Never 0 here: a sum of 0 comes with a maximum of -inf."""
+    high = high.to(gl.uint32, bitcast=True).to(gl.uint64) << 32
+    return (high | low.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64, bitcast=True)
+
+
+@gluon.jit
+def _await(word_ptr):
+    word = gl.load(word_ptr, volatile=True)
+    while word == 0:
+        word = gl.load(word_ptr, volatile=True)
+    high = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    return high, word.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _next(slot, phase, SLOTS: gl.constexpr):
+    slot += 1
+    wrapped = slot == SLOTS
+    return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
+
+
+@gluon.jit
+def _produce(
+    descriptor,
+    ring,
+    full,
+    empty,
+    rows,
+    stride,
+    first,
+    step,
+    begin,
+    blocks,
+    BLOCK: gl.constexpr,
+    SLOTS: gl.constexpr,
+    VEC: gl.constexpr,
+    SHIFTED: gl.constexpr,
+):
+    """One warp: every free slot starts to load the next block at once."""
+    BYTES: gl.constexpr = BLOCK * ring.dtype.primitive_bitwidth // 8
+    slot = 0
+    phase = 1
+    for row in range(first, rows, step):
+        for b in range(blocks):
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(full.index(slot), BYTES)
+            column = begin + b * BLOCK
+            if SHIFTED:
+                where = [0, row * stride // VEC * VEC + column]
+            else:
+                where = [row, column]
+            tma.async_copy_global_to_shared(descriptor, where, full.index(slot), ring.index(slot))
+            slot, phase = _next(slot, phase, SLOTS)
+
+
+@gluon.jit
+def _consume(
+    ring,
+    full,
+    empty,
+    logits,
+    grad,
+    target,
+    target_logits,
+    weight,
+    scale,
+    dead,
+    loss,
+    lse_out,
+    nll_out,
+    z_out,
+    words,
+    rows,
+    vocabulary,
+    stride,
+    grad_stride,
+    keep,
+    spread,
+    z_loss,
+    softcap,
+    logit_scale,
+    first,
+    step,
+    part,
+    begin,
+    blocks,
+    BLOCK: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    VEC: gl.constexpr,
+    SHIFTED: gl.constexpr,
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    Z_LOSS: gl.constexpr,
+    SMOOTHED: gl.constexpr,
+    EXACT_TARGETS: gl.constexpr,
+    LSE: gl.constexpr,
+    NLL: gl.constexpr,
+    Z_TERM: gl.constexpr,
+):
+    dtype: gl.constexpr = ring.dtype
+    WARPS: gl.constexpr = gl.num_warps()
+    THREADS: gl.constexpr = 32 * WARPS
+    REP: gl.constexpr = BLOCK // (THREADS * VEC)
+    # A block seen as [REP, THREADS, VEC]: the first and last axes lie within a thread, so reducing them is free.
+    FLAT: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [1, WARPS], [1, 0])
+    CUBE: gl.constexpr = gl.BlockedLayout([REP, 1, VEC], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
+    PLANE: gl.constexpr = gl.SliceLayout(2, CUBE)
+    LINE: gl.constexpr = gl.SliceLayout(0, PLANE)
+    c0 = gl.arange(0, REP, layout=gl.SliceLayout(1, PLANE))
+    c1 = gl.arange(0, THREADS, layout=gl.SliceLayout(0, PLANE))
+    c2 = gl.arange(0, VEC, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))
+    inside = (c0[:, None] * (THREADS * VEC) + c1[None, :] * VEC)[:, :, None] + c2[None, None, :]
+    vector = inside // VEC * VEC  # where the 16 bytes that a column is in begin
+
+    slot = 0
+    phase = 0
+    # What a row needs besides its logits is loaded one row ahead.
+    y = gl.load(target + first)
+    r = gl.load(scale + first)
+    a = gl.load(weight + first)
+    is_dead = gl.load(dead + first).to(gl.int32)
+    for row in range(first, rows, step):
+        following = gl.minimum(row + step, rows - 1)
+        y_next = gl.load(target + following)
+        r_next = gl.load(scale + following)
+        a_next = gl.load(weight + following)
+        is_dead_next = gl.load(dead + following).to(gl.int32)
+
+        row64 = row.to(gl.int64)
+        at = row64 * stride
+        grad_at = row64 * grad_stride
+        shift = 0
+        if SHIFTED:
+            # Rows start anywhere: look at them from the 16-byte boundary before, where logits and gradient agree.
+            shift = (at % VEC).to(gl.int32)
+            at = at // VEC * VEC
+            grad_at = grad_at // VEC * VEC
+        end = vocabulary + shift  # positions shift to end hold the row
+        z_row = logits + at
+        g_row = grad + grad_at
+        y_at = y.to(gl.int32) + shift
+        mine = (y_at >= begin) & (y_at < begin + blocks * BLOCK)
+        if EXACT_TARGETS:
+            z_y = gl.load(target_logits + row)
+        else:
+            z_y = gl.load(z_row + y_at, mask=mine, other=0.0).to(gl.float32)
+
+        # Pass 1: each thread its own maximum and sum, as the blocks arrive.
+        m = gl.full([THREADS], float("-inf"), gl.float32, LINE)
+        s = gl.full([THREADS], 0.0, gl.float32, LINE)
+        sum_x = gl.full([THREADS], 0.0, gl.float32, LINE)
+        slot_again = slot
+        for b in range(blocks):
+            mbarrier.wait(full.index(slot), phase)
+            z = ring.index(slot).load(FLAT)
+            z = gl.convert_layout(z.reshape([REP, THREADS, VEC]), CUBE, assert_trivial=True)
+            x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
+            column = begin + b * BLOCK
+            if SMOOTHED:
+                valid = (column + inside >= shift) & (column + inside < end)
+                sum_x += gl.sum(gl.sum(gl.where(valid, x, 0.0), 2), 0)
+            if (column + BLOCK > end) | (SHIFTED and column < shift):
+                valid = column + inside < end
+                if SHIFTED:
+                    valid = valid & (column + inside >= shift)
+                x = gl.where(valid, x, float("-inf"))
+            if (y_at >= column) & (y_at < column + BLOCK):
+                x = gl.where(column + inside == y_at, float("-inf"), x)
+            m_old = m
+            m = gl.maximum(m, gl.max(gl.max(x, 2), 0))
+            c = _reference(m)
+            e = _exp2(gl.fma(x, LOG2E, -c[None, :][:, :, None]))
+            s = s * _rescale(m_old, c) + gl.sum(gl.sum(e, 2), 0)
+            slot, phase = _next(slot, phase, SLOTS)
+
+        # The row's reference and sum; the target joins in the program that holds it.
+        others = gl.max(m, 0)
+        x_y = _activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+        joining = gl.where(mine, x_y, float("-inf"))
+        top = gl.maximum(others, joining)
+        ref = _reference(top)
+        row_sum = gl.sum(s * _rescale(m, ref), 0) + _exp2(gl.fma(joining, LOG2E, -ref))
+        row_sum_x = 0.0
+        if SMOOTHED:
+            row_sum_x = gl.sum(sum_x, 0)
+        if GROUP > 1:
+            WORDS: gl.constexpr = 2 if SMOOTHED else 1
+            word = words + row64 * (GROUP * WORDS)
+            gl.atomic_xchg(word + part * WORDS, _pack(top, row_sum), sem="relaxed")
+            if SMOOTHED:
+                gl.atomic_xchg(word + part * WORDS + 1, _pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
+            tops = ()
+            sums = ()
+            top = row_sum * 0 + float("-inf")
+            row_sum_x = row_sum * 0
+            for j in gl.static_range(GROUP):
+                top_j, sum_j = _await(word + j * WORDS)
+                tops = tops + (top_j,)
+                sums = sums + (sum_j,)
+                top = gl.maximum(top, top_j)
+                if SMOOTHED:
+                    _, sum_x_j = _await(word + j * WORDS + 1)
+                    row_sum_x += sum_x_j
+            ref = _reference(top)
+            row_sum = row_sum * 0
+            for j in gl.static_range(GROUP):
+                row_sum += sums[j] * _rescale(tops[j], ref)
+
+        # The row's loss, by the program that holds its target.
+        ln_sum = gl.log(row_sum)
+        nll = ln_sum + gl.fma(x_y, -LOG2E, ref) * LN2
+        lse = gl.fma(ref, LN2, ln_sum)
+        cost = keep * nll
+        share = keep + spread * vocabulary
+        if Z_LOSS:
+            cost += z_loss * lse * lse
+            share += 2 * z_loss * lse
+        if SMOOTHED:
+            cost += spread * (vocabulary * lse - row_sum_x)
+        gl.store(loss + row, gl.where(is_dead != 0, 0.0, a * cost), mask=mine)
+        if LSE:
+            gl.store(lse_out + row, lse, mask=mine)
+        if NLL:
+            gl.store(nll_out + row, nll, mask=mine)
+        if Z_TERM:
+            gl.store(z_out + row, gl.where(is_dead != 0, 0.0, a * z_loss * lse * lse), mask=mine)
+        factor = r * share / row_sum
+        # p - 1 of the target would cancel where p is nearly 1.
+        g_y = r * (keep * _expm1(-nll) + (share - keep) * gl.exp(-nll))
+
+        # Pass 2: the gradient, from the same slots; each goes back to the producer.
+        for b in range(blocks):
+            z = ring.index(slot_again).load(FLAT)
+            z = gl.convert_layout(z.reshape([REP, THREADS, VEC]), CUBE, assert_trivial=True)
+            x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
+            g = _exp2(gl.fma(x, LOG2E, -ref)) * factor
+            column = begin + b * BLOCK
+            if (is_dead != 0) | ((y_at >= column) & (y_at < column + BLOCK)):
+                g = gl.where(column + inside == y_at, g_y, g)
+                g = gl.where(is_dead != 0, 0.0, g)
+            if SMOOTHED:
+                g = gl.where(is_dead != 0, 0.0, g - spread * r)
+            if CAPPED:
+                bent = gl.where(column + inside == y_at, x_y, x) / softcap
+                g *= gl.where(is_dead != 0, 1.0, 1 - bent * bent)
+            if SCALED:
+                g *= logit_scale
+            place = g_row + column + inside
+            if (column + BLOCK > end) | (SHIFTED and column < shift):
+                # 16 bytes at a time, but for the two vectors that hold the ends of a shifted row.
+                whole = column + vector + VEC <= end
+                if SHIFTED:
+                    whole = whole & (column + vector >= shift)
+                gl.store(place, g.to(dtype), mask=whole, cache_modifier=".cs")
+                if SHIFTED:
+                    edge = (column + inside >= shift) & (column + inside < end) & (whole == 0)
+                    gl.store(place, g.to(dtype), mask=edge)
+            else:
+                gl.store(place, g.to(dtype), cache_modifier=".cs")
+            # Not sooner: a barrier does not wait for loads whose values nobody has used, and the copy engine would
+            # overwrite them. The stores above have used them.
+            mbarrier.arrive(empty.index(slot_again))
+            slot_again = gl.where(slot_again + 1 == SLOTS, 0, slot_again + 1)
+        y = y_next
+        r = r_next
+        a = a_next
+        is_dead = is_dead_next
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def ring_kernel(
+    descriptor,  # the logits for the copy engine: (R, V) in blocks of [1, BLOCK], or (1, elements) with SHIFTED
+    logits,
+    grad,  # may be the logits
+    target,  # (R,) int64
+    target_logits,  # (R,) float32, with EXACT_TARGETS
+    weight,  # (R,) float32, a
+    scale,  # (R,) float32, r
+    dead,  # (R,) bool: loss and gradient are exactly 0
+    loss,  # (R,) float32
+    lse_out,  # (R,) float32, with LSE, and so on
+    nll_out,
+    z_out,
+    words,  # int64, zero: GROUP a row (2 GROUP with SMOOTHED), then the ticket counter; with GROUP > 1
+    rows,
+    vocabulary_units,  # in units of 16 bytes, or of elements with SHIFTED: so the compiler knows what divides them
+    stride_units,
+    grad_stride_units,
+    keep,  # 1 - e
+    spread,  # e / V
+    z_loss,
+    softcap,
+    logit_scale,
+    BLOCK: gl.constexpr,
+    SLOTS: gl.constexpr,
+    GROUP: gl.constexpr,
+    SHIFTED: gl.constexpr,  # rows do not start on 16-byte boundaries
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    Z_LOSS: gl.constexpr,
+    SMOOTHED: gl.constexpr,
+    EXACT_TARGETS: gl.constexpr,
+    LSE: gl.constexpr,
+    NLL: gl.constexpr,
+    Z_TERM: gl.constexpr,
+):
+    """Loss and gradient of every row; see the module's docstring."""
+    dtype: gl.constexpr = descriptor.dtype
+    VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
+    UNIT: gl.constexpr = 1 if SHIFTED else VEC
+    REACH: gl.constexpr = VEC - 1 if SHIFTED else 0
+    ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, BLOCK], descriptor.layout)
+    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=1)
+    vocabulary = vocabulary_units * UNIT
+    stride = stride_units.to(gl.int64) * UNIT
+    grad_stride = grad_stride_units.to(gl.int64) * UNIT
+    ticket = gl.program_id(0)
+    if GROUP > 1:
+        counter = words + rows.to(gl.int64) * (GROUP * (2 if SMOOTHED else 1))
+        ticket = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
+    part = ticket % GROUP
+    first = ticket // GROUP
+    step = gl.num_programs(0) // GROUP
+    row_blocks = gl.cdiv(vocabulary + REACH, BLOCK)
+    part_blocks = gl.cdiv(row_blocks, GROUP)
+    begin = part * part_blocks * BLOCK
+    blocks = gl.minimum(part_blocks, row_blocks - part * part_blocks)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    ring,
+                    full,
+                    empty,
+                    logits,
+                    grad,
+                    target,
+                    target_logits,
+                    weight,
+                    scale,
+                    dead,
+                    loss,
+                    lse_out,
+                    nll_out,
+                    z_out,
+                    words,
+                    rows,
+                    vocabulary,
+                    stride,
+                    grad_stride,
+                    keep,
+                    spread,
+                    z_loss,
+                    softcap,
+                    logit_scale,
+                    first,
+                    step,
+                    part,
+                    begin,
+                    blocks,
+                    BLOCK,
+                    SLOTS,
+                    GROUP,
+                    VEC,
+                    SHIFTED,
+                    SCALED,
+                    CAPPED,
+                    Z_LOSS,
+                    SMOOTHED,
+                    EXACT_TARGETS,
+                    LSE,
+                    NLL,
+                    Z_TERM,
+                ),
+            ),
+            (
+                _produce,
+                (
+                    descriptor,
+                    ring,
+                    full,
+                    empty,
+                    rows,
+                    stride_units,
+                    first,
+                    step,
+                    begin,
+                    blocks,
+                    BLOCK,
+                    SLOTS,
+                    VEC,
+                    SHIFTED,
+                ),
+            ),
+        ],
+        [1],
+        [24],
+    )
