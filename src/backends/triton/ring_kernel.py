@@ -12,10 +12,10 @@ results do not depend on who came first. Programs take their number from a ticke
 members of a group but the last have then been started before anyone waits, and whoever is missing starts as soon as
 complete groups have finished.
 
-Numbers. With L = log2(e), a thread keeps a reference c (its largest x so far, times L, rounded) and s = sum 2^(x L - c);
-x L - c is one fused multiply-add, exact but for its final rounding, so the rounding of c itself does not matter as
-long as the same c is used throughout. Then log2 sum_c e^(x_c) = C + log2 S for the row's reference C and sum S,
-p = 2^(x L - C) / S, and -log p_y = ln S + (C - x_y L) ln 2, which cancels nothing at logits of +-400. The target's
+Numbers. With L = log2(e), a thread keeps a reference c (its largest x so far, times L, rounded) and the sum s of
+2^(x L - c). That is one fused multiply-add, exact but for its final rounding, so the rounding of c itself does not
+matter as long as the same c is used throughout. Then log2 sum_c e^(x_c) = C + log2 S for the row's reference C and sum
+S, p = 2^(x L - C) / S, and -log p_y = ln S + (C - x_y L) ln 2, which cancels nothing at logits of +-400. The target's
 x is kept out of the blocks' sums and comes from `target_logits` if they are there, which rounded logits need.
 """
 

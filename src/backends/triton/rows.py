@@ -113,7 +113,7 @@ def rows_kernel(
     if target is not None:
         y = tl.load(target + row)
         z_y = tl.load(logits + y).to(tl.float32) if target_logits is None else tl.load(target_logits + here)
-        x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+        x_y, _slope_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         if class_weight is not None:
             share_y = keep * tl.load(class_weight + y)
             total_share = share_y + spread * tl.load(class_weight_total)
@@ -141,7 +141,7 @@ def rows_kernel(
                 key = order(z, inside, logit_scale)
                 at = tl.where(key > best, columns, at)
                 best = tl.maximum(best, key)
-            x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
+            x, _slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
             if SCALED or CAPPED:
                 x = tl.where(inside, x, -float("inf"))
             if target is not None:
@@ -159,7 +159,7 @@ def rows_kernel(
         if lse is not None:
             tl.store(lse + row, peak + log_sum)
         if predictions is not None:
-            _, prediction = lowest_of_largest(best, at)
+            _top, prediction = lowest_of_largest(best, at)
             tl.store(predictions + row, prediction.to(tl.int64))
     else:
         peak = tl.load(peaks + row)

@@ -84,7 +84,7 @@ def _tile_kernel(
             largest, at = lowest_of_largest(order(z, inside, logit_scale), first + columns)
             prediction = tl.where(largest > top, at, prediction)
             top = tl.maximum(top, largest)
-        x, _ = activate(z, logit_scale, softcap, SCALED, CAPPED)
+        x, _slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
         counts = inside & (columns != y)
         x = tl.where(counts, x, -float("inf"))
         old_peak, old_total = peak, total
@@ -147,7 +147,7 @@ def _finish_kernel(
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = rows < count
     z_y = tl.load(target_logits + rows, mask=inside, other=0.0)
-    x_y, _ = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+    x_y, _slope_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
     others_peak = tl.load(peaks + rows, mask=inside, other=0.0)
     others_total = tl.load(totals + rows, mask=inside, other=1.0)
     peak, log_sum = with_target(others_peak, others_total, x_y)

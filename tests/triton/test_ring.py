@@ -1,0 +1,68 @@
+"""Rows long enough for the ring kernel: one program a row, several a row, rows off the 16-byte boundaries.
+
+Where there is no Hopper GPU the plain kernel passes the same tests.
+"""
+
+import pytest
+import torch
+
+import xent
+from tests.targets import Target
+from xent.core.check.cases import OPTIONS, Case
+from xent.core.check.judge import judge_case
+
+LENGTHS = {"one program": 40_960, "three programs": 262_144, "shifted": 33_003}
+NAMES = ["plain", "smoothing", "z_loss", "softcap", "scale, negative", "sample_weight", "softcap, z_loss", "weight"]
+MANY = {"one program": (700, 40_960), "two programs": (500, 131_072), "shifted": (600, 50_257)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_options(target: Target, length: str, dtype: str, name: str) -> None:
+    vocabulary = LENGTHS[length]
+    case = target.sized(Case("cross_entropy", (2, 5), vocabulary, dtype, name, OPTIONS[name]))
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("name", ["plain", "all"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_linear(target: Target, length: str, dtype: str, name: str) -> None:
+    options = {key: value for key, value in OPTIONS[name].items() if key != "weight"}
+    case = target.sized(Case("linear_cross_entropy", (2, 5), LENGTHS[length], dtype, name, options))
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("length", MANY)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_many_rows_time_and_again(target: Target, length: str, inplace: bool) -> None:
+    """More rows than programs, so that slots are used over and over: the same bits each time, and the right ones."""
+    rows, vocabulary = MANY[length]
+    if target.device == "cpu":
+        rows, vocabulary = 3, 1003
+    torch.manual_seed(0)
+    logits = (3 * torch.randn(rows, vocabulary, device=target.device)).bfloat16()
+    classes = torch.randint(vocabulary, (rows,), device=target.device)
+    classes[::7] = -100
+    logits[0], logits[7, 3] = torch.nan, torch.inf
+    logits[5, : vocabulary // 2] = -torch.inf
+    classes[5] = vocabulary - 1
+
+    def run(backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+        leaf = logits.clone().requires_grad_()
+        loss = xent.cross_entropy(leaf * 1, classes, inplace=inplace, z_loss=1e-3, backend=backend)
+        (grad,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), grad
+
+    loss, grad = run("torch")
+    first_loss, first_grad = run(target.name)
+    torch.testing.assert_close(first_loss, loss, rtol=1e-5, atol=0)
+    difference = (first_grad.float() - grad.float()).norm(dim=-1)
+    assert (difference <= 2**-8 * grad.float().norm(dim=-1)).all()
+    for _ in range(4):
+        again_loss, again_grad = run(target.name)
+        assert torch.equal(again_loss, first_loss)
+        assert torch.equal(again_grad, first_grad)
