@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.interpreter import round_to_nearest
+from tests.interpreter import prepare
 from tests.targets import Target, targets
 from xent.backends import TABLE
 
@@ -16,7 +16,7 @@ from xent.backends import TABLE
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without a backend that was asked for."""
     if os.environ.get("TRITON_INTERPRET") == "1":
-        round_to_nearest()
+        prepare()
     for name in asked_for():
         if name not in TABLE:
             raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(TABLE)}")

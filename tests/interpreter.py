@@ -1,7 +1,8 @@
-"""Where Triton's interpreter differs from a GPU.
+"""Where Triton's interpreter differs from a GPU, and where it loses most of its time.
 
 It rounds float32 to bfloat16 toward zero, where GPUs round to nearest; and NumPy, which it computes with, warns of
-infinities and NaN that a GPU passes on as they are.
+infinities and NaN that a GPU passes on as they are. It puts its own functions in place of the language's at every call
+of a function in a kernel, though those of the launch are still there: that is half of a test's time.
 """
 
 import warnings
@@ -9,15 +10,29 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["round_to_nearest"]
+__all__ = ["prepare"]
 
 
-def round_to_nearest() -> None:
-    """Make the interpreter round as GPUs do."""
-    import triton.language as tl
+def prepare() -> None:
+    """Make the interpreter compute as GPUs do, and look at the language once a launch."""
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
+    patched: set[int] = set()
+    interpreter._patch_lang = _patch_once(interpreter._patch_lang, patched)
+    run = interpreter.GridExecutor.__call__
+
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        patched.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            return run(*args, **kwargs)
+
+    interpreter.GridExecutor.__call__ = launch
+
+
+def _round_to_nearest(convert: Any) -> Any:
+    import triton.language as tl
 
     def rounded(values: Any, source: Any, wanted: Any, mode: Any) -> Any:
         if (source, wanted) != (tl.float32, tl.bfloat16):
@@ -26,13 +41,23 @@ def round_to_nearest() -> None:
         nearest = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
         return np.where(np.isnan(values), np.uint16(0x7FC0), nearest)
 
-    interpreter._convert_float = rounded
+    return rounded
 
-    run = interpreter.GridExecutor.__call__
 
-    def quiet(*args: Any, **kwargs: Any) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)
-            return run(*args, **kwargs)
+def _patch_once(patch: Any, patched: set[int]) -> Any:
+    """Return `patch`, less what is in `patched`: the modules that functions of this launch have seen."""
+    import triton.language as tl
 
-    interpreter.GridExecutor.__call__ = quiet
+    languages = (tl, tl.core)
+    seen_by: dict[Any, set[int]] = {}
+
+    def once(function: Any) -> Any:
+        if function not in seen_by:
+            visible = list(function.__globals__.values())
+            seen_by[function] = {id(module) for module in languages if any(value is module for value in visible)}
+        if seen_by[function] <= patched:
+            return None
+        patched.update(seen_by[function])
+        return patch(function)
+
+    return once
