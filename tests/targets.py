@@ -33,9 +33,14 @@ class Target:
         assert takes or dtype == "float64"
         return takes
 
+    @property
+    def interpreted(self) -> bool:
+        """Whether an interpreter runs every row as a program of its own, a thousand times slower than a GPU."""
+        return self.name == "triton" and self.device == "cpu"
+
     def sized(self, case: Case) -> Case:
-        """Return the case, with fewer rows where an interpreter runs every row as a program of its own."""
-        if self.name != "triton" or self.device != "cpu":
+        """Return the case, with fewer rows where they are interpreted."""
+        if not self.interpreted:
             return case
         return replace(case, rows=tuple(min(size, 4) for size in case.rows))
 

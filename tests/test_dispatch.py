@@ -112,7 +112,10 @@ def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_passes_and_prints_a_table(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "option_cases", lambda *names: [target.sized(case) for case in option_cases(*names)])
+    every = 6 if target.interpreted else 1  # the matrix has them all
+    monkeypatch.setattr(
+        report, "option_cases", lambda *names: [target.sized(case) for case in option_cases(*names)[::every]]
+    )
     assert main(["check", target.name]) == 0
     printed = capsys.readouterr().out
     devices = target.backend.info().devices

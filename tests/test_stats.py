@@ -28,6 +28,7 @@ CASES = [
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_statistics_are_the_references(target: Target, case: Case) -> None:
+    case = target.sized(case)
     inputs = make_inputs(case)
     call, arrays = call_of(target, case, inputs, stats=STAT_NAMES)
     loss, stats = call(*arrays)
