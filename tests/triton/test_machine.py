@@ -1,0 +1,111 @@
+"""Whether this machine can run the kernels: what was found and what is needed, whatever it is that is missing."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+
+from xent.backends.triton import machine
+
+
+def found() -> tuple[str | None, tuple[str, ...]]:
+    missing, _, devices = machine.find()
+    return missing, devices
+
+
+def have_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
+    """Make PyTorch see GPUs of these capabilities, and Triton compile."""
+    monkeypatch.setattr(machine, "_is_interpreting", lambda: False)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=0: capabilities[index])
+
+
+def test_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    reason, versions, devices = machine.find()
+    assert reason is not None
+    assert "triton" in reason.partition(";")[0]
+    assert reason.endswith("; pip install triton, or use backend 'torch'")
+    assert (versions, devices) == ({"torch": torch.__version__}, ())
+
+
+@pytest.mark.parametrize("version", ["2.1.0", "3.1.0", "3.1.0+git1234", "3.0.0rc1"])
+def test_old_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert found() == (f"it needs Triton 3.2 or later and found {version}", ())
+
+
+@pytest.mark.parametrize("version", ["3.2.0", "3.10.1", "4.0.0+git1234"])
+def test_new_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, (9, 0))
+    monkeypatch.setattr(triton, "__version__", version)
+    assert found() == (None, ("cuda",))
+
+
+def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, (9, 4))
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert found() == ("its kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's", ())
+
+
+@pytest.mark.parametrize(("cuda", "what"), [(None, "is built without CUDA"), ("13.0", "finds no NVIDIA GPU or driver")])
+def test_no_gpu(cuda: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    assert found() == (f"PyTorch {torch.__version__} {what}", ())
+
+
+@pytest.mark.parametrize("capabilities", [((7, 5),), ((9, 0), (7, 5))])
+def test_old_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, *capabilities)
+    assert found() == ("it needs GPUs of compute capability 8.0 or later and found one of 7.5", ())
+
+
+@pytest.mark.parametrize("capabilities", [((8, 0),), ((8, 6), (12, 0))])
+def test_new_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, *capabilities)
+    assert found() == (None, ("cuda",))
+
+
+@pytest.mark.parametrize(("gpu", "devices"), [(False, ("cpu",)), (True, ("cuda", "cpu"))])
+def test_interpreter_needs_no_gpu(gpu: bool, devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, *[(7, 5)] * gpu)
+    monkeypatch.setattr(machine, "_is_interpreting", lambda: True)
+    assert found() == (None, devices)
+
+
+PROGRAM = """
+import torch, xent
+(reason,) = [info.reason for info in xent.backends() if info.name == "triton"]
+print(reason)
+logits, target = torch.zeros(2, 4), torch.tensor([0, 1])
+assert abs(float(xent.cross_entropy(logits, target)) - 1.3862944) < 1e-6
+try:
+    xent.cross_entropy(logits, target, backend="triton")
+except xent.BackendError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('libtriton.so: no such file')", "libtriton.so: no such file; pip install triton"),
+        ("__version__ = '2.1.0'", "it needs Triton 3.2 or later and found 2.1.0"),
+    ],
+)
+def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing patched: another triton comes first on the path."""
+    (tmp_path / "triton").mkdir()
+    (tmp_path / "triton" / "__init__.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    program = [sys.executable, "-W", "error::RuntimeWarning", "-c", PROGRAM]
+    printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert printed[0].startswith(reason)
+    assert printed[1] == f"backend 'triton' cannot serve this call: {printed[0]}"
