@@ -1,0 +1,74 @@
+"""The calls that tests on a GPU make: both functions, with every reduction, and their gradients."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import xent
+
+__all__ = ["CALLS", "Call", "run"]
+
+ROWS, HIDDEN = 96, 64
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One of the two functions, with options."""
+
+    function: str
+    options: dict[str, Any] = field(default_factory=dict)
+    vocabulary: int = 1000
+
+    def __str__(self) -> str:
+        named = [f"{name}={value}" for name, value in self.options.items()]
+        return "-".join([self.function, str(self.vocabulary), *named])
+
+    def draw(self, seed: int, device: str = "cuda") -> tuple[Tensor, ...]:
+        """Return what is differentiated, then the target; some targets are ignored."""
+        generator = torch.Generator().manual_seed(seed)
+        target = torch.randint(self.vocabulary, (ROWS,), generator=generator)
+        target[seed % 7 :: 7] = -100
+        shapes = [(ROWS, self.vocabulary)]
+        if self.function == "linear_cross_entropy":
+            shapes = [(ROWS, HIDDEN), (self.vocabulary, HIDDEN)]
+        drawn = [torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in shapes]
+        return (*(tensor.requires_grad_() for tensor in drawn), target.to(device))
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        *sources, target = tensors
+        if self.options.get("inplace"):
+            sources = [source * 1 for source in sources]
+        loss: Tensor = getattr(xent, self.function)(*sources, target, backend="triton", **self.options)
+        return loss
+
+
+def run(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Return the loss and the gradients of all tensors that ask for one."""
+    loss = call(*tensors)
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.5))
+
+
+# Rows of the plain kernel, then of the ring kernel: one program a row, several, and off the 16-byte boundaries.
+SHORT, ONE_PROGRAM, SEVERAL_PROGRAMS, SHIFTED = 1000, 16_384, 131_072, 16_391
+ONE_CHUNK = {"workspace": 2**30}
+SEVERAL_CHUNKS = {"workspace": ROWS // 4 * SHORT * 2}
+CALLS = [
+    *(Call("cross_entropy", {"reduction": reduction, "z_loss": 1e-3}) for reduction in ("mean", "sum", "none")),
+    *(Call("cross_entropy", {"reduction": reduction, "inplace": True}) for reduction in ("mean", "none")),
+    Call("cross_entropy", {"label_smoothing": 0.1, "softcap": 10.0, "logit_scale": 0.5}),
+    *(
+        Call("cross_entropy", options, vocabulary)
+        for options in ({}, {"label_smoothing": 0.1, "inplace": True})
+        for vocabulary in (ONE_PROGRAM, SEVERAL_PROGRAMS, SHIFTED)
+    ),
+    *(
+        Call("linear_cross_entropy", {"reduction": reduction} | chunks)
+        for reduction in ("mean", "none")
+        for chunks in (ONE_CHUNK, SEVERAL_CHUNKS)
+    ),
+    Call("linear_cross_entropy", {"workspace": ROWS // 4 * ONE_PROGRAM * 2}, ONE_PROGRAM),
+]

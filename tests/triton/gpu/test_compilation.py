@@ -1,0 +1,84 @@
+"""What changes during training, numbers and lengths of batches, compiles no kernel again."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+import xent
+
+VOCABULARIES = [1000, 16_384, 16_387]  # of the plain kernel, of the ring kernel, of its rows off the boundaries
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the names of kernels for which Triton has no program yet when they are launched."""
+    names: list[str] = []
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **launch: names.append(launch["fn"].name))
+    return names
+
+
+def step(vocabulary: int = 1000, rows: int = 300, **options: Any) -> None:
+    """Go through forward and backward of both functions, row by row as well, and forward alone."""
+    upstream = options.pop("upstream", 1.0)
+    logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocabulary, (rows,), device="cuda")
+    for reduction in ("mean", "none"):
+        named = options | {"reduction": reduction, "backend": "triton"}
+        for loss in (
+            xent.cross_entropy(logits, target, **named),
+            xent.linear_cross_entropy(hidden, weight, target, **named),
+            xent.linear_cross_entropy(hidden, weight, target, workspace=128 * vocabulary * 2, **named),
+        ):
+            (loss.sum() * upstream).backward()
+        with torch.no_grad():
+            xent.cross_entropy(logits, target, **named)
+            xent.linear_cross_entropy(hidden, weight, target, **named)
+
+
+CHANGES: dict[str, list[Any]] = {
+    "z_loss": [1e-4, 2e-4, 1.0, 2.0],
+    "label_smoothing": [0.1, 0.05, 1.0],
+    "softcap": [30.0, 15.0, 1.0, 2],
+    "logit_scale": [0.5, 0.25, -1.0, 2.0, 16],
+    "normalizer": [1000.0, 1.0, 16, 0, 7],
+    "upstream": [1.0, 0.5, 65536.0],
+}
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("name", CHANGES)
+def test_numbers(compiled: list[str], name: str, vocabulary: int) -> None:
+    first, *rest = CHANGES[name]
+    step(vocabulary, **{name: first})
+    compiled.clear()
+    for number in rest:
+        step(vocabulary, **{name: number})
+    assert compiled == []
+
+
+def test_hook_sees_what_is_compiled(compiled: list[str]) -> None:
+    step()
+    compiled.clear()
+    logits = torch.randn(4, 77, device="cuda", dtype=torch.float16, requires_grad=True)
+    xent.cross_entropy(logits, torch.zeros(4, device="cuda", dtype=torch.int64), softcap=3.0, z_loss=0.1).backward()
+    assert any("kernel" in name for name in compiled)
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_lengths_of_batches(compiled: list[str], vocabulary: int) -> None:
+    """A handful of programs serves all lengths: what counts is the largest of 16, 8, 4, 2 and 1 that divides them.
+
+    Tiles have sizes of their own: the last of a row may need a smaller block, of which there are five.
+    """
+    for rows in (256, 264, 268, 270, 271):
+        step(vocabulary, rows)
+    compiled.clear()
+    for rows in (384, 512, 328, 332, 334, 333, 301):
+        step(vocabulary, rows)
+    tiles = compiled.count("_tile_kernel")
+    assert compiled == ["_tile_kernel"] * tiles
+    assert tiles <= 5

@@ -1,0 +1,122 @@
+"""Work goes to the caller's stream: it waits for what is there and for nothing else, and nobody waits on the host."""
+
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.triton.gpu.calls import CALLS, ONE_CHUNK, Call, run
+
+LONG = 10**9  # cycles: half a second, against microseconds of work
+WITHOUT_WAITING = [call for call in CALLS if call.options.get("workspace") in (None, ONE_CHUNK["workspace"])]
+
+
+def everything(call: Call, tensors: tuple[Tensor, ...]) -> None:
+    """Go forward and backward, and forward alone."""
+    run(call, tensors)
+    with torch.no_grad():
+        call(*tensors)
+
+
+@contextmanager
+def synchronisation_is_an_error() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_synchronisation_would_be_seen() -> None:
+    number = torch.ones((), device="cuda")
+    with synchronisation_is_an_error(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        number.item()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_waits_for_its_stream(call: Call) -> None:
+    """The inputs are NaN until a long sleep on the stream is over: who does not wait for it reads NaN."""
+    truth = call.draw(0)
+    expected = run(call, truth)
+    late = call.draw(1)
+    with torch.no_grad():
+        for tensor in late[:-1]:
+            tensor.fill_(torch.nan)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG // 4)
+        with torch.no_grad():
+            for place, values in zip(late, truth, strict=True):
+                place.copy_(values)
+        found = run(call, late)
+    side.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_waits_for_no_other_stream(call: Call) -> None:
+    tensors = call.draw(0)
+    expected = run(call, tensors)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run(call, tensors)  # memory of this stream is there before the other one is busy
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    busy = torch.cuda.Event()
+    busy.record()
+    with torch.cuda.stream(side):
+        found = run(call, tensors)
+    side.synchronize()
+    assert not busy.query(), "the default stream's sleep was waited for"
+    torch.cuda.synchronize()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_pytorch_sees_no_synchronisation(call: Call) -> None:
+    tensors = call.draw(0)
+    everything(call, tensors)
+    with synchronisation_is_an_error():
+        everything(call, tensors)
+
+
+@pytest.mark.parametrize("call", WITHOUT_WAITING, ids=str)
+def test_host_runs_ahead(call: Call) -> None:
+    """The device sleeps; forward and backward are queued behind, and the host goes on."""
+    tensors = call.draw(0)
+    everything(call, tensors)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG)
+    slept = torch.cuda.Event()
+    slept.record()
+    everything(call, tensors)
+    assert not slept.query(), "the host waited for the device"
+
+
+def test_device_does_not_idle_while_the_host_learns_how_many_rows_there_are() -> None:
+    """The host waits for that number once, at the first of several chunks; then it is ahead of the device again."""
+    call = Call("linear_cross_entropy", {"workspace": 2048 * 32000 * 2})
+    torch.manual_seed(0)
+    hidden = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(32000, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(32000, (8192,), device="cuda")
+    target[::9] = -100
+    run(call, (hidden, weight, target))
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(call, (hidden, weight, target))
+    done = torch.cuda.Event()
+    done.record()
+    queued = time.perf_counter() - start
+    assert not done.query(), "the host came last"
+    done.synchronize()
+    assert queued < 0.7 * (time.perf_counter() - start)

@@ -1,0 +1,75 @@
+"""Targets outside [0, V) on a GPU, in `linear_cross_entropy` and in what goes with it: NaN there, and only there."""
+
+import pytest
+import torch
+
+import xent
+from xent.core.spec import STAT_NAMES
+
+ROWS, HIDDEN, VOCABULARY = 300, 16, 1000
+WRONG = {3: VOCABULARY, 77: -1, 150: 10**9, 151: -7, 299: -(2**40)}
+
+pytestmark = pytest.mark.usefixtures("poisoned")
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(ROWS, HIDDEN, device="cuda", requires_grad=True)
+    weight = torch.randn(VOCABULARY, HIDDEN, device="cuda", requires_grad=True)
+    right = torch.randint(VOCABULARY, (ROWS,), device="cuda")
+    right[::4] = -100
+    wrong = right.clone()
+    for row, value in WRONG.items():
+        wrong[row] = value
+    return hidden, weight, right, wrong
+
+
+@pytest.mark.parametrize("workspace", [None, 100 * VOCABULARY * 4])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_row_is_nan_and_others_are_not(workspace: int | None, reduction: str) -> None:
+    hidden, weight, _, wrong = drawn()
+    options = {"workspace": workspace, "reduction": reduction, "backend": "triton"}
+    loss = xent.linear_cross_entropy(hidden, weight, wrong, **options)
+    assert bool(loss.isnan().any())
+    if reduction == "none":
+        assert loss.isnan().nonzero()[:, 0].tolist() == sorted(WRONG)
+    grad, grad_weight = torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
+    assert grad.isnan().any(-1).nonzero()[:, 0].tolist() == sorted(WRONG)
+    assert bool(grad_weight.isnan().any())
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_other_rows_have_the_gradient_they_have_without(reduction: str) -> None:
+    hidden, weight, right, wrong = drawn()
+    grads = []
+    for target in (right, wrong):
+        loss = xent.linear_cross_entropy(hidden, weight, target, reduction=reduction, backend="triton")
+        grads.append(torch.autograd.grad(loss, hidden, torch.ones_like(loss))[0])
+    others = torch.ones(ROWS, dtype=torch.bool, device="cuda")
+    others[list(WRONG)] = False
+    assert torch.equal(grads[0][others], grads[1][others])
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_statistics(linear: bool) -> None:
+    hidden, weight, _, wrong = drawn()
+    options = {"reduction": "none", "stats": STAT_NAMES, "backend": "triton"}
+    with torch.no_grad():
+        if linear:
+            loss, stats = xent.linear_cross_entropy(hidden, weight, wrong, **options)
+        else:
+            loss, stats = xent.cross_entropy(hidden @ weight.t(), wrong, **options)
+    assert loss.isnan().nonzero()[:, 0].tolist() == sorted(WRONG)
+    assert stats.nll.isnan().nonzero()[:, 0].tolist() == sorted(WRONG)
+    assert bool(stats.lse.isfinite().all())
+    assert bool(stats.entropy.isfinite().all())
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_looking_is_opt_in(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, _, wrong = drawn()
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    function = xent.linear_cross_entropy if linear else xent.cross_entropy
+    sources = (hidden, weight) if linear else (hidden @ weight.t(),)
+    with pytest.raises(IndexError, match=r"target\[3\] is 1000; classes are 0 to 999"):
+        function(*sources, wrong, backend="triton")

@@ -1,0 +1,127 @@
+"""Work and memory on a GPU: ignored rows are not multiplied, nothing large is held that nobody asked for."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import xent
+from xent.backends.torch import linear as linear_driver
+from xent.backends.torch.linear import Linear
+from xent.backends.torch.options import Options, pack_numbers
+from xent.core.spec import LossSpec
+
+N, D, V = 64, 16, 40
+PRODUCT = 2 * N * D * V
+MIB = 2**20
+
+
+def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: float = 0.0) -> int:
+    """Count the multiplications and additions of matrix products, forward and (for "none") backward."""
+    torch.manual_seed(0)
+    target = torch.randint(V, (N,), device="cuda")
+    target[: int(ignored * N)] = -100
+    numbers = pack_numbers(LossSpec(reduction), None)
+    options = Options(target, None, None, None, numbers, -100, False, False, reduction, [], "triton")
+    hidden, weight = torch.randn(N, D, device="cuda"), torch.randn(V, D, device="cuda")
+    linear = Linear(hidden, weight, None, 0, V * 4 * 10, torch.float32, needs)
+    with FlopCounterMode(display=False) as counter:
+        keep = reduction == "none" and any(needs)
+        _, results, _ = linear_driver.forward(linear, options, keep)
+        if keep:
+            assert results.norm is not None
+            linear_driver.backward(torch.ones(N, device="cuda"), linear, results.norm, options)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    ("needs", "products"), [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2)]
+)
+def test_ignored_rows_are_not_multiplied(needs: tuple[bool, bool, bool], products: int) -> None:
+    assert flops(needs) == products * PRODUCT
+    assert flops(needs, ignored=0.75) == products * PRODUCT // 4
+    # The first of the chunks is under way before it is known whether any row is left.
+    assert flops(needs, ignored=1.0) <= products * PRODUCT // 6
+
+
+def test_ignored_rows_are_not_multiplied_again() -> None:
+    """The forward pass of "none" looks at all rows once; its backward makes logits of rows to compute alone."""
+    assert flops((True, True, False), "none") == 4 * PRODUCT
+    assert flops((True, True, False), "none", ignored=0.75) <= PRODUCT + 3 * PRODUCT // 4
+
+
+def test_nobody_asks() -> None:
+    assert flops((False, False, False)) == PRODUCT
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Return by how many bytes a call raises the memory that PyTorch has taken, the first of two calls apart."""
+    for _ in range(2):
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        kept = call()
+        used = torch.cuda.max_memory_allocated() - before
+        del kept
+    return used
+
+
+def draw(rows: int, hidden: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    source = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(vocabulary, (rows,), device="cuda")
+    target[::3] = -100
+    return source, weight, target
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 30.0}], ids=str)
+def test_linear_takes_its_workspace_and_the_gradients(chunks: int, options: dict[str, Any]) -> None:
+    rows, hidden, vocabulary = 4096, 256, 64_000
+    source, weight, target = draw(rows, hidden, vocabulary)
+    workspace = rows // chunks * vocabulary * 2
+    leaves = [source.requires_grad_(), weight.requires_grad_()]
+
+    def call() -> Any:
+        loss = xent.linear_cross_entropy(*leaves, target, workspace=workspace, backend="triton", **options)
+        return torch.autograd.grad(loss.sum(), leaves)
+
+    gradients = (rows + vocabulary) * hidden * 2
+    assert gradients + workspace / 2 < peak(call) <= workspace + gradients + 6 * MIB
+
+
+def test_linear_of_a_frozen_classifier() -> None:
+    source, weight, target = draw(2048, 256, 64_000)
+    source.requires_grad_()
+    workspace = 512 * 64_000 * 2
+
+    def call() -> Any:
+        loss = xent.linear_cross_entropy(source, weight, target, workspace=workspace, backend="triton")
+        return torch.autograd.grad(loss, source)
+
+    assert peak(call) <= workspace + 6 * MIB
+
+
+def test_linear_without_gradients_takes_a_tile() -> None:
+    source, weight, target = draw(8192, 256, 64_000)
+    assert peak(lambda: xent.linear_cross_entropy(source, weight, target, backend="triton")) <= 36 * MIB
+    assert peak(lambda: xent.linear_cross_entropy(source, weight, target, workspace=MIB, backend="triton")) <= 4 * MIB
+
+
+def test_logits() -> None:
+    rows, vocabulary = 2048, 64_000
+    size = rows * vocabulary * 2
+    logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(vocabulary, (rows,), device="cuda")
+
+    def call(**options: Any) -> Any:
+        loss = xent.cross_entropy(logits, target, backend="triton", **options)
+        return torch.autograd.grad(loss.sum() * 2, logits)
+
+    for options in ({}, {"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}):
+        assert size <= peak(lambda options=options: call(**options)) <= size + MIB
+        assert peak(lambda options=options: call(inplace=True, **options)) <= MIB
+        with torch.no_grad():
+            assert peak(lambda options=options: xent.cross_entropy(logits, target, **options)) <= MIB
