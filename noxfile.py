@@ -4,11 +4,14 @@
 benchmark or to the demo: `nox -s tests-torch -- -k softcap`.
 
 XENT_TORCH names the torch to install, with index options if need be; without it, the release the project is
-tested with.
+tested with. XENT_TRITON does so for Triton, where torch does not bring its own.
 """
 
 import os
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import nox
@@ -20,6 +23,18 @@ nox.options.reuse_venv = "yes"
 ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
+TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
+WITHOUT_KERNELS = (
+    "packaging",
+    "test_chunks.py",
+    "test_errors.py",
+    "test_judge.py",
+    "test_reference.py",
+    "torch/test_benchmarks.py",
+    "torch/test_compile.py",
+    "torch/test_modules.py",
+    "torch/test_work.py",
+)
 
 
 def install(session: nox.Session, *groups: str, torch: bool = False) -> None:
@@ -31,6 +46,30 @@ def install(session: nox.Session, *groups: str, torch: bool = False) -> None:
     if torch:
         session.install(*shlex.split(TORCH))
     session.install("--editable", ".[torch]" if torch else ".", *nox.project.dependency_groups(PROJECT, *groups))
+
+
+def install_triton(session: nox.Session, *groups: str) -> None:
+    """Install torch, Triton, then the package; a torch for CUDA brings the Triton that it was built with."""
+    session.install(*shlex.split(TORCH))
+    if not ask(session, "any(need.startswith('triton') for need in importlib.metadata.requires('torch'))"):
+        session.install(*shlex.split(TRITON))
+    session.install("--editable", ".[triton]", *nox.project.dependency_groups(PROJECT, *groups))
+
+
+def ask(session: nox.Session, question: str) -> bool:
+    """Return what Python says in the session's environment."""
+    answer = session.run("python", "-c", f"import importlib.metadata, torch; print({question})", silent=True)
+    return str(answer).split()[-1] == "True"
+
+
+def has_gpu(session: nox.Session) -> bool:
+    """Whether the session's torch can use a GPU; an error if there is one that it cannot use."""
+    if ask(session, "torch.cuda.is_available()"):
+        return True
+    listing = [shutil.which("nvidia-smi") or "false", "-L"]
+    if subprocess.run(listing, check=False, capture_output=True).returncode == 0:
+        session.error("torch cannot use this machine's GPU: name another with XENT_TORCH, or set TRITON_INTERPRET=1")
+    return False
 
 
 def link_source() -> None:
@@ -71,6 +110,40 @@ def tests_torch(session: nox.Session) -> None:
     """Run the tests on the reference and on the PyTorch backend."""
     install(session, "test", torch=True)
     session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "numpy,torch"})
+
+
+@nox.session(name="tests-triton", default=sys.platform == "linux")
+def tests_triton(session: nox.Session) -> None:
+    """Run the tests on the Triton backend: on the GPU, or without one in Triton's interpreter, on the CPU.
+
+    The session's own torch says whether there is a GPU, since it is torch that has to use it. A GPU that nvidia-smi
+    lists and torch cannot use is an error, and TRITON_INTERPRET=1 asks for the interpreter all the same.
+
+    In the interpreter two processes share the work, batches have few rows, and files are left out which launch no
+    kernel of this backend or show what the driver does whatever the kernel (`WITHOUT_KERNELS`): tests-torch runs
+    them. On a GPU everything runs.
+    """
+    install_triton(session, "test", "parallel")
+    if os.environ.get("TRITON_INTERPRET") != "1" and has_gpu(session):
+        session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "triton"})
+        return
+    session.log("Triton interprets its kernels on the CPU")
+    left_out = [f"--ignore=tests/{name}" for name in WITHOUT_KERNELS]
+    # One thread a process: NumPy computes, and torch's threads would only wait for each other.
+    settings = {"XENT_TEST_BACKENDS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
+
+
+@nox.session(default=False)
+def sanitize(session: nox.Session) -> None:
+    """Watch every Triton kernel with NVIDIA's compute-sanitizer, which must be on the PATH, on a GPU.
+
+    memcheck looks for reads and writes out of bounds, racecheck for threads that do not wait for each other.
+    """
+    install_triton(session)
+    session.run("python", "-m", "tests.triton.sanitize", *session.posargs)  # compiles, which takes most of the time
+    for tool in ("memcheck", "racecheck"):
+        session.run("python", "-m", "tests.triton.watch", tool, *session.posargs)
 
 
 @nox.session(default=False)

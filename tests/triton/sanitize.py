@@ -1,0 +1,83 @@
+"""Launches every kernel on small shapes, targets far out of range among them, for NVIDIA's compute-sanitizer to watch.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.sanitize
+
+Without PyTorch's cache every tensor is an allocation of its own, so that a step beyond its end is seen. What comes out
+is looked at as well: rows with a wrong target are NaN, all others are finite. Numbers after the name are vocabularies,
+in place of all. `tests.triton.watch` runs this with the tool and judges what the tool reports.
+"""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import xent
+from xent.core.spec import STAT_NAMES
+
+__all__ = ["main"]
+
+WRONG = {1: 10**9, 2: -7, 4: 2**40}
+# One block, several; for the ring kernel one program a row, several a row, and rows off the 16-byte boundaries.
+VOCABULARIES = (67, 9_001, 16_384, 16_391, 131_072)
+VARIANTS: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (torch.bfloat16, {}),
+    (torch.bfloat16, {"label_smoothing": 0.1, "softcap": 5.0}),
+    (torch.float32, {"z_loss": 1e-3, "logit_scale": 0.5}),
+    (torch.float16, {"label_smoothing": 0.1, "weight": True, "sample_weight": True, "stats": STAT_NAMES}),
+]
+
+
+def main(*vocabularies: int) -> None:
+    """Run everything once; an AssertionError says what came out wrong."""
+    count = 0
+    for vocabulary in vocabularies or VOCABULARIES:
+        for dtype, options in VARIANTS:
+            for reduction in ("mean", "none"):
+                count += sum(1 for _ in calls(vocabulary, dtype, reduction, options))
+    torch.cuda.synchronize()
+    print(f"{count} calls came out right")
+
+
+def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str, Any]) -> Iterator[None]:
+    """Make each kind of call and check which rows are NaN; targets are classes, then probabilities."""
+    torch.manual_seed(0)
+    rows, width = 7, 16
+    options = options | {"reduction": reduction, "backend": "triton"}
+    if options.pop("weight", False):
+        options["weight"] = torch.rand(vocabulary, device="cuda")
+    if options.pop("sample_weight", False):
+        options["sample_weight"] = torch.rand(rows, device="cuda") + 0.1
+    hidden = torch.randn(rows, width, device="cuda").to(dtype)
+    weight = torch.randn(vocabulary, width, device="cuda").to(dtype)
+    target = torch.randint(vocabulary, (rows,), device="cuda")
+    target[0] = -100
+    for row, wrong in WRONG.items():
+        target[row] = wrong
+    for inplace in (False, True):
+        logits = (hidden @ weight.t()).requires_grad_()
+        judge(xent.cross_entropy(logits * 1, target, inplace=inplace, **options), logits)
+        yield
+    probabilities = torch.rand(rows, vocabulary, device="cuda")
+    judge(xent.cross_entropy(logits * 1, probabilities, **options), logits, wrong=())
+    yield
+    for workspace in (None, 2 * vocabulary * weight.itemsize):
+        leaf = hidden.clone().requires_grad_()
+        judge(xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options), leaf)
+        yield
+        with torch.no_grad():
+            xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
+        yield
+
+
+def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
+    """Go backward; the rows of the gradient with a wrong target must be NaN, and no other."""
+    loss = result[0] if isinstance(result, tuple) else result
+    (grad,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))
+    assert grad.isnan().any(-1).nonzero()[:, 0].tolist() == sorted(wrong)
+    assert bool(loss.isnan().any()) == bool(wrong)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
