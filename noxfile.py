@@ -25,7 +25,6 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
 WITHOUT_KERNELS = (
-    "packaging",
     "test_chunks.py",
     "test_errors.py",
     "test_judge.py",
