@@ -15,6 +15,7 @@ __all__ = [
     "order",
     "tanh",
     "times",
+    "with_target",
 ]
 
 

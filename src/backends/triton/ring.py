@@ -9,7 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["launch_ring", "ring_for"]
+__all__ = ["Ring", "launch_ring", "ring_for"]
 
 # Gluon, the language of that kernel, is not yet stable: these are the releases of Triton on which it was run.
 _RELEASES = ((3, 6),)

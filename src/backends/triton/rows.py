@@ -31,7 +31,7 @@ from xent.backends.triton.maths import (
 )
 from xent.backends.triton.ring import launch_ring, ring_for
 
-__all__ = ["TritonPass"]
+__all__ = ["TritonPass", "rows_kernel"]
 
 _LARGEST_BLOCK = 8192
 _LANE = 8  # elements: 16 bytes of the 16-bit dtypes
@@ -83,6 +83,7 @@ def rows_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
+    """Losses, results and gradient of one row, or of one block of it: see the module's docstring."""
     here = tl.program_id(0).to(tl.int64)
     row = start + here
     begin = tl.program_id(1) * BLOCK if SPLIT else 0

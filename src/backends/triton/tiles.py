@@ -112,7 +112,7 @@ def _tile_kernel(
     tl.store(totals + row, total)
     if best is not None:
         tl.store(best + row, top)
-        tl.store(predictions + row, prediction.to(tl.int64))
+        tl.store(predictions + row, tl.cast(prediction, tl.int64))
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -199,7 +199,8 @@ class TilePass:
         self._best = None if results.predictions is None else target_logits.new_empty(count)
         self._mixed = None if results.entropy is None else target_logits.new_empty(count)
         smoothed = bool(facts.spec.label_smoothing)
-        self._below, self._seen = target_logits.new_empty(2, count).unbind() if smoothed else (None, None)
+        self._below = target_logits.new_empty(count) if smoothed else None
+        self._seen = target_logits.new_empty(count) if smoothed else None
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
 
     def add(self, tile: Tensor, start: int, first: int) -> None:
