@@ -45,13 +45,13 @@ def activate_kernel(z, x, slope, logit_scale, softcap, SCALED: tl.constexpr, CAP
 
 
 @triton.jit
-def norm_kernel(blocks, peak, total, count, BLOCK: tl.constexpr, LANES: tl.constexpr):
+def norm_kernel(blocks, peak, total, count, BLOCK: tl.constexpr, LANES: tl.constexpr, ALIGNED: tl.constexpr):
     """Carry lanes over `count` blocks and join them."""
     peaks = tl.full([LANES], -float("inf"), tl.float32)
     totals = tl.zeros([LANES], tl.float32)
     for first in range(count):
         x = tl.load(blocks + first * BLOCK + tl.arange(0, BLOCK))
-        peaks, totals = maths.add_exponentials(peaks, totals, maths.in_lanes(x, LANES))
+        peaks, totals = maths.add_exponentials(peaks, totals, maths.in_lanes(x, LANES, ALIGNED))
     largest, rest = maths.join_lanes(peaks, totals)
     tl.store(peak, largest)
     tl.store(total, rest)
@@ -114,18 +114,19 @@ def test_activation_and_its_slope(target: Target, logit_scale: float, softcap: f
     assert units_off(slope.cpu().double().numpy(), expected_slope, floor=abs(s)) <= 8
 
 
-def norm(target: Target, values: np.ndarray, lanes: int) -> tuple[float, float]:
+def norm(target: Target, values: np.ndarray, lanes: int, aligned: bool = True) -> tuple[float, float]:
     blocks = torch.from_numpy(values.astype(np.float32)).to(target.device)
     peak, total = (torch.full((), torch.nan, device=target.device) for _ in range(2))
-    norm_kernel[(1,)](blocks, peak, total, values.shape[0], BLOCK=values.shape[1], LANES=lanes)
+    norm_kernel[(1,)](blocks, peak, total, values.shape[0], BLOCK=values.shape[1], LANES=lanes, ALIGNED=aligned)
     return float(peak), float(total)
 
 
+@pytest.mark.parametrize("aligned", [False, True])
 @pytest.mark.parametrize("lanes", [1, 8, 64])
 @pytest.mark.parametrize("size", [1e-6, 1.0, 30.0, 1e4, 1e30])
-def test_norm(target: Target, lanes: int, size: float) -> None:
+def test_norm(target: Target, lanes: int, size: float, aligned: bool) -> None:
     values = (np.random.default_rng(0).normal(size=(5, 64)) * size).astype(np.float32)
-    peak, total = norm(target, values, lanes)
+    peak, total = norm(target, values, lanes, aligned)
     assert peak == values.max()
     truth = np.exp(values.astype(np.float64) - values.max()).sum()
     assert total == pytest.approx(truth, rel=16 * 2.0**-24 * max(1, np.log2(1 + min(size, 100))))

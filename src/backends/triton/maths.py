@@ -88,9 +88,15 @@ def lowest_of_largest(best, at):
 
 
 @triton.jit
-def in_lanes(x, LANES: tl.constexpr):
-    """Return a block as (LANES, n), so that a sum over its last axis stays within one thread."""
-    return tl.reshape(x, [LANES, x.shape[0] // LANES])
+def in_lanes(x, LANES: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a block as (LANES, n), so that a sum over its last axis stays within one thread.
+
+    A thread holds neighbours where they are read together, ALIGNED, and else every so manieth element.
+    """
+    if ALIGNED:
+        return tl.reshape(x, [LANES, x.shape[0] // LANES])
+    else:
+        return tl.trans(tl.reshape(x, [x.shape[0] // LANES, LANES]))
 
 
 @triton.jit

@@ -1,7 +1,6 @@
 """Whether the ring kernel serves a call, how it is launched, and the rule by which its sizes are chosen."""
 
 import re
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -9,31 +8,17 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["Ring", "launch_ring", "ring_for"]
+__all__ = ["launch_ring", "programs_a_row"]
 
 # Gluon, the language of that kernel, is not yet stable: these are the releases of Triton on which it was run.
 _RELEASES = ((3, 6),)
 _HOPPER = 9
-_SMALLEST_ROW = 16384  # bytes; below, what a row costs whatever its length outweighs the gain
-_LARGEST_SHORT_ROW = 80 * 1024  # bytes
-_SPARE = 3 / 14  # of a ring's slots: what loads the next row during the reduction
-
-
-@dataclass(frozen=True)
-class Ring:
-    """How to launch the ring kernel; programs are one or two a multiprocessor."""
-
-    block: int
-    """Elements a slot."""
-    slots: int
-    group: int
-    """Programs a row."""
-    warps: int
-    programs: int
-    """A multiprocessor."""
-    registers: int
-    shifted: bool
-    """Rows do not start on 16-byte boundaries."""
+_SMALLEST_ROW = 84 * 1024  # bytes; of rows up to that, three fit into an L1 cache, where plain Triton finds them again
+_SLOT = 16384  # bytes
+_SLOTS = 14
+_SPARE = 3  # of the slots: what loads the next row during the reduction
+_WARPS = 8
+_REGISTERS = 168
 
 
 @cache
@@ -44,33 +29,21 @@ def _multiprocessors(index: int) -> int:
     return device.multi_processor_count if device.major == _HOPPER and release in _RELEASES else 0
 
 
-def ring_for(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> Ring | None:
-    """Return how to launch the ring kernel for a block of rows, or None where plain Triton has to serve."""
+def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> int | None:
+    """Return how many programs of the ring kernel share a row of a block, or None where plain Triton has to serve."""
     if logits.device.type != "cuda" or not _multiprocessors(logits.device.index):
         return None
     if facts.target is None or facts.class_weight is not None or not _has_results(results):
         return None
-    spec, size = facts.spec, logits.itemsize
+    spec, size, vocabulary = facts.spec, logits.itemsize, logits.shape[1]
     if size == 4 and (spec.softcap is not None or spec.label_smoothing):
         return None  # exact enough for 16 bits only
-    rows, vocabulary = logits.shape
-    row, vector = vocabulary * size, 16 // size
-    if row < _SMALLEST_ROW or logits.data_ptr() % 16 or grad.data_ptr() % 16:
+    if vocabulary * size <= _SMALLEST_ROW or logits.data_ptr() % 16 or grad.data_ptr() % 16:
         return None
-    strides = logits.stride(0), grad.stride(0)
-    shifted = any(length % vector for length in (vocabulary, *strides))
-    if shifted and (strides[0] != strides[1] or rows * strides[0] >= 2**31 - 2**16):
-        return None  # the copy engine counts elements in 32 bits
-    if shifted:
-        slot, slots, warps, programs, registers = 8192, 14, 8, 2, 80
-    elif row <= _LARGEST_SHORT_ROW:
-        slot, slots, warps, programs, registers = 8192, 28, 16, 1, 96
-    else:
-        slot, slots, warps, programs, registers = 16384, 14, 8, 1, 168
-    group = triton.cdiv(triton.cdiv(row, slot), int(slots * (1 - _SPARE)))
-    if group > _multiprocessors(logits.device.index):
-        return None
-    return Ring(slot // size, slots, group, warps, programs, registers, shifted)
+    if any(length * size % 16 for length in (vocabulary, logits.stride(0), grad.stride(0))):
+        return None  # rows do not begin on boundaries of 16 bytes, which the copy engine needs
+    group = triton.cdiv(triton.cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
+    return group if group <= _multiprocessors(logits.device.index) else None
 
 
 def _has_results(results: Any) -> bool:
@@ -79,7 +52,7 @@ def _has_results(results: Any) -> bool:
 
 
 def launch_ring(
-    ring: Ring, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None, facts: Any, results: Any
+    group: int, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None, facts: Any, results: Any
 ) -> None:
     """Take rows [start, start + R): see `xent.backends.protocol.RowPass.forward`."""
     from triton.experimental.gluon import language as gl
@@ -88,22 +61,17 @@ def launch_ring(
     from xent.backends.triton.ring_kernel import ring_kernel
 
     rows, vocabulary = logits.shape
-    spec, size, part = facts.spec, logits.itemsize, slice(start, start + rows)
+    spec, part, unit = facts.spec, slice(start, start + rows), 16 // logits.itemsize
+    block = _SLOT // logits.itemsize
     smoothed = spec.label_smoothing != 0
-    programs = _multiprocessors(logits.device.index) * ring.programs
-    groups = min(rows, programs // ring.group)
+    groups = min(rows, _multiprocessors(logits.device.index) // group)
     loss = results.loss[part]
     words = loss
-    if ring.group > 1:
-        words = loss.new_zeros(rows * ring.group * (2 if smoothed else 1) + 1, dtype=torch.int64)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * size, rank=2)
-    if ring.shifted:
-        elements, unit = (rows - 1) * logits.stride(0) + vocabulary, 1
-        shape, strides = [1, elements], [triton.cdiv(elements, 16) * 16, 1]
-    else:
-        shape, strides, unit = [rows, vocabulary], [logits.stride(0), 1], 16 // size
-    ring_kernel[(groups * ring.group,)](
-        TensorDescriptor(logits, shape, strides, [1, ring.block], layout),
+    if group > 1:
+        words = loss.new_zeros(rows * group * (2 if smoothed else 1) + 1, dtype=torch.int64)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * logits.itemsize, rank=2)
+    ring_kernel[(groups * group,)](
+        TensorDescriptor(logits, [rows, vocabulary], [logits.stride(0), 1], [1, block], layout),
         logits,
         grad,
         facts.target[part],
@@ -125,10 +93,9 @@ def launch_ring(
         spec.z_loss,
         spec.softcap or 0.0,
         spec.logit_scale,
-        BLOCK=ring.block,
-        SLOTS=ring.slots,
-        GROUP=ring.group,
-        SHIFTED=ring.shifted,
+        BLOCK=block,
+        SLOTS=_SLOTS,
+        GROUP=group,
         SCALED=spec.logit_scale != 1,
         CAPPED=spec.softcap is not None,
         Z_LOSS=spec.z_loss != 0,
@@ -137,6 +104,6 @@ def launch_ring(
         LSE=results.lse is not None,
         NLL=results.nll is not None,
         Z_TERM=results.z_term is not None,
-        num_warps=ring.warps,
-        maxnreg=ring.registers,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
     )

@@ -12,11 +12,9 @@ results do not depend on who came first. Programs take their number from a ticke
 members of a group but the last have then been started before anyone waits, and whoever is missing starts as soon as
 complete groups have finished.
 
-Numbers. With L = log2(e), a thread keeps a reference c (its largest x so far, times L, rounded) and the sum s of
-2^(x L - c). That is one fused multiply-add, exact but for its final rounding, so the rounding of c itself does not
-matter as long as the same c is used throughout. Then log2 sum_c e^(x_c) = C + log2 S for the row's reference C and sum
-S, p = 2^(x L - C) / S, and -log p_y = ln S + (C - x_y L) ln 2, which cancels nothing at logits of +-400. The target's
-x is kept out of the blocks' sums and comes from `target_logits` if they are there, which rounded logits need.
+Numbers. A thread keeps its largest x so far and the sum of e^(x - largest). The target's x is kept out of the blocks'
+sums and comes from `target_logits` if they are there, which rounded logits need; then 1 - p of a target that is nearly
+sure is the sum of the others' p, and cancels nothing.
 """
 
 from triton.experimental import gluon
@@ -26,33 +24,30 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 __all__ = ["ring_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
-LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
-def _exp2(x):
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+def _exp(x):
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=gl.float32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
-def _expm1(u):
-    """Return e^u - 1 without cancellation for u <= 0: (e - 1) u / log(e) forgives what e was rounded by."""
-    e = gl.exp(u)
-    apart = (e > 0.5) & (e != 1)
-    near = (e - 1) * (u / gl.log(gl.where(apart, e, 0.75)))
-    return gl.where(apart, near, gl.where(e == 1, u, e - 1))
+def _reciprocal(x):
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
-def _reference(m):
-    """Return a maximum as a reference for exponents; 0 where there was nothing but -inf."""
-    return gl.where(m == float("-inf"), 0.0, m) * LOG2E
+def _finite(largest):
+    """Return what exponents are taken relative to: the largest x, and 0 where there was nothing but -inf."""
+    return gl.where(largest == float("-inf"), 0.0, largest)
 
 
 @gluon.jit
-def _rescale(m, reference):
-    """Return what turns a sum relative to the reference of m into one relative to `reference`."""
-    return gl.where(m == float("-inf"), 0.0, _exp2(_reference(m) - reference))
+def _fade(c, larger):
+    """Return what turns a sum relative to c into one relative to a larger reference."""
+    return _exp(gl.minimum(c - larger, 0.0))
 
 
 @gluon.jit
@@ -78,7 +73,7 @@ def _activate(z, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexp
     if SCALED:
         x = x * logit_scale
     if CAPPED:
-        x = softcap - 2 * softcap / (1 + _exp2(x * (2 * LOG2E / softcap)))
+        x = softcap - 2 * softcap * _reciprocal(1 + _exp(x * (2 / softcap)))
     return x
 
 
@@ -112,15 +107,12 @@ def _produce(
     full,
     empty,
     rows,
-    stride,
     first,
     step,
     begin,
     blocks,
     BLOCK: gl.constexpr,
     SLOTS: gl.constexpr,
-    VEC: gl.constexpr,
-    SHIFTED: gl.constexpr,
 ):
     """One warp: every free slot starts to load the next block at once."""
     BYTES: gl.constexpr = BLOCK * ring.dtype.primitive_bitwidth // 8
@@ -130,11 +122,7 @@ def _produce(
         for b in range(blocks):
             mbarrier.wait(empty.index(slot), phase)
             mbarrier.expect(full.index(slot), BYTES)
-            column = begin + b * BLOCK
-            if SHIFTED:
-                where = [0, row * stride // VEC * VEC + column]
-            else:
-                where = [row, column]
+            where = [row, begin + b * BLOCK]
             tma.async_copy_global_to_shared(descriptor, where, full.index(slot), ring.index(slot))
             slot, phase = _next(slot, phase, SLOTS)
 
@@ -174,7 +162,6 @@ def _consume(
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
     VEC: gl.constexpr,
-    SHIFTED: gl.constexpr,
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     Z_LOSS: gl.constexpr,
@@ -197,8 +184,10 @@ def _consume(
     c1 = gl.arange(0, THREADS, layout=gl.SliceLayout(0, PLANE))
     c2 = gl.arange(0, VEC, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))
     inside = (c0[:, None] * (THREADS * VEC) + c1[None, :] * VEC)[:, :, None] + c2[None, None, :]
-    vector = inside // VEC * VEC  # where the 16 bytes that a column is in begin
 
+    per_softcap = 1.0
+    if CAPPED:
+        per_softcap = 1 / softcap
     slot = 0
     phase = 0
     # What a row needs besides its logits is loaded one row ahead.
@@ -214,26 +203,17 @@ def _consume(
         is_dead_next = gl.load(dead + following).to(gl.int32)
 
         row64 = row.to(gl.int64)
-        at = row64 * stride
-        grad_at = row64 * grad_stride
-        shift = 0
-        if SHIFTED:
-            # Rows start anywhere: look at them from the 16-byte boundary before, where logits and gradient agree.
-            shift = (at % VEC).to(gl.int32)
-            at = at // VEC * VEC
-            grad_at = grad_at // VEC * VEC
-        end = vocabulary + shift  # positions shift to end hold the row
-        z_row = logits + at
-        g_row = grad + grad_at
-        y_at = y.to(gl.int32) + shift
-        mine = (y_at >= begin) & (y_at < begin + blocks * BLOCK)
+        g_row = grad + row64 * grad_stride
+        y = y.to(gl.int32)
+        mine = (y >= begin) & (y < begin + blocks * BLOCK)
         if EXACT_TARGETS:
             z_y = gl.load(target_logits + row)
         else:
-            z_y = gl.load(z_row + y_at, mask=mine, other=0.0).to(gl.float32)
+            z_y = gl.load(logits + row64 * stride + y, mask=mine, other=0.0).to(gl.float32)
 
         # Pass 1: each thread its own maximum and sum, as the blocks arrive.
         m = gl.full([THREADS], float("-inf"), gl.float32, LINE)
+        c = gl.full([THREADS], 0.0, gl.float32, LINE)
         s = gl.full([THREADS], 0.0, gl.float32, LINE)
         sum_x = gl.full([THREADS], 0.0, gl.float32, LINE)
         slot_again = slot
@@ -244,29 +224,23 @@ def _consume(
             x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
             column = begin + b * BLOCK
             if SMOOTHED:
-                valid = (column + inside >= shift) & (column + inside < end)
-                sum_x += gl.sum(gl.sum(gl.where(valid, x, 0.0), 2), 0)
-            if (column + BLOCK > end) | (SHIFTED and column < shift):
-                valid = column + inside < end
-                if SHIFTED:
-                    valid = valid & (column + inside >= shift)
-                x = gl.where(valid, x, float("-inf"))
-            if (y_at >= column) & (y_at < column + BLOCK):
-                x = gl.where(column + inside == y_at, float("-inf"), x)
-            m_old = m
+                sum_x += gl.sum(gl.sum(gl.where(column + inside < vocabulary, x, 0.0), 2), 0)
+            if (column + BLOCK > vocabulary) | ((y >= column) & (y < column + BLOCK)):
+                x = gl.where((column + inside < vocabulary) & (column + inside != y), x, float("-inf"))
             m = gl.maximum(m, gl.max(gl.max(x, 2), 0))
-            c = _reference(m)
-            e = _exp2(gl.fma(x, LOG2E, -c[None, :][:, :, None]))
-            s = s * _rescale(m_old, c) + gl.sum(gl.sum(e, 2), 0)
+            c_before = c
+            c = _finite(m)
+            e = _exp(x - c[None, :][:, :, None])
+            s = s * _fade(c_before, c) + gl.sum(gl.sum(e, 2), 0)
             slot, phase = _next(slot, phase, SLOTS)
 
         # The row's reference and sum; the target joins in the program that holds it.
-        others = gl.max(m, 0)
         x_y = _activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         joining = gl.where(mine, x_y, float("-inf"))
-        top = gl.maximum(others, joining)
-        ref = _reference(top)
-        row_sum = gl.sum(s * _rescale(m, ref), 0) + _exp2(gl.fma(joining, LOG2E, -ref))
+        top = gl.maximum(gl.max(m, 0), joining)
+        ref = _finite(top)
+        others = gl.sum(s * _fade(c, ref), 0)
+        row_sum = others + _exp(joining - ref)
         row_sum_x = 0.0
         if SMOOTHED:
             row_sum_x = gl.sum(sum_x, 0)
@@ -278,6 +252,8 @@ def _consume(
                 gl.atomic_xchg(word + part * WORDS + 1, _pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
             tops = ()
             sums = ()
+            own_ref = ref
+            own_others = others
             top = row_sum * 0 + float("-inf")
             row_sum_x = row_sum * 0
             for j in gl.static_range(GROUP):
@@ -288,15 +264,18 @@ def _consume(
                 if SMOOTHED:
                     _, sum_x_j = _await(word + j * WORDS + 1)
                     row_sum_x += sum_x_j
-            ref = _reference(top)
+            ref = _finite(top)
             row_sum = row_sum * 0
+            others = row_sum
             for j in gl.static_range(GROUP):
-                row_sum += sums[j] * _rescale(tops[j], ref)
+                sum_j = sums[j] * _fade(_finite(tops[j]), ref)
+                row_sum += sum_j
+                others += gl.where(part == j, own_others * _fade(own_ref, ref), sum_j)
 
         # The row's loss, by the program that holds its target.
         ln_sum = gl.log(row_sum)
-        nll = ln_sum + gl.fma(x_y, -LOG2E, ref) * LN2
-        lse = gl.fma(ref, LN2, ln_sum)
+        nll = ln_sum + (ref - x_y)
+        lse = ref + ln_sum
         cost = keep * nll
         share = keep + spread * vocabulary
         if Z_LOSS:
@@ -312,36 +291,29 @@ def _consume(
         if Z_TERM:
             gl.store(z_out + row, gl.where(is_dead != 0, 0.0, a * z_loss * lse * lse), mask=mine)
         factor = r * share / row_sum
-        # p - 1 of the target would cancel where p is nearly 1.
-        g_y = r * (keep * _expm1(-nll) + (share - keep) * gl.exp(-nll))
+        # 1 - p of the target is the others' p, and would cancel where the target's is nearly 1.
+        g_y = r * ((share - keep) * _exp(x_y - ref) - keep * others) / row_sum
 
         # Pass 2: the gradient, from the same slots; each goes back to the producer.
         for b in range(blocks):
             z = ring.index(slot_again).load(FLAT)
             z = gl.convert_layout(z.reshape([REP, THREADS, VEC]), CUBE, assert_trivial=True)
             x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
-            g = _exp2(gl.fma(x, LOG2E, -ref)) * factor
+            g = _exp(x - ref) * factor
             column = begin + b * BLOCK
-            if (is_dead != 0) | ((y_at >= column) & (y_at < column + BLOCK)):
-                g = gl.where(column + inside == y_at, g_y, g)
+            if (is_dead != 0) | ((y >= column) & (y < column + BLOCK)):
+                g = gl.where(column + inside == y, g_y, g)
                 g = gl.where(is_dead != 0, 0.0, g)
             if SMOOTHED:
                 g = gl.where(is_dead != 0, 0.0, g - spread * r)
             if CAPPED:
-                bent = gl.where(column + inside == y_at, x_y, x) / softcap
+                bent = gl.where(column + inside == y, x_y, x) * per_softcap
                 g *= gl.where(is_dead != 0, 1.0, 1 - bent * bent)
             if SCALED:
                 g *= logit_scale
             place = g_row + column + inside
-            if (column + BLOCK > end) | (SHIFTED and column < shift):
-                # 16 bytes at a time, but for the two vectors that hold the ends of a shifted row.
-                whole = column + vector + VEC <= end
-                if SHIFTED:
-                    whole = whole & (column + vector >= shift)
-                gl.store(place, g.to(dtype), mask=whole, cache_modifier=".cs")
-                if SHIFTED:
-                    edge = (column + inside >= shift) & (column + inside < end) & (whole == 0)
-                    gl.store(place, g.to(dtype), mask=edge)
+            if column + BLOCK > vocabulary:
+                gl.store(place, g.to(dtype), mask=column + inside < vocabulary, cache_modifier=".cs")
             else:
                 gl.store(place, g.to(dtype), cache_modifier=".cs")
             # Not sooner: a barrier does not wait for loads whose values nobody has used, and the copy engine would
@@ -356,7 +328,7 @@ def _consume(
 
 @gluon.jit(do_not_specialize=["rows"])
 def ring_kernel(
-    descriptor,  # the logits for the copy engine: (R, V) in blocks of [1, BLOCK], or (1, elements) with SHIFTED
+    descriptor,  # the logits for the copy engine: (R, V) in blocks of [1, BLOCK]
     logits,
     grad,  # may be the logits
     target,  # (R,) int64
@@ -370,7 +342,7 @@ def ring_kernel(
     z_out,
     words,  # int64, zero: GROUP a row (2 GROUP with SMOOTHED), then the ticket counter; with GROUP > 1
     rows,
-    vocabulary_units,  # in units of 16 bytes, or of elements with SHIFTED: so the compiler knows what divides them
+    vocabulary_units,  # in units of 16 bytes: so the compiler knows what divides them
     stride_units,
     grad_stride_units,
     keep,  # 1 - e
@@ -381,7 +353,6 @@ def ring_kernel(
     BLOCK: gl.constexpr,
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
-    SHIFTED: gl.constexpr,  # rows do not start on 16-byte boundaries
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     Z_LOSS: gl.constexpr,
@@ -394,17 +365,15 @@ def ring_kernel(
     """Loss and gradient of every row; see the module's docstring."""
     dtype: gl.constexpr = descriptor.dtype
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
-    UNIT: gl.constexpr = 1 if SHIFTED else VEC
-    REACH: gl.constexpr = VEC - 1 if SHIFTED else 0
     ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, BLOCK], descriptor.layout)
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
-    vocabulary = vocabulary_units * UNIT
-    stride = stride_units.to(gl.int64) * UNIT
-    grad_stride = grad_stride_units.to(gl.int64) * UNIT
+    vocabulary = vocabulary_units * VEC
+    stride = stride_units.to(gl.int64) * VEC
+    grad_stride = grad_stride_units.to(gl.int64) * VEC
     ticket = gl.program_id(0)
     if GROUP > 1:
         counter = words + rows.to(gl.int64) * (GROUP * (2 if SMOOTHED else 1))
@@ -412,7 +381,7 @@ def ring_kernel(
     part = ticket % GROUP
     first = ticket // GROUP
     step = gl.num_programs(0) // GROUP
-    row_blocks = gl.cdiv(vocabulary + REACH, BLOCK)
+    row_blocks = gl.cdiv(vocabulary, BLOCK)
     part_blocks = gl.cdiv(row_blocks, GROUP)
     begin = part * part_blocks * BLOCK
     blocks = gl.minimum(part_blocks, row_blocks - part * part_blocks)
@@ -454,7 +423,6 @@ def ring_kernel(
                     SLOTS,
                     GROUP,
                     VEC,
-                    SHIFTED,
                     SCALED,
                     CAPPED,
                     Z_LOSS,
@@ -473,15 +441,12 @@ def ring_kernel(
                     full,
                     empty,
                     rows,
-                    stride_units,
                     first,
                     step,
                     begin,
                     blocks,
                     BLOCK,
                     SLOTS,
-                    VEC,
-                    SHIFTED,
                 ),
             ),
         ],

@@ -33,7 +33,10 @@ from xent.backends.triton.maths import (
 __all__ = ["TilePass"]
 
 
-@triton.jit(do_not_specialize=["start", "first"])
+_PER_ROW = ["target", "peaks", "totals", "best", "predictions", "mixed", "below", "seen"]
+
+
+@triton.jit(do_not_specialize=["start", "first"], do_not_specialize_on_alignment=_PER_ROW)
 def _tile_kernel(
     tile,  # (R, width): classes first, first + 1, ... of rows start, start + 1, ...
     width,
@@ -76,6 +79,8 @@ def _tile_kernel(
         if best is not None:
             top = tl.load(best + row)
             prediction = tl.load(predictions + row).to(tl.int32)
+    peak_lanes = tl.full([LANES], -float("inf"), tl.float32)
+    total_lanes = tl.zeros([LANES], tl.float32)
     for left in range(0, width, BLOCK):
         columns = left + tl.arange(0, BLOCK)
         inside = columns < width
@@ -85,24 +90,30 @@ def _tile_kernel(
             prediction = tl.where(largest > top, at, prediction)
             top = tl.maximum(top, largest)
         x, _slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
-        counts = inside & (columns != y)
-        x = tl.where(counts, x, -float("inf"))
-        old_peak, old_total = peak, total
-        none = tl.full([LANES], -float("inf"), tl.float32)
-        lane_peak, lane_total = add_exponentials(none, tl.zeros([LANES], tl.float32), in_lanes(x, LANES))
-        block_peak, block_total = join_lanes(lane_peak, lane_total)
-        peak, total = merge(peak, total, block_peak, block_total)
-        growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
-        depth = tl.where(x == peak, 0.0, peak - x)
-        if mixed is not None:
-            mix = tl.exp(-growth) * (mix + growth * old_total) + tl.sum(times(tl.exp(-depth), depth), 0)
-        if below is not None:
-            w = 1.0 if class_weight is None else tl.load(class_weight + first + columns, mask=inside, other=0.0)
-            w = tl.where(counts, w, 0.0)
-            # Columns of -inf alone have no largest to grow from: those with a weight are infinitely far below any.
-            under += times(weights, tl.where(old_peak == -float("inf"), float("inf"), growth))
-            under += tl.sum(times(w, depth), 0)
-            weights += tl.sum(w, 0)
+        if (left + BLOCK > width) | ((y >= left) & (y < left + BLOCK)):
+            x = tl.where(inside & (columns != y), x, -float("inf"))
+        if mixed is None and below is None:
+            peak_lanes, total_lanes = add_exponentials(peak_lanes, total_lanes, in_lanes(x, LANES, True))
+        else:
+            none = tl.full([LANES], -float("inf"), tl.float32)
+            lane_peak, lane_total = add_exponentials(none, tl.zeros([LANES], tl.float32), in_lanes(x, LANES, True))
+            old_peak, old_total = peak, total
+            block_peak, block_total = join_lanes(lane_peak, lane_total)
+            peak, total = merge(peak, total, block_peak, block_total)
+            growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
+            depth = tl.where(x == peak, 0.0, peak - x)
+            if mixed is not None:
+                mix = tl.exp(-growth) * (mix + growth * old_total) + tl.sum(times(tl.exp(-depth), depth), 0)
+            if below is not None:
+                w = 1.0 if class_weight is None else tl.load(class_weight + first + columns, mask=inside, other=0.0)
+                w = tl.where(inside & (columns != y), w, 0.0)
+                # Columns of -inf alone have no largest to grow from: those with a weight are infinitely far below any.
+                under += times(weights, tl.where(old_peak == -float("inf"), float("inf"), growth))
+                under += tl.sum(times(w, depth), 0)
+                weights += tl.sum(w, 0)
+    if mixed is None and below is None:
+        tile_peak, tile_total = join_lanes(peak_lanes, total_lanes)
+        peak, total = merge(peak, total, tile_peak, tile_total)
     if mixed is not None:
         tl.store(mixed + row, mix)
     if below is not None:
