@@ -6,6 +6,7 @@ is an output of its Function: whoever differentiates a gradient again arrives at
 of at a wrong number.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -25,10 +26,17 @@ _REDUCTION = Options._fields.index("reduction")
 _KERNEL = Options._fields.index("kernel")
 
 
+def _signed(function: Any) -> Any:
+    """Let `function` carry its signature, which torch.autograd.Function otherwise works out at every call."""
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
 class CrossEntropy(torch.autograd.Function):
     """(logits, needs_grad, *options) -> (loss, kept, deferred, *stats)."""
 
     @staticmethod
+    @_signed
     def forward(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
         loss, kept, deferred, stats = torch.ops.xent.cross_entropy(logits, needs_grad, *options)
         return loss, kept, deferred, *stats
@@ -98,6 +106,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """(input, weight, bias, needs, shift, workspace, dtype, *options) -> (loss, norm, deferred, *gradients, *stats)."""
 
     @staticmethod
+    @_signed
     def forward(*args: Any) -> Any:
         loss, norm, deferred, gradients, stats = torch.ops.xent.linear_cross_entropy(*args)
         return loss, norm, deferred, *gradients, *stats
@@ -146,6 +155,7 @@ class _FirstOrder(torch.autograd.Function):
     """(operation, *args) -> operation(*args), whose own backward raises."""
 
     @staticmethod
+    @_signed
     def forward(operation: Any, *args: Any) -> Any:
         made = operation(*args)
         return tuple(made) if isinstance(made, list) else made

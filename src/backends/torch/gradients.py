@@ -28,12 +28,13 @@ class Gradients:
     """The gradients of input, classifier and bias, added up over chunks."""
 
     def __init__(self, linear: "Linear", schedule: Schedule) -> None:
-        self._linear, self._dead = linear, schedule.facts.dead
+        self._linear, self._schedule = linear, schedule
+        # Rows without weight that are computed for their statistics.
+        self._dead = schedule.facts.dead if schedule.facts.spec.stats else None
         self._needs_input, self._needs_weight, self._needs_bias = linear.needs
         source, weight = linear.input, linear.weight
         if self._needs_input:
-            make = torch.zeros if schedule.leaves_out else torch.empty
-            self._input = make(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
+            self._input = torch.empty(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
         if self._needs_weight:
             self._weight = WeightGradient(weight.shape, linear.compute, weight.dtype, weight.device, schedule)
         if self._needs_bias:
@@ -56,6 +57,8 @@ class Gradients:
         """Return the gradients of input, weight and bias; an empty tensor for one that nobody asked for."""
         made, bias = no_gradients(self._linear), self._linear.bias
         if self._needs_input:
+            if self._schedule.left_out is not None:
+                self._input.index_fill_(0, self._schedule.left_out, 0)
             made[0] = self._input.view(self._linear.input.shape)
         if self._needs_weight:
             made[1] = self._weight.result()

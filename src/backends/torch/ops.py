@@ -9,7 +9,6 @@ where nobody asked for one), the (2, N) norm for "none"; and `deferred`, the fac
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,11 +41,13 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
         def without_autocast(*args: Any) -> Any:
             device = args[0].device
             # Triton launches on the current device, PyTorch on that of its tensors.
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
-                    return function(*args)
-                with torch.autocast(device.type, enabled=False):
-                    return function(*args)
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return without_autocast(*args)
+            if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+                return function(*args)
+            with torch.autocast(device.type, enabled=False):
+                return function(*args)
 
         _LIBRARY.define(schema)
         _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")

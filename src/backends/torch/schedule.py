@@ -28,10 +28,16 @@ class Part:
     """(R,) int64, which rows of the call these are; None where they are [start, stop) themselves."""
     last: bool
     """Whether nothing follows for certain."""
+    idle: Tensor | None
+    """(R,) bool, rows that need not be computed, whatever they hold; None where it is known that there are none."""
 
     def take(self, values: Tensor) -> Tensor:
-        """Return these rows of (N, ...) values of the call."""
-        return values[self.start : self.stop] if self.rows is None else values[self.rows]
+        """Return these rows of (N, D) values of the call; 0 for those that need not be computed."""
+        if self.rows is not None:
+            taken = values[self.rows]
+            return taken if self.idle is None else taken.masked_fill_(self.idle[:, None], 0)
+        taken = values[self.start : self.stop]
+        return taken if self.idle is None else taken.masked_fill(self.idle[:, None], 0)
 
     def put(self, values: Tensor, place: Tensor) -> None:
         """Write (R, ...) values to these rows of (N, ...) `place`."""
@@ -48,30 +54,38 @@ class Schedule:
         self.step, self._all = max(step, 1), len(facts.weight)
         # Statistics are due for every row with a target, even one of weight 0.
         idle = facts.ignored if facts.spec.stats or facts.dead is None else facts.dead
+        self._idle: Tensor | None = idle
         self._order: Tensor | None = None
         self._awaited: tuple[torch.cuda.Event, Tensor] | None = None
         self.count = self._all
         """How many rows are computed, as far as is known."""
         if idle.device.type == "cpu":
+            self._idle = None
             if bool(idle.any()):
-                self._order = (~idle).nonzero()[:, 0]
-                self.count = len(self._order)
+                self._order = idle.argsort(stable=True)
+                self.count = int((~idle).sum())
+                facts = facts.select(self._order[: self.count])
         elif idle.device.type == "cuda" and self._all > self.step and not torch.cuda.is_current_stream_capturing():
             self._order = idle.argsort(stable=True)
             self._await_count(idle)
-        self.facts = facts if self._order is None else facts.select(self._order)
+            facts = facts.select(self._order)
+        self.facts = facts
 
     @property
-    def leaves_out(self) -> bool:
-        """Whether some rows may never be computed."""
-        return self._order is not None
+    def left_out(self) -> Tensor | None:
+        """Which rows were never computed, (M,) int64; None for none. To be asked after the last part."""
+        return None if self._order is None else self._order[self.count :]
 
     def __iter__(self) -> Iterator[Part]:
         """Yield the parts, one at least once the count is known to be more than 0."""
         start = 0
         while start < self.count:
             stop = min(start + self.step, self.count)
-            yield Part(start, stop, None if self._order is None else self._order[start:stop], stop == self._all)
+            rows = None if self._order is None else self._order[start:stop]
+            idle = self._idle
+            if idle is not None:
+                idle = idle[start:stop] if rows is None else idle[rows]
+            yield Part(start, stop, rows, stop == self._all, idle)
             start = stop
             self._learn_count()
 
@@ -95,6 +109,6 @@ class Schedule:
             return
         event, number = self._awaited
         event.synchronize()
-        self._awaited, self.count = None, int(number)
+        self._awaited, self._idle, self.count = None, None, int(number)
         if self.count == self._all:
             self._order = None

@@ -14,10 +14,11 @@ __all__ = ["TritonPass"]
 _LANE = 8  # elements: 16 bytes of the 16-bit dtypes
 _ALIGNED = 16  # elements, as Triton sees it
 _KIB = 1024
+_UNALIGNED = 8 * _KIB, 4  # bytes of a block, and warps, for rows that are read element by element
 
 
 def _block(row: int, looks_again: bool) -> tuple[int, int]:
-    """Return the bytes of a block and its warps, for rows of so many bytes.
+    """Return the bytes of a block and its warps, for rows of so many bytes, read by vectors.
 
     A second look at a row should find it in the L1 cache: three programs, as many as fit on a multiprocessor with
     16 KiB and 8 warps, share its 256 KiB. Longer rows are read again from L2, by few programs with many loads each.
@@ -35,36 +36,50 @@ class TritonPass:
     def __init__(self, facts: Any, results: Any) -> None:
         self.facts, self.results = facts, results
         self._dead = torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
+        self._norm: Tensor | None = results.norm
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
         stats = (results.lse, results.nll, results.entropy, results.predictions)
         self._skips_dead = all(result is None for result in stats)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
-        if grad is not None and len(logits):
-            group = programs_a_row(logits, grad, self.facts, self.results)
-            if group is not None:
-                launch_ring(group, logits, start, grad, target_logits, self.facts, self.results)
-                return
-        self._launch(logits, start, grad, target_logits, forward=True)
+        if not len(logits):
+            return
+        group = None if grad is None else programs_a_row(logits, grad, self.facts, self.results)
+        if grad is not None and group is not None:
+            launch_ring(group, logits, start, grad, target_logits, self.facts, self.results)
+        elif grad is not None and self._in_two_passes(logits):
+            self._launch(logits, start, None, target_logits, forward=True)
+            self._launch(logits, start, grad, target_logits, forward=False)
+        else:
+            self._launch(logits, start, grad, target_logits, forward=True)
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
         """Write a block's gradient: see `xent.backends.protocol.RowPass.backward`."""
-        self._launch(logits, start, grad, target_logits, forward=False)
+        if len(logits):
+            self._launch(logits, start, grad, target_logits, forward=False)
+
+    def _in_two_passes(self, logits: Tensor) -> bool:
+        """Whether loss and gradient have a launch each: faster for long rows that are read element by element."""
+        vocabulary = logits.shape[1]
+        if self.facts.target is None or vocabulary % _ALIGNED == 0 or vocabulary * logits.itemsize <= _UNALIGNED[0]:
+            return False
+        if self._norm is None:
+            self._norm = self.facts.weight.new_empty(2, len(self.facts.weight))
+        return True
 
     def _launch(
         self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None, forward: bool
     ) -> None:
         facts, results, spec = self.facts, self.results, self.facts.spec
         count, vocabulary = logits.shape
-        if not count:
-            return
         probabilities = None if facts.target is not None else facts.probability_block(start, start + count)
         split = not forward and facts.target is not None
-        size, warps = _block(vocabulary * logits.itemsize, forward and grad is not None)
+        aligned = vocabulary % _ALIGNED == 0
+        size, warps = _block(vocabulary * logits.itemsize, forward and grad is not None) if aligned else _UNALIGNED
         block = min(triton.next_power_of_2(vocabulary), size // logits.itemsize)
-        peaks, log_sums = (None, None) if results.norm is None else results.norm.unbind(0)
-        rows_kernel[(count, triton.cdiv(vocabulary, block) if split else 1)](
+        peaks, log_sums = (None, None) if self._norm is None else self._norm.unbind(0)
+        rows_kernel[(count * (triton.cdiv(vocabulary, block) if split else 1),)](
             logits,
             logits.stride(0),
             grad,
@@ -103,6 +118,6 @@ class TritonPass:
             SCALED=spec.logit_scale != 1,
             BLOCK=block,
             LANES=max(block // _LANE, 1),
-            ALIGNED=vocabulary % _ALIGNED == 0,
+            ALIGNED=aligned,
             num_warps=min(max(block * logits.itemsize // 1024, 1), warps),
         )

@@ -19,6 +19,7 @@ import triton.language as tl
 from xent.backends.triton.maths import (
     activate,
     add_exponentials,
+    exp,
     expm1,
     in_lanes,
     join_lanes,
@@ -118,7 +119,9 @@ def rows_kernel(
     """Losses, results and gradient of one row, or of one block of it: see the module's docstring."""
     LOOKS_AGAIN: tl.constexpr = grad is not None or SMOOTHED or target is None or entropy is not None
     FIRST_LOOK: tl.constexpr = "evict_last" if LOOKS_AGAIN and FORWARD else "evict_first"
-    here = tl.program_id(0).to(tl.int64)
+    blocks = tl.cdiv(vocabulary, BLOCK)
+    program = tl.program_id(0)
+    here = (program // blocks if SPLIT else program).to(tl.int64)
     row = start + here
     logits += here * logits_stride
     if grad is not None:
@@ -126,7 +129,7 @@ def rows_kernel(
     begin = 0
     stop = vocabulary
     if SPLIT:
-        begin = tl.program_id(1) * BLOCK
+        begin = program % blocks * BLOCK
         stop = tl.minimum(begin + BLOCK, vocabulary)
 
     is_dead = tl.load(dead + row) != 0
@@ -211,23 +214,24 @@ def rows_kernel(
     g_y = 0.0  # the target's, whose p - 1 would cancel where p is nearly 1
     if target is not None:
         log_p_y = (x_y - peak) - log_sum
-        g_y = r * (share_y * expm1(log_p_y) + (slope_of_lse - share_y) * tl.exp(log_p_y))
+        g_y = r * (share_y * expm1(log_p_y) + (slope_of_lse - share_y) * exp(log_p_y))
     factor = r * slope_of_lse
     spread_loss = tl.zeros([BLOCK], tl.float32)  # share times -log p
     raw_loss = tl.zeros([BLOCK], tl.float32)  # the same for the given probabilities, without smoothing and weights
     mixed = tl.zeros([BLOCK], tl.float32)  # p times -log p
     if LOOKS_AGAIN:
-        blocks = 1 if SPLIT else tl.cdiv(vocabulary, BLOCK)
-        for block in range(blocks):
-            first = begin + (blocks - 1 - block) * BLOCK
+        looks = 1 if SPLIT else blocks
+        for look in range(looks):
+            first = begin + (looks - 1 - look) * BLOCK
             columns = first + tl.arange(0, BLOCK)
             z = z_ahead if SPLIT else _load(logits, first, vocabulary, BLOCK, "evict_first")
             z = z.to(tl.float32)
             if target_logits is not None:
-                z = tl.where(columns == y, z_y, z)
+                if (y >= first) & (y < first + BLOCK):
+                    z = tl.where(columns == y, z_y, z)
             x, slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
             log_p = (x - peak) - log_sum
-            p = tl.exp(log_p)
+            p = exp(log_p)
             if SMOOTHED or target is None:
                 kept = keep if target is None else 0.0
                 q, share = _shares(probabilities, probability_class, class_weight, columns, vocabulary, kept, spread)
@@ -240,7 +244,7 @@ def rows_kernel(
                     mixed -= times(tl.where(columns < vocabulary, p, 0.0), log_p)
             if grad is not None:
                 g = factor * p
-                if target is not None:
+                if (y >= first) & (y < first + BLOCK):
                     g = tl.where(columns == y, g_y, g)
                 if SMOOTHED or target is None:
                     g -= r * share

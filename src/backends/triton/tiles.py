@@ -21,6 +21,7 @@ from torch import Tensor
 from xent.backends.triton.maths import (
     activate,
     add_exponentials,
+    exp,
     in_lanes,
     join_lanes,
     lowest_of_largest,
@@ -103,7 +104,7 @@ def _tile_kernel(
             growth = tl.where(old_peak == -float("inf"), 0.0, peak - old_peak)
             depth = tl.where(x == peak, 0.0, peak - x)
             if mixed is not None:
-                mix = tl.exp(-growth) * (mix + growth * old_total) + tl.sum(times(tl.exp(-depth), depth), 0)
+                mix = exp(-growth) * (mix + growth * old_total) + tl.sum(times(exp(-depth), depth), 0)
             if below is not None:
                 w = 1.0 if class_weight is None else tl.load(class_weight + first + columns, mask=inside, other=0.0)
                 w = tl.where(inside & (columns != y), w, 0.0)
@@ -180,8 +181,8 @@ def _finish_kernel(
         cost += spread * ((weights + w_y) * log_sum + under)
     if entropy is not None:
         mix = tl.load(mixed + rows, mask=inside, other=0.0)
-        mix = tl.exp(-growth) * (mix + growth * others_total) + times(tl.exp(-depth_y), depth_y)
-        tl.store(entropy + rows, log_sum + mix * tl.exp(-log_sum), mask=inside)
+        mix = exp(-growth) * (mix + growth * others_total) + times(exp(-depth_y), depth_y)
+        tl.store(entropy + rows, log_sum + mix * exp(-log_sum), mask=inside)
     squared = z_loss * (peak + log_sum) * (peak + log_sum)
     if Z_LOSS:
         cost += squared
