@@ -94,10 +94,11 @@ def _await(word_ptr):
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    slot += 1
-    wrapped = slot == SLOTS
-    return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
+def _ahead(slot, phase, steps, SLOTS: gl.constexpr):
+    """Return the slot so many steps on, at most once around, and the phase of its barrier."""
+    slot += steps
+    wrapped = slot >= SLOTS
+    return gl.where(wrapped, slot - SLOTS, slot), phase ^ wrapped.to(gl.int32)
 
 
 @gluon.jit
@@ -124,7 +125,28 @@ def _produce(
             mbarrier.expect(full.index(slot), BYTES)
             where = [row, begin + b * BLOCK]
             tma.async_copy_global_to_shared(descriptor, where, full.index(slot), ring.index(slot))
-            slot, phase = _next(slot, phase, SLOTS)
+            slot, phase = _ahead(slot, phase, 1, SLOTS)
+
+
+@gluon.jit
+def _read(
+    slot, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr, FLAT: gl.constexpr, CUBE: gl.constexpr
+):
+    """Return x of a block in a slot as [REP, THREADS, VEC], of which the first and last axes lie within a thread."""
+    REP: gl.constexpr = CUBE.size_per_thread[0]
+    VEC: gl.constexpr = CUBE.size_per_thread[2]
+    z = slot.load(FLAT)
+    z = gl.convert_layout(z.reshape([REP, z.shape[1] // (REP * VEC), VEC]), CUBE, assert_trivial=True)
+    return _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
+
+
+@gluon.jit
+def _fold(m, c, s, x):
+    """Return each thread's largest x so far, what its sum is relative to, and the sum, with a block x."""
+    m = gl.maximum(m, gl.max(gl.max(x, 2), 0))
+    larger = _finite(m)
+    e = _exp(x - larger[None, :][:, :, None])
+    return m, larger, s * _fade(c, larger) + gl.sum(gl.sum(e, 2), 0)
 
 
 @gluon.jit
@@ -211,28 +233,34 @@ def _consume(
         else:
             z_y = gl.load(logits + row64 * stride + y, mask=mine, other=0.0).to(gl.float32)
 
-        # Pass 1: each thread its own maximum and sum, as the blocks arrive.
+        # Pass 1: each thread its own maximum and sum, as the blocks arrive. Two come last: the one with the target,
+        # which is left out, and the one in which the row ends. A choice within the loop would slow down all others.
         m = gl.full([THREADS], float("-inf"), gl.float32, LINE)
         c = gl.full([THREADS], 0.0, gl.float32, LINE)
         s = gl.full([THREADS], 0.0, gl.float32, LINE)
         sum_x = gl.full([THREADS], 0.0, gl.float32, LINE)
         slot_again = slot
+        with_target = gl.where(mine, (y - begin) // BLOCK, -1)
+        with_end = (vocabulary - begin) // BLOCK
         for b in range(blocks):
-            mbarrier.wait(full.index(slot), phase)
-            z = ring.index(slot).load(FLAT)
-            z = gl.convert_layout(z.reshape([REP, THREADS, VEC]), CUBE, assert_trivial=True)
-            x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
-            column = begin + b * BLOCK
-            if SMOOTHED:
-                sum_x += gl.sum(gl.sum(gl.where(column + inside < vocabulary, x, 0.0), 2), 0)
-            if (column + BLOCK > vocabulary) | ((y >= column) & (y < column + BLOCK)):
-                x = gl.where((column + inside < vocabulary) & (column + inside != y), x, float("-inf"))
-            m = gl.maximum(m, gl.max(gl.max(x, 2), 0))
-            c_before = c
-            c = _finite(m)
-            e = _exp(x - c[None, :][:, :, None])
-            s = s * _fade(c_before, c) + gl.sum(gl.sum(e, 2), 0)
-            slot, phase = _next(slot, phase, SLOTS)
+            if (b != with_target) & (b != with_end):
+                place, place_phase = _ahead(slot, phase, b, SLOTS)
+                mbarrier.wait(full.index(place), place_phase)
+                x = _read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
+                if SMOOTHED:
+                    sum_x += gl.sum(gl.sum(x, 2), 0)
+                m, c, s = _fold(m, c, s, x)
+        for masked in gl.static_range(2):
+            b = with_target if masked == 0 else with_end
+            if (b >= 0) & (b < blocks) & ((masked == 0) | (with_end != with_target)):
+                place, place_phase = _ahead(slot, phase, b, SLOTS)
+                mbarrier.wait(full.index(place), place_phase)
+                x = _read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
+                column = begin + b * BLOCK + inside
+                if SMOOTHED:
+                    sum_x += gl.sum(gl.sum(gl.where(column < vocabulary, x, 0.0), 2), 0)
+                m, c, s = _fold(m, c, s, gl.where((column < vocabulary) & (column != y), x, float("-inf")))
+        slot, phase = _ahead(slot, phase, blocks, SLOTS)
 
         # The row's reference and sum; the target joins in the program that holds it.
         x_y = _activate(z_y, logit_scale, softcap, SCALED, CAPPED)
@@ -296,9 +324,7 @@ def _consume(
 
         # Pass 2: the gradient, from the same slots; each goes back to the producer.
         for b in range(blocks):
-            z = ring.index(slot_again).load(FLAT)
-            z = gl.convert_layout(z.reshape([REP, THREADS, VEC]), CUBE, assert_trivial=True)
-            x = _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
+            x = _read(ring.index(slot_again), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
             g = _exp(x - ref) * factor
             column = begin + b * BLOCK
             if (is_dead != 0) | ((y >= column) & (y < column + BLOCK)):
@@ -319,7 +345,7 @@ def _consume(
             # Not sooner: a barrier does not wait for loads whose values nobody has used, and the copy engine would
             # overwrite them. The stores above have used them.
             mbarrier.arrive(empty.index(slot_again))
-            slot_again = gl.where(slot_again + 1 == SLOTS, 0, slot_again + 1)
+            slot_again, _phase = _ahead(slot_again, phase, 1, SLOTS)
         y = y_next
         r = r_next
         a = a_next
