@@ -218,7 +218,7 @@ class TilePass:
     def add(self, tile: Tensor, start: int, first: int) -> None:
         """Take contiguous logits (R, W) of rows [start, start + R) and classes [first, first + W)."""
         count, width = tile.shape
-        spec, block = self.facts.spec, min(triton.next_power_of_2(width), 4096)
+        spec, block = self.facts.spec, min(triton.next_power_of_2(width), 1024)
         _tile_kernel[(count,)](
             tile,
             width,
@@ -239,7 +239,7 @@ class TilePass:
             SCALED=spec.logit_scale != 1,
             BLOCK=block,
             LANES=max(block // 8, 1),
-            num_warps=min(max(block // 1024, 1), 8),
+            num_warps=1,
         )
 
     def finish(self) -> None:
