@@ -169,7 +169,9 @@ def linear_cross_entropy(
     weight : float array (V,), optional
         Weight of each class.
     ignore_index : int
-        Rows with this target have exactly 0 loss and 0 gradient. On the CPU they are not computed at all.
+        Rows with this target have exactly 0 loss and 0 gradient. They are not computed, but for these cases on CUDA:
+        all rows fit into one chunk; a CUDA graph is being captured; no gradient is asked for. In all others the host
+        waits once for the number of rows that are left, while the device computes the first chunk.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
         takes any upstream gradient, backward makes the logits again (four).
