@@ -136,8 +136,10 @@ def gather_facts(
     plain.check_targets(options, vocabulary, shift)
     spec, device, count = options.spec(), target.device, target.numel()
     number, normalizer = plain.normalizer(options, device)
-    floats = torch.empty(2, count, dtype=torch.float32, device=device)
-    flags = torch.empty(3, count, dtype=torch.bool, device=device)
+    # All rows begin on boundaries of 16 bytes, whatever their number: else the kernel would be compiled again.
+    padded = triton.cdiv(count, 16) * 16
+    floats = torch.empty(2, padded, dtype=torch.float32, device=device)[:, :count]
+    flags = torch.empty(3, padded, dtype=torch.bool, device=device)[:, :count]
     divisor, deferred = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
     clean = torch.empty(count, dtype=torch.int64, device=device)
     weight, scale = floats.unbind()

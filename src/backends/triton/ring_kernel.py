@@ -21,76 +21,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from xent.backends.triton.ring_parts import activate, await_word, exp, fade, finite, fold, pack, read
+
 __all__ = ["ring_kernel"]
-
-LOG2E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.jit
-def _exp(x):
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _reciprocal(x):
-    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _finite(largest):
-    """Return what exponents are taken relative to: the largest x, and 0 where there was nothing but -inf."""
-    return gl.where(largest == float("-inf"), 0.0, largest)
-
-
-@gluon.jit
-def _fade(c, larger):
-    """Return what turns a sum relative to c into one relative to a larger reference."""
-    return _exp(gl.minimum(c - larger, 0.0))
-
-
-@gluon.jit
-def _widen(z):
-    """Return a block in float32. A bfloat16 is the upper half of one: two to a register, one instruction each."""
-    if z.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
-            "=f,=f,r",
-            [z],
-            dtype=gl.float32,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return z.to(gl.float32)
-
-
-@gluon.jit
-def _activate(z, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z. k - 2k / (1 + e^2v) is exact enough for logits of 16 bits."""
-    x = z
-    if SCALED:
-        x = x * logit_scale
-    if CAPPED:
-        x = softcap - 2 * softcap * _reciprocal(1 + _exp(x * (2 / softcap)))
-    return x
-
-
-@gluon.jit
-def _pack(high, low):
-    """Return (float32, float32) as one word. Never 0 here: a sum of 0 comes with a maximum of -inf."""
-    high = high.to(gl.uint32, bitcast=True).to(gl.uint64) << 32
-    return (high | low.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64, bitcast=True)
-
-
-@gluon.jit
-def _await(word_ptr):
-    word = gl.load(word_ptr, volatile=True)
-    while word == 0:
-        word = gl.load(word_ptr, volatile=True)
-    high = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    return high, word.to(gl.int32).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
@@ -126,27 +59,6 @@ def _produce(
             where = [row, begin + b * BLOCK]
             tma.async_copy_global_to_shared(descriptor, where, full.index(slot), ring.index(slot))
             slot, phase = _ahead(slot, phase, 1, SLOTS)
-
-
-@gluon.jit
-def _read(
-    slot, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr, FLAT: gl.constexpr, CUBE: gl.constexpr
-):
-    """Return x of a block in a slot as [REP, THREADS, VEC], of which the first and last axes lie within a thread."""
-    REP: gl.constexpr = CUBE.size_per_thread[0]
-    VEC: gl.constexpr = CUBE.size_per_thread[2]
-    z = slot.load(FLAT)
-    z = gl.convert_layout(z.reshape([REP, z.shape[1] // (REP * VEC), VEC]), CUBE, assert_trivial=True)
-    return _activate(_widen(z), logit_scale, softcap, SCALED, CAPPED)
-
-
-@gluon.jit
-def _fold(m, c, s, x):
-    """Return each thread's largest x so far, what its sum is relative to, and the sum, with a block x."""
-    m = gl.maximum(m, gl.max(gl.max(x, 2), 0))
-    larger = _finite(m)
-    e = _exp(x - larger[None, :][:, :, None])
-    return m, larger, s * _fade(c, larger) + gl.sum(gl.sum(e, 2), 0)
 
 
 @gluon.jit
@@ -246,38 +158,38 @@ def _consume(
             if (b != with_target) & (b != with_end):
                 place, place_phase = _ahead(slot, phase, b, SLOTS)
                 mbarrier.wait(full.index(place), place_phase)
-                x = _read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
+                x = read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
                 if SMOOTHED:
                     sum_x += gl.sum(gl.sum(x, 2), 0)
-                m, c, s = _fold(m, c, s, x)
+                m, c, s = fold(m, c, s, x)
         for masked in gl.static_range(2):
             b = with_target if masked == 0 else with_end
             if (b >= 0) & (b < blocks) & ((masked == 0) | (with_end != with_target)):
                 place, place_phase = _ahead(slot, phase, b, SLOTS)
                 mbarrier.wait(full.index(place), place_phase)
-                x = _read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
+                x = read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
                 column = begin + b * BLOCK + inside
                 if SMOOTHED:
                     sum_x += gl.sum(gl.sum(gl.where(column < vocabulary, x, 0.0), 2), 0)
-                m, c, s = _fold(m, c, s, gl.where((column < vocabulary) & (column != y), x, float("-inf")))
+                m, c, s = fold(m, c, s, gl.where((column < vocabulary) & (column != y), x, float("-inf")))
         slot, phase = _ahead(slot, phase, blocks, SLOTS)
 
         # The row's reference and sum; the target joins in the program that holds it.
-        x_y = _activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+        x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
         joining = gl.where(mine, x_y, float("-inf"))
         top = gl.maximum(gl.max(m, 0), joining)
-        ref = _finite(top)
-        others = gl.sum(s * _fade(c, ref), 0)
-        row_sum = others + _exp(joining - ref)
+        ref = finite(top)
+        others = gl.sum(s * fade(c, ref), 0)
+        row_sum = others + exp(joining - ref)
         row_sum_x = 0.0
         if SMOOTHED:
             row_sum_x = gl.sum(sum_x, 0)
         if GROUP > 1:
             WORDS: gl.constexpr = 2 if SMOOTHED else 1
             word = words + row64 * (GROUP * WORDS)
-            gl.atomic_xchg(word + part * WORDS, _pack(top, row_sum), sem="relaxed")
+            gl.atomic_xchg(word + part * WORDS, pack(top, row_sum), sem="relaxed")
             if SMOOTHED:
-                gl.atomic_xchg(word + part * WORDS + 1, _pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
+                gl.atomic_xchg(word + part * WORDS + 1, pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
             tops = ()
             sums = ()
             own_ref = ref
@@ -285,20 +197,20 @@ def _consume(
             top = row_sum * 0 + float("-inf")
             row_sum_x = row_sum * 0
             for j in gl.static_range(GROUP):
-                top_j, sum_j = _await(word + j * WORDS)
+                top_j, sum_j = await_word(word + j * WORDS)
                 tops = tops + (top_j,)
                 sums = sums + (sum_j,)
                 top = gl.maximum(top, top_j)
                 if SMOOTHED:
-                    _, sum_x_j = _await(word + j * WORDS + 1)
+                    _, sum_x_j = await_word(word + j * WORDS + 1)
                     row_sum_x += sum_x_j
-            ref = _finite(top)
+            ref = finite(top)
             row_sum = row_sum * 0
             others = row_sum
             for j in gl.static_range(GROUP):
-                sum_j = sums[j] * _fade(_finite(tops[j]), ref)
+                sum_j = sums[j] * fade(finite(tops[j]), ref)
                 row_sum += sum_j
-                others += gl.where(part == j, own_others * _fade(own_ref, ref), sum_j)
+                others += gl.where(part == j, own_others * fade(own_ref, ref), sum_j)
 
         # The row's loss, by the program that holds its target.
         ln_sum = gl.log(row_sum)
@@ -320,12 +232,12 @@ def _consume(
             gl.store(z_out + row, gl.where(is_dead != 0, 0.0, a * z_loss * lse * lse), mask=mine)
         factor = r * share / row_sum
         # 1 - p of the target is the others' p, and would cancel where the target's is nearly 1.
-        g_y = r * ((share - keep) * _exp(x_y - ref) - keep * others) / row_sum
+        g_y = r * ((share - keep) * exp(x_y - ref) - keep * others) / row_sum
 
         # Pass 2: the gradient, from the same slots; each goes back to the producer.
         for b in range(blocks):
-            x = _read(ring.index(slot_again), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
-            g = _exp(x - ref) * factor
+            x = read(ring.index(slot_again), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
+            g = exp(x - ref) * factor
             column = begin + b * BLOCK
             if (is_dead != 0) | ((y >= column) & (y < column + BLOCK)):
                 g = gl.where(column + inside == y, g_y, g)
@@ -352,7 +264,10 @@ def _consume(
         is_dead = is_dead_next
 
 
-@gluon.jit(do_not_specialize=["rows"])
+_PER_ROW = ["target", "target_logits", "weight", "scale", "dead", "loss", "lse_out", "nll_out", "z_out"]
+
+
+@gluon.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PER_ROW)
 def ring_kernel(
     descriptor,  # the logits for the copy engine: (R, V) in blocks of [1, BLOCK]
     logits,

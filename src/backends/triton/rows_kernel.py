@@ -232,6 +232,8 @@ def rows_kernel(
             x, slope = activate(z, logit_scale, softcap, SCALED, CAPPED)
             log_p = (x - peak) - log_sum
             p = exp(log_p)
+            q = 0.0
+            share = 0.0
             if SMOOTHED or target is None:
                 kept = keep if target is None else 0.0
                 q, share = _shares(probabilities, probability_class, class_weight, columns, vocabulary, kept, spread)

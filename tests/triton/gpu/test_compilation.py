@@ -79,6 +79,6 @@ def test_lengths_of_batches(compiled: list[str], vocabulary: int) -> None:
     compiled.clear()
     for rows in (384, 512, 328, 332, 334, 333, 301):
         step(vocabulary, rows)
-    tiles = compiled.count("_tile_kernel")
-    assert compiled == ["_tile_kernel"] * tiles
+    tiles = compiled.count("tile_kernel")
+    assert compiled == ["tile_kernel"] * tiles
     assert tiles <= 5
