@@ -49,6 +49,8 @@ class RowFacts:
     """(V,)"""
     target_logits: mx.array | None
     """(R,) raw logits of the targets, taking the place of those in the block, which were rounded to its dtype."""
+    finite: bool
+    """Whether dead rows hold finite logits, whose product with a scale of 0 is 0 without further ado."""
 
 
 @dataclass(frozen=True)
