@@ -72,7 +72,8 @@ class MlxHarness:
         vocabulary = x.shape[-1]
         x = x.reshape(int(np.prod(x.shape[:-1])), vocabulary)
         w = mx.ones((vocabulary,), wide) if weight is None else weight.astype(wide)
-        log_p = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        lse = mx.logsumexp(x, axis=-1, keepdims=True) if x.size else x.sum(-1, keepdims=True)
+        log_p = x - lse
         if mx.issubdtype(target.dtype, mx.floating):
             given = target.reshape(x.shape).astype(wide)
             share = w * ((1 - label_smoothing) * given + label_smoothing / vocabulary)
@@ -86,7 +87,7 @@ class MlxHarness:
             rows = -(1 - label_smoothing) * row_weight * mx.take_along_axis(log_p, flat[:, None], -1)[:, 0]
             if label_smoothing:
                 rows = rows - label_smoothing / vocabulary * (w * log_p).sum(-1)
-        rows = rows + z_loss * mx.square(mx.logsumexp(x, axis=-1))
+        rows = rows + z_loss * mx.square(lse[:, 0])
         a = mx.ones((len(x),), wide) if sample_weight is None else sample_weight.reshape(-1).astype(wide)
         a = mx.where(ignored, 0, a)
         rows = mx.where(a == 0, 0, a * rows)

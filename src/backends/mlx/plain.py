@@ -8,11 +8,12 @@ indices)::
     lse   = m + log_sum,   log_sum = -log(max p)
     l     = a [ (1-e) w_y (m - x_y + log_sum) + (e/V) sum_c w_c (m - x_c + log_sum) + zeta lse^2 ]
     dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ],   W = sum_c w_c
-    dx/dz = s (1 - tanh(s z / k)^2)   with softcap k,   s   without
+    dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without
 
 Differences to m are taken before anything is added up, so that logits far from 0 lose nothing.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -89,14 +90,13 @@ class _Block:
         self.acc = facts.weight.dtype
         self.smoothing, self.z_loss, self.softcap, self.scale, self.spread, self.total_weight = facts.numbers[:6]
         self.target = None if facts.target is None else facts.target[:, None]
-        self.x, self.tanh = self._activations()
+        self.x, self.slope = self._activations()
 
     def forward(self, asked: Asked) -> Found:
         """Return the losses and what else is asked for."""
         x, facts = self.x, self.facts
         peak = x.max(-1)
-        p = mx.softmax(x, axis=-1, precise=True)
-        log_sum = -mx.log(p.max(-1))
+        p, log_sum = _softmax(x, peak)
         below = peak[:, None] - x
         share = self._share()
         if self.target is None:
@@ -120,11 +120,11 @@ class _Block:
     def backward(self, norm: mx.array) -> mx.array:
         """Return the gradient from the norm (R, 2)."""
         peak, log_sum = norm[:, 0], norm[:, 1]
-        p = mx.exp((self.x - peak[:, None]) - log_sum[:, None])
+        p = _exp((self.x - peak[:, None]) - log_sum[:, None])
         return self._gradient(p, self._share(), peak + log_sum)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
-        """Return x (R, V), and with a softcap the tanh in it."""
+        """Return x (R, V), and with a softcap k the derivative of k tanh(u / k), 1 - tanh(u / k)^2 without cancelling."""
         x, facts = self.z.astype(self.acc), self.facts
         if facts.target_logits is not None and self.target is not None:
             x = mx.put_along_axis(x, self.target, facts.target_logits[:, None], -1)
@@ -132,8 +132,8 @@ class _Block:
             x = x * self.scale
         if not self.terms.softcap:
             return x, None
-        tanh = mx.tanh(x / self.softcap)
-        return self.softcap * tanh, tanh
+        inside = x / self.softcap
+        return self.softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
 
     def _share(self) -> mx.array:
         """Return what multiplies -log p of the target, (R, 1), for indices; of each class, (R, V), for probabilities.
@@ -184,11 +184,26 @@ class _Block:
             if self.terms.smoothing:
                 each = (factor * self.spread)[:, None]
                 grad = grad - (each if facts.class_weight is None else each * facts.class_weight)
-        if self.tanh is not None:
-            grad = grad * (1 - mx.square(self.tanh))
+        if self.slope is not None:
+            grad = grad * self.slope
         if not facts.finite:
             grad = mx.where(facts.dead[:, None], 0, grad)
         return grad.astype(self.z.dtype)
+
+
+def _softmax(x: mx.array, peak: mx.array) -> tuple[mx.array, mx.array]:
+    """Return p (R, V), and log sum_c exp(x_c - peak) (R,)."""
+    if x.dtype == mx.float64:
+        powers = _exp(x - peak[:, None])
+        total = powers.sum(-1)
+        return powers / total[:, None], mx.log(total)
+    p = mx.softmax(x, axis=-1, precise=True)
+    return p, -mx.log(p.max(-1))
+
+
+def _exp(x: mx.array) -> mx.array:
+    """Return exp(x); MLX's own has no more than float32's precision even for float64."""
+    return mx.power(mx.array(math.e, dtype=mx.float64), x) if x.dtype == mx.float64 else mx.exp(x)
 
 
 def _product(weights: mx.array, values: mx.array) -> mx.array:
