@@ -133,6 +133,13 @@ def tests_triton(session: nox.Session) -> None:
     session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
 
 
+@nox.session(name="tests-mlx")
+def tests_mlx(session: nox.Session) -> None:
+    """Run the tests on the MLX backend, on every device that MLX has here."""
+    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "mlx-lm"))
+    session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
+
+
 @nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
     """Watch every Triton kernel with NVIDIA's compute-sanitizer, which must be on the PATH, on a GPU.
