@@ -20,26 +20,22 @@ __all__ = ["KERNELS", "backward", "forward"]
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
     """Take a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
-    parts, grad = [], None
-    for start, z, some in _blocks(logits, facts):
-        if parts:
-            z = mx.depends(z, parts[-1].arrays() + ([] if grad is None else [grad]))
-        found = _block(z, some).forward(asked)
-        if found.grad is not None and len(z) < len(logits):
-            grad = _placed(grad, found.grad, start, logits)
-            found = replace(found, grad=None)
-        parts.append(found)
-    return parts[0] if len(parts) == 1 else replace(joined(parts), grad=grad)
+    parts, grad, tie = [], None, list[mx.array]()
+    for start, z, some in _blocks(logits, facts, asked.grad and not asked.entropy):
+        found = _block(mx.depends(z, tie) if tie else z, some).forward(asked)
+        tie = found.arrays()
+        grad = _placed(grad, found.grad, start, logits)
+        parts.append(replace(found, grad=None))
+    return replace(joined(parts), grad=grad)
 
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     """Return a block's gradient: see `xent.backends.mlx.kernels.Kernels.backward`."""
-    grad: mx.array | None = None
-    for start, z, some in _blocks(logits, facts):
-        if grad is not None:
-            z = mx.depends(z, [grad])
-        block_grad = _block(z, some).backward(norm[start : start + len(z)])
-        grad = block_grad if len(z) == len(logits) else _placed(grad, block_grad, start, logits)
+    grad, tie = None, list[mx.array]()
+    for start, z, some in _blocks(logits, facts, True):
+        made = _block(mx.depends(z, tie) if tie else z, some).backward(norm[start : start + len(z)])
+        tie = [made]
+        grad = _placed(grad, made, start, logits)
     assert grad is not None
     return grad
 
@@ -47,11 +43,17 @@ def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
 KERNELS = Kernels(forward, backward)
 
 
-def _blocks(logits: mx.array, facts: RowFacts) -> Iterator[tuple[int, mx.array, RowFacts]]:
-    """Yield (first row, logits, facts) of parts so small that what is computed on the way takes little memory."""
+def _blocks(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
+    """Yield (first row, logits, facts) of parts so small that what is computed on the way takes little memory.
+
+    A block is left in one piece if it is small, or if it is the whole call and nothing is computed on the way: then a
+    gradient of several pieces would be made twice, in pieces and put together.
+    """
     count, vocabulary = logits.shape
     step = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1)
-    if count <= step or (fuses(logits, facts) and not needs_memory(facts)):
+    fused = fuses(logits, facts)
+    as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
+    if count <= step or (as_they_are and (fused or (facts.alone and grad_only))):
         yield 0, logits, facts
         return
     for start in range(0, count, step):
@@ -68,10 +70,16 @@ def _blocks(logits: mx.array, facts: RowFacts) -> Iterator[tuple[int, mx.array, 
         yield start, logits[part], some
 
 
-def _placed(grad: mx.array | None, block: mx.array, start: int, like: mx.array) -> mx.array:
-    """Return the gradient with a block's rows written to it, in its own memory."""
+def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.array) -> mx.array | None:
+    """Return the gradient with a block's rows written to it.
+
+    That happens in its own memory, as long as nothing else waits for it: blocks wait for blocks.
+    """
+    if block is None or block.shape == like.shape:
+        return block
     place = mx.zeros(like.shape, like.dtype) if grad is None else grad
-    return mx.slice_update(place, block, mx.array([start]), [0])
+    place[start : start + len(block)] = block
+    return place
 
 
 def _block(z: mx.array, facts: RowFacts) -> Block:
