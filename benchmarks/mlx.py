@@ -88,7 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"\n{case.title}")
         print(f"{'':24}{'ms':>10}{'x unfused':>11}{'peak MiB':>10}{'loss error':>12}{'dInput':>9}{'dWeight':>9}")
         for line in _measure(case, rounds):
-            lines.append(line | {"case": asdict(case), "device": device, "mlx": mx.__version__, "xent": xent.__version__})
+            lines.append(
+                line | {"case": asdict(case), "device": device, "mlx": mx.__version__, "xent": xent.__version__}
+            )
             _print(line)
     if options.out:
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -185,7 +187,10 @@ def _missed(case: Case, line: dict[str, Any]) -> list[str]:
     if not name.startswith("xent"):
         return []
     most_mib = case.most_mib if name == "xent" else case.most_mib_compiled
-    goals = {"time": (line["ratio"], case.most_time if name == "xent" else None), "memory": (line["peak_mib"], most_mib)}
+    goals = {
+        "time": (line["ratio"], case.most_time if name == "xent" else None),
+        "memory": (line["peak_mib"], most_mib),
+    }
     return [f"{what} above {most}" for what, (found, most) in goals.items() if most is not None and found > most]
 
 

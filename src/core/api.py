@@ -74,8 +74,8 @@ def cross_entropy(
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
         Let the gradient take the logits' memory. The logits are lost; an operation that saved them for its own backward
-        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory, and
-        on MLX arrays, which are values: memory that nothing else refers to is taken again in any case.
+        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory,
+        and on MLX arrays, which are values: memory that nothing else refers to is taken again in any case.
     stats : collection of str
         Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
     backend : str
