@@ -21,7 +21,7 @@ def devices() -> tuple[str, ...]:
 
 
 def chunk_device() -> str:
-    """Return "cpu", "metal" or "cuda", which differ in how much a chunk should hold."""
+    """Return "cpu", "metal" or "mlx-cuda", which differ in how much a chunk should hold."""
     if device_type() == "cpu":
         return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+    return "metal" if mx.metal.is_available() else "mlx-cuda"
