@@ -68,10 +68,6 @@ class FusedBlock(Block):
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         return super()._activations() if needs_memory(self.facts) else (self.z, None)
 
-    def _classes(self) -> mx.array:
-        assert self.target is not None
-        return self.target
-
     def _surprise(self, x: mx.array) -> mx.array:
         """Return lse - x_y (R,), accumulated in float32."""
         made: mx.array = mx.fast.cross_entropy(x, self._classes()[:, 0])
