@@ -34,7 +34,7 @@ class Gradients:
         if self._weight is not None:
             # Hidden states of dead rows must not reach the weight's gradient, not even as 0 * NaN.
             self._weight.add(grad_logits, mx.where(dead[:, None], 0, hidden))
-            made.append(self._weight.sum)
+            made += self._weight.sums
         if self._bias is not None:
             self._bias = self._bias + grad_logits.astype(self._bias.dtype).sum(0)
             made.append(self._bias)
@@ -46,7 +46,7 @@ class Gradients:
         if self._needs_input:
             made["input"] = mx.concatenate(self._parts).reshape(self._input.shape)
         if self._weight is not None:
-            made["weight"] = self._weight.sum
+            made["weight"] = self._weight.result()
         if self._bias is not None:
             made["bias"] = self._bias
         return made

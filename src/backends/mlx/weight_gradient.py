@@ -16,26 +16,33 @@ def kept_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 class WeightGradient:
-    """Sums grad_logits^T @ hidden over chunks.
+    """Sums grad_logits^T @ hidden over chunks, in slices of the vocabulary that are put together at the end.
 
-    On the CPU `mx.addmm` adds onto the sum in the sum's own memory, in float32 at least. On a GPU it would take memory
-    for a second sum, and products are added in slices of the vocabulary instead: to a float32 sum, or to a bfloat16
-    one of few chunks, which takes half the memory, most of what the call takes, for at most a fifth more error.
+    `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least, and there is one
+    slice. On a GPU it never does, and slices keep small what is alive twice; there a bfloat16 gradient of few chunks is
+    summed in bfloat16, which takes half the memory, most of what the call takes, for at most a fifth more error.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
-        self._on_cpu = device_type() == "cpu"
-        rounds = dtype == mx.bfloat16 and not self._on_cpu and chunks <= _ROUNDED_SUMS
+        on_cpu = device_type() == "cpu"
+        rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= _ROUNDED_SUMS
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
-        self._step = max(_SLICE_BYTES // max(shape[1] * self._wide.size, 1), 1)
-        self.sum = mx.zeros(shape, self._wide)
-        """(V, D); it waits for its upstream gradient as it is, to be rounded once, after that."""
+        self._casts = on_cpu and dtype != self._wide
+        rows, width = shape
+        step = rows if on_cpu else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
+        self._parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
+        self.sums = [mx.zeros((part.stop - part.start, width), self._wide) for part in self._parts]
 
     def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
         """Add a chunk's (R, V)^T @ (R, D)."""
-        if self._on_cpu:
-            self.sum = mx.addmm(self.sum, grad_logits.astype(self._wide).T, hidden.astype(self._wide))
-            return
-        for start in range(0, self.sum.shape[0], self._step):
-            part = slice(start, start + self._step)
-            self.sum = self.sum.at[part].add((grad_logits[:, part].T @ hidden).astype(self._wide))
+        if self._casts:
+            grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
+        transposed = ((total, grad_logits[:, part].T) for total, part in zip(self.sums, self._parts, strict=True))
+        if hidden.dtype == self._wide:
+            self.sums = [mx.addmm(total, rows, hidden) for total, rows in transposed]
+        else:
+            self.sums = [total + (rows @ hidden).astype(self._wide) for total, rows in transposed]
+
+    def result(self) -> mx.array:
+        """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
+        return self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
