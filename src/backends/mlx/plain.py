@@ -1,0 +1,86 @@
+"""The row kernel made of MLX's own operations, in blocks small enough that what is computed on the way takes little.
+
+On a GPU MLX has one fused operation for the loss of class indices, and one for its gradient, which takes the logits'
+memory: `fused`. Everything else, and everything on the CPU, is `block`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import mlx.core as mx
+
+from xent.backends.mlx.block import Block
+from xent.backends.mlx.devices import device_type
+from xent.backends.mlx.fused import FusedBlock, fuses, needs_memory
+from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
+from xent.core.chunks import rows_per_block
+
+__all__ = ["KERNELS", "backward", "forward"]
+
+
+def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
+    """Take a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
+    parts, grad, tie = [], None, list[mx.array]()
+    for start, z, some in _blocks(logits, facts, asked.grad and not asked.entropy):
+        found = _block(mx.depends(z, tie) if tie else z, some).forward(asked)
+        tie = found.arrays()
+        grad = _placed(grad, found.grad, start, logits)
+        parts.append(replace(found, grad=None))
+    return replace(joined(parts), grad=grad)
+
+
+def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
+    """Return a block's gradient: see `xent.backends.mlx.kernels.Kernels.backward`."""
+    grad, tie = None, list[mx.array]()
+    for start, z, some in _blocks(logits, facts, True):
+        made = _block(mx.depends(z, tie) if tie else z, some).backward(norm[start : start + len(z)])
+        tie = [made]
+        grad = _placed(grad, made, start, logits)
+    assert grad is not None
+    return grad
+
+
+KERNELS = Kernels(forward, backward)
+
+
+def _blocks(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
+    """Yield (first row, logits, facts) of parts so small that what is computed on the way takes little memory.
+
+    A block is left in one piece if it is small, or if it is the whole call and nothing is computed on the way: then a
+    gradient of several pieces would be made twice, in pieces and put together.
+    """
+    count, vocabulary = logits.shape
+    step = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1)
+    fused = fuses(logits, facts)
+    as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
+    if count <= step or (as_they_are and (fused or (facts.alone and grad_only))):
+        yield 0, logits, facts
+        return
+    for start in range(0, count, step):
+        part = slice(start, start + step)
+        some = replace(
+            facts,
+            target=None if facts.target is None else facts.target[part],
+            probabilities=None if facts.probabilities is None else facts.probabilities[part],
+            weight=facts.weight[part],
+            scale=facts.scale[part],
+            dead=facts.dead[part],
+            target_logits=None if facts.target_logits is None else facts.target_logits[part],
+        )
+        yield start, logits[part], some
+
+
+def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.array) -> mx.array | None:
+    """Return the gradient with a block's rows written to it.
+
+    That happens in its own memory, as long as nothing else waits for it: blocks wait for blocks.
+    """
+    if block is None or block.shape == like.shape:
+        return block
+    place = mx.zeros(like.shape, like.dtype) if grad is None else grad
+    place[start : start + len(block)] = block
+    return place
+
+
+def _block(z: mx.array, facts: RowFacts) -> Block:
+    return FusedBlock(z, facts) if fuses(z, facts) else Block(z, facts)
