@@ -2,6 +2,7 @@
 
 import ctypes
 import mmap
+import sys
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 __all__ = ["Buffer"]
 
 _PAGE = mmap.PAGESIZE
+_GUARD = 2**30  # addresses, no memory
+_MAP_NORESERVE = 0 if sys.platform == "darwin" else 0x4000
 _POISON = 0xFF  # NaN in every float dtype, -1 in integers
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -27,11 +30,10 @@ class Buffer:
     def __init__(self, name: str, size: int, at_end: bool) -> None:
         self.name, self.size = name, size
         self._pages = -(-max(size, 1) // _PAGE) * _PAGE
-        self._start = _libc.mmap(
-            None, self._pages + 2 * _PAGE, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
-        )
+        how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._start = _libc.mmap(None, self._pages + 2 * _GUARD, 0, how, -1, 0)
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
-        self._inner = self._start + _PAGE
+        self._inner = self._start + _GUARD
         ctypes.memset(self._inner, _POISON, self._pages)
         self._before = self._pages - size if at_end else 0
         self.address = self._inner + self._before
@@ -55,7 +57,7 @@ class Buffer:
 
     def explain(self, address: int) -> str | None:
         """Say where an address lies that was touched without leave, if it is near this buffer."""
-        if not self._start <= address < self._start + self._pages + 2 * _PAGE:
+        if not self._start <= address < self._start + self._pages + 2 * _GUARD:
             return None
         offset = address - self.address
         if 0 <= offset < self.size:
@@ -64,8 +66,8 @@ class Buffer:
 
     def close(self) -> None:
         """Give the pages back."""
-        _libc.munmap(self._start, self._pages + 2 * _PAGE)
+        _libc.munmap(self._start, self._pages + 2 * _GUARD)
 
     def _protect(self, how: int) -> None:
-        if _libc.mprotect(self._start + _PAGE, self._pages, how):
+        if _libc.mprotect(self._start + _GUARD, self._pages, how):
             raise OSError(ctypes.get_errno(), "mprotect")
