@@ -1,0 +1,181 @@
+"""What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from xent.backends.mlx.kernels import RowFacts
+from xent.backends.mlx.options import numbers_of, scalar, terms_of
+from xent.core.spec import LinearCall, LogitsCall, LossSpec
+
+__all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """N rows of V classes: what a row kernel gets, less the probabilities, and what only the driver needs."""
+
+    spec: LossSpec
+    vocabulary: int
+    rows: RowFacts
+    probabilities: mx.array | None
+    """(N, V) in the caller's dtype."""
+    probability_rows: mx.array | None
+    """(N,) which row of `probabilities` belongs to each row; None where it is the row itself."""
+    ignored: mx.array
+    """(N,) bool: rows without a target."""
+    invalid: mx.array | None
+    """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None for probabilities."""
+    deferred: mx.array
+    """0-d factor that the gradient still lacks; the driver multiplies it in. Not 1 for float16 only."""
+    divisor: mx.array | None
+    """0-d, what "mean" divides by; None for the other reductions."""
+
+    @property
+    def count(self) -> int:
+        """N."""
+        return int(self.ignored.size)
+
+    def block(self, start: int, stop: int, target_logits: mx.array | None = None) -> RowFacts:
+        """Return what a row kernel is told about rows [start, stop)."""
+        rows, part = self.rows, slice(start, stop)
+        return replace(
+            rows,
+            target=None if rows.target is None else rows.target[part],
+            probabilities=self.probability_block(start, stop),
+            weight=rows.weight[part],
+            scale=rows.scale[part],
+            dead=rows.dead[part],
+            target_logits=target_logits,
+        )
+
+    def probability_block(self, start: int, stop: int) -> mx.array | None:
+        """Return the target probabilities of rows [start, stop), (R, V), in the caller's dtype."""
+        if self.probabilities is None or self.probability_rows is None:
+            return None if self.probabilities is None else self.probabilities[start:stop]
+        return self.probabilities[self.probability_rows[start:stop]]
+
+    def with_upstream(self, upstream: mx.array) -> "Facts":
+        """Return the facts for the gradient of rows whose losses have the gradients `upstream`, of N elements."""
+        scale = self.rows.scale * upstream.reshape(-1).astype(self.rows.scale.dtype)
+        return replace(self, rows=replace(self.rows, scale=scale))
+
+
+def accumulation_dtype(dtype: mx.Dtype) -> mx.Dtype:
+    """Return the dtype of sums, of per-row results and of the loss."""
+    return mx.float64 if dtype == mx.float64 else mx.float32
+
+
+def is_float(array: mx.array) -> bool:
+    """Whether an array holds floating-point numbers."""
+    return bool(mx.issubdtype(array.dtype, mx.floating))
+
+
+def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: int, dtype: mx.Dtype) -> Facts:
+    """Return the facts of all rows of a call whose logits have `dtype`; the classes of `target` are on its last axis.
+
+    Row t takes target and sample weight of t + shift along the last axis of the rows.
+    """
+    spec, acc = call.loss, accumulation_dtype(dtype)
+    shift = call.shift if isinstance(call, LinearCall) else 0
+    given = is_float(target)
+    shape = target.shape[:-1] if given else target.shape
+    count = int(np.prod(shape))
+    class_weight = None if call.weight is None else mx.stop_gradient(call.weight.astype(acc))
+    probabilities = rows_of = classes = invalid = row_weight = None
+    ignored = ~_shifted(mx.ones(shape, mx.bool_), shift, False).reshape(-1)
+    if given:
+        probabilities = mx.stop_gradient(target.reshape(count, vocabulary))
+        rows_of = _shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
+    else:
+        _check_targets(target, vocabulary, spec.ignore_index, shift)
+        ignore = mx.array(spec.ignore_index, dtype=mx.int64)
+        wide = _shifted(target.astype(mx.int64), shift, spec.ignore_index).reshape(-1)
+        ignored = (wide == ignore) | ignored
+        invalid = ((wide < 0) | (wide >= vocabulary)) & ~ignored
+        classes = mx.where(ignored | invalid, 0, wide).astype(mx.int32)
+        row_weight = None if class_weight is None else class_weight[classes]
+
+    sample = call.sample_weight
+    weight = mx.ones(shape, acc) if sample is None else mx.stop_gradient(sample.astype(acc))
+    weight = mx.where(ignored, 0, _shifted(weight, shift, 0).reshape(-1))
+    divisor = _divisor(call.normalizer, weight, row_weight, invalid) if spec.reduction == "mean" else None
+    dead = weight == 0
+    if divisor is not None:
+        dead = dead | (divisor == 0)
+    if invalid is not None:
+        weight = mx.where(invalid, mx.nan, weight)
+        dead = dead & ~invalid
+    scale, deferred = _scale(weight, row_weight, divisor, dtype)
+    rows = RowFacts(
+        terms=terms_of(spec),
+        numbers=mx.stop_gradient(numbers_of(spec, vocabulary, class_weight, acc)),
+        target=classes,
+        probabilities=None,
+        weight=weight,
+        scale=scale,
+        dead=dead,
+        class_weight=class_weight,
+        target_logits=None,
+        finite=False,
+    )
+    return Facts(spec, vocabulary, rows, probabilities, rows_of, ignored, invalid, deferred, divisor)
+
+
+def _scale(
+    weight: mx.array, row_weight: mx.array | None, divisor: mx.array | None, dtype: mx.Dtype
+) -> tuple[mx.array, mx.array]:
+    """Return the rows' factors of the gradient, and the factor that is deferred."""
+    one = mx.ones((), weight.dtype)
+    if divisor is None:
+        return weight, one
+    inverse = mx.where(divisor == 0, 0, 1 / divisor)
+    if dtype != mx.float16 or not weight.size:
+        return weight * inverse, one
+    # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and row
+    # weights could push them over the largest: what is stored has rows of size 1.
+    largest = mx.nan_to_num(mx.abs(weight if row_weight is None else weight * row_weight)).max()
+    size = mx.where(largest == 0, one, largest)
+    return weight / size, inverse * size
+
+
+def _divisor(normalizer: Any, weight: mx.array, row_weight: mx.array | None, invalid: mx.array | None) -> mx.array:
+    if normalizer is not None:
+        return mx.stop_gradient(scalar(normalizer, weight.dtype))
+    parts = weight if row_weight is None else weight * row_weight
+    return (parts if invalid is None else mx.where(invalid, 0, parts)).sum()
+
+
+def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
+    """Return values[..., t + shift] at t, `fill` where there is none."""
+    if not shift:
+        return values
+    kept = values[..., shift:]
+    missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
+    return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
+
+
+def _check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
+    """Raise IndexError for the first wrong target of those that a row uses, if XENT_CHECK_TARGETS=1.
+
+    While `mx.compile` traces a function there are no values to look at.
+    """
+    if os.environ.get("XENT_CHECK_TARGETS") != "1":
+        return
+    try:
+        mx.eval(target)
+    except ValueError:
+        return
+    values = np.array(target).astype(np.int64)
+    wrong = ((values < 0) | (values >= vocabulary)) & (values != ignore_index)
+    if shift:
+        wrong[..., :shift] = False
+    if wrong.any():
+        position = [int(index) for index in np.argwhere(wrong)[0]]
+        raise IndexError(
+            f"target{position} is {values[tuple(position)]}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
+        )

@@ -1,0 +1,102 @@
+"""What the MLX driver asks of a device's row kernel, and where it finds the kernel, by backend name.
+
+MLX arrays are values: a kernel returns its results, and "in place" means that the gradient may take the memory of
+logits that nobody else holds. The driver never hands over an empty block, slices the facts to the block's rows, ties
+the blocks to each other, and makes losses and statistics of what a kernel returns. A kernel evaluates nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+__all__ = ["Asked", "Found", "Kernels", "RowFacts", "Terms", "kernels"]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Which terms the loss has. They are fixed for a call, so that a kernel may be built for each combination."""
+
+    smoothing: bool
+    z_loss: bool
+    softcap: bool
+    scale: bool
+    """Whether the logits are scaled, by something other than 1 as far as is known."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowFacts:
+    """What is known about R rows of V raw logits. Floats are float32, or float64 for float64 logits."""
+
+    terms: Terms
+    numbers: mx.array
+    """(8,) label_smoothing e, z_loss, softcap k, logit_scale s, e / V, sum_c w_c (V without class weights), 0, 0.
+
+    Eight of them, because a Metal kernel gets fewer in another address space; an array, because a compiled function
+    would be traced again for every new value of a Python number.
+    """
+    target: mx.array | None
+    """(R,) int32 in [0, V), whatever the caller passed for ignored and invalid rows; None for probabilities."""
+    probabilities: mx.array | None
+    """(R, V) in the caller's float dtype; None for class indices. Class weights and smoothing are not in them."""
+    weight: mx.array
+    """(R,) a_i; NaN where the target is out of range, so that the row's loss is NaN."""
+    scale: mx.array
+    """(R,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    dead: mx.array
+    """(R,) bool: rows whose loss and gradient are exactly 0, whatever their logits hold."""
+    class_weight: mx.array | None
+    """(V,)"""
+    target_logits: mx.array | None
+    """(R,) raw logits of the targets, taking the place of those in the block, which were rounded to its dtype."""
+    finite: bool
+    """Whether dead rows hold finite logits, whose product with a scale of 0 is 0 without further ado."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Which results the driver wants from a forward pass besides the loss."""
+
+    grad: bool = False
+    norm: bool = False
+    nll: bool = False
+    entropy: bool = False
+    predictions: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a forward pass found out about R rows; None where nobody asked. Floats in the dtype of `RowFacts.weight`.
+
+    Only `loss` and `grad` have to be 0 in dead rows; the driver masks the others.
+    """
+
+    loss: mx.array
+    """(R,) l_i, z term included."""
+    grad: mx.array | None = None
+    """(R, V), the logits' dtype: the gradient with respect to the raw logits, `scale` in it in place of a_i."""
+    norm: mx.array | None = None
+    """(R, 2): the largest x, and log sum_c exp(x_c - largest); apart, as their sum would round."""
+    nll: mx.array | None = None
+    """(R,) lse - x_y; sum_c q_c (lse - x_c) for probabilities q as the caller gave them."""
+    entropy: mx.array | None = None
+    """(R,) -sum_c p_c log p_c."""
+    predictions: mx.array | None = None
+    """(R,) int32: the class of the largest logit_scale * z, before the softcap, the lowest among equals."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The row kernel of a device, as two functions of an (R, V) block of raw logits with R, V >= 1, of any strides."""
+
+    forward: Callable[[mx.array, RowFacts, Asked], Found]
+    """Take a block: losses, and what else is asked for."""
+    backward: Callable[[mx.array, RowFacts, mx.array], mx.array]
+    """Return the gradient (R, V) of a block from `Found.norm` (R, 2), for the `scale` that the facts have now."""
+
+
+def kernels(name: str) -> Kernels:
+    """Return the row kernel of that backend."""
+    from xent.backends.mlx.plain import KERNELS
+
+    return KERNELS

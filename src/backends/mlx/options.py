@@ -1,0 +1,45 @@
+"""The options of a call as a row kernel takes them: which terms there are, and their numbers as one array.
+
+An option may be a 0-d array instead of a Python number. A function that `mx.compile` compiled takes the value it has at
+each call then, where a new Python number would have it traced again.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+
+from xent.backends.mlx.kernels import Terms
+from xent.core.spec import LossSpec
+
+__all__ = ["numbers_of", "scalar", "terms_of"]
+
+
+def terms_of(spec: LossSpec) -> Terms:
+    """Return which terms the loss has; one whose number is in an array is there, whatever the number."""
+    return Terms(
+        smoothing=_differs(spec.label_smoothing, 0),
+        z_loss=_differs(spec.z_loss, 0),
+        softcap=spec.softcap is not None,
+        scale=_differs(spec.logit_scale, 1),
+    )
+
+
+def numbers_of(spec: LossSpec, vocabulary: int, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
+    """Return `xent.backends.mlx.kernels.RowFacts.numbers`, (8,)."""
+    total: Any = vocabulary if class_weight is None else class_weight.sum()
+    softcap = 0.0 if spec.softcap is None else spec.softcap
+    given: list[Any] = [spec.label_smoothing, spec.z_loss, softcap, spec.logit_scale]
+    if not any(isinstance(value, mx.array) for value in (*given, total)):
+        return mx.array([*given, given[0] / vocabulary, total, 0.0, 0.0], dtype=dtype)
+    smoothing, *others = (scalar(value, dtype) for value in given)
+    rest = [smoothing / vocabulary, scalar(total, dtype), mx.zeros((), dtype), mx.zeros((), dtype)]
+    return mx.stack([smoothing, *others, *rest])
+
+
+def scalar(value: Any, dtype: mx.Dtype) -> mx.array:
+    """Return a number or a 0-d array as a 0-d array of `dtype`."""
+    return value.astype(dtype) if isinstance(value, mx.array) else mx.array(float(value), dtype=dtype)
+
+
+def _differs(value: Any, neutral: float) -> bool:
+    return isinstance(value, mx.array) or value != neutral
