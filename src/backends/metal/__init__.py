@@ -1,0 +1,66 @@
+"""Backend "metal": row kernels for Apple GPUs, which the MLX driver calls in place of its plain one.
+
+`machine` says whether this machine can run them; `kernels` is what the driver takes; `rows` launches them. The kernels
+are Metal sources: `forward.metal` and `backward.metal` are what MLX wraps a signature around, and lean on `rows.metal`
+(a row's loss and gradient), `sums.metal` (what a loss is made of, in one read), `columns.metal` (who reads which 16
+bytes) and `maths.metal`.
+
+With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
+
+    log p = x - max x - log sum_c exp(x_c - max x)
+    l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
+    dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
+
+For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
+first two terms. What has no share is 0 even where its log p is -inf.
+
+A loss alone reads the logits once. A loss with its gradient reads them once and writes once where a row fits into the
+threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of float32. Of a longer row the rest is read
+again, last part first, while it may still be in the caches that the GPU's cores share.
+"""
+
+from typing import Any
+
+from xent.core.arrays import dtype_name
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+__all__ = ["BACKEND", "MetalBackend"]
+
+
+class MetalBackend:
+    """Backend "metal": MLX arrays on Apple GPUs."""
+
+    name = "metal"
+    framework = "mlx"
+    native_to: tuple[str, ...] = ("metal",)
+
+    def missing(self) -> str | None:
+        """Return what was found when this machine was first looked at."""
+        from xent.backends.metal import machine
+
+        return machine.MISSING
+
+    def info(self) -> BackendInfo:
+        """Report the version of MLX, and the device."""
+        from xent.backends.metal import machine
+
+        return BackendInfo(
+            self.name, self.framework, machine.MISSING is None, machine.MISSING, machine.VERSIONS, machine.DEVICES
+        )
+
+    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+        """Refuse float64, which Metal does not have, and MLX's CPU device, which runs no Metal kernel."""
+        raise NotImplementedError
+
+    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+        """Run the call in the MLX driver with these row kernels."""
+        from xent.backends.mlx import driver
+
+        return driver.run(call, kernel=self.name)
+
+    def harness(self, device: str | None = None) -> Any:
+        """Return the MLX harness of the gradient checks, without float64."""
+        raise NotImplementedError
+
+
+BACKEND = MetalBackend()

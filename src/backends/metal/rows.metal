@@ -1,0 +1,290 @@
+// A row, from its logits to its loss, and to the gradient of those logits: see the package's documentation for the
+// formulas. A threadgroup has one row.
+
+namespace xent {
+
+// What is fixed when a kernel is built.
+template <
+    typename Logit,
+    bool TARGET,    // class indices, not probabilities
+    bool WEIGHTED,  // class weights
+    bool SMOOTHED,
+    bool CAPPED,
+    bool ENTROPY,
+    bool NLL,
+    bool PREDICTIONS>
+struct Kind {
+  using T = Logit;
+  static constexpr constant bool target = TARGET;
+  static constexpr constant bool weighted = WEIGHTED;
+  static constexpr constant bool smoothed = SMOOTHED;
+  static constexpr constant bool capped = CAPPED;
+  static constexpr constant bool entropy = ENTROPY;
+  static constexpr constant bool nll = NLL;
+  static constexpr constant bool predictions = PREDICTIONS;
+  using Sought = Wanted<ENTROPY, SMOOTHED || !TARGET, NLL && !TARGET, PREDICTIONS>;
+};
+
+// The numbers among the options, which may change from launch to launch.
+struct Numbers {
+  float keep;    // 1 - e
+  float spread;  // e / V
+  float z_loss;
+  float softcap;
+  float logit_scale;
+  float weights;  // sum_c w_c
+};
+
+template <typename Given>
+inline Numbers read_numbers(Given given) {
+  Numbers numbers;
+  numbers.keep = 1.0f - given[0];
+  numbers.z_loss = given[1];
+  numbers.softcap = given[2];
+  numbers.logit_scale = given[3];
+  numbers.spread = given[4];
+  numbers.weights = given[5];
+  return numbers;
+}
+
+// What the loss multiplies each -log p_c with.
+template <typename Probabilities, typename ClassWeight>
+struct Shares {
+  Probabilities probabilities;  // of this row
+  ClassWeight class_weight;
+};
+
+template <typename Probabilities, typename ClassWeight>
+inline Shares<Probabilities, ClassWeight> shares_from(Probabilities probabilities, ClassWeight class_weight) {
+  Shares<Probabilities, ClassWeight> shares;
+  shares.probabilities = probabilities;
+  shares.class_weight = class_weight;
+  return shares;
+}
+
+// Return class c's share: (e/V) w_c, and what its probability q_c adds. The share of the one target is added later.
+template <typename K, typename S>
+inline float share_of(S shares, Numbers numbers, uint column, thread float& given) {
+  float share = numbers.spread;
+  given = 0.0f;
+  if constexpr (!K::target) {
+    given = static_cast<float>(shares.probabilities[column]);
+    share = numbers.keep * given + numbers.spread;
+  }
+  if constexpr (K::weighted && (K::smoothed || !K::target)) share *= shares.class_weight[column];
+  return share;
+}
+
+// The one class that indices name. It is kept out of the row's sums: where its p is nearly 1, all others together are
+// the row's gradient, and beside that 1 they would be lost.
+struct Target {
+  uint y;       // V, which is no column, for probabilities
+  float x;
+  float slope;  // dx/dz
+  float share;  // (1-e) w_y
+  float spread; // (e/V) w_y
+};
+
+// Add `N` neighbouring columns of raw logits to a thread's sums.
+template <typename K, uint N, typename S>
+inline void add_columns(
+    thread Sums& sums, thread float (&z)[N], uint first, uint y, Numbers numbers, S shares) {
+  float largest = -INFINITY;
+  for (uint i = 0; i < N; ++i) {
+    if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
+    float slope;
+    z[i] = activate<K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    if (K::target && first + i == y) z[i] = -INFINITY;
+    largest = metal::max(largest, z[i]);
+  }
+  if (largest > sums.peak) raise<typename K::Sought>(sums, largest);
+  float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
+  for (uint i = 0; i < N; ++i) {
+    float share = 0.0f, given = 0.0f;
+    if constexpr (K::smoothed || !K::target) {
+      share = share_of<K>(shares, numbers, first + i, given);
+      if (K::target && first + i == y) share = 0.0f;
+    }
+    add<typename K::T, typename K::Sought>(sums, shift, z[i], share, given);
+  }
+}
+
+// A row as the gradient sees it.
+struct Slopes {
+  float peak;
+  float log_sum;
+  float of_lse;     // sum of all shares, and 2 zeta lse
+  float scale;      // r
+  float at_target;  // the whole gradient there
+};
+
+// Turn `N` neighbouring columns of raw logits into their gradients.
+template <typename K, uint N, typename S>
+inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
+  for (uint i = 0; i < N; ++i) {
+    float slope;
+    float x = activate<K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
+    float share = 0.0f, given = 0.0f;
+    if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
+    float g = slopes.scale * (slopes.of_lse * p - share) * slope;
+    z[i] = K::target && first + i == y ? slopes.at_target : g;
+  }
+}
+
+template <typename K, typename ClassWeight>
+inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weight) {
+  Target target;
+  target.y = y;
+  target.x = activate<K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
+  float w = 1.0f;
+  if constexpr (K::weighted && K::target) w = class_weight[y];
+  target.share = numbers.keep * w;
+  target.spread = numbers.spread * w;
+  return target;
+}
+
+inline float z_term(Numbers numbers, float lse) {
+  return numbers.z_loss == 0.0f ? 0.0f : numbers.z_loss * lse * lse;
+}
+
+// For the target the bracket of the gradient is (1-e) w_y (p_y - 1) and the rest, with p_y - 1 = expm1(log p_y).
+template <typename K>
+inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scale, float peak, float log_sum) {
+  Slopes slopes;
+  slopes.peak = peak;
+  slopes.log_sum = log_sum;
+  slopes.scale = scale;
+  float others = K::target ? numbers.spread * numbers.weights : shares;
+  if (numbers.z_loss != 0.0f) others += 2.0f * numbers.z_loss * (peak + log_sum);
+  slopes.of_lse = K::target ? target.share + others : others;
+  float log_p = (target.x - peak) - log_sum;
+  float bracket = target.share * expm1(log_p) + others * metal::exp(log_p) - target.spread;
+  slopes.at_target = scale * bracket * target.slope;
+  return slopes;
+}
+
+// Write zeros to a row's gradient, which may not be aligned.
+template <typename T>
+inline void clear(device T* grad, uint count, uint thread_index, uint threads) {
+  for (uint column = thread_index; column < count; column += threads) grad[column] = static_cast<T>(0.0f);
+}
+
+// Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again in
+// reverse order, so that the last ones read are found in cache.
+template <typename K, uint HELD, typename S>
+inline void write_gradient(
+    const device typename K::T* logits,
+    device typename K::T* grad,
+    thread uint4 (&held)[HELD == 0 ? 1 : HELD],
+    Columns columns,
+    Target target,
+    Slopes slopes,
+    Numbers numbers,
+    S shares,
+    uint thread_index,
+    uint threads) {
+  using T = typename K::T;
+  float z[16 / sizeof(T)];
+  bool aligned = reinterpret_cast<ulong>(grad + columns.head) % 16 == 0;
+  for (uint k = 0; k < HELD; ++k) {
+    uint index = thread_index + k * threads;
+    if (index < columns.packs) {
+      uint first = first_column<T>(columns, index);
+      unpack<T>(held[k], z);
+      differentiate<K>(z, first, target.y, slopes, numbers, shares);
+      store_pack<T>(grad, first, aligned, z);
+    }
+  }
+  if (thread_index + HELD * threads < columns.packs) {
+    uint rounds = (columns.packs - thread_index - HELD * threads + threads - 1) / threads;
+    for (uint round = rounds; round > 0; --round) {
+      uint first = first_column<T>(columns, thread_index + (HELD + round - 1) * threads);
+      unpack<T>(load_pack<T>(logits, first), z);
+      differentiate<K>(z, first, target.y, slopes, numbers, shares);
+      store_pack<T>(grad, first, aligned, z);
+    }
+  }
+  if (columns.edge < columns.count) {
+    float edge[1] = {static_cast<float>(logits[columns.edge])};
+    differentiate<K>(edge, columns.edge, target.y, slopes, numbers, shares);
+    grad[columns.edge] = static_cast<T>(edge[0]);
+  }
+}
+
+// Read a row once into a thread's sums, and keep its first packs.
+template <typename K, uint HELD, typename S>
+inline Sums read_row(
+    const device typename K::T* logits,
+    thread uint4 (&held)[HELD == 0 ? 1 : HELD],
+    Columns columns,
+    Target target,
+    Numbers numbers,
+    S shares,
+    uint thread_index,
+    uint threads) {
+  using T = typename K::T;
+  Sums sums = no_sums();
+  float z[16 / sizeof(T)];
+  // All loads of what is held come first: the more are on their way, the better memory is used.
+  for (uint k = 0; k < HELD; ++k) {
+    uint index = thread_index + k * threads;
+    if (index < columns.packs) held[k] = load_pack<T>(logits, first_column<T>(columns, index));
+  }
+  for (uint k = 0; k < HELD; ++k) {
+    uint index = thread_index + k * threads;
+    if (index < columns.packs) {
+      unpack<T>(held[k], z);
+      add_columns<K>(sums, z, first_column<T>(columns, index), target.y, numbers, shares);
+    }
+  }
+  for (uint index = thread_index + HELD * threads; index < columns.packs; index += threads) {
+    uint first = first_column<T>(columns, index);
+    unpack<T>(load_pack<T>(logits, first), z);
+    add_columns<K>(sums, z, first, target.y, numbers, shares);
+  }
+  if (columns.edge < columns.count) {
+    float edge[1] = {static_cast<float>(logits[columns.edge])};
+    add_columns<K>(sums, edge, columns.edge, target.y, numbers, shares);
+  }
+  return sums;
+}
+
+// What one thread writes about a row.
+struct Found {
+  float peak;
+  float log_sum;
+  float loss;  // before the row's weight
+  float nll;
+  float entropy;
+};
+
+// Add the target to the sums of all other classes, and make the row's results of them.
+template <typename K>
+inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
+  Found found;
+  if constexpr (!K::target) {
+    found.log_sum = metal::log(sums.total);
+    found.loss = sums.below + sums.shares * found.log_sum;
+    found.nll = sums.given_below + sums.given * found.log_sum;
+    found.entropy = found.log_sum + sums.mixed / sums.total;
+  } else {
+    if (target.x > sums.peak) raise<typename K::Sought>(sums, target.x);
+    float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
+    float power = metal::exp(target.x - shift);
+    found.log_sum = target.x == sums.peak ? log1p(sums.total) : metal::log(sums.total + power);
+    float log_p = (target.x - sums.peak) - found.log_sum;
+    found.loss = -times(target.share, log_p);
+    if constexpr (K::smoothed) {
+      found.loss += (sums.shares + target.spread) * found.log_sum + sums.below;
+      found.loss += times(target.spread, shift - target.x);
+    }
+    found.nll = -log_p;
+    found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * metal::exp(-found.log_sum);
+  }
+  found.peak = sums.peak;
+  found.loss += z_term(numbers, found.peak + found.log_sum);
+  return found;
+}
+
+}  // namespace xent
