@@ -8,13 +8,14 @@ that needs it.
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
 from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, Stats
+from xent.core.spec import BackendInfo, QuantizedWeight, Stats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BackendError",
     "BackendInfo",
+    "QuantizedWeight",
     "Stats",
     "__version__",
     "backends",

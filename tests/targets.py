@@ -34,6 +34,11 @@ class Target:
         return takes
 
     @property
+    def looks_at_targets(self) -> bool:
+        """Whether values of targets are looked at unasked; MLX computes nothing before it has to, on any device."""
+        return self.device == "cpu" and self.backend.framework == "torch"
+
+    @property
     def interpreted(self) -> bool:
         """Whether an interpreter runs every row as a program of its own, a thousand times slower than a GPU."""
         return self.name == "triton" and self.device == "cpu"

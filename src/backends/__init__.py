@@ -23,10 +23,16 @@ def _torch() -> Backend:
     return BACKEND
 
 
+def _mlx() -> Backend:
+    from xent.backends.mlx import BACKEND
+
+    return BACKEND
+
+
 def _numpy() -> Backend:
     from xent.backends.reference import BACKEND
 
     return BACKEND
 
 
-TABLE: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch, "numpy": _numpy}
+TABLE: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch, "mlx": _mlx, "numpy": _numpy}

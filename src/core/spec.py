@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["REDUCTIONS", "STAT_NAMES", "BackendInfo", "LinearCall", "LogitsCall", "LossSpec", "Stats"]
+__all__ = [
+    "REDUCTIONS",
+    "STAT_NAMES",
+    "BackendInfo",
+    "LinearCall",
+    "LogitsCall",
+    "LossSpec",
+    "QuantizedWeight",
+    "Stats",
+]
 
 REDUCTIONS = ("mean", "sum", "none")
 STAT_NAMES = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
@@ -34,6 +43,45 @@ class LogitsCall:
     loss: LossSpec
     axis: int
     inplace: bool
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A classifier (V, D) as `mlx.core.quantize` packs it, for `xent.linear_cross_entropy`. It gets no gradient.
+
+    Products with it are `mlx.core.quantized_matmul`'s: it is never unpacked as a whole.
+
+    Parameters
+    ----------
+    packed : uint32 MLX array (V, D * bits / 32)
+        What `mlx.core.quantize` returns first; the `weight` of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`.
+    scales : MLX array (V, D / group_size)
+        One for each group of `group_size` elements of a row.
+    biases : MLX array, the shape of scales, optional
+        What is added to each group; None for modes that have none.
+    group_size, bits : int
+        As they were given to `mlx.core.quantize`.
+    mode : str
+        As it was given to `mlx.core.quantize`.
+
+    Examples
+    --------
+    >>> import xent
+    >>> head = xent.QuantizedWeight(*mx.quantize(classifier, group_size=64, bits=4))  # doctest: +SKIP
+    >>> loss = xent.linear_cross_entropy(hidden, head, labels)  # doctest: +SKIP
+    """
+
+    packed: Any
+    scales: Any
+    biases: Any = None
+    group_size: int = 64
+    bits: int = 4
+    mode: str = "affine"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(V, D) of the weight that was packed."""
+        return self.packed.shape[0], self.packed.shape[1] * 32 // self.bits
 
 
 @dataclass(frozen=True, eq=False)

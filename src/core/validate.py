@@ -9,7 +9,7 @@ import numbers
 from typing import Any
 
 from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
-from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec
+from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = ["check_numbers", "linear_call", "logits_call", "loss_spec"]
 
@@ -55,7 +55,7 @@ def linear_call(
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
     framework = _one_framework(
         input=input,
-        linear_weight=linear_weight,
+        **_parts_of(linear_weight),
         target=target,
         linear_bias=linear_bias,
         weight=weight,
@@ -64,8 +64,10 @@ def linear_call(
     )
     spec = loss_spec(framework, **loss)
     for name, array in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if array is not None:
+        if array is not None and not isinstance(array, QuantizedWeight):
             _check_float(name, array)
+    if isinstance(linear_weight, QuantizedWeight):
+        _check_quantized(framework, linear_weight)
     if len(input.shape) < 1:
         raise ValueError("input must have shape (..., D), got a 0-d array")
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -90,6 +92,36 @@ def linear_call(
     return LinearCall(
         input, linear_weight, linear_bias, target, weight, sample_weight, normalizer, spec, shift, workspace
     )
+
+
+def _parts_of(linear_weight: Any) -> dict[str, Any]:
+    """Return the arrays of a classifier by the names they have for the caller."""
+    if not isinstance(linear_weight, QuantizedWeight):
+        return {"linear_weight": linear_weight}
+    parts = {name: getattr(linear_weight, name) for name in ("packed", "scales", "biases")}
+    return {f"linear_weight.{name}": part for name, part in parts.items()}
+
+
+def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
+    if framework != "mlx":
+        raise TypeError(f"linear_weight: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
+    if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
+        raise TypeError(
+            "linear_weight.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
+            f"{describe(weight.packed)}"
+        )
+    for name in ("group_size", "bits"):
+        if not _is_int(getattr(weight, name)) or getattr(weight, name) <= 0:
+            raise ValueError(f"linear_weight.{name} must be an int > 0, got {getattr(weight, name)!r}")
+    vocabulary, width = weight.shape
+    groups = (vocabulary, width // weight.group_size)
+    for name in ("scales", "biases"):
+        part = getattr(weight, name)
+        if part is not None and tuple(part.shape) != groups:
+            raise ValueError(
+                f"linear_weight.{name} must have shape {groups}, one for each {weight.group_size} elements of a row of "
+                f"({vocabulary}, {width}); got {tuple(part.shape)}"
+            )
 
 
 def check_numbers(
@@ -136,7 +168,7 @@ def loss_spec(
     if unknown:
         raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
     if not is_tracing(framework):
-        check_numbers(label_smoothing, z_loss, softcap, logit_scale, None)
+        check_numbers(*(_number(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)), None)
     return LossSpec(
         reduction,
         ignore_index,
@@ -146,6 +178,13 @@ def loss_spec(
         logit_scale,
         tuple(name for name in STAT_NAMES if name in stats),
     )
+
+
+def _number(framework: str, value: Any) -> Any:
+    """Return an option's number, and 1, which every option may be, for a 0-d MLX array, whose value is not looked at."""
+    if framework == "mlx" == framework_of(value) and not value.shape and dtype_name(value) in FLOAT_DTYPES:
+        return 1.0
+    return value
 
 
 def _normalizer(framework: str, normalizer: Any) -> Any:

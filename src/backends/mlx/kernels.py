@@ -5,12 +5,12 @@ logits that nobody else holds. The driver never hands over an empty block, slice
 the blocks to each other, and makes losses and statistics of what a kernel returns. A kernel evaluates nothing.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
-__all__ = ["Asked", "Found", "Kernels", "RowFacts", "Terms", "kernels"]
+__all__ = ["Asked", "Found", "Kernels", "RowFacts", "Terms", "joined", "kernels"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class Found:
     predictions: mx.array | None = None
     """(R,) int32: the class of the largest logit_scale * z, before the softcap, the lowest among equals."""
 
+    def arrays(self) -> list[mx.array]:
+        """Return all that was found out, for the next block to wait for."""
+        values = (getattr(self, field.name) for field in fields(self))
+        return [value for value in values if value is not None]
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -93,6 +98,16 @@ class Kernels:
     """Take a block: losses, and what else is asked for."""
     backward: Callable[[mx.array, RowFacts, mx.array], mx.array]
     """Return the gradient (R, V) of a block from `Found.norm` (R, 2), for the `scale` that the facts have now."""
+
+
+def joined(parts: Sequence[Found]) -> Found:
+    """Return the per-row results of blocks one after the other, without gradients."""
+    named = {}
+    for field in fields(Found):
+        values = [getattr(part, field.name) for part in parts]
+        if field.name != "grad" and values[0] is not None:
+            named[field.name] = values[0] if len(values) == 1 else mx.concatenate(values)
+    return Found(**named)
 
 
 def kernels(name: str) -> Kernels:

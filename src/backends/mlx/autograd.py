@@ -1,0 +1,74 @@
+"""How a loss that is computed beside the graph gets its gradients, and what raises.
+
+`mx.custom_function` runs nothing by itself: it says that the loss, computed already as a graph that MLX does not
+differentiate, has these gradients with respect to these arrays.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from xent.backends.mlx.tracing import is_one
+
+__all__ = ["scaled", "with_gradients"]
+
+_NO_SECOND = (
+    "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
+    "where a gradient of a gradient is needed"
+)
+_NO_FORWARD = "xent computes no forward-mode derivatives: use mx.vjp or mx.grad, or the plain framework loss with mx.jvp"
+_NO_VMAP = "xent's losses cannot be vectorised by mx.vmap: they take any leading axes, and weights for each row"
+
+
+def with_gradients(
+    loss: mx.array, inputs: Sequence[mx.array], gradients: Callable[[mx.array], list[mx.array]]
+) -> mx.array:
+    """Return `loss`, whose gradients with respect to `inputs` are what `gradients` returns for an upstream gradient.
+
+    The gradients are called for while MLX traces, and are evaluated only if something needs them.
+    """
+
+    @mx.custom_function
+    def given(*_: mx.array) -> mx.array:
+        return loss
+
+    def vjp(primals: Any, upstream: mx.array, _: mx.array) -> Any:
+        arrays = list(primals) if isinstance(primals, (tuple, list)) else [primals]
+        return _first_order(gradients(mx.stop_gradient(upstream)), [upstream, *arrays])
+
+    given.vjp(vjp)
+    given.jvp(_refuse(NotImplementedError, _NO_FORWARD))
+    given.vmap(_refuse(NotImplementedError, _NO_VMAP))
+    made: mx.array = given(*inputs)
+    return made
+
+
+def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Return grad * upstream * deferred as `dtype`, rounded once; no pass over it where the factors are known to be 1."""
+    if is_one(upstream) and is_one(deferred):
+        return grad.astype(dtype)
+    factor = upstream.astype(deferred.dtype) * deferred
+    return (grad.astype(deferred.dtype) * factor).astype(dtype)
+
+
+def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
+    """Return the gradients; differentiating them with respect to any of `sources` raises."""
+    guarded = []
+    for grad in made:
+        # One function for each, so that a gradient that nobody needs is not evaluated for another's sake.
+        @mx.custom_function
+        def given(*_: mx.array, grad: mx.array = grad) -> mx.array:
+            return grad
+
+        given.vjp(_refuse(RuntimeError, _NO_SECOND))
+        given.jvp(_refuse(RuntimeError, _NO_SECOND))
+        guarded.append(given(*sources))
+    return tuple(guarded) if len(guarded) > 1 else guarded[0]
+
+
+def _refuse(error: type[Exception], message: str) -> Callable[..., Any]:
+    def refuse(*_: Any) -> Any:
+        raise error(message)
+
+    return refuse
