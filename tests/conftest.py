@@ -5,6 +5,7 @@ A backend that was asked for runs or fails the whole session; nothing is skipped
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,10 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without a backend that was asked for."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         prepare()
+    if "metal" in asked_for() and TABLE["metal"]().missing():
+        from tests.metal.emulator.install import install
+
+        install(Path(config.cache.mkdir("metal")))
     for name in asked_for():
         if name not in TABLE:
             raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(TABLE)}")

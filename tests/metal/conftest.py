@@ -9,7 +9,7 @@ from tests.conftest import asked_for
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave the folder out of sessions for other backends."""
-    return None
+    return None if "metal" in asked_for() else True
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,7 @@ class MetalBackend:
 
     name = "metal"
     framework = "mlx"
-    native_to: tuple[str, ...] = ("metal",)
+    native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Return what was found when this machine was first looked at."""
@@ -50,7 +50,15 @@ class MetalBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse float64, which Metal does not have, and MLX's CPU device, which runs no Metal kernel."""
-        raise NotImplementedError
+        from xent.backends.metal import machine
+        from xent.backends.mlx.devices import device_type
+
+        array = call.logits if isinstance(call, LogitsCall) else call.input
+        if dtype_name(array) == "float64":
+            return "Metal has no float64, which backend 'mlx' serves on the CPU"
+        if device_type() not in machine.DEVICES:
+            return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
+        return None
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Run the call in the MLX driver with these row kernels."""
@@ -60,7 +68,12 @@ class MetalBackend:
 
     def harness(self, device: str | None = None) -> Any:
         """Return the MLX harness of the gradient checks, without float64."""
-        raise NotImplementedError
+        from xent.backends.metal import machine
+        from xent.backends.mlx.harness import MlxHarness
+
+        harness = MlxHarness(device or machine.DEVICES[0])
+        harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
+        return harness
 
 
 BACKEND = MetalBackend()

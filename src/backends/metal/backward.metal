@@ -38,7 +38,7 @@ if (!TARGET) {
 }
 
 uint4 held[1];
-xent::Columns columns = xent::share_out(logits + start, V, thread_index);
+xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Slopes slopes = xent::slopes_of<K>(
     one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
 xent::write_gradient<K, 0>(

@@ -1,8 +1,9 @@
 // How a row of V elements is shared out among the threads of a threadgroup, 16 bytes at a time.
 //
-// Rows begin anywhere: V may be odd, and the logits a slice of something. So a row has a head of less than a pack before
-// the first 16-byte boundary, packs of 16 bytes, and a tail. Pack i belongs to thread i, i + threads, ...; of head and
-// tail each element has a thread of its own.
+// Pack i, of 16 bytes, belongs to thread i, i + threads, ...; of the tail of less than a pack each element has a thread
+// of its own. Who adds up what is so the same wherever a row lies, and a row's loss has the same bits in every batch.
+// Rows that begin at a multiple of 16 bytes, as all do in logits of a V that is a multiple of 8, are read and written
+// in whole packs; others, of an odd V or in a slice of something, element by element.
 
 namespace xent {
 
@@ -12,36 +13,17 @@ static constexpr constant uint width = 16 / sizeof(T);
 
 struct Columns {
   uint count;  // V
-  uint head;   // elements before the first pack
   uint packs;
-  uint edge;   // the one element of head or tail that is this thread's; V where it has none
+  uint edge;   // the one element of the tail that is this thread's; V where it has none
 };
 
 template <typename T>
-inline Columns share_out(const device T* row, uint count, uint thread_index) {
+inline Columns share_out(uint count, uint thread_index) {
   Columns columns;
   columns.count = count;
-  uint beyond = static_cast<uint>(reinterpret_cast<ulong>(row) % 16) / static_cast<uint>(sizeof(T));
-  columns.head = metal::min((width<T> - beyond) % width<T>, count);
-  columns.packs = (count - columns.head) / width<T>;
-  uint tail = count - columns.head - columns.packs * width<T>;
-  columns.edge = count;
-  if (thread_index < columns.head) columns.edge = thread_index;
-  if (thread_index >= width<T> && thread_index - width<T> < tail) {
-    columns.edge = count - tail + thread_index - width<T>;
-  }
+  columns.packs = count / width<T>;
+  columns.edge = metal::min(columns.packs * width<T> + thread_index, count);
   return columns;
-}
-
-// The first column of a pack.
-template <typename T>
-inline uint first_column(Columns columns, uint pack) {
-  return columns.head + pack * width<T>;
-}
-
-template <typename T>
-inline uint4 load_pack(const device T* row, uint column) {
-  return *reinterpret_cast<const device uint4*>(row + column);
 }
 
 template <typename T>
@@ -50,13 +32,13 @@ inline void unpack(uint4 bits, thread float (&values)[16 / sizeof(T)]) {
     float4 all = as_type<float4>(bits);
     for (uint i = 0; i < 4; ++i) values[i] = all[i];
   } else {
-    uint2 half_of_it;
-    half_of_it.x = bits.x;
-    half_of_it.y = bits.y;
-    metal::vec<T, 4> low = as_type<metal::vec<T, 4>>(half_of_it);
-    half_of_it.x = bits.z;
-    half_of_it.y = bits.w;
-    metal::vec<T, 4> high = as_type<metal::vec<T, 4>>(half_of_it);
+    uint2 part;
+    part.x = bits.x;
+    part.y = bits.y;
+    metal::vec<T, 4> low = as_type<metal::vec<T, 4>>(part);
+    part.x = bits.z;
+    part.y = bits.w;
+    metal::vec<T, 4> high = as_type<metal::vec<T, 4>>(part);
     for (uint i = 0; i < 4; ++i) {
       values[i] = static_cast<float>(low[i]);
       values[i + 4] = static_cast<float>(high[i]);
@@ -77,23 +59,37 @@ inline uint4 pack(thread float (&values)[16 / sizeof(T)]) {
       low[i] = static_cast<T>(values[i]);
       high[i] = static_cast<T>(values[i + 4]);
     }
-    uint2 half_of_it = as_type<uint2>(low);
-    bits.x = half_of_it.x;
-    bits.y = half_of_it.y;
-    half_of_it = as_type<uint2>(high);
-    bits.z = half_of_it.x;
-    bits.w = half_of_it.y;
+    uint2 part = as_type<uint2>(low);
+    bits.x = part.x;
+    bits.y = part.y;
+    part = as_type<uint2>(high);
+    bits.z = part.x;
+    bits.w = part.y;
   }
   return bits;
 }
 
-// Write a pack's gradients; in one piece where the place is aligned as the logits are.
 template <typename T>
-inline void store_pack(device T* row, uint column, bool aligned, thread float (&values)[16 / sizeof(T)]) {
+inline bool is_aligned(const device T* place) {
+  return reinterpret_cast<ulong>(place) % 16 == 0;
+}
+
+template <typename T>
+inline uint4 load_pack(const device T* row, uint index, bool aligned) {
+  const device T* place = row + static_cast<size_t>(index) * width<T>;
+  if (aligned) return *reinterpret_cast<const device uint4*>(place);
+  float values[16 / sizeof(T)];
+  for (uint i = 0; i < width<T>; ++i) values[i] = static_cast<float>(place[i]);
+  return pack<T>(values);
+}
+
+template <typename T>
+inline void store_pack(device T* row, uint index, bool aligned, thread float (&values)[16 / sizeof(T)]) {
+  device T* place = row + static_cast<size_t>(index) * width<T>;
   if (aligned) {
-    *reinterpret_cast<device uint4*>(row + column) = pack<T>(values);
+    *reinterpret_cast<device uint4*>(place) = pack<T>(values);
   } else {
-    for (uint i = 0; i < width<T>; ++i) row[column + i] = static_cast<T>(values[i]);
+    for (uint i = 0; i < width<T>; ++i) place[i] = static_cast<T>(values[i]);
   }
 }
 

@@ -14,7 +14,10 @@ uint threads = threads_per_threadgroup.x;
 size_t start = static_cast<size_t>(row) * V;
 
 if (dead[row] && SKIPS_DEAD) {
-  if (thread_index == 0) loss[row] = 0.0f;
+  if (thread_index == 0) {
+    loss[row] = 0.0f;
+    if (NORM) norm[2 * static_cast<size_t>(row)] = norm[2 * static_cast<size_t>(row) + 1] = 0.0f;
+  }
   if (GRAD) xent::clear(grad + start, V, thread_index, threads);
   return;
 }
@@ -30,7 +33,7 @@ xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
 auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
 
 uint4 held[HELD == 0 ? 1 : HELD];
-xent::Columns columns = xent::share_out(logits + start, V, thread_index);
+xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Sums sums =
     xent::read_row<K, HELD>(logits + start, held, columns, one, given, shares, thread_index, threads);
 xent::join<typename K::Sought>(

@@ -93,7 +93,7 @@ inline void add_columns(
   for (uint i = 0; i < N; ++i) {
     if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
     float slope;
-    z[i] = activate<K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
     if (K::target && first + i == y) z[i] = -INFINITY;
     largest = metal::max(largest, z[i]);
   }
@@ -123,7 +123,7 @@ template <typename K, uint N, typename S>
 inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
   for (uint i = 0; i < N; ++i) {
     float slope;
-    float x = activate<K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    float x = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
     float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
@@ -136,7 +136,7 @@ template <typename K, typename ClassWeight>
 inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weight) {
   Target target;
   target.y = y;
-  target.x = activate<K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
+  target.x = activate<float, K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
   float w = 1.0f;
   if constexpr (K::weighted && K::target) w = class_weight[y];
   target.share = numbers.keep * w;
@@ -164,7 +164,7 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
   return slopes;
 }
 
-// Write zeros to a row's gradient, which may not be aligned.
+// Write zeros to a row's gradient.
 template <typename T>
 inline void clear(device T* grad, uint count, uint thread_index, uint threads) {
   for (uint column = thread_index; column < count; column += threads) grad[column] = static_cast<T>(0.0f);
@@ -186,23 +186,22 @@ inline void write_gradient(
     uint threads) {
   using T = typename K::T;
   float z[16 / sizeof(T)];
-  bool aligned = reinterpret_cast<ulong>(grad + columns.head) % 16 == 0;
+  bool reads_packs = is_aligned(logits), writes_packs = is_aligned(grad);
   for (uint k = 0; k < HELD; ++k) {
     uint index = thread_index + k * threads;
     if (index < columns.packs) {
-      uint first = first_column<T>(columns, index);
       unpack<T>(held[k], z);
-      differentiate<K>(z, first, target.y, slopes, numbers, shares);
-      store_pack<T>(grad, first, aligned, z);
+      differentiate<K>(z, index * width<T>, target.y, slopes, numbers, shares);
+      store_pack<T>(grad, index, writes_packs, z);
     }
   }
   if (thread_index + HELD * threads < columns.packs) {
     uint rounds = (columns.packs - thread_index - HELD * threads + threads - 1) / threads;
     for (uint round = rounds; round > 0; --round) {
-      uint first = first_column<T>(columns, thread_index + (HELD + round - 1) * threads);
-      unpack<T>(load_pack<T>(logits, first), z);
-      differentiate<K>(z, first, target.y, slopes, numbers, shares);
-      store_pack<T>(grad, first, aligned, z);
+      uint index = thread_index + (HELD + round - 1) * threads;
+      unpack<T>(load_pack(logits, index, reads_packs), z);
+      differentiate<K>(z, index * width<T>, target.y, slopes, numbers, shares);
+      store_pack<T>(grad, index, writes_packs, z);
     }
   }
   if (columns.edge < columns.count) {
@@ -226,22 +225,22 @@ inline Sums read_row(
   using T = typename K::T;
   Sums sums = no_sums();
   float z[16 / sizeof(T)];
+  bool aligned = is_aligned(logits);
   // All loads of what is held come first: the more are on their way, the better memory is used.
   for (uint k = 0; k < HELD; ++k) {
     uint index = thread_index + k * threads;
-    if (index < columns.packs) held[k] = load_pack<T>(logits, first_column<T>(columns, index));
+    if (index < columns.packs) held[k] = load_pack(logits, index, aligned);
   }
   for (uint k = 0; k < HELD; ++k) {
     uint index = thread_index + k * threads;
     if (index < columns.packs) {
       unpack<T>(held[k], z);
-      add_columns<K>(sums, z, first_column<T>(columns, index), target.y, numbers, shares);
+      add_columns<K>(sums, z, index * width<T>, target.y, numbers, shares);
     }
   }
   for (uint index = thread_index + HELD * threads; index < columns.packs; index += threads) {
-    uint first = first_column<T>(columns, index);
-    unpack<T>(load_pack<T>(logits, first), z);
-    add_columns<K>(sums, z, first, target.y, numbers, shares);
+    unpack<T>(load_pack(logits, index, aligned), z);
+    add_columns<K>(sums, z, index * width<T>, target.y, numbers, shares);
   }
   if (columns.edge < columns.count) {
     float edge[1] = {static_cast<float>(logits[columns.edge])};

@@ -38,7 +38,7 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
             ("PREDICTIONS", asked.predictions),
             ("NORM", asked.norm),
             ("GRAD", asked.grad),
-            ("SKIPS_DEAD", not (asked.norm or asked.nll or asked.entropy or asked.predictions)),
+            ("SKIPS_DEAD", not asked.dead),
             ("HELD", held if asked.grad else 0),
         ],
         output_shapes=[shape if wanted else (1,) for wanted, shape, _ in shapes.values()],

@@ -15,6 +15,8 @@ from tests.metal.emulator.launch import Output, run
 
 __all__ = ["Emulator"]
 
+_metal_kernel = mx.fast.metal_kernel
+
 
 class Emulator:
     """Makes kernels that run in the emulator. `seed` orders the threads of the next launch, and counts launches."""
@@ -24,13 +26,12 @@ class Emulator:
         self.sources: list[Source] = []
         self.seed = itertools.count()
         self.checked = checked
-        self._build = mx.fast.metal_kernel
 
     def metal_kernel(
         self, name: str, input_names: list[str], output_names: list[str], source: str, *rest: Any, **settings: Any
     ) -> Callable[..., list[mx.array]]:
         """Return a kernel: see `mx.fast.metal_kernel`."""
-        kernel = self._build(name, input_names, output_names, source, *rest, **settings)
+        kernel = _metal_kernel(name, input_names, output_names, source, *rest, **settings)
         captured: dict[Any, Source] = {}
 
         def call(
