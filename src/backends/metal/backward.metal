@@ -37,9 +37,10 @@ if (!TARGET) {
       sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 }
 
-uint4 held[1];
+uint4 packs[1];
 xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Slopes slopes = xent::slopes_of<K>(
     one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
-xent::write_gradient<K, 0>(
-    logits + start, grad + start, held, columns, one, slopes, given, shares, thread_index, threads);
+xent::load_packs(logits + start, packs, columns, thread_index, threads, xent::is_aligned(logits + start));
+xent::write_gradient<K, 1>(
+    logits + start, grad + start, packs, columns, one, slopes, given, shares, thread_index, threads);

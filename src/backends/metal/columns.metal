@@ -30,6 +30,7 @@ template <typename T>
 inline void unpack(uint4 bits, thread float (&values)[16 / sizeof(T)]) {
   if constexpr (sizeof(T) == 4) {
     float4 all = as_type<float4>(bits);
+    XENT_UNROLL
     for (uint i = 0; i < 4; ++i) values[i] = all[i];
   } else {
     uint2 part;
@@ -39,6 +40,7 @@ inline void unpack(uint4 bits, thread float (&values)[16 / sizeof(T)]) {
     part.x = bits.z;
     part.y = bits.w;
     metal::vec<T, 4> high = as_type<metal::vec<T, 4>>(part);
+    XENT_UNROLL
     for (uint i = 0; i < 4; ++i) {
       values[i] = static_cast<float>(low[i]);
       values[i + 4] = static_cast<float>(high[i]);
@@ -51,10 +53,12 @@ inline uint4 pack(thread float (&values)[16 / sizeof(T)]) {
   uint4 bits;
   if constexpr (sizeof(T) == 4) {
     float4 all;
+    XENT_UNROLL
     for (uint i = 0; i < 4; ++i) all[i] = values[i];
     bits = as_type<uint4>(all);
   } else {
     metal::vec<T, 4> low, high;
+    XENT_UNROLL
     for (uint i = 0; i < 4; ++i) {
       low[i] = static_cast<T>(values[i]);
       high[i] = static_cast<T>(values[i + 4]);
@@ -79,6 +83,7 @@ inline uint4 load_pack(const device T* row, uint index, bool aligned) {
   const device T* place = row + static_cast<size_t>(index) * width<T>;
   if (aligned) return *reinterpret_cast<const device uint4*>(place);
   float values[16 / sizeof(T)];
+  XENT_UNROLL
   for (uint i = 0; i < width<T>; ++i) values[i] = static_cast<float>(place[i]);
   return pack<T>(values);
 }
@@ -89,6 +94,7 @@ inline void store_pack(device T* row, uint index, bool aligned, thread float (&v
   if (aligned) {
     *reinterpret_cast<device uint4*>(place) = pack<T>(values);
   } else {
+    XENT_UNROLL
     for (uint i = 0; i < width<T>; ++i) place[i] = static_cast<T>(values[i]);
   }
 }

@@ -32,7 +32,7 @@ if (TARGET) {
 xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
 auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
 
-uint4 held[HELD == 0 ? 1 : HELD];
+uint4 held[HELD];
 xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Sums sums =
     xent::read_row<K, HELD>(logits + start, held, columns, one, given, shares, thread_index, threads);

@@ -3,6 +3,9 @@
 // All of it is in float32. Functions of a row are as exact as float32 allows; what is done for each element may be as
 // coarse as the logits themselves.
 
+// Loops over what lies in registers have to be unrolled, or it lies in memory.
+#define XENT_UNROLL _Pragma("clang loop unroll(full)")
+
 namespace xent {
 
 // exp for each element of logits of type T. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the fast

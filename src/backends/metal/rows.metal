@@ -89,16 +89,22 @@ struct Target {
 template <typename K, uint N, typename S>
 inline void add_columns(
     thread Sums& sums, thread float (&z)[N], uint first, uint y, Numbers numbers, S shares) {
-  float largest = -INFINITY;
+  XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
     float slope;
     z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
-    if (K::target && first + i == y) z[i] = -INFINITY;
-    largest = metal::max(largest, z[i]);
   }
+  if (K::target && y - first < N) {
+    XENT_UNROLL
+    for (uint i = 0; i < N; ++i) z[i] = first + i == y ? -INFINITY : z[i];
+  }
+  float largest = z[0];
+  XENT_UNROLL
+  for (uint i = 1; i < N; ++i) largest = metal::max(largest, z[i]);
   if (largest > sums.peak) raise<typename K::Sought>(sums, largest);
   float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
+  XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) {
@@ -121,14 +127,18 @@ struct Slopes {
 // Turn `N` neighbouring columns of raw logits into their gradients.
 template <typename K, uint N, typename S>
 inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
+  XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float slope;
     float x = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
     float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
-    float g = slopes.scale * (slopes.of_lse * p - share) * slope;
-    z[i] = K::target && first + i == y ? slopes.at_target : g;
+    z[i] = slopes.scale * (slopes.of_lse * p - share) * slope;
+  }
+  if (K::target && y - first < N) {
+    XENT_UNROLL
+    for (uint i = 0; i < N; ++i) z[i] = first + i == y ? slopes.at_target : z[i];
   }
 }
 
@@ -170,13 +180,100 @@ inline void clear(device T* grad, uint count, uint thread_index, uint threads) {
   for (uint column = thread_index; column < count; column += threads) grad[column] = static_cast<T>(0.0f);
 }
 
-// Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again in
-// reverse order, so that the last ones read are found in cache.
+// Packs that a thread has on their way at a time where it does not keep them.
+constant constexpr uint batch = 4;
+
+// Read packs `index`, `index + threads`, ... as far as there are any.
+template <typename T, uint N>
+inline void load_packs(
+    const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads, bool aligned) {
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) packs[k] = load_pack(logits, index + k * threads, aligned);
+  }
+}
+
+// Add what `load_packs` read to a thread's sums.
+template <typename K, uint N, typename S>
+inline void add_packs(
+    thread Sums& sums,
+    thread uint4 (&packs)[N],
+    Columns columns,
+    uint index,
+    uint threads,
+    uint y,
+    Numbers numbers,
+    S shares) {
+  using T = typename K::T;
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) {
+      float z[16 / sizeof(T)];
+      unpack<T>(packs[k], z);
+      add_columns<K>(sums, z, (index + k * threads) * width<T>, y, numbers, shares);
+    }
+  }
+}
+
+// Read a row once into a thread's sums, and keep its first packs.
+template <typename K, uint HELD, typename S>
+inline Sums read_row(
+    const device typename K::T* logits,
+    thread uint4 (&held)[HELD],
+    Columns columns,
+    Target target,
+    Numbers numbers,
+    S shares,
+    uint thread_index,
+    uint threads) {
+  Sums sums = no_sums();
+  bool aligned = is_aligned(logits);
+  load_packs(logits, held, columns, thread_index, threads, aligned);
+  add_packs<K>(sums, held, columns, thread_index, threads, target.y, numbers, shares);
+  for (uint index = thread_index + HELD * threads; index < columns.packs; index += batch * threads) {
+    uint4 packs[batch];
+    load_packs(logits, packs, columns, index, threads, aligned);
+    add_packs<K>(sums, packs, columns, index, threads, target.y, numbers, shares);
+  }
+  if (columns.edge < columns.count) {
+    float edge[1] = {static_cast<float>(logits[columns.edge])};
+    add_columns<K>(sums, edge, columns.edge, target.y, numbers, shares);
+  }
+  return sums;
+}
+
+// Write the gradients of what `load_packs` read.
+template <typename K, uint N, typename S>
+inline void write_packs(
+    device typename K::T* grad,
+    thread uint4 (&packs)[N],
+    Columns columns,
+    uint index,
+    uint threads,
+    uint y,
+    Slopes slopes,
+    Numbers numbers,
+    S shares) {
+  using T = typename K::T;
+  bool aligned = is_aligned(grad);
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) {
+      float z[16 / sizeof(T)];
+      unpack<T>(packs[k], z);
+      differentiate<K>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
+      store_pack<T>(grad, index + k * threads, aligned, z);
+    }
+  }
+}
+
+// Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again, those
+// first that were read last and are found in cache.
 template <typename K, uint HELD, typename S>
 inline void write_gradient(
     const device typename K::T* logits,
     device typename K::T* grad,
-    thread uint4 (&held)[HELD == 0 ? 1 : HELD],
+    thread uint4 (&held)[HELD],
     Columns columns,
     Target target,
     Slopes slopes,
@@ -185,68 +282,20 @@ inline void write_gradient(
     uint thread_index,
     uint threads) {
   using T = typename K::T;
-  float z[16 / sizeof(T)];
-  bool reads_packs = is_aligned(logits), writes_packs = is_aligned(grad);
-  for (uint k = 0; k < HELD; ++k) {
-    uint index = thread_index + k * threads;
-    if (index < columns.packs) {
-      unpack<T>(held[k], z);
-      differentiate<K>(z, index * width<T>, target.y, slopes, numbers, shares);
-      store_pack<T>(grad, index, writes_packs, z);
-    }
-  }
-  if (thread_index + HELD * threads < columns.packs) {
-    uint rounds = (columns.packs - thread_index - HELD * threads + threads - 1) / threads;
-    for (uint round = rounds; round > 0; --round) {
-      uint index = thread_index + (HELD + round - 1) * threads;
-      unpack<T>(load_pack(logits, index, reads_packs), z);
-      differentiate<K>(z, index * width<T>, target.y, slopes, numbers, shares);
-      store_pack<T>(grad, index, writes_packs, z);
-    }
+  write_packs<K>(grad, held, columns, thread_index, threads, target.y, slopes, numbers, shares);
+  uint begin = thread_index + HELD * threads, step = batch * threads;
+  uint rounds = begin < columns.packs ? (columns.packs - begin + step - 1) / step : 0;
+  for (uint round = rounds; round > 0; --round) {
+    uint index = begin + (round - 1) * step;
+    uint4 packs[batch];
+    load_packs(logits, packs, columns, index, threads, is_aligned(logits));
+    write_packs<K>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
   }
   if (columns.edge < columns.count) {
     float edge[1] = {static_cast<float>(logits[columns.edge])};
     differentiate<K>(edge, columns.edge, target.y, slopes, numbers, shares);
     grad[columns.edge] = static_cast<T>(edge[0]);
   }
-}
-
-// Read a row once into a thread's sums, and keep its first packs.
-template <typename K, uint HELD, typename S>
-inline Sums read_row(
-    const device typename K::T* logits,
-    thread uint4 (&held)[HELD == 0 ? 1 : HELD],
-    Columns columns,
-    Target target,
-    Numbers numbers,
-    S shares,
-    uint thread_index,
-    uint threads) {
-  using T = typename K::T;
-  Sums sums = no_sums();
-  float z[16 / sizeof(T)];
-  bool aligned = is_aligned(logits);
-  // All loads of what is held come first: the more are on their way, the better memory is used.
-  for (uint k = 0; k < HELD; ++k) {
-    uint index = thread_index + k * threads;
-    if (index < columns.packs) held[k] = load_pack(logits, index, aligned);
-  }
-  for (uint k = 0; k < HELD; ++k) {
-    uint index = thread_index + k * threads;
-    if (index < columns.packs) {
-      unpack<T>(held[k], z);
-      add_columns<K>(sums, z, index * width<T>, target.y, numbers, shares);
-    }
-  }
-  for (uint index = thread_index + HELD * threads; index < columns.packs; index += threads) {
-    unpack<T>(load_pack(logits, index, aligned), z);
-    add_columns<K>(sums, z, index * width<T>, target.y, numbers, shares);
-  }
-  if (columns.edge < columns.count) {
-    float edge[1] = {static_cast<float>(logits[columns.edge])};
-    add_columns<K>(sums, edge, columns.edge, target.y, numbers, shares);
-  }
-  return sums;
 }
 
 // What one thread writes about a row.

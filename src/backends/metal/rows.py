@@ -39,7 +39,7 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
             ("NORM", asked.norm),
             ("GRAD", asked.grad),
             ("SKIPS_DEAD", not asked.dead),
-            ("HELD", held if asked.grad else 0),
+            ("HELD", held if asked.grad else 1),
         ],
         output_shapes=[shape if wanted else (1,) for wanted, shape, _ in shapes.values()],
         output_dtypes=[dtype for _, _, dtype in shapes.values()],
