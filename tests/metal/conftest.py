@@ -6,10 +6,16 @@ import pytest
 
 from tests.conftest import asked_for
 
+_EMULATED = ("test_emulator.py", "test_sources.py")
+
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other backends."""
-    return None if "metal" in asked_for() else True
+    """Leave the folder out of sessions for other backends, and what is about the emulator where there is Metal."""
+    if "metal" not in asked_for():
+        return True
+    import mlx.core as mx
+
+    return True if collection_path.name in _EMULATED and mx.metal.is_available() else None
 
 
 @pytest.fixture(scope="session")

@@ -23,6 +23,7 @@ _FLAGS = [
     *("-Wno-unknown-attributes", "-Wno-unused-parameter", "-Wno-unused-variable", "-Wno-unused-function"),
     "-Wno-pedantic-core-features",
 ]
+_SPACES = ("__global", "__constant", "__local", "__private")
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup\s+([\w:]+)\s+(\w+)\s*\[([^\]]+)\]\s*;")
 _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name\(.*?\)\]\] \[\[kernel\]\]")
 
@@ -51,6 +52,6 @@ def _unqualified(cursor: clang.Cursor, file: str) -> Iterator[str]:
             continue
         if child.kind in (clang.CursorKind.PARM_DECL, clang.CursorKind.VAR_DECL):
             pointee = child.type.get_pointee().spelling
-            if "__generic" in pointee:
+            if pointee and not any(space in pointee for space in _SPACES):
                 yield f"{child.location.line}: {child.spelling} has no address space: {child.type.spelling}"
         yield from _unqualified(child, file)

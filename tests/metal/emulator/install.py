@@ -9,12 +9,14 @@ from tests.metal.emulator.kernels import Emulator
 __all__ = ["install"]
 
 
-def install(folder: Path) -> None:
+def install(folder: Path) -> Emulator:
     """Let backend "metal" run, its kernels in the emulator, compiled ones in `folder`.
 
     The emulator computes when it is called, and has no graph: `mx.compile` cannot trace it.
     """
     from xent.backends.metal import machine
 
-    mx.fast.metal_kernel = Emulator(folder).metal_kernel
+    emulator = Emulator(folder)
+    mx.fast.metal_kernel = emulator.metal_kernel
     machine.MISSING, machine.DEVICES = None, ("cpu",)
+    return emulator

@@ -10,7 +10,7 @@ from tests.metal.emulator.build import Workshop
 from tests.metal.emulator.capture import Source
 from tests.metal.emulator.memory import Buffer
 
-__all__ = ["EmulatorError", "Output", "run"]
+__all__ = ["EmulatorError", "Output", "launch", "run"]
 
 
 class EmulatorError(RuntimeError):
@@ -51,12 +51,12 @@ def run(
             values = _values(parameter.name, inputs)
             if values is not None:
                 buffer = Buffer(parameter.name, values.nbytes, bool(rng.integers(2)))
-                buffer.fill(values)
+                buffer.fill(values, read_only=True)
             else:
                 (made,) = (output for output in outputs if output.name == parameter.name)
-                buffer = Buffer(made.name, int(np.prod(made.shape)) * np.dtype(made.dtype).itemsize, False)
+                buffer = Buffer(made.name, int(np.prod(made.shape)) * np.dtype(made.dtype).itemsize)
             buffers[parameter.name] = buffer
-        _launch(workshop, source, buffers, grid, threadgroup, seed)
+        launch(workshop, source, buffers, grid, threadgroup, seed)
         for buffer in buffers.values():
             strayed = buffer.overwritten()
             if strayed:
@@ -83,14 +83,16 @@ def _values(name: str, inputs: dict[str, Any]) -> Any | None:
     }[about]()
 
 
-def _launch(
+def launch(
     workshop: Workshop,
     source: Source,
     buffers: dict[str, Buffer],
     grid: tuple[int, ...],
     threadgroup: tuple[int, ...],
     seed: int,
+    only: tuple[int, ...] | None = None,
 ) -> None:
+    """Run a kernel over buffers, or only the threadgroup at one place of the grid."""
     entry = workshop.kernel(source)
     addresses = [buffers[p.name].address if p.name in buffers else None for p in source.parameters]
     error, stray = ctypes.create_string_buffer(1024), ctypes.c_uint64()
@@ -100,6 +102,7 @@ def _launch(
         (ctypes.c_void_p * len(addresses))(*addresses),
         sizes(*grid),
         sizes(*threadgroup),
+        None if only is None else sizes(*only),
         ctypes.c_uint64(seed),
         error,
         ctypes.c_size_t(len(error)),

@@ -24,30 +24,34 @@ class Buffer:
     """`size` bytes that begin at a page's first byte, or end at a page's last.
 
     In the one place a read before the buffer faults, in the other a read behind it, and there it is aligned to no more
-    than its elements, as a slice of an array may be. What is left of the pages holds poison, which must stay.
+    than its elements, as a slice of an array may be. What is left of the pages holds poison, which must stay. Pages
+    without poison are zero, and take no memory before they are written to.
     """
 
-    def __init__(self, name: str, size: int, at_end: bool) -> None:
+    def __init__(self, name: str, size: int, at_end: bool = False, poisoned: bool = True) -> None:
         self.name, self.size = name, size
         self._pages = -(-max(size, 1) // _PAGE) * _PAGE
         how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._start = _libc.mmap(None, self._pages + 2 * _GUARD, 0, how, -1, 0)
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
         self._inner = self._start + _GUARD
-        ctypes.memset(self._inner, _POISON, self._pages)
+        if poisoned:
+            ctypes.memset(self._inner, _POISON, self._pages)
         self._before = self._pages - size if at_end else 0
         self.address = self._inner + self._before
 
-    def fill(self, values: Any, read_only: bool = True) -> None:
-        """Take a NumPy array's bytes."""
+    def fill(self, values: Any, start: int = 0, read_only: bool = False) -> None:
+        """Take a NumPy array's bytes, from byte `start` on."""
         values = np.ascontiguousarray(values)
-        ctypes.memmove(self.address, values.ctypes.data, self.size)
+        assert start + values.nbytes <= self.size
+        ctypes.memmove(self.address + start, values.ctypes.data, values.nbytes)
         if read_only:
             self._protect(mmap.PROT_READ)
 
-    def array(self, dtype: Any, shape: tuple[int, ...]) -> Any:
-        """Return a copy as a NumPy array."""
-        return np.frombuffer(ctypes.string_at(self.address, self.size), dtype).reshape(shape).copy()
+    def array(self, dtype: Any, shape: tuple[int, ...], start: int = 0) -> Any:
+        """Return a copy of what lies from byte `start` on as a NumPy array."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        return np.frombuffer(ctypes.string_at(self.address + start, size), dtype).reshape(shape).copy()
 
     def overwritten(self) -> str | None:
         """Say whether bytes around the buffer were written to."""

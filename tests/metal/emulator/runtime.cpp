@@ -388,9 +388,10 @@ void emulator_fail(const char* kind, const char* format, ...) {
   leave();
 }
 
-// Run a kernel over a grid of threads; return 0, or 1 with a message in `error`, or 2 with the address of a stray access.
-int emulator_launch(Entry entry, void* const* buffers, const uint32_t* grid, const uint32_t* threadgroup, uint64_t seed,
-                    char* error, size_t error_size, uint64_t* address) {
+// Run a kernel over a grid of threads, or only the threadgroup at `only` if that is given; return 0, or 1 with a message
+// in `error`, or 2 with the address of a stray access.
+int emulator_launch(Entry entry, void* const* buffers, const uint32_t* grid, const uint32_t* threadgroup,
+                    const uint32_t* only, uint64_t seed, char* error, size_t error_size, uint64_t* address) {
   if (stacks == nullptr) {
     void* place = mmap(nullptr, most_threads * stack_size, PROT_READ | PROT_WRITE,
                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -423,7 +424,8 @@ int emulator_launch(Entry entry, void* const* buffers, const uint32_t* grid, con
   } else {
     Random random(seed);
     std::vector<Triple> places;
-    for (uint32_t z = 0; z * size.z < whole.z; ++z)
+    if (only != nullptr) places.push_back({only[0], only[1], only[2]});
+    for (uint32_t z = 0; only == nullptr && z * size.z < whole.z; ++z)
       for (uint32_t y = 0; y * size.y < whole.y; ++y)
         for (uint32_t x = 0; x * size.x < whole.x; ++x) places.push_back({x, y, z});
     random.shuffle(places);
