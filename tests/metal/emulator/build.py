@@ -3,7 +3,9 @@
 import ctypes
 import fcntl
 import hashlib
+import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,9 +26,14 @@ _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name.*;$")
 class Workshop:
     """Compiles kernels into a folder, which several processes may share; the same source is compiled once."""
 
-    def __init__(self, folder: Path, compiler: str = "g++") -> None:
-        self.folder, self._compiler = folder, compiler
-        version = subprocess.run([compiler, "--version"], check=True, capture_output=True).stdout
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._compiler = folder, os.environ.get("CXX", "g++")
+        if shutil.which(self._compiler) is None:
+            raise RuntimeError(
+                f"the emulator of Metal compiles kernels with {self._compiler!r}, which is not on the PATH: install a "
+                "C++20 compiler, or name one in CXX"
+            )
+        version = subprocess.run([self._compiler, "--version"], check=True, capture_output=True).stdout
         ours = [path for path in sorted(_HERE.rglob("*")) if path.suffix in (".h", ".cpp", ".py") or not path.suffix]
         texts = [path.read_bytes() for path in ours if path.is_file()]
         self._salt = hashlib.sha256(b"".join([version, *texts])).hexdigest()[:16]

@@ -33,6 +33,8 @@ class Buffer:
         self._pages = -(-max(size, 1) // _PAGE) * _PAGE
         how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         self._start = _libc.mmap(None, self._pages + 2 * _GUARD, 0, how, -1, 0)
+        if self._start == ctypes.c_void_p(-1).value:
+            raise OSError(ctypes.get_errno(), "mmap")
         self._protect(mmap.PROT_READ | mmap.PROT_WRITE)
         self._inner = self._start + _GUARD
         if poisoned:

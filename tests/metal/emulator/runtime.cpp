@@ -1,5 +1,13 @@
 // The emulator's shared library: fibers, the scheduler, threadgroup memory, and the launch itself.
 
+#if !defined(__x86_64__) && !defined(EMULATOR_UCONTEXT)
+#define EMULATOR_UCONTEXT  // slower, and everywhere
+#endif
+#if defined(EMULATOR_UCONTEXT) && defined(__APPLE__)
+#define _XOPEN_SOURCE 700
+#define _DARWIN_C_SOURCE
+#endif
+
 #include "runtime.h"
 
 #include <signal.h>
@@ -13,9 +21,7 @@
 #include <memory>
 #include <vector>
 
-#if !defined(__x86_64__) || defined(EMULATOR_PORTABLE)
-#define EMULATOR_UCONTEXT 1
-#define _XOPEN_SOURCE 700
+#ifdef EMULATOR_UCONTEXT
 #include <ucontext.h>
 #endif
 
