@@ -70,7 +70,7 @@ def test_small_inputs_arrive_in_constant_memory(emulator: Emulator, columns: int
 
 def test_missing_barrier(emulator: Emulator) -> None:
     body = ROW_SUMS.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
-    with pytest.raises(EmulatorError, match="uninitialised threadgroup memory|missing barrier"):
+    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory|missing barrier"):
         launch(emulator, body, numbers())
 
 
@@ -84,7 +84,7 @@ def test_barrier_that_orders_something_else(emulator: Emulator, flags: str) -> N
 def test_missing_barrier_before_memory_is_used_again(emulator: Emulator) -> None:
     again = "if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = 1.0f;"
     body = ROW_SUMS.replace("if (lane == 0) out", again + "\n    if (lane == 0) out")
-    with pytest.raises(EmulatorError, match="missing barrier: .* (read|wrote) since the last barrier"):
+    with pytest.raises(EmulatorError, match=r"missing barrier: .* (read|wrote) since the last barrier"):
         launch(emulator, body, numbers())
 
 
@@ -122,13 +122,13 @@ def test_shuffle_from_a_lane_that_is_not_there(emulator: Emulator) -> None:
 
 def test_uninitialised_threadgroup_memory(emulator: Emulator) -> None:
     body = ROW_SUMS.replace("g < simdgroups_per_threadgroup", "g < 32")
-    with pytest.raises(EmulatorError, match="uninitialised threadgroup memory: .* element 3 of variable 0"):
+    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory: .* element 3 of variable 0"):
         launch(emulator, body, numbers())
 
 
 def test_threadgroup_memory_out_of_bounds(emulator: Emulator) -> None:
     body = ROW_SUMS.replace("partial[32]", "partial[2]")
-    with pytest.raises(EmulatorError, match="out of bounds: .* element 2 of variable 0, which has 2"):
+    with pytest.raises(EmulatorError, match=r"out of bounds: .* element 2 of variable 0, which has 2"):
         launch(emulator, body, numbers())
 
 
@@ -150,14 +150,14 @@ def test_empty_grid(emulator: Emulator) -> None:
 
 @pytest.mark.parametrize("by", [7, 8, 5000, 10**8])
 def test_write_behind_an_output(emulator: Emulator, by: int) -> None:
-    with pytest.raises(EmulatorError, match="out of bounds: .*out"):
+    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
         launch(emulator, ROW_SUMS.replace("out[row]", f"out[row + {by}]"), numbers())
 
 
 @pytest.mark.parametrize("by", [1, 600, 10**8])
 def test_write_before_an_output(emulator: Emulator, by: int) -> None:
     body = ROW_SUMS.replace("if (lane == 0) out[row]", f"if (lane == 0) (out + row)[-{by} - 6]")
-    with pytest.raises(EmulatorError, match="out of bounds: .*out"):
+    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
         launch(emulator, body, numbers())
 
 
@@ -194,7 +194,7 @@ def test_wrong_address_space(emulator: Emulator, space: str) -> None:
     right, wrong = (HELPER.format(space=given) for given in ("const device", space))
     body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
     launch(emulator, body, numbers(), header=right)
-    with pytest.raises(FrontendError, match="no matching function|no address space|discards"):
+    with pytest.raises(FrontendError, match=r"no matching function|no address space|discards"):
         launch(emulator, body, numbers(), header=wrong)
 
 

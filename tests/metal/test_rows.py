@@ -44,7 +44,7 @@ def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype) -> None:
 @pytest.mark.parametrize("vocabulary", [64, 67, 4104])
 @pytest.mark.parametrize("offset", [0, 1, 3, 8])
 def test_same_bits_wherever_the_logits_lie(target: Target, dtype: str, vocabulary: int, offset: int) -> None:
-    """A row that does not begin at a multiple of 16 bytes is read element by element, and added up in the same order."""
+    """A row that begins at no multiple of 16 bytes is read element by element, and added up in the same order."""
     rng = np.random.default_rng(0)
     (flat,) = target.arrays(rng.normal(0, 2, 5 * vocabulary + offset), dtype=dtype)
     (classes,) = target.arrays(rng.integers(0, vocabulary, 5))
@@ -100,7 +100,7 @@ def test_nan_and_infinity_make_their_row_nan_and_no_other(target: Target, value:
 
 
 def test_gradient_of_a_sure_target_keeps_its_digits(target: Target) -> None:
-    """p - 1 of a target with p near 1 is minus the sum of all other p, which beside 1 would be lost."""
+    """Where p of the target is near 1, p - 1 is minus the sum of all other p, which beside 1 would be lost."""
     logits, classes = target.arrays(np.array([[30.0, 0.0, 1.0, -2.0]]), np.array([0]))
     loss, (grad,) = target.harness.gradients(
         lambda z: xent.cross_entropy(z, classes, backend=target.name), (logits,), None

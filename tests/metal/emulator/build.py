@@ -1,4 +1,4 @@
-"""From a kernel's Metal source to a shared library: translated where C++ differs, compiled with g++, kept by content."""
+"""From a kernel's Metal source to a shared library: translated where C++ differs, compiled, and kept by content."""
 
 import ctypes
 import fcntl
