@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.metal.sources import backward_kernel, forward_kernel
+from xent.backends.metal.sources import FORWARD_OUTPUTS, backward_kernel, forward_kernel
 from xent.backends.mlx.kernels import Asked, Found, RowFacts
 
 __all__ = ["backward", "forward", "threads_and_held"]
@@ -21,7 +21,7 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
     """Take a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
     count, vocabulary = logits.shape
     threads, held = threads_and_held(vocabulary, logits.dtype)
-    shapes: dict[str, tuple[bool, tuple[int, ...], mx.Dtype]] = {
+    results: dict[str, tuple[bool, tuple[int, ...], mx.Dtype]] = {
         "loss": (True, (count,), mx.float32),
         "norm": (asked.norm, (count, 2), mx.float32),
         "nll": (asked.nll, (count,), mx.float32),
@@ -29,7 +29,8 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
         "predictions": (asked.predictions, (count,), mx.int32),
         "grad": (asked.grad, (count, vocabulary), logits.dtype),
     }
-    results = forward_kernel()(
+    wanted, shapes, dtypes = zip(*(results[name] for name in FORWARD_OUTPUTS), strict=True)
+    made = forward_kernel()(
         inputs=_inputs(logits, facts),
         template=[
             *_template(logits, facts),
@@ -41,13 +42,13 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
             ("SKIPS_DEAD", not asked.dead),
             ("HELD", held if asked.grad else 1),
         ],
-        output_shapes=[shape if wanted else (1,) for wanted, shape, _ in shapes.values()],
-        output_dtypes=[dtype for _, _, dtype in shapes.values()],
+        output_shapes=[shape if asks else (1,) for asks, shape in zip(wanted, shapes, strict=True)],
+        output_dtypes=list(dtypes),
         grid=(threads, count, 1),
         threadgroup=(threads, 1, 1),
     )
-    found = dict(zip(shapes, results, strict=True))
-    return Found(**{name: found[name] for name, (wanted, _, _) in shapes.items() if wanted})
+    named = zip(FORWARD_OUTPUTS, made, wanted, strict=True)
+    return Found(**{name: array for name, array, asks in named if asks})
 
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:

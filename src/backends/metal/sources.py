@@ -7,34 +7,36 @@ from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["BACKWARD_OUTPUTS", "FORWARD_OUTPUTS", "INPUTS", "backward_kernel", "forward_kernel"]
+__all__ = ["FORWARD_OUTPUTS", "backward_kernel", "forward_kernel"]
 
-INPUTS = ("logits", "numbers", "target", "target_logits", "probabilities", "class_weight", "weight", "scale", "dead")
 FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "grad")
-BACKWARD_OUTPUTS = ("grad",)
+_INPUTS = ("logits", "numbers", "target", "target_logits", "probabilities", "class_weight", "weight", "scale", "dead")
 _HEADERS = ("maths", "columns", "sums", "rows")
+_Kernel = Callable[..., list[mx.array]]
 
 
 @cache
-def forward_kernel() -> Callable[..., list[mx.array]]:
+def forward_kernel() -> _Kernel:
     """Return the kernel of forward.metal."""
-    return _kernel("forward", INPUTS, FORWARD_OUTPUTS)
+    return _kernel("forward", _INPUTS, FORWARD_OUTPUTS)
 
 
 @cache
-def backward_kernel() -> Callable[..., list[mx.array]]:
+def backward_kernel() -> _Kernel:
     """Return the kernel of backward.metal."""
-    return _kernel("backward", (*INPUTS, "norm"), BACKWARD_OUTPUTS)
+    return _kernel("backward", (*_INPUTS, "norm"), ("grad",))
 
 
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Any:
-    return mx.fast.metal_kernel(
+def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Kernel:
+    made: Any = mx.fast.metal_kernel(
         name=f"xent_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
         header="\n".join(_read(header) for header in _HEADERS),
         source=_read(name),
     )
+    kernel: _Kernel = made
+    return kernel
 
 
 def _read(name: str) -> str:
