@@ -175,6 +175,12 @@ def test_read_beside_an_input(emulator: Emulator, change: str) -> None:
     assert all("x was touched" in message for message in found)
 
 
+def test_misaligned_access(emulator: Emulator) -> None:
+    wide = "float4 wide = *reinterpret_cast<const device float4*>(x + 1);\n    if (lane == 0) out"
+    with pytest.raises(EmulatorError, match="misaligned access"):
+        launch(emulator, ROW_SUMS.replace("if (lane == 0) out", wide) + "out[row] += wide.x;", numbers(columns=512))
+
+
 def test_write_to_an_input(emulator: Emulator) -> None:
     body = ROW_SUMS.replace("if (lane == 0) out", "const_cast<device T*>(x)[lane] = 1.0f;\n    if (lane == 0) out")
     with pytest.raises(EmulatorError, match="x was written to, which is an input"):

@@ -34,8 +34,11 @@ def _forget() -> None:
     sources.backward_kernel.cache_clear()
 
 
-def loss_and_gradient(vocabulary: int = 5000, rows: int = 3, **options: object) -> mx.array:
+def loss_and_gradient(
+    vocabulary: int = 5000, rows: int = 3, dtype: mx.Dtype = mx.float32, **options: object
+) -> mx.array:
     logits, classes = mx.array(RNG.normal(size=(rows, vocabulary)).astype(np.float32)), mx.zeros((rows,), mx.int32)
+    logits = logits.astype(dtype)
     return mx.value_and_grad(lambda z: xent.cross_entropy(z, classes, backend="metal", **options))(logits)[1]
 
 
@@ -69,6 +72,7 @@ def test_loss_alone_writes_no_gradient(emulator: Emulator) -> None:
         ("sums", "if (lane < groups)", "", "uninitialised"),
         ("sums", "  sums = no_sums();", "if (group > 3) threadgroup_barrier(mem_flags::mem_none);", "divergent"),
         ("columns", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
+        ("columns", "packed_uint4", "uint4", "misaligned access"),
         ("rows", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
         ("forward", "threadgroup float shared[256]", "threadgroup float shared[40]", "out of bounds"),
     ],
@@ -92,10 +96,11 @@ def several_launches() -> None:
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("columns", "inline bool is_aligned(const device T* place)", "inline bool is_aligned(const thread T* place)"),
-        ("columns", "inline bool is_aligned(const device T* place)", "inline bool is_aligned(const T* place)"),
+        ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const thread T* row"),
+        ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const T* row"),
         ("sums", "threadgroup float* shared", "device float* shared"),
-        ("columns", "float values[16 / sizeof(T)];\n  XENT", "int values[16 / sizeof(T)];\n  XENT"),
+        ("columns", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
+        ("columns", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
         ("rows", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
         ("forward", "static_cast<size_t>(row) * V", "static_cast<size_t>(row) * V; uint small = start"),
     ],
@@ -107,7 +112,7 @@ def test_wrong_types_are_seen(
     assert right in read(file)
     monkeypatch.setattr(sources, "_read", _changed(read, file, right, wrong))
     with pytest.raises(FrontendError):
-        loss_and_gradient()
+        loss_and_gradient(dtype=mx.float16)
 
 
 def _changed(read: Callable[[str], str], file: str, right: str, wrong: str) -> Callable[[str], str]:

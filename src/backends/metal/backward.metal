@@ -41,6 +41,6 @@ uint4 packs[1];
 xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Slopes slopes = xent::slopes_of<K>(
     one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
-xent::load_packs(logits + start, packs, columns, thread_index, threads, xent::is_aligned(logits + start));
+xent::load_packs(logits + start, packs, columns, thread_index, threads);
 xent::write_gradient<K, 1>(
     logits + start, grad + start, packs, columns, one, slopes, given, shares, thread_index, threads);

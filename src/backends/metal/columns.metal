@@ -1,9 +1,8 @@
 // How a row of V elements is shared out among the threads of a threadgroup, 16 bytes at a time.
 //
 // Pack i, of 16 bytes, belongs to thread i, i + threads, ...; of the tail of less than a pack each element has a thread
-// of its own. Who adds up what is so the same wherever a row lies, and a row's loss has the same bits in every batch.
-// Rows that begin at a multiple of 16 bytes, as all do in logits of a V that is a multiple of 8, are read and written
-// in whole packs; others, of an odd V or in a slice of something, element by element.
+// of its own. Rows begin anywhere: V may be odd, and the logits a slice of something. So packs are read and written as
+// packed vectors of 4, which need the alignment of their elements alone.
 
 namespace xent {
 
@@ -49,13 +48,31 @@ inline void unpack(uint4 bits, thread float (&values)[16 / sizeof(T)]) {
 }
 
 template <typename T>
-inline uint4 pack(thread float (&values)[16 / sizeof(T)]) {
-  uint4 bits;
+inline uint4 load_pack(const device T* row, uint index) {
+  const device T* place = row + static_cast<size_t>(index) * width<T>;
+  if constexpr (sizeof(T) == 4) {
+    return uint4(*reinterpret_cast<const device packed_uint4*>(place));
+  } else {
+    uint2 low = as_type<uint2>(ushort4(*reinterpret_cast<const device packed_ushort4*>(place)));
+    uint2 high = as_type<uint2>(ushort4(*reinterpret_cast<const device packed_ushort4*>(place + 4)));
+    uint4 bits;
+    bits.x = low.x;
+    bits.y = low.y;
+    bits.z = high.x;
+    bits.w = high.y;
+    return bits;
+  }
+}
+
+// Write the values of a pack, rounded to T.
+template <typename T>
+inline void store_pack(device T* row, uint index, thread float (&values)[16 / sizeof(T)]) {
+  device T* place = row + static_cast<size_t>(index) * width<T>;
   if constexpr (sizeof(T) == 4) {
     float4 all;
     XENT_UNROLL
     for (uint i = 0; i < 4; ++i) all[i] = values[i];
-    bits = as_type<uint4>(all);
+    *reinterpret_cast<device packed_uint4*>(place) = packed_uint4(as_type<uint4>(all));
   } else {
     metal::vec<T, 4> low, high;
     XENT_UNROLL
@@ -63,39 +80,8 @@ inline uint4 pack(thread float (&values)[16 / sizeof(T)]) {
       low[i] = static_cast<T>(values[i]);
       high[i] = static_cast<T>(values[i + 4]);
     }
-    uint2 part = as_type<uint2>(low);
-    bits.x = part.x;
-    bits.y = part.y;
-    part = as_type<uint2>(high);
-    bits.z = part.x;
-    bits.w = part.y;
-  }
-  return bits;
-}
-
-template <typename T>
-inline bool is_aligned(const device T* place) {
-  return reinterpret_cast<ulong>(place) % 16 == 0;
-}
-
-template <typename T>
-inline uint4 load_pack(const device T* row, uint index, bool aligned) {
-  const device T* place = row + static_cast<size_t>(index) * width<T>;
-  if (aligned) return *reinterpret_cast<const device uint4*>(place);
-  float values[16 / sizeof(T)];
-  XENT_UNROLL
-  for (uint i = 0; i < width<T>; ++i) values[i] = static_cast<float>(place[i]);
-  return pack<T>(values);
-}
-
-template <typename T>
-inline void store_pack(device T* row, uint index, bool aligned, thread float (&values)[16 / sizeof(T)]) {
-  device T* place = row + static_cast<size_t>(index) * width<T>;
-  if (aligned) {
-    *reinterpret_cast<device uint4*>(place) = pack<T>(values);
-  } else {
-    XENT_UNROLL
-    for (uint i = 0; i < width<T>; ++i) place[i] = static_cast<T>(values[i]);
+    *reinterpret_cast<device packed_ushort4*>(place) = packed_ushort4(as_type<ushort4>(low));
+    *reinterpret_cast<device packed_ushort4*>(place + 4) = packed_ushort4(as_type<ushort4>(high));
   }
 }
 

@@ -185,11 +185,10 @@ constant constexpr uint batch = 4;
 
 // Read packs `index`, `index + threads`, ... as far as there are any.
 template <typename T, uint N>
-inline void load_packs(
-    const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads, bool aligned) {
+inline void load_packs(const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads) {
   XENT_UNROLL
   for (uint k = 0; k < N; ++k) {
-    if (index + k * threads < columns.packs) packs[k] = load_pack(logits, index + k * threads, aligned);
+    if (index + k * threads < columns.packs) packs[k] = load_pack(logits, index + k * threads);
   }
 }
 
@@ -227,12 +226,11 @@ inline Sums read_row(
     uint thread_index,
     uint threads) {
   Sums sums = no_sums();
-  bool aligned = is_aligned(logits);
-  load_packs(logits, held, columns, thread_index, threads, aligned);
+  load_packs(logits, held, columns, thread_index, threads);
   add_packs<K>(sums, held, columns, thread_index, threads, target.y, numbers, shares);
   for (uint index = thread_index + HELD * threads; index < columns.packs; index += batch * threads) {
     uint4 packs[batch];
-    load_packs(logits, packs, columns, index, threads, aligned);
+    load_packs(logits, packs, columns, index, threads);
     add_packs<K>(sums, packs, columns, index, threads, target.y, numbers, shares);
   }
   if (columns.edge < columns.count) {
@@ -255,14 +253,13 @@ inline void write_packs(
     Numbers numbers,
     S shares) {
   using T = typename K::T;
-  bool aligned = is_aligned(grad);
   XENT_UNROLL
   for (uint k = 0; k < N; ++k) {
     if (index + k * threads < columns.packs) {
       float z[16 / sizeof(T)];
       unpack<T>(packs[k], z);
       differentiate<K>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
-      store_pack<T>(grad, index + k * threads, aligned, z);
+      store_pack(grad, index + k * threads, z);
     }
   }
 }
@@ -288,7 +285,7 @@ inline void write_gradient(
   for (uint round = rounds; round > 0; --round) {
     uint index = begin + (round - 1) * step;
     uint4 packs[batch];
-    load_packs(logits, packs, columns, index, threads, is_aligned(logits));
+    load_packs(logits, packs, columns, index, threads);
     write_packs<K>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
   }
   if (columns.edge < columns.count) {

@@ -18,6 +18,7 @@ __all__ = ["Workshop", "translate"]
 
 _HERE = Path(__file__).parent
 _FLAGS = ["-std=c++20", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+_CHECKED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a misaligned access is a SIGILL
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup\s+([\w:]+)\s+(\w+)\s*\[([^\]]+)\]\s*;")
 _POINTER = re.compile(r"\bthreadgroup\s+([\w:]+)\s*\*")
 _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name.*;$")
@@ -49,7 +50,7 @@ class Workshop:
         self.runtime()
         text = translate(source)
         header = self._header()
-        made = self._make("kernel", text, ["-include", str(header), "-Winvalid-pch", "-shared"])
+        made = self._make("kernel", text, ["-include", str(header), *_CHECKED, "-shared"])
         return ctypes.cast(ctypes.CDLL(str(made)).emulator_entry, ctypes.c_void_p)
 
     def _runtime(self) -> Path:

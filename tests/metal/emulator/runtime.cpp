@@ -18,6 +18,7 @@
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <vector>
 
@@ -178,10 +179,14 @@ void wait(State state, const char* collective, int line) {
   switch_to(fiber.context, launch->scheduler);
 }
 
-void on_fault(int, siginfo_t* info, void*) {
+void on_fault(int number, siginfo_t* info, void*) {
   if (launch == nullptr || launch->running == nullptr) {
-    signal(SIGSEGV, SIG_DFL);
+    signal(number, SIG_DFL);
     return;
+  }
+  if (number == SIGILL || number == SIGTRAP) {
+    fail_launch("misaligned access", "a pointer has less alignment than what it points to");
+    leave();
   }
   fail_launch("out of bounds", "touched address %p", info->si_addr);
   launch->error[launch->error_size - 1] = 1;  // the address is to be explained
@@ -409,11 +414,12 @@ int emulator_launch(Entry entry, void* const* buffers, const uint32_t* grid, con
   alternate.ss_sp = signal_stack.data();
   alternate.ss_size = signal_stack.size();
   sigaltstack(&alternate, &old_alternate);
-  struct sigaction action{}, old_segv{}, old_bus{};
+  struct sigaction action{};
   action.sa_sigaction = on_fault;
   action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_ONSTACK;
-  sigaction(SIGSEGV, &action, &old_segv);
-  sigaction(SIGBUS, &action, &old_bus);
+  constexpr int faults[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP};
+  struct sigaction before[std::size(faults)];
+  for (size_t index = 0; index < std::size(faults); ++index) sigaction(faults[index], &action, &before[index]);
 
   static auto held = std::make_unique<Launch>();
   launch = held.get();
@@ -440,8 +446,7 @@ int emulator_launch(Entry entry, void* const* buffers, const uint32_t* grid, con
       if (launch->failed) break;
     }
   }
-  sigaction(SIGSEGV, &old_segv, nullptr);
-  sigaction(SIGBUS, &old_bus, nullptr);
+  for (size_t index = 0; index < std::size(faults); ++index) sigaction(faults[index], &before[index], nullptr);
   if (!(old_alternate.ss_flags & SS_DISABLE)) sigaltstack(&old_alternate, nullptr);
   bool strayed = error[error_size - 1] != 0;
   if (strayed) {

@@ -96,6 +96,21 @@ struct alignas(4 * sizeof(T)) vec<T, 4> {
   const T& operator[](int i) const { return (&x)[i]; }
 };
 
+// Vectors that need no more alignment than their elements.
+template <typename T, int N>
+struct packed_vec {
+  T values[N];
+
+  explicit packed_vec(const vec<T, N>& from) {
+    for (int i = 0; i < N; ++i) values[i] = from[i];
+  }
+  operator vec<T, N>() const {
+    vec<T, N> made;
+    for (int i = 0; i < N; ++i) made[i] = values[i];
+    return made;
+  }
+};
+
 #define EMULATOR_COMPONENTWISE(op)                                       \
   template <typename T, int N>                                           \
   vec<T, N> operator op(vec<T, N> left, const vec<T, N>& right) {        \
@@ -139,4 +154,6 @@ using uint4 = metal::vec<uint, 4>;
 using ushort4 = metal::vec<ushort, 4>;
 using int2 = metal::vec<int, 2>;
 using int4 = metal::vec<int, 4>;
+using packed_ushort4 = metal::packed_vec<ushort, 4>;
+using packed_uint4 = metal::packed_vec<uint, 4>;
 using metal::as_type;
