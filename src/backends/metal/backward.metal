@@ -11,11 +11,16 @@ uint row = threadgroup_position_in_grid.y;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
 size_t start = static_cast<size_t>(row) * V;
+xent::Columns columns = xent::share_out<T>(V, thread_index);
 
 if (dead[row]) {
-  xent::clear(grad + start, V, thread_index, threads);
+  xent::clear(grad + start, columns, thread_index, threads);
   return;
 }
+
+// The row is on its way before anything waits for memory.
+uint4 packs[xent::batch];
+xent::load_packs(logits + start, packs, columns, thread_index, threads);
 
 xent::Numbers given = xent::read_numbers(numbers);
 uint y = V;
@@ -37,10 +42,7 @@ if (!TARGET) {
       sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 }
 
-uint4 packs[1];
-xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Slopes slopes = xent::slopes_of<K>(
     one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
-xent::load_packs(logits + start, packs, columns, thread_index, threads);
-xent::write_gradient<K, 1>(
+xent::write_gradient<K, xent::batch>(
     logits + start, grad + start, packs, columns, one, slopes, given, shares, thread_index, threads);

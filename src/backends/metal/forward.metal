@@ -12,15 +12,20 @@ uint row = threadgroup_position_in_grid.y;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
 size_t start = static_cast<size_t>(row) * V;
+xent::Columns columns = xent::share_out<T>(V, thread_index);
 
 if (dead[row] && SKIPS_DEAD) {
   if (thread_index == 0) {
     loss[row] = 0.0f;
     if (NORM) norm[2 * static_cast<size_t>(row)] = norm[2 * static_cast<size_t>(row) + 1] = 0.0f;
   }
-  if (GRAD) xent::clear(grad + start, V, thread_index, threads);
+  if (GRAD) xent::clear(grad + start, columns, thread_index, threads);
   return;
 }
+
+// The row is on its way before anything waits for memory.
+uint4 held[HELD];
+xent::load_packs(logits + start, held, columns, thread_index, threads);
 
 xent::Numbers given = xent::read_numbers(numbers);
 uint y = V;
@@ -32,8 +37,6 @@ if (TARGET) {
 xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
 auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
 
-uint4 held[HELD];
-xent::Columns columns = xent::share_out<T>(V, thread_index);
 xent::Sums sums =
     xent::read_row<K, HELD>(logits + start, held, columns, one, given, shares, thread_index, threads);
 xent::join<typename K::Sought>(
@@ -52,7 +55,7 @@ if (thread_index == 0) {
 }
 if (GRAD) {
   if (dead[row]) {
-    xent::clear(grad + start, V, thread_index, threads);
+    xent::clear(grad + start, columns, thread_index, threads);
   } else {
     xent::Slopes slopes = xent::slopes_of<K>(one, given, sums.shares, scale[row], found.peak, found.log_sum);
     xent::write_gradient<K, HELD>(

@@ -176,8 +176,10 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
 
 // Write zeros to a row's gradient.
 template <typename T>
-inline void clear(device T* grad, uint count, uint thread_index, uint threads) {
-  for (uint column = thread_index; column < count; column += threads) grad[column] = static_cast<T>(0.0f);
+inline void clear(device T* grad, Columns columns, uint thread_index, uint threads) {
+  float zeros[16 / sizeof(T)] = {};
+  for (uint index = thread_index; index < columns.packs; index += threads) store_pack(grad, index, zeros);
+  if (columns.edge < columns.count) grad[columns.edge] = static_cast<T>(0.0f);
 }
 
 // Packs that a thread has on their way at a time where it does not keep them.
@@ -214,7 +216,7 @@ inline void add_packs(
   }
 }
 
-// Read a row once into a thread's sums, and keep its first packs.
+// Read a row once into a thread's sums; its first packs have been read, and are kept.
 template <typename K, uint HELD, typename S>
 inline Sums read_row(
     const device typename K::T* logits,
@@ -226,7 +228,6 @@ inline Sums read_row(
     uint thread_index,
     uint threads) {
   Sums sums = no_sums();
-  load_packs(logits, held, columns, thread_index, threads);
   add_packs<K>(sums, held, columns, thread_index, threads, target.y, numbers, shares);
   for (uint index = thread_index + HELD * threads; index < columns.packs; index += batch * threads) {
     uint4 packs[batch];
