@@ -21,11 +21,10 @@ _metal_kernel = mx.fast.metal_kernel
 class Emulator:
     """Makes kernels that run in the emulator. `seed` orders the threads of the next launch, and counts launches."""
 
-    def __init__(self, folder: Path, checked: bool = True) -> None:
+    def __init__(self, folder: Path) -> None:
         self.workshop = Workshop(folder)
         self.sources: list[Source] = []
         self.seed = itertools.count()
-        self.checked = checked
 
     def metal_kernel(
         self, name: str, input_names: list[str], output_names: list[str], source: str, *rest: Any, **settings: Any
@@ -61,8 +60,7 @@ class Emulator:
                     inputs,
                 )
                 self.sources.append(captured[key])
-                if self.checked:
-                    frontend.check(captured[key])
+                frontend.check(captured[key])
             outputs = [
                 Output(name, _storage(dtype), tuple(shape))
                 for name, dtype, shape in zip(output_names, output_dtypes, output_shapes, strict=True)

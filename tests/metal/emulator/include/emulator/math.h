@@ -16,7 +16,6 @@ inline float exp2(float x) { return std::exp2(x); }
 inline float log(float x) { return std::log(x); }
 inline float log2(float x) { return std::log2(x); }
 inline float tanh(float x) { return std::tanh(x); }
-inline float divide(float x, float y) { return x / y; }
 }  // namespace precise
 
 namespace fast {
@@ -24,12 +23,10 @@ inline float exp2(float x) { return std::exp2(x); }
 inline float log2(float x) { return std::log2(x); }
 inline float exp(float x) { return exp2(x * 1.44269504f); }
 inline float log(float x) { return log2(x) * 0.693147181f; }
-inline float divide(float x, float y) { return x * (1.0f / y); }
 // Overflows where both exponentials do, and cancels near 0.
 inline float tanh(float x) { return (exp(x) - exp(-x)) / (exp(x) + exp(-x)); }
 }  // namespace fast
 
-using precise::divide;
 using precise::exp;
 using precise::exp2;
 using precise::log;
@@ -37,14 +34,10 @@ using precise::log2;
 using precise::tanh;
 
 inline float abs(float x) { return std::fabs(x); }
-inline float fabs(float x) { return std::fabs(x); }
 inline int abs(int x) { return x < 0 ? -x : x; }
-inline float sqrt(float x) { return std::sqrt(x); }
 inline float fma(float x, float y, float z) { return std::fma(x, y, z); }
 inline float max(float x, float y) { return std::fmax(x, y); }
 inline float min(float x, float y) { return std::fmin(x, y); }
-inline float fmax(float x, float y) { return std::fmax(x, y); }
-inline float fmin(float x, float y) { return std::fmin(x, y); }
 inline int max(int x, int y) { return x < y ? y : x; }
 inline int min(int x, int y) { return y < x ? y : x; }
 inline uint max(uint x, uint y) { return x < y ? y : x; }
@@ -53,9 +46,5 @@ inline ulong max(ulong x, ulong y) { return x < y ? y : x; }
 inline ulong min(ulong x, ulong y) { return y < x ? y : x; }
 inline bool isnan(float x) { return x != x; }
 inline bool isinf(float x) { return std::fabs(x) == INFINITY; }
-inline float copysign(float x, float y) { return std::copysign(x, y); }
-inline float select(float no, float yes, bool which) { return which ? yes : no; }
-inline int select(int no, int yes, bool which) { return which ? yes : no; }
-inline uint select(uint no, uint yes, bool which) { return which ? yes : no; }
 
 }  // namespace metal

@@ -40,23 +40,7 @@ struct bfloat {
 namespace metal {
 
 template <typename T, int N>
-struct alignas(sizeof(T) * N) vec {
-  T values[N];
-
-  vec() = default;
-  explicit vec(T all) {
-    for (T& value : values) value = all;
-  }
-  template <typename... Rest>
-    requires(sizeof...(Rest) == N - 2)
-  vec(T first, T second, Rest... rest) : values{first, second, static_cast<T>(rest)...} {}
-  template <typename Other>
-  explicit vec(const vec<Other, N>& other) {
-    for (int i = 0; i < N; ++i) values[i] = static_cast<T>(other.values[i]);
-  }
-  T& operator[](int i) { return values[i]; }
-  const T& operator[](int i) const { return values[i]; }
-};
+struct vec;
 
 // Vectors whose components have names. A third component takes the room of a fourth.
 template <typename T>
@@ -111,49 +95,21 @@ struct packed_vec {
   }
 };
 
-#define EMULATOR_COMPONENTWISE(op)                                       \
-  template <typename T, int N>                                           \
-  vec<T, N> operator op(vec<T, N> left, const vec<T, N>& right) {        \
-    for (int i = 0; i < N; ++i) left[i] = left[i] op right[i];           \
-    return left;                                                         \
-  }                                                                      \
-  template <typename T, int N>                                           \
-  vec<T, N> operator op(vec<T, N> left, std::type_identity_t<T> right) { \
-    return left op vec<T, N>(right);                                     \
-  }
-EMULATOR_COMPONENTWISE(+)
-EMULATOR_COMPONENTWISE(-)
-EMULATOR_COMPONENTWISE(*)
-EMULATOR_COMPONENTWISE(/)
-#undef EMULATOR_COMPONENTWISE
-
 template <typename To, typename From>
 To as_type(const From& from) {
   return std::bit_cast<To>(from);
 }
 
-template <typename T, typename U>
-inline constexpr bool is_same_v = std::is_same_v<T, U>;
-template <bool Holds, typename T = void>
-using enable_if_t = std::enable_if_t<Holds, T>;
-template <bool Holds, typename T, typename U>
-using conditional_t = std::conditional_t<Holds, T, U>;
-
 }  // namespace metal
 
 using float2 = metal::vec<float, 2>;
-using float3 = metal::vec<float, 3>;
 using float4 = metal::vec<float, 4>;
-using half2 = metal::vec<half, 2>;
 using half4 = metal::vec<half, 4>;
-using bfloat2 = metal::vec<bfloat, 2>;
 using bfloat4 = metal::vec<bfloat, 4>;
 using uint2 = metal::vec<uint, 2>;
 using uint3 = metal::vec<uint, 3>;
 using uint4 = metal::vec<uint, 4>;
 using ushort4 = metal::vec<ushort, 4>;
-using int2 = metal::vec<int, 2>;
-using int4 = metal::vec<int, 4>;
 using packed_ushort4 = metal::packed_vec<ushort, 4>;
 using packed_uint4 = metal::packed_vec<uint, 4>;
 using metal::as_type;
