@@ -36,7 +36,10 @@ def _emulate_metal(config: pytest.Config) -> None:
         return
     from tests.metal.emulator.install import install
 
-    install(Path(config.cache.mkdir("metal")))
+    try:
+        install(Path(config.cache.mkdir("metal")))
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def asked_for() -> list[str]:
