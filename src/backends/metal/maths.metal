@@ -1,19 +1,47 @@
 // Arithmetic that the kernels share: exponentials, logarithms near 1, tanh near 0, and the logits' activation.
 //
-// All of it is in float32. Functions of a row are as exact as float32 allows; what is done for each element may be as
-// coarse as the logits themselves.
+// All of it is in float32. Metal's own exp and log may err by 4 units in the last place, which in float32 would be most of
+// a gradient's error. Those here err by 1 or 2, and but for the first guess of a logarithm they are made of operations that
+// every device rounds alike.
 
 // Loops over what lies in registers have to be unrolled, or it lies in memory.
 #define XENT_UNROLL _Pragma("clang loop unroll(full)")
 
 namespace xent {
 
+// exp(r) - 1 for |r| <= log(2) / 2: r + r^2 q(r), with the polynomial q that is best of its degree, to 3e-9.
+inline float expm1_near_zero(float r) {
+  float q = 0.00138145988f;
+  q = metal::fma(q, r, 0.00836871658f);
+  q = metal::fma(q, r, 0.0416683890f);
+  q = metal::fma(q, r, 0.166665211f);
+  q = metal::fma(q, r, 0.499999940f);
+  return metal::fma(r * r, q, r);
+}
+
+// exp, for x <= 88: 2^n exp(r) with x = n log 2 + r. Below 1e-38, which Metal may not tell from 0, it is 0.
+inline float exact_exp(float x) {
+  float n = metal::rint(x * 1.44269504f);
+  float r = metal::fma(n, -1.42860677e-6f, metal::fma(n, -0.693145752f, x));
+  float scaled = 1.0f + expm1_near_zero(r);
+  if (x < -87.0f) return 0.0f;
+  if (x > 88.0f) return INFINITY;
+  return scaled * as_type<float>(static_cast<uint>(static_cast<int>(n) + 127) << 23);
+}
+
+// log: Metal's, and where the result is not small one step of Newton's method from there.
+inline float exact_log(float x) {
+  float y = metal::log(x);
+  bool far = metal::abs(y) > 0.5f && metal::abs(y) < 87.0f;
+  return far ? y + metal::fma(x, exact_exp(-y), -1.0f) : y;
+}
+
 // exp for each element of logits of type T. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the fast
 // function errs by 2^-24 of x, and 2^-22 beside.
 template <typename T>
 inline float exponential(float x) {
   if constexpr (sizeof(T) == 4) {
-    return metal::exp(x);
+    return exact_exp(x);
   } else {
     return metal::fast::exp(x);
   }
@@ -42,18 +70,16 @@ inline float tanh(float u, thread float& slope) {
   return u < 0.0f ? -far : far;
 }
 
-// exp(u) - 1 without cancellation for u <= 0: (e - 1) u / log(e) forgives what e = exp(u) was rounded by.
+// exp(u) - 1 without cancellation.
 inline float expm1(float u) {
-  float e = metal::exp(u);
-  if (e == 1.0f) return u;
-  return e > 0.5f ? (e - 1.0f) * (u / metal::log(e)) : e - 1.0f;
+  return metal::abs(u) < 0.34f ? expm1_near_zero(u) : exact_exp(u) - 1.0f;
 }
 
 // log(1 + r) for r >= 0: r log(w) / (w - 1) forgives what w = 1 + r was rounded by.
 inline float log1p(float r) {
   float w = 1.0f + r;
   if (w == 1.0f) return r;
-  return w < 2.0f ? metal::log(w) * (r / (w - 1.0f)) : metal::log(w);
+  return w < 2.0f ? exact_log(w) * (r / (w - 1.0f)) : exact_log(w);
 }
 
 // share * value; what has no share is 0, even where the value is infinite.

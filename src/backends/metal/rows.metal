@@ -169,7 +169,7 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
   if (numbers.z_loss != 0.0f) others += 2.0f * numbers.z_loss * (peak + log_sum);
   slopes.of_lse = K::target ? target.share + others : others;
   float log_p = (target.x - peak) - log_sum;
-  float bracket = target.share * expm1(log_p) + others * metal::exp(log_p) - target.spread;
+  float bracket = target.share * expm1(log_p) + others * exact_exp(log_p) - target.spread;
   slopes.at_target = scale * bracket * target.slope;
   return slopes;
 }
@@ -310,15 +310,15 @@ template <typename K>
 inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
   Found found;
   if constexpr (!K::target) {
-    found.log_sum = metal::log(sums.total);
+    found.log_sum = exact_log(sums.total);
     found.loss = sums.below + sums.shares * found.log_sum;
     found.nll = sums.given_below + sums.given * found.log_sum;
     found.entropy = found.log_sum + sums.mixed / sums.total;
   } else {
     if (target.x > sums.peak) raise<typename K::Sought>(sums, target.x);
     float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
-    float power = metal::exp(target.x - shift);
-    found.log_sum = target.x == sums.peak ? log1p(sums.total) : metal::log(sums.total + power);
+    float power = exact_exp(target.x - shift);
+    found.log_sum = target.x == sums.peak ? log1p(sums.total) : exact_log(sums.total + power);
     float log_p = (target.x - sums.peak) - found.log_sum;
     found.loss = -times(target.share, log_p);
     if constexpr (K::smoothed) {
@@ -326,7 +326,7 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
       found.loss += times(target.spread, shift - target.x);
     }
     found.nll = -log_p;
-    found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * metal::exp(-found.log_sum);
+    found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * exact_exp(-found.log_sum);
   }
   found.peak = sums.peak;
   found.loss += z_term(numbers, found.peak + found.log_sum);

@@ -44,7 +44,7 @@ template <typename W>
 inline void raise(thread Sums& sums, float peak) {
   if (sums.peak != -INFINITY) {
     float growth = peak - sums.peak;
-    float shrink = metal::exp(-growth);
+    float shrink = exact_exp(-growth);
     if constexpr (W::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
     if constexpr (W::shares) sums.below += times(sums.shares, growth);
     if constexpr (W::given) sums.given_below += times(sums.given, growth);
