@@ -133,6 +133,13 @@ def tests_triton(session: nox.Session) -> None:
     session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
 
 
+@nox.session(name="tests-mlx")
+def tests_mlx(session: nox.Session) -> None:
+    """Run the tests on the MLX backend, on every device that MLX has here."""
+    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "mlx-lm"))
+    session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
+
+
 @nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
 def tests_metal(session: nox.Session) -> None:
     """Run the tests on the Metal backend: on an Apple GPU, or without one in an emulator of Metal, on the CPU.

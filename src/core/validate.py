@@ -99,6 +99,9 @@ def _parts_of(linear_weight: Any) -> dict[str, Any]:
     if not isinstance(linear_weight, QuantizedWeight):
         return {"linear_weight": linear_weight}
     parts = {name: getattr(linear_weight, name) for name in ("packed", "scales", "biases")}
+    for name in ("packed", "scales"):
+        if parts[name] is None:
+            raise TypeError(f"linear_weight.{name} must be an MLX array, got None")
     return {f"linear_weight.{name}": part for name, part in parts.items()}
 
 

@@ -164,4 +164,5 @@ def facts_of_one_row(vocabulary: int) -> RowFacts:
         class_weight=None,
         target_logits=None,
         finite=True,
+        alone=True,
     )

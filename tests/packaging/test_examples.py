@@ -10,12 +10,13 @@ from sybil import Example, Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser, SkipParser
 
 import xent
-from tests.packaging.tree import MODULES, ROOT, load
+from tests.packaging.tree import MODULES, ROOT, load, skip_without
 
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS), SkipParser()])
+WITHOUT_FRAMEWORK: set[str] = set()
 BLOCKS = {
     f"{path.relative_to(ROOT)}:{block.line}": block for path in DOCUMENTS for block in SYBIL.parse(path).examples()
 }
@@ -23,7 +24,17 @@ BLOCKS = {
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_document_block_runs(block: Example) -> None:
-    block.evaluate()
+    place = f"{block.path}:{block.line}"
+    try:
+        block.evaluate()
+    except ModuleNotFoundError as error:
+        WITHOUT_FRAMEWORK.add(block.path)
+        skip_without(error, place)
+        raise
+    except NameError:
+        if block.path not in WITHOUT_FRAMEWORK:
+            raise
+        pytest.skip(f"{place} goes on from a block that needs a framework that is not installed")
 
 
 @pytest.mark.parametrize("name", MODULES)

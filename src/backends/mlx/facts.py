@@ -39,6 +39,10 @@ class Facts:
         """N."""
         return int(self.ignored.size)
 
+    def all_rows(self) -> RowFacts:
+        """Return what a row kernel is told about all rows, in one block."""
+        return replace(self.block(0, self.count), alone=True)
+
     def block(self, start: int, stop: int, target_logits: mx.array | None = None) -> RowFacts:
         """Return what a row kernel is told about rows [start, stop)."""
         rows, part = self.rows, slice(start, stop)
@@ -121,6 +125,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         class_weight=class_weight,
         target_logits=None,
         finite=False,
+        alone=False,
     )
     return Facts(spec, vocabulary, rows, probabilities, rows_of, ignored, invalid, deferred, divisor)
 
@@ -129,7 +134,7 @@ def _scale(
     weight: mx.array, row_weight: mx.array | None, divisor: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array]:
     """Return the rows' factors of the gradient, and the factor that is deferred."""
-    one = mx.ones((), weight.dtype)
+    one = mx.array(1.0, dtype=weight.dtype)
     if divisor is None:
         return weight, one
     inverse = mx.where(divisor == 0, 0, 1 / divisor)

@@ -46,7 +46,7 @@ class Gradients:
         if self._needs_input:
             made["input"] = mx.concatenate(self._parts).reshape(self._input.shape)
         if self._weight is not None:
-            made["weight"] = self._weight.result()
+            made["weight"] = self._weight.sum
         if self._bias is not None:
-            made["bias"] = self._bias.astype(kept_dtype(self._input.dtype))
+            made["bias"] = self._bias
         return made

@@ -51,6 +51,8 @@ class RowFacts:
     """(R,) raw logits of the targets, taking the place of those in the block, which were rounded to its dtype."""
     finite: bool
     """Whether dead rows hold finite logits, whose product with a scale of 0 is 0 without further ado."""
+    alone: bool
+    """Whether the block is all there is, so that its gradient should be the one thing of its size that is made."""
 
 
 @dataclass(frozen=True)

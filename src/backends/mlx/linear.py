@@ -43,7 +43,7 @@ def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
         made, now = dict(kept), facts
         kept.clear()
         if not reduces:
-            now, upstream = facts.with_upstream(upstream), mx.ones(())
+            now, upstream = facts.with_upstream(upstream), mx.array(1.0)
         # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
         for names in (expected, *([name] for name in given if name not in expected)):
             if not made.keys() >= set(names):

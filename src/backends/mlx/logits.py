@@ -1,5 +1,7 @@
 """`cross_entropy` in MLX: one block, the logits that exist."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 
 from xent.backends.mlx.autograd import scaled, with_gradients
@@ -19,17 +21,18 @@ def run(logits: mx.array, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
     count, reduces = facts.count, facts.spec.reduction != "none"
     asked = asked_for(facts.spec, grad=reduces and is_differentiated(logits), norm=True)
     block = mx.stop_gradient(logits).reshape(count, facts.vocabulary)
-    found = kernels.forward(block, facts.block(0, count), asked) if count else nothing_found(facts, asked)
+    found = kernels.forward(block, facts.all_rows(), asked) if count else nothing_found(facts, asked)
     kept = [] if found.grad is None else [found.grad]
+    found = replace(found, grad=None)  # what is kept here alone gives its memory to what is made of it
 
     def gradients(upstream: mx.array) -> list[mx.array]:
         if not count:
             return [mx.zeros_like(logits)]
         now = facts
         if not reduces:
-            now, upstream = facts.with_upstream(upstream), mx.ones(())
+            now, upstream = facts.with_upstream(upstream), mx.array(1.0)
         assert found.norm is not None
-        grad = kept.pop() if kept else kernels.backward(block, now.block(0, count), found.norm)
+        grad = kept.pop() if kept else kernels.backward(block, now.all_rows(), found.norm)
         return [scaled(grad, upstream, facts.deferred, logits.dtype).reshape(logits.shape)]
 
     return with_gradients(reduced(found.loss, facts), [logits], gradients), found

@@ -40,7 +40,12 @@ def is_differentiated(array: mx.array) -> bool:
 
 def is_one(scalar: mx.array) -> bool:
     """Whether a 0-d array is known to be 1 without computing anything, as the gradient of a loss itself is."""
-    return not is_traced(scalar) and not list(_ancestors(scalar)) and scalar.item() == 1
+    if list(_ancestors(scalar)):
+        return False
+    try:
+        return bool(scalar.item() == 1)
+    except (RuntimeError, ValueError):  # the argument of a function that mx.compile traces, which has no value yet
+        return False
 
 
 @cache

@@ -27,9 +27,9 @@ class WeightGradient:
         self._on_cpu = device_type() == "cpu"
         rounds = dtype == mx.bfloat16 and not self._on_cpu and chunks <= _ROUNDED_SUMS
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
-        self._out = kept_dtype(dtype)
         self._step = max(_SLICE_BYTES // max(shape[1] * self._wide.size, 1), 1)
         self.sum = mx.zeros(shape, self._wide)
+        """(V, D); it waits for its upstream gradient as it is, to be rounded once, after that."""
 
     def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
         """Add a chunk's (R, V)^T @ (R, D)."""
@@ -39,7 +39,3 @@ class WeightGradient:
         for start in range(0, self.sum.shape[0], self._step):
             part = slice(start, start + self._step)
             self.sum = self.sum.at[part].add((grad_logits[:, part].T @ hidden).astype(self._wide))
-
-    def result(self) -> mx.array:
-        """Return the sum in the dtype in which it waits for its upstream gradient."""
-        return self.sum.astype(self._out)

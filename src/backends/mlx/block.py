@@ -1,0 +1,151 @@
+"""A block of rows in MLX's own operations, as they are right on every device and fast on the CPU.
+
+For a block of raw logits z, with x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, m the
+largest x and q' what multiplies -log p (w_c q'_c for probabilities; split in (1-e) w_y [c==y] and (e/V) w_c for class
+indices)::
+
+    p     = softmax(x)                     one operation, the only pass with exponentials
+    lse   = m + log_sum,   log_sum = -log(max p)
+    l     = a [ (1-e) w_y (m - x_y + log_sum) + (e/V) sum_c w_c (m - x_c + log_sum) + zeta lse^2 ]
+    dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ],   W = sum_c w_c
+    dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without
+
+Differences to m are taken before anything is added up, so that logits far from 0 lose nothing.
+"""
+
+import math
+
+import mlx.core as mx
+
+from xent.backends.mlx.kernels import Asked, Found, RowFacts
+
+__all__ = ["Block", "product"]
+
+
+class Block:
+    """R rows of raw logits z."""
+
+    def __init__(self, z: mx.array, facts: RowFacts) -> None:
+        self.z, self.facts, self.terms = z, facts, facts.terms
+        self.acc = facts.weight.dtype
+        self.smoothing, self.z_loss, self.softcap, self.scale, self.spread, self.total_weight = facts.numbers[:6]
+        self.target = None if facts.target is None else facts.target[:, None]
+        self.x, self.slope = self._activations()
+
+    def forward(self, asked: Asked) -> Found:
+        """Return the losses and what else is asked for."""
+        x, facts = self.x, self.facts
+        peak = x.max(-1)
+        p, log_sum = _softmax(x, peak)
+        below = peak[:, None] - x
+        share = self._share()
+        if self.target is None:
+            loss = product(share, below).sum(-1) + share.sum(-1) * log_sum
+        else:
+            loss = product(share[:, 0], self._below_target(peak) + log_sum)
+            if self.terms.smoothing:
+                gaps = below if facts.class_weight is None else product(facts.class_weight, below)
+                loss = loss + self.spread * (gaps.sum(-1) + self.total_weight * log_sum)
+        if self.terms.z_loss:
+            loss = loss + self.z_loss * mx.square(peak + log_sum)
+        return Found(
+            loss=mx.where(facts.dead, 0, facts.weight * loss),
+            grad=self._gradient(p, share, peak + log_sum) if asked.grad else None,
+            norm=mx.stack([peak, log_sum], axis=-1) if asked.norm else None,
+            nll=self._nll(peak, below, log_sum) if asked.nll else None,
+            entropy=product(p, below).sum(-1) + log_sum if asked.entropy else None,
+            predictions=self._predictions() if asked.predictions else None,
+        )
+
+    def backward(self, norm: mx.array) -> mx.array:
+        """Return the gradient from the norm (R, 2)."""
+        peak, log_sum = norm[:, 0], norm[:, 1]
+        p = _exp((self.x - peak[:, None]) - log_sum[:, None])
+        return self._gradient(p, self._share(), peak + log_sum)
+
+    def _activations(self) -> tuple[mx.array, mx.array | None]:
+        """Return x (R, V), and with a softcap k the derivative of k tanh(u / k), 1 - tanh(u / k)^2 without cancelling."""
+        x, facts = self.z.astype(self.acc), self.facts
+        if facts.target_logits is not None and self.target is not None:
+            x = mx.put_along_axis(x, self.target, facts.target_logits[:, None], -1)
+        if self.terms.scale:
+            x = x * self.scale
+        if not self.terms.softcap:
+            return x, None
+        inside = x / self.softcap
+        return self.softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
+
+    def _share(self) -> mx.array:
+        """Return what multiplies -log p of the target, (R, 1), for indices; of each class, (R, V), for probabilities.
+
+        Smoothing's (e/V) w_c is in the latter and not in the former.
+        """
+        facts, keep = self.facts, 1 - self.smoothing
+        if self.target is None:
+            assert facts.probabilities is not None
+            share = facts.probabilities.astype(self.acc)
+            if self.terms.smoothing:
+                share = share * keep + self.spread
+            return share if facts.class_weight is None else share * facts.class_weight
+        if facts.class_weight is None:
+            return mx.broadcast_to(keep, self.target.shape)
+        return keep * facts.class_weight[self.target]
+
+    def _below_target(self, peak: mx.array) -> mx.array:
+        """Return m - x_y (R,)."""
+        return peak - mx.take_along_axis(self.x, self.target, -1)[:, 0]
+
+    def _nll(self, peak: mx.array, below: mx.array, log_sum: mx.array) -> mx.array:
+        if self.target is not None:
+            return self._below_target(peak) + log_sum
+        assert self.facts.probabilities is not None
+        given = self.facts.probabilities.astype(self.acc)
+        return product(given, below).sum(-1) + given.sum(-1) * log_sum
+
+    def _predictions(self) -> mx.array:
+        """Return the class of the largest logit before the softcap, which keeps the order but may make ties."""
+        z = mx.sign(self.scale).astype(self.z.dtype) * self.z if self.terms.scale else self.z
+        return mx.argmax(z, axis=-1).astype(mx.int32)
+
+    def _gradient(self, p: mx.array, share: mx.array, lse: mx.array) -> mx.array:
+        """Return the gradient with respect to z."""
+        facts = self.facts
+        factor = facts.scale * self.scale if self.terms.scale else facts.scale
+        total = share.sum(-1)
+        if self.target is not None and self.terms.smoothing:
+            total = total + self.spread * self.total_weight
+        if self.terms.z_loss:
+            total = total + 2 * self.z_loss * lse
+        grad = p * (factor * total)[:, None]
+        if self.target is None:
+            grad = grad - factor[:, None] * share
+        else:
+            grad = grad.at[mx.arange(len(grad)), facts.target].add(-factor * share[:, 0])
+            if self.terms.smoothing:
+                each = (factor * self.spread)[:, None]
+                grad = grad - (each if facts.class_weight is None else each * facts.class_weight)
+        if self.slope is not None:
+            grad = grad * self.slope
+        if not facts.finite:
+            grad = mx.where(facts.dead[:, None], 0, grad)
+        return grad.astype(self.z.dtype)
+
+
+def _softmax(x: mx.array, peak: mx.array) -> tuple[mx.array, mx.array]:
+    """Return p (R, V), and log sum_c exp(x_c - peak) (R,)."""
+    if x.dtype == mx.float64:
+        powers = _exp(x - peak[:, None])
+        total = powers.sum(-1)
+        return powers / total[:, None], mx.log(total)
+    p = mx.softmax(x, axis=-1, precise=True)
+    return p, -mx.log(p.max(-1))
+
+
+def _exp(x: mx.array) -> mx.array:
+    """Return exp(x); MLX's own has no more than float32's precision even for float64."""
+    return mx.power(mx.array(math.e, dtype=mx.float64), x) if x.dtype == mx.float64 else mx.exp(x)
+
+
+def product(weights: mx.array, values: mx.array) -> mx.array:
+    """Multiply; what has no weight is 0, even where the value is infinite."""
+    return mx.where(weights == 0, 0, weights * values)

@@ -1,0 +1,226 @@
+"""Modules for MLX: both losses as mlx.nn modules, and a model's classifier in the form that the functions take.
+
+Options are given at construction; sample_weight and normalizer, which change from batch to batch, with each call.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.core.spec import QuantizedWeight
+from xent.core.validate import loss_spec
+
+__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
+
+_DENSE = (nn.Linear, nn.Embedding)
+_QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
+
+
+def classifier(module: nn.Module) -> tuple[Any, Any]:
+    """Return the weight and bias of a classifier as `xent.linear_cross_entropy` takes them.
+
+    What the module holds frozen is passed through ``mx.stop_gradient``, so that its gradient is not computed: a model
+    that is an argument of the function that ``nn.value_and_grad`` differentiates does not show what is frozen in it.
+
+    Parameters
+    ----------
+    module : mlx.nn.Linear, Embedding, QuantizedLinear or QuantizedEmbedding
+        The classifier; an embedding where it is tied.
+
+    Returns
+    -------
+    linear_weight : array (V, D), or QuantizedWeight
+    linear_bias : array (V,), or None
+
+    Raises
+    ------
+    TypeError
+        A module of another kind, one that LoRA wraps among them.
+
+    Examples
+    --------
+    >>> import mlx.core as mx, mlx.nn as nn, xent
+    >>> from xent.integrations.mlx import classifier
+    >>> head = nn.Linear(64, 1000, bias=False).to_quantized(group_size=64, bits=4)
+    >>> weight, bias = classifier(head)
+    >>> weight.shape, bias
+    ((1000, 64), None)
+    >>> xent.linear_cross_entropy(mx.zeros((2, 64)), weight, mx.array([3, 7]), linear_bias=bias)
+    array(6.90776, dtype=float32)
+    """
+    if isinstance(module, _QUANTIZED):
+        weight = QuantizedWeight(
+            module["weight"], module["scales"], module.get("biases"), module.group_size, module.bits, module.mode
+        )
+        return weight, _held(module, "bias")
+    if isinstance(module, _DENSE):
+        return _held(module, "weight"), _held(module, "bias")
+    known = ", ".join(kind.__name__ for kind in (*_DENSE, *_QUANTIZED))
+    raise TypeError(f"module must be one of mlx.nn's {known}, got {type(module).__name__}")
+
+
+def _held(module: nn.Module, name: str) -> Any:
+    value = module.get(name)
+    return value if value is None or name in module.trainable_parameters() else mx.stop_gradient(value)
+
+
+class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
+    """`xent.cross_entropy` as a module without parameters.
+
+    Parameters
+    ----------
+    weight : array (V,), optional
+        Weight of each class. Not a parameter: it is neither trained nor saved.
+    ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, axis, stats, backend
+        As in `xent.cross_entropy`.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from xent.integrations.mlx import CrossEntropyLoss
+    >>> loss = CrossEntropyLoss(label_smoothing=0.1, z_loss=1e-4)
+    >>> loss(mx.zeros((2, 4)), mx.array([0, 3]))
+    array(1.38649, dtype=float32)
+    """
+
+    def __init__(
+        self,
+        weight: mx.array | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        axis: int = -1,
+        stats: Collection[str] = (),
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        self._options = _options(
+            weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
+        )
+        self.axis = axis
+
+    def __call__(
+        self, logits: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
+    ) -> Any:
+        """Return the loss, and Stats with it where the constructor named any."""
+        return cross_entropy(
+            logits, target, **self._options.named, sample_weight=sample_weight, normalizer=normalizer, axis=self.axis
+        )
+
+    def _extra_repr(self) -> str:
+        return f"{self._options}, axis={self.axis}"
+
+
+class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
+    """`xent.linear_cross_entropy` as a module that owns its classifier, the mlx.nn.Linear `linear`.
+
+    ``mlx.nn.quantize`` makes it a frozen quantized one.
+
+    Parameters
+    ----------
+    input_dims, output_dims : int
+        D and V.
+    bias : bool
+        Whether the classifier has a bias.
+    weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
+        As in `CrossEntropyLoss`.
+    shift, workspace
+        As in `xent.linear_cross_entropy`.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from xent.integrations.mlx import LinearCrossEntropyLoss
+    >>> loss = LinearCrossEntropyLoss(8, 100, shift=1)
+    >>> loss(mx.zeros((2, 5, 8)), mx.zeros((2, 5), mx.int32))
+    array(4.60517, dtype=float32)
+    """
+
+    def __init__(
+        self,
+        input_dims: int,
+        output_dims: int,
+        *,
+        bias: bool = False,
+        weight: mx.array | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        shift: int = 0,
+        workspace: int | None = None,
+        stats: Collection[str] = (),
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if weight is not None and tuple(weight.shape) != (output_dims,):
+            raise ValueError(f"weight must have shape ({output_dims},), one per class; got {tuple(weight.shape)}")
+        self.linear = nn.Linear(input_dims, output_dims, bias=bias)
+        self._options = _options(
+            weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
+        )
+        self.shift, self.workspace = shift, workspace
+
+    def __call__(
+        self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
+    ) -> Any:
+        """Return the loss of hidden states, and Stats with it where the constructor named any."""
+        linear_weight, linear_bias = classifier(self.linear)
+        return linear_cross_entropy(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            **self._options.named,
+            sample_weight=sample_weight,
+            normalizer=normalizer,
+            shift=self.shift,
+            workspace=self.workspace,
+        )
+
+    def _extra_repr(self) -> str:
+        return f"{self._options}, shift={self.shift}, workspace={self.workspace}"
+
+
+class _Options:
+    """The options that both modules share; an object of its own, as MLX takes a module's arrays for parameters."""
+
+    def __init__(self, named: dict[str, Any]) -> None:
+        self.named = named
+
+    def __repr__(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.named.items() if name != "weight")
+
+
+def _options(
+    weight: mx.array | None,
+    ignore_index: int,
+    reduction: str,
+    label_smoothing: float,
+    z_loss: float,
+    softcap: float | None,
+    logit_scale: float,
+    stats: Collection[str],
+    backend: str,
+) -> _Options:
+    """Return the options; raise for wrong ones now rather than at the first batch."""
+    named = {
+        "ignore_index": ignore_index,
+        "reduction": reduction,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "stats": stats,
+    }
+    loss_spec("mlx", **named)  # type: ignore[arg-type]
+    return _Options(named | {"weight": weight, "backend": backend})

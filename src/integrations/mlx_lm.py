@@ -1,0 +1,149 @@
+"""A loss for mlx-lm's trainer that never builds the logits: `loss` in place of `mlx_lm.tuner.trainer.default_loss`.
+
+mlx-lm's models return logits. To get at the hidden states before the head, the model runs with a head that keeps what
+it is given and returns a few known numbers instead of logits. What the model makes of those numbers shows what it does
+to its logits (a softcap, a scale), whatever its configuration calls it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from xent.backends.mlx.tracing import is_traced
+from xent.core.api import linear_cross_entropy
+from xent.integrations.mlx import classifier
+
+__all__ = ["loss"]
+
+_PROBES = (0.0, 2.0**-13, 1.0, -7.0, 40.0, 1e9)
+_HINT = "use mlx_lm.tuner.trainer.default_loss for this model"
+
+
+def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
+    """Compute what ``mlx_lm.tuner.trainer.default_loss`` computes, without the logits.
+
+    The mean cross entropy in float32 of the tokens t with lengths[i, 0] <= t <= lengths[i, 1], each from the ones
+    before it. Pass it on: ``train(..., loss=loss)``, ``evaluate(..., loss=loss)``, with options as
+    ``functools.partial(loss, z_loss=1e-4)``.
+
+    The head may be a Linear, a tied Embedding, or the quantized form of either, frozen or not. A softcap or scale of
+    the logits is found out from the model.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of mlx-lm: tokens (B, T) to logits (B, T, V).
+    batch : integer array (B, T + 1)
+        Tokens, padded.
+    lengths : integer array (B, 2)
+        The first position whose token counts, and the last.
+    **options
+        Of `xent.linear_cross_entropy`: label_smoothing, z_loss, weight, workspace, backend.
+
+    Returns
+    -------
+    loss : 0-d float32 array
+        0, not NaN, where no token counts.
+    ntoks : 0-d int32 array
+        How many tokens count.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The model's head was not found, or the model does something else to its logits, or its head is of another kind.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from mlx_lm.models import llama  # doctest: +SKIP
+    >>> model = llama.Model(llama.ModelArgs.from_dict(config))  # doctest: +SKIP
+    >>> (value, ntoks), grads = nn.value_and_grad(model, loss)(model, batch, lengths)  # doctest: +SKIP
+    """
+    targets = batch[:, 1:]
+    steps = mx.arange(1, targets.shape[1] + 1)
+    counts = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    head, hidden, softcap, scale = _before_head(model, batch[:, :-1])
+    weight, bias = classifier(head)
+    if isinstance(weight, mx.array) and weight.dtype != hidden.dtype:
+        common = mx.result_type(weight, hidden)
+        weight, hidden = weight.astype(common), hidden.astype(common)
+        bias = None if bias is None else bias.astype(common)
+    found = linear_cross_entropy(
+        hidden,
+        weight,
+        mx.where(counts, targets, -100),
+        linear_bias=bias,
+        softcap=softcap,
+        logit_scale=scale,
+        **options,
+    )
+    return found, counts.sum()
+
+
+def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.array, float | None, float]:
+    """Return the head, the hidden states (B, T, D) that it is given, and softcap and scale of the logits."""
+    seen: list[tuple[nn.Module, mx.array]] = []
+    kind = type(model).__module__
+    with _capturing(model, seen):
+        try:
+            made = model(tokens)
+        except ValueError as error:
+            if not seen:
+                raise
+            raise ValueError(f"{kind} combines the output of its head with something: {_HINT}") from error
+    if len(seen) != 1:
+        raise ValueError(f"the head of {kind} was called {len(seen)} times where once was expected: {_HINT}")
+    head, hidden = seen[0]
+    return head, hidden, *_after_head(made, hidden.ndim, kind)
+
+
+@contextmanager
+def _capturing(model: nn.Module, seen: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
+    """Have whatever may be the head keep (itself, its input) in `seen` and return the probes."""
+
+    def capture(module: nn.Module, hidden: mx.array) -> mx.array:
+        seen.append((module, hidden))
+        return mx.array(_PROBES).reshape((1,) * (hidden.ndim - 1) + (-1,))
+
+    changed = [(module, type(module)) for module in _candidates(model)]
+    try:
+        for module, kind in changed:
+            method = "as_linear" if hasattr(kind, "as_linear") else "__call__"
+            module.__class__ = type(kind.__name__, (kind,), {method: capture})
+        yield
+    finally:
+        for module, kind in changed:
+            module.__class__ = kind
+
+
+def _candidates(model: nn.Module) -> list[nn.Module]:
+    """Return the embeddings, and the linear layers outside of the stack of layers with as many outputs as those."""
+    modules = [(name, module) for name, module in model.named_modules() if not any(map(str.isdigit, name.split(".")))]
+    embeddings = [module for _, module in modules if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))]
+    sizes = {module["weight"].shape[0] for module in embeddings}
+    heads = [
+        module
+        for name, module in modules
+        if isinstance(module, (nn.Linear, nn.QuantizedLinear))
+        and (module["weight"].shape[0] in sizes or name.split(".")[-1] == "lm_head")
+    ]
+    return embeddings + heads
+
+
+def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
+    """Return the softcap and scale that turn the probes into what the model made of them."""
+    if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_traced(made):
+        raise ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
+    values = made.reshape(-1).astype(mx.float32).tolist()
+    tiny, one, largest = values[1] / _PROBES[1], values[2], values[-1] / _PROBES[-1]
+    straight = abs(largest - one) <= 1e-4 * abs(one)
+    softcap, scale = (None, one) if straight else (abs(values[-1]), tiny)
+    expected = mx.array(_PROBES) * scale
+    if softcap is not None:
+        expected = softcap * mx.tanh(expected / softcap)
+    if not mx.allclose(mx.array(values), expected, rtol=1e-4, atol=1e-9).item():
+        raise ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
+    return softcap, 1.0 if abs(scale - 1) < 1e-5 else scale

@@ -1,0 +1,182 @@
+"""mlx-lm's trainer with our loss: default_loss's numbers and gradients, without its logits."""
+
+import functools
+import importlib
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, default_loss, evaluate, train
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from tests.mlx.test_work import peak
+from xent.integrations.mlx_lm import loss
+
+V = 96
+CONFIG: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": V,
+    "rope_theta": 1e4,
+    "head_dim": 16,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama, tied": {"tie_word_embeddings": True},
+    "llama, biases": {"attention_bias": True, "mlp_bias": True},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma2": {"final_logit_softcapping": 2.0, "attn_logit_softcapping": 50.0, "query_pre_attn_scalar": 16.0},
+    "cohere": {"logit_scale": 0.3, "layer_norm_eps": 1e-5},
+    "granite": {
+        "logits_scaling": 3.0,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": 0.25,
+        "residual_multiplier": 1.0,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+}
+BATCH = mx.array(np.random.default_rng(0).integers(0, V, (3, 17)))
+LENGTHS = mx.array([[1, 9], [3, 16], [0, 5]])
+
+
+def make(name: str, **changes: Any) -> nn.Module:
+    kind = name.partition(",")[0]
+    module = importlib.import_module(f"mlx_lm.models.{kind}")
+    mx.random.seed(1)
+    model = module.Model(module.ModelArgs.from_dict(CONFIG | {"model_type": kind} | MODELS[name] | changes))
+    mx.eval(model.parameters())
+    return model
+
+
+def assert_same(model: nn.Module, tolerance: float = 1e-5) -> None:
+    (found, ntoks), gradients = nn.value_and_grad(model, loss)(model, BATCH, LENGTHS)
+    (expected, expected_ntoks), expected_gradients = nn.value_and_grad(model, default_loss)(model, BATCH, LENGTHS)
+    assert (ntoks.item(), ntoks.dtype) == (expected_ntoks.item(), expected_ntoks.dtype)
+    assert found.dtype == mx.float32
+    np.testing.assert_allclose(found.item(), expected.item(), rtol=tolerance)
+    ours, theirs = dict(tree_flatten(gradients)), dict(tree_flatten(expected_gradients))
+    assert ours.keys() == theirs.keys()
+    for name, grad in theirs.items():
+        difference = mx.abs(ours[name].astype(mx.float32) - grad.astype(mx.float32)).max().item()
+        assert difference <= tolerance * (mx.abs(grad).max().item() + 1e-7), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_is_default_loss(name: str) -> None:
+    model = make(name)
+    before = mx.array(model(BATCH))
+    assert_same(model)
+    np.testing.assert_array_equal(model(BATCH), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_with_lora(name: str) -> None:
+    model = make(name)
+    nn.quantize(model, group_size=32, bits=8)
+    model.freeze()
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+    assert tree_flatten(model.trainable_parameters())
+    assert_same(model, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_frozen_head(name: str) -> None:
+    model = make(name)
+    (model.lm_head if name == "llama" else model.model.embed_tokens).freeze()
+    assert_same(model)
+
+
+def test_nothing_to_count_is_zero() -> None:
+    model = make("llama")
+    (found, ntoks), gradients = nn.value_and_grad(model, loss)(model, BATCH, mx.array([[20, 30]] * 3))
+    assert (found.item(), ntoks.item()) == (0.0, 0)
+    assert not any(grad.any().item() for _, grad in tree_flatten(gradients))
+
+
+def test_options_are_passed_on() -> None:
+    model = make("llama")
+    plain, smoothed = (call(model, BATCH, LENGTHS)[0].item() for call in (loss, functools.partial(loss, z_loss=0.1)))
+    assert smoothed > plain
+
+
+def test_logits_are_never_built() -> None:
+    """Not even under the trainer's mx.compile, and a frozen head has no gradient there."""
+    model = make("llama", vocab_size=40_000)
+    model.freeze()
+    model.model.norm.unfreeze()
+    batch, lengths = mx.zeros((4, 257), mx.int32), mx.array([[0, 256]] * 4)
+    logits, head = 4 * 256 * 40_000 * 4, model.lm_head.weight.nbytes
+    step = nn.value_and_grad(model, functools.partial(loss, workspace=2**21))
+    compiled = mx.compile(lambda batch: step(model, batch, lengths), inputs=model.state, outputs=model.state)
+    for run in (lambda: step(model, batch, lengths), lambda: compiled(batch)):
+        assert peak(run) <= 0.25 * logits + 0.5 * head
+
+
+class Odd(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(V, 8)
+        self.lm_head = nn.Linear(8, V)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return mx.square(self.lm_head(self.embed_tokens(tokens)))
+
+
+def test_model_that_does_more_to_its_logits_is_refused() -> None:
+    with pytest.raises(ValueError, match="does more to its logits than a scale and a softcap: use mlx_lm"):
+        loss(Odd(), BATCH, LENGTHS)
+    headless = Odd()
+    headless.lm_head = nn.Sequential(nn.Conv1d(8, V, 1))
+    with pytest.raises(ValueError, match="was called 0 times"):
+        loss(headless, BATCH, LENGTHS)
+    assert type(headless.embed_tokens) is nn.Embedding
+
+
+def test_head_that_lora_wraps_is_refused() -> None:
+    from mlx_lm.tuner.lora import LoRALinear
+
+    model = make("llama")
+    model.lm_head = LoRALinear.from_base(model.lm_head)
+    with pytest.raises(ValueError, match=r"use mlx_lm\.tuner\.trainer\.default_loss"):
+        loss(model, BATCH, LENGTHS)
+
+
+class Curve(TrainingCallback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        self.losses.append(train_info["train_loss"])
+
+
+def test_trainer_takes_it(tmp_path: Path) -> None:
+    """A short fine-tuning run with mlx-lm's own trainer: the curve that default_loss gives."""
+    rng = np.random.default_rng(2)
+    data = [([int(token) for token in (np.arange(20) * rng.integers(1, 4) + rng.integers(5)) % V], 0) for _ in range(8)]
+    curves = []
+    for chosen in (loss, default_loss):
+        model, curve = make("llama"), Curve()
+        nn.quantize(model, group_size=32, bits=8)
+        model.freeze()
+        linear_to_lora_layers(model, 2, {"rank": 8, "scale": 10.0, "dropout": 0.0})
+        arguments = TrainingArgs(
+            batch_size=4, iters=12, val_batches=1, steps_per_report=1, steps_per_eval=100, steps_per_save=1000,
+            max_seq_length=64, adapter_file=str(tmp_path / "adapters.safetensors"),
+        )  # fmt: skip
+        np.random.seed(0)
+        train(model, optim.Adam(5e-3), data, data, arguments, loss=chosen, training_callback=curve)
+        curves.append([*curve.losses, evaluate(model, data, 4, 2, 64, loss=chosen)])
+    np.testing.assert_allclose(curves[0], curves[1], rtol=2e-3)
+    assert curves[0][-1] < curves[0][0] - 0.2

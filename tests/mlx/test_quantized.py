@@ -1,0 +1,111 @@
+"""A quantized classifier: the loss of its unpacked weight, gradients for the rest, and never unpacked as a whole."""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import xent
+from tests.mlx.test_work import peak
+from tests.targets import Target
+
+N, D, V = 12, 64, 40
+RNG = np.random.default_rng(0)
+X = mx.array(RNG.normal(size=(N, D)).astype(np.float32))
+W = mx.array(RNG.normal(size=(V, D)).astype(np.float32))
+B = mx.array(RNG.normal(size=(V,)).astype(np.float32))
+Y = mx.array(np.where(np.arange(N) % 4 == 3, -100, RNG.integers(0, V, N)))
+
+FORMS = [
+    {"group_size": 64, "bits": 4, "mode": "affine"},
+    {"group_size": 32, "bits": 8, "mode": "affine"},
+    {"group_size": 64, "bits": 3, "mode": "affine"},
+    {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+]
+
+
+def packed(form: dict[str, Any], dtype: mx.Dtype = mx.float32) -> tuple[xent.QuantizedWeight, mx.array]:
+    parts = mx.quantize(W.astype(dtype), **form)
+    return xent.QuantizedWeight(*parts, **({"biases": None} if len(parts) == 2 else {}), **form), mx.dequantize(
+        *parts, **form
+    ).astype(dtype)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_is_the_loss_of_the_unpacked_weight(
+    target: Target, form: dict[str, Any], reduction: str, dtype: mx.Dtype
+) -> None:
+    weight, unpacked = packed(form, dtype)
+    assert weight.shape == (V, D)
+    x, b = X.astype(dtype), B.astype(dtype)
+    options = {"reduction": reduction, "workspace": 3 * V * 4, "backend": target.name, "stats": ("lse",)}
+
+    def fused(w: Any) -> Any:
+        def loss(x: mx.array, b: mx.array) -> mx.array:
+            found, stats = xent.linear_cross_entropy(x, w, Y, linear_bias=b, **options)
+            return (found * mx.arange(N)).sum() if reduction == "none" else found + 0 * stats.lse.sum()
+
+        return loss
+
+    def unfused(x: mx.array, b: mx.array) -> mx.array:
+        parts = {"scales": weight.scales, "biases": weight.biases}
+        logits = (mx.quantized_matmul(x, weight.packed, **parts, **form).astype(dtype) + b).astype(mx.float32)
+        rows = mx.where(Y == -100, 0, nn.losses.cross_entropy(logits, mx.maximum(Y, 0)))
+        return (rows * mx.arange(N)).sum() if reduction == "none" else rows.sum() / (Y != -100).sum()
+
+    wide = [array.astype(mx.float64) for array in (x, unpacked, b)]
+    truth, found, plain = (
+        flat(mx.value_and_grad(loss, argnums=(0, 1))(*inputs))
+        for loss, inputs in ((fused(wide[1]), wide[::2]), (fused(weight), (x, b)), (unfused, (x, b)))
+    )
+    for right, ours, theirs in zip(truth, found, plain, strict=True):
+        size = np.abs(right).max()
+        allowed = 1.5 * np.abs(theirs - right).max() / size + 2 * {4: 2.0**-23, 2: 2.0**-8}[dtype.size]
+        assert np.abs(ours - right).max() / size <= allowed
+
+
+def flat(made: Any) -> list[np.ndarray]:
+    """Return loss and gradients as NumPy arrays."""
+    value, gradients = made
+    return [np.array(array.astype(mx.float64)) for array in (value, *gradients)]
+
+
+def test_is_never_unpacked_as_a_whole(target: Target) -> None:
+    x, w = mx.random.normal((128, 512)), mx.random.normal((16000, 512))
+    y = mx.random.randint(0, 16000, (128,))
+    weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=4), group_size=64, bits=4)
+    mx.eval(x, w, y, weight.packed, weight.scales, weight.biases)
+
+    def loss(x: mx.array) -> mx.array:
+        return xent.linear_cross_entropy(x, weight, y, workspace=2**20, backend=target.name)
+
+    assert peak(lambda: mx.value_and_grad(loss)(x)) <= 0.6 * w.nbytes
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"packed": W}, TypeError, r"linear_weight\.packed must be a uint32 array"),
+        ({"scales": mx.ones((V, 3))}, ValueError, r"linear_weight\.scales must have shape \(40, 1\)"),
+        ({"bits": 0}, ValueError, r"linear_weight\.bits must be an int > 0, got 0"),
+        ({"bits": 8}, ValueError, r"linear_weight must have shape \(V, D\) with D = 64|scales must have shape"),
+        ({"scales": np.ones((V, 1))}, TypeError, r"linear_weight\.scales is numpy's"),
+        ({"packed": None}, TypeError, r"linear_weight\.packed"),
+    ],
+    ids=str,
+)
+def test_wrong_parts_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    weight, _ = packed(FORMS[0])
+    parts = {name: getattr(weight, name) for name in ("packed", "scales", "biases", "group_size", "bits", "mode")}
+    with pytest.raises(error, match=message):
+        xent.linear_cross_entropy(X, xent.QuantizedWeight(**(parts | change)), Y)
+
+
+def test_other_frameworks_do_not_take_it() -> None:
+    weight = xent.QuantizedWeight(np.zeros((4, 8), np.uint32), np.ones((4, 1)), np.ones((4, 1)))
+    with pytest.raises(TypeError, match="a QuantizedWeight holds MLX arrays"):
+        xent.linear_cross_entropy(np.zeros((2, 64)), weight, np.array([0, 1]))

@@ -1,0 +1,160 @@
+"""Under MLX's transformations: gradients as everywhere else, no retracing for a new value, errors instead of zeros."""
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+
+V, D = 23, 8
+RNG = np.random.default_rng(5)
+X = mx.array(RNG.normal(size=(6, D)).astype(np.float32))
+W = mx.array(RNG.normal(size=(V, D)).astype(np.float32))
+B = mx.array(RNG.normal(size=(V,)).astype(np.float32))
+Y = mx.array(np.array([0, 5, -100, 22, 7, 7]))
+CHUNK = 2 * V * 4
+
+
+def linear(target: Target, **options: Any) -> Callable[..., mx.array]:
+    def loss(x: mx.array, w: mx.array, b: mx.array | None = None) -> mx.array:
+        found = xent.linear_cross_entropy(x, w, Y, linear_bias=b, workspace=CHUNK, backend=target.name, **options)
+        return (found * mx.arange(6)).sum() if options.get("reduction") == "none" else found
+
+    return loss
+
+
+def unfused(x: mx.array, w: mx.array, b: mx.array | None = None, rows: bool = False) -> mx.array:
+    logits = x @ w.T if b is None else x @ w.T + b
+    each = mx.where(Y == -100, 0, nn.losses.cross_entropy(logits, mx.maximum(Y, 0)))
+    return (each * mx.arange(6)).sum() if rows else each.sum() / 5
+
+
+def close(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(one), np.array(other), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wrap", [lambda f: f, mx.compile], ids=["eager", "compiled"])
+@pytest.mark.parametrize("argnums", [(0, 1, 2), (0,), (1,), (2,)])
+def test_gradients_for_what_asks(target: Target, reduction: str, wrap: Any, argnums: tuple[int, ...]) -> None:
+    ours = wrap(mx.value_and_grad(linear(target, reduction=reduction), argnums=argnums))
+    plain = mx.value_and_grad(lambda *a: unfused(*a, rows=reduction == "none"), argnums=argnums)
+    (value, found), (expected_value, expected) = ours(X, W, B), plain(X, W, B)
+    close([value], [expected_value])
+    close(*([made] if len(argnums) == 1 else made for made in (found, expected)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_frozen_by_stop_gradient(target: Target, reduction: str) -> None:
+    loss = linear(target, reduction=reduction)
+    found = mx.grad(lambda x, w: loss(x, mx.stop_gradient(w)), argnums=(0, 1))(X, W)
+    expected = mx.grad(lambda x, w: unfused(x, mx.stop_gradient(w), rows=reduction == "none"), argnums=(0, 1))(X, W)
+    close(found, expected)
+    assert not found[1].any()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(V, D)
+        self.mix = nn.Linear(D, D)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return mx.tanh(self.mix(self.embed(tokens)))
+
+
+@pytest.mark.parametrize("frozen", [None, "embed", "mix"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_value_and_grad_of_a_module_with_tied_weights(target: Target, frozen: str | None, compiled: bool) -> None:
+    model, tokens = Tied(), mx.array([[1, 2, 3, 4], [5, 6, 7, 22]])
+    if frozen:
+        model[frozen].freeze()
+
+    def ours(tokens: mx.array) -> mx.array:
+        return xent.linear_cross_entropy(
+            model(tokens), model.embed.weight, tokens, shift=1, workspace=CHUNK, backend=target.name
+        )
+
+    def plain(tokens: mx.array) -> mx.array:
+        return nn.losses.cross_entropy(model.embed.as_linear(model(tokens))[:, :-1], tokens[:, 1:]).mean()
+
+    step = nn.value_and_grad(model, ours)
+    value, found = (mx.compile(step, inputs=model.state, outputs=model.state) if compiled else step)(tokens)
+    expected_value, expected = nn.value_and_grad(model, plain)(tokens)
+    close([value], [expected_value])
+    found, expected = (dict(nn.utils.tree_flatten(made)) for made in (found, expected))
+    assert found.keys() == expected.keys()
+    close(found.values(), expected.values())
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer"])
+def test_new_value_of_an_option_retraces_nothing(target: Target, name: str) -> None:
+    traces = []
+
+    def loss(x: mx.array, w: mx.array, value: mx.array) -> mx.array:
+        traces.append(name)
+        return linear(target, **{name: value})(x, w)
+
+    step = mx.compile(mx.value_and_grad(loss, argnums=(0, 1)))
+    for value in (0.25, 0.5, 0.75):
+        found = step(X, W, mx.array(value))
+        expected = mx.value_and_grad(linear(target, **{name: value}), argnums=(0, 1))(X, W)
+        close([found[0], *found[1]], [expected[0], *expected[1]])
+    assert len(traces) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_second_derivatives_raise(target: Target, reduction: str, function: str) -> None:
+    def loss(x: mx.array) -> mx.array:
+        arrays = (x @ W.T,) if function == "cross_entropy" else (x, W)
+        return getattr(xent, function)(*arrays, Y, reduction=reduction, backend=target.name).sum()
+
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        mx.grad(lambda x: mx.grad(loss)(x).sum())(X)
+    with pytest.raises(RuntimeError, match="no second derivatives"):
+        mx.grad(lambda scale: mx.grad(lambda x: scale * loss(x))(X).sum())(mx.array(2.0))
+
+
+def test_forward_mode_and_vmap_raise(target: Target) -> None:
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        mx.jvp(linear(target), [X, W], [X, W])
+    with pytest.raises(NotImplementedError, match=r"mx\.vmap"):
+        mx.vmap(lambda x: xent.cross_entropy(x, Y[0], backend=target.name))(X @ W.T)
+
+
+def test_checkpoint_gives_the_same(target: Target) -> None:
+    found = mx.grad(mx.checkpoint(linear(target)), argnums=(0, 1))(X, W)
+    close(found, mx.grad(unfused, argnums=(0, 1))(X, W))
+
+
+def test_loss_used_twice_and_scaled(target: Target) -> None:
+    loss = linear(target)
+
+    def twice(x: mx.array, w: mx.array) -> mx.array:
+        once = loss(x, w)
+        return 3 * once + mx.square(once)
+
+    def expected(x: mx.array, w: mx.array) -> mx.array:
+        return 3 * unfused(x, w) + mx.square(unfused(x, w))
+
+    close(mx.grad(twice, argnums=(0, 1))(X, W), mx.grad(expected, argnums=(0, 1))(X, W))
+
+
+def test_targets_cannot_be_looked_at_while_compiling(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+
+    def loss(x: mx.array, y: mx.array) -> mx.array:
+        return xent.cross_entropy(x, y, reduction="none", backend=target.name)
+
+    wrong = mx.array([0, 99, 1, 1, 1, 1])
+    found = np.array(mx.compile(loss)(X, wrong))
+    np.testing.assert_array_equal(np.isnan(found), [False, True, False, False, False, False])
+    with pytest.raises(IndexError, match=r"target\[1\] is 99"):
+        mx.grad(lambda x: loss(x, wrong).sum())(X)

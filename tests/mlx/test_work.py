@@ -1,0 +1,150 @@
+"""Memory and work: one chunk alive at a time, nothing made that nobody asked for."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import xent
+from tests.targets import Target
+
+MIB = 2**20
+N, D, V, ROWS = 1024, 32, 16384, 64
+LOGITS = N * V * 4
+
+
+@pytest.fixture(scope="module")
+def arrays() -> tuple[mx.array, mx.array, mx.array]:
+    mx.random.seed(0)
+    made = mx.random.normal((N, D)), 0.1 * mx.random.normal((V, D)), mx.random.randint(0, V, (N,))
+    mx.eval(made)
+    return made
+
+
+def peak(call: Callable[[], Any]) -> int:
+    """Return how many bytes a call takes above what was there before, at most; the second call, all being compiled."""
+    mx.eval(call())
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    made = call()
+    mx.eval(made)
+    return mx.get_peak_memory() - before
+
+
+def linear(target: Target, y: mx.array, **options: Any) -> Callable[..., mx.array]:
+    options = {"workspace": ROWS * V * 4, "backend": target.name} | options
+    return lambda x, w: xent.linear_cross_entropy(x, w, y, **options).sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"softcap": 5.0, "label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(("compiled", "most"), [(False, 45), (True, 60)])
+def test_one_chunk_of_logits_is_alive(
+    target: Target, arrays: Any, options: dict[str, Any], compiled: bool, most: int
+) -> None:
+    x, w, y = arrays
+    step = mx.value_and_grad(linear(target, y, **options), argnums=(0, 1))
+    step = mx.compile(step) if compiled else step
+    assert peak(lambda: step(x, w)) <= most * MIB
+
+
+def test_order_of_evaluation_changes_nothing(target: Target, arrays: Any) -> None:
+    x, w, y = arrays
+    step = mx.value_and_grad(linear(target, y), argnums=(0, 1))
+
+    def loss_first() -> Any:
+        loss, gradients = step(x, w)
+        mx.eval(loss)
+        mx.eval(gradients)
+        return loss, gradients
+
+    assert peak(loss_first) <= 45 * MIB
+
+
+def test_loss_alone_takes_no_gradients(target: Target, arrays: Any) -> None:
+    x, w, y = arrays
+    assert peak(lambda: linear(target, y)(x, w)) <= 24 * MIB
+    logits = mx.zeros((N, V)) + 1
+    mx.eval(logits)
+    assert peak(lambda: xent.cross_entropy(logits, y, backend=target.name)) <= 0.3 * LOGITS
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [({}, 1.1), ({"reduction": "none"}, 1.1), ({"softcap": 5.0, "label_smoothing": 0.1}, 2.3)],  # put together of pieces
+    ids=str,
+)
+def test_gradient_of_logits_takes_little_besides_its_size(
+    target: Target, arrays: Any, options: dict[str, Any], most: float
+) -> None:
+    logits = mx.zeros((N, V)) + 1
+    mx.eval(logits)
+    grad = mx.grad(lambda z: xent.cross_entropy(z, arrays[2], backend=target.name, **options).sum())
+    assert peak(lambda: grad(logits)) <= most * LOGITS
+
+
+def test_frozen_classifier_costs_nothing(target: Target) -> None:
+    wide = mx.random.normal((64, 512)), mx.random.normal((16000, 512)), mx.random.randint(0, 16000, (64,))
+    mx.eval(wide)
+    x, w, y = wide
+
+    def loss(x: mx.array, w: mx.array) -> mx.array:
+        return xent.linear_cross_entropy(x, w, y, workspace=MIB, backend=target.name)
+
+    size = w.nbytes
+    assert peak(lambda: mx.grad(loss)(x, mx.stop_gradient(w))) >= 0
+    for step in (mx.grad(lambda x: loss(x, w)), mx.compile(mx.grad(lambda x: loss(x, mx.stop_gradient(w))))):
+        assert peak(lambda step=step: step(x)) <= 0.5 * size
+    both = mx.grad(loss, argnums=(0, 1))
+    assert peak(lambda: both(x, w)) >= size
+
+
+def products(array: mx.array | list[mx.array]) -> int:
+    """Count the matrix products that an array is made of."""
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, *(array if isinstance(array, list) else [array]))
+    return sum(drawing.getvalue().count(f'label ="{name}"') for name in ("Matmul", "AddMM"))
+
+
+@pytest.mark.parametrize(
+    ("asks", "expected"), [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False,) * 3, 1)]
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_matrix_products_are_as_many_as_asked_for(
+    target: Target, asks: tuple[bool, ...], expected: int, reduction: str
+) -> None:
+    arrays = [mx.ones((6, 8)), mx.ones((11, 8)), mx.ones((11,))]
+    mx.eval(arrays)
+    y = mx.zeros((6,), mx.int32)
+    chosen = [array for array, asked in zip(arrays, asks, strict=True) if asked]
+
+    def loss(given: list[mx.array]) -> mx.array:
+        taken = iter(given)
+        x, w, b = (next(taken) if asked else array for array, asked in zip(arrays, asks, strict=True))
+        options = {"linear_bias": b, "workspace": 2 * 11 * 4, "reduction": reduction, "backend": target.name}
+        return xent.linear_cross_entropy(x, w, y, **options).sum()
+
+    if not any(asks):
+        assert products(loss([])) == 3
+        return
+    value, gradients = mx.value_and_grad(loss)(chosen)
+    chunks = 3
+    again = chunks if reduction == "none" else 0
+    assert products([value, *gradients]) == chunks * expected + again
+
+
+def test_an_upstream_of_one_is_not_multiplied(target: Target) -> None:
+    w = mx.ones((11, 8))
+    mx.eval(w)
+
+    def primitives(loss: Callable[[mx.array], mx.array]) -> int:
+        drawing = io.StringIO()
+        mx.export_to_dot(drawing, mx.grad(loss)(w))
+        return drawing.getvalue().count('label ="Multiply"')
+
+    def loss(w: mx.array) -> mx.array:
+        return xent.linear_cross_entropy(mx.ones((6, 8)), w, mx.zeros((6,), mx.int32), backend=target.name)
+
+    assert primitives(lambda w: 2 * loss(w)) > primitives(loss)
