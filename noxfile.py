@@ -145,10 +145,10 @@ def tests_metal(session: nox.Session) -> None:
     """Run the tests on the Metal backend: on an Apple GPU, or without one in an emulator of Metal, on the CPU.
 
     The emulator needs a C++20 compiler, g++ or what CXX names. Compiled kernels are kept in .pytest_cache/. Files are
-    left out which launch no kernel: other sessions run them.
+    left out which launch no kernel or show what the driver does whatever the kernel: other sessions run them.
     """
     session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "metal"))
-    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "packaging")]
+    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "mlx", "packaging")]
     settings = {"XENT_TEST_BACKENDS": "metal", "OMP_NUM_THREADS": "1"}
     session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
 
