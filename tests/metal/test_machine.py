@@ -11,6 +11,8 @@ import xent
 from tests.targets import Target
 from xent.backends import TABLE
 from xent.backends.metal import machine
+from xent.core.check import report
+from xent.core.check.cases import option_cases
 
 PROBE = """
 import mlx.core as mx
@@ -58,3 +60,13 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
     monkeypatch.setattr(machine, "DEVICES", ("other",))
     with pytest.raises(xent.BackendError, match=r"the moment, which backend 'mlx' serves; or mx.set_default_device"):
         xent.cross_entropy(mx.zeros((2, 3)), classes, backend=target.name)
+
+
+def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with `python -m xent check`, cut down to one case of each function and dtype."""
+    monkeypatch.setattr(report, "option_cases", lambda function, dtype: option_cases(function, dtype)[-1:])
+    lines = list(report.check_all([target.name]))
+    assert [(line.backend, line.device, line.dtype) for line in lines] == [
+        (target.name, target.device, dtype) for dtype in ("float32", "bfloat16", "float16")
+    ] * 2
+    assert [line.failed for line in lines] == [()] * 6
