@@ -92,6 +92,7 @@ def lint(session: nox.Session) -> None:
 def typecheck(session: nox.Session) -> None:
     """Check the types of the package with mypy and pyright."""
     install(session, "typecheck", torch=True)
+    session.install("--editable", ".[mlx]")
     link_source()
     session.run("mypy")
     session.run("basedpyright", "--pythonpath", str(Path(session.bin, "python")))
@@ -101,6 +102,7 @@ def typecheck(session: nox.Session) -> None:
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a warning is an error."""
     install(session, "docs", torch=True)
+    session.install("--editable", ".[mlx]")
     session.run("sphinx-build", "--fail-on-warning", "--keep-going", "--fresh-env", "docs", "site")
 
 
@@ -170,6 +172,13 @@ def bench(session: nox.Session) -> None:
     """Measure time and memory against other implementations."""
     install(session, "bench", torch=True)
     session.run("python", "-m", "benchmarks", *session.posargs)
+
+
+@nox.session(name="bench-mlx", default=False)
+def bench_mlx(session: nox.Session) -> None:
+    """Measure time, memory and errors on MLX's default device, against MLX's own unfused loss."""
+    session.install("--editable", ".[mlx]")
+    session.run("python", "-m", "benchmarks.mlx", *session.posargs)
 
 
 @nox.session(default=False)

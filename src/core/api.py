@@ -57,7 +57,8 @@ def cross_entropy(
     reduction : {"mean", "sum", "none"}
         What becomes of the rows' losses.
     label_smoothing : float in [0, 1]
-        Share e of the target that is spread over all classes.
+        Share e of the target that is spread over all classes. For MLX this and the next three may be 0-d arrays, whose
+        values are not checked and may change from call to call of a compiled function.
     z_loss : float >= 0
         Factor of the squared log normaliser, which keeps logits from drifting (PaLM, section 5).
     softcap : float > 0, optional
@@ -73,7 +74,8 @@ def cross_entropy(
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
         Let the gradient take the logits' memory. The logits are lost; an operation that saved them for its own backward
-        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory.
+        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory,
+        and on MLX arrays, which are values: memory that nothing else refers to is taken again in any case.
     stats : collection of str
         Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
     backend : str
@@ -92,8 +94,8 @@ def cross_entropy(
         An argument of the wrong type, dtype, shape or range; arrays of several frameworks or devices.
     IndexError
         A target outside [0, V) that is not ignore_index, where the values are on the CPU. On an accelerator nothing
-        synchronises to look: loss and gradient of that row are NaN, and with XENT_CHECK_TARGETS=1 in the environment
-        it is this IndexError.
+        synchronises to look, nor does MLX, which computes later, on any device: loss and gradient of that row are NaN,
+        and with XENT_CHECK_TARGETS=1 in the environment it is this IndexError (not while mx.compile traces).
     BackendError
         The named backend cannot serve the call.
 
@@ -160,8 +162,9 @@ def linear_cross_entropy(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         Hidden states.
-    linear_weight : array (V, D), the dtype of input
-        The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype.
+    linear_weight : array (V, D), the dtype of input; or QuantizedWeight
+        The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype. For
+        MLX also a frozen quantized one.
     target : integer array (...), or float array (..., V)
         Class indices in [0, V) or ignore_index; or class probabilities, which get no gradient.
     linear_bias : array (V,), optional
@@ -169,7 +172,7 @@ def linear_cross_entropy(
     weight : float array (V,), optional
         Weight of each class.
     ignore_index : int
-        Rows with this target have exactly 0 loss and 0 gradient. On the CPU they are not computed at all.
+        Rows with this target have exactly 0 loss and 0 gradient. PyTorch on the CPU does not compute them at all.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
         takes any upstream gradient, backward makes the logits again (four).

@@ -184,7 +184,7 @@ def loss_spec(
 
 
 def _number(framework: str, value: Any) -> Any:
-    """Return an option's number, and 1, which every option may be, for a 0-d MLX array, whose value is not looked at."""
+    """Return an option's number; 1, which all may be, for a 0-d MLX array, whose value is not looked at."""
     if framework == "mlx" == framework_of(value) and not value.shape and dtype_name(value) in FLOAT_DTYPES:
         return 1.0
     return value

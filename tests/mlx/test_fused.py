@@ -1,7 +1,5 @@
 """What a GPU runs, with its fused operations played by their definition on the CPU: the matrix in one file."""
 
-from collections.abc import Iterator
-
 import mlx.core as mx
 import pytest
 
@@ -11,23 +9,29 @@ from xent.backends.mlx import fused, plain, weight_gradient
 from xent.core.check.cases import Case
 from xent.core.check.judge import judge_case
 
-CASES = [case for function in FUNCTIONS for dtype in ("float32", "bfloat16", "float16") for case in all_cases(function, dtype)]
+CASES = [
+    case
+    for function in FUNCTIONS
+    for dtype in ("float32", "bfloat16", "float16")
+    for case in all_cases(function, dtype)
+]
 
 
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
     """Return what mx.fast.cross_entropy returns on a GPU, where it accumulates in float32."""
     x = logits.astype(mx.float32)
     peak = mx.stop_gradient(x.max(-1, keepdims=True))
-    return (mx.logsumexp(x - peak, axis=-1) + (peak - mx.take_along_axis(x, target[:, None], -1))[:, 0]).astype(mx.float32)
+    return (mx.logsumexp(x - peak, axis=-1) + (peak - mx.take_along_axis(x, target[:, None], -1))[:, 0]).astype(
+        mx.float32
+    )
 
 
 @pytest.fixture(autouse=True)
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy)
     for module in (fused, plain, weight_gradient):
         monkeypatch.setattr(module, "device_type", lambda: "gpu")
     monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
-    return
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -14,7 +14,11 @@ OPTIONS = {"z_loss": 0.1, "softcap": 3.0, "logit_scale": 0.5, "label_smoothing":
 
 
 def test_options_reach_the_loss() -> None:
-    logits, sample, weight = mx.random.normal((2, 5, 11)), mx.random.uniform(shape=(2, 5)), mx.random.uniform(shape=(11,))
+    logits, sample, weight = (
+        mx.random.normal((2, 5, 11)),
+        mx.random.uniform(shape=(2, 5)),
+        mx.random.uniform(shape=(11,)),
+    )
     loss, stats = CrossEntropyLoss(weight, stats=["lse"], **OPTIONS)(logits, Y, sample_weight=sample, normalizer=4)
     expected, expected_stats = xent.cross_entropy(
         logits, Y, weight=weight, sample_weight=sample, normalizer=4, stats=["lse"], **OPTIONS
@@ -61,7 +65,7 @@ def test_quantized_module_serves() -> None:
 
 
 def test_classifier_of_what_it_does_not_know() -> None:
-    with pytest.raises(TypeError, match="module must be one of mlx.nn's Linear, Embedding, .* got Conv1d"):
+    with pytest.raises(TypeError, match=r"module must be one of mlx\.nn's Linear, Embedding, .* got Conv1d"):
         classifier(nn.Conv1d(2, 2, 3))
 
 

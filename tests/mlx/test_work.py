@@ -73,7 +73,11 @@ def test_loss_alone_takes_no_gradients(target: Target, arrays: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({}, 1.1), ({"reduction": "none"}, 1.1), ({"softcap": 5.0, "label_smoothing": 0.1}, 2.3)],  # put together of pieces
+    [
+        ({}, 1.1),
+        ({"reduction": "none"}, 1.1),
+        ({"softcap": 5.0, "label_smoothing": 0.1}, 2.3),
+    ],  # put together of pieces
     ids=str,
 )
 def test_gradient_of_logits_takes_little_besides_its_size(
@@ -109,7 +113,8 @@ def products(array: mx.array | list[mx.array]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("asks", "expected"), [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False,) * 3, 1)]
+    ("asks", "expected"),
+    [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False,) * 3, 1)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_matrix_products_are_as_many_as_asked_for(

@@ -17,7 +17,7 @@ _NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
     "where a gradient of a gradient is needed"
 )
-_NO_FORWARD = "xent computes no forward-mode derivatives: use mx.vjp or mx.grad, or the plain framework loss with mx.jvp"
+_NO_FORWARD = "xent computes no forward-mode derivatives: use mx.vjp or mx.grad, or the plain loss with mx.jvp"
 _NO_VMAP = "xent's losses cannot be vectorised by mx.vmap: they take any leading axes, and weights for each row"
 
 
@@ -45,7 +45,7 @@ def with_gradients(
 
 
 def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return grad * upstream * deferred as `dtype`, rounded once; no pass over it where the factors are known to be 1."""
+    """Return grad * upstream * deferred as `dtype`, rounded once; no pass over it where both are known to be 1."""
     if is_one(upstream) and is_one(deferred):
         return grad.astype(dtype)
     factor = upstream.astype(deferred.dtype) * deferred

@@ -64,7 +64,7 @@ class Block:
         return self._gradient(p, self._share(), peak + log_sum)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
-        """Return x (R, V), and with a softcap k the derivative of k tanh(u / k), 1 - tanh(u / k)^2 without cancelling."""
+        """Return x (R, V), and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
         x, facts = self.z.astype(self.acc), self.facts
         if facts.target_logits is not None and self.target is not None:
             x = mx.put_along_axis(x, self.target, facts.target_logits[:, None], -1)

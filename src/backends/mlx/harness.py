@@ -97,4 +97,3 @@ class MlxHarness:
             return rows.sum()
         divisor = (a * row_weight).sum() if normalizer is None else normalizer
         return rows.sum() / divisor if float(divisor) else rows.sum() * 0
-
