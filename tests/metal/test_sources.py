@@ -73,7 +73,7 @@ def test_loss_alone_writes_no_gradient(emulator: Emulator) -> None:
         ("sums", "  sums = no_sums();", "if (group > 3) threadgroup_barrier(mem_flags::mem_none);", "divergent"),
         ("columns", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
         ("columns", "packed_uint4", "uint4", "misaligned access"),
-        ("rows", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
+        ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
         ("forward", "threadgroup float shared[256]", "threadgroup float shared[40]", "out of bounds"),
     ],
 )
@@ -101,7 +101,7 @@ def several_launches() -> None:
         ("sums", "threadgroup float* shared", "device float* shared"),
         ("columns", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
         ("columns", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
-        ("rows", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
+        ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
         ("forward", "static_cast<size_t>(row) * V", "static_cast<size_t>(row) * V; uint small = start"),
     ],
 )

@@ -85,4 +85,16 @@ inline void store_pack(device T* row, uint index, thread float (&values)[16 / si
   }
 }
 
+// Packs that a thread has on their way at a time where it does not keep them.
+constant constexpr uint batch = 4;
+
+// Read packs `index`, `index + threads`, ... as far as there are any.
+template <typename T, uint N>
+inline void load_packs(const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads) {
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) packs[k] = load_pack(logits, index + k * threads);
+  }
+}
+
 }  // namespace xent

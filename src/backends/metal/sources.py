@@ -11,7 +11,7 @@ __all__ = ["FORWARD_OUTPUTS", "backward_kernel", "forward_kernel"]
 
 FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "grad")
 _INPUTS = ("logits", "numbers", "target", "target_logits", "probabilities", "class_weight", "weight", "scale", "dead")
-_HEADERS = ("maths", "columns", "sums", "rows")
+_HEADERS = ("maths", "columns", "sums", "call", "loss", "gradient")
 _Kernel = Callable[..., list[mx.array]]
 
 
