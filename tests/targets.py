@@ -56,6 +56,12 @@ class Target:
     @contextmanager
     def poisoned(self) -> Iterator[None]:
         """Fill unwritten memory with NaN."""
+        if self.backend.framework == "mlx":  # which writes all memory; but it has to be told where to compute
+            import mlx.core as mx
+
+            with mx.stream(getattr(mx, self.device)):
+                yield
+            return
         if self.backend.framework != "torch":
             yield
             return

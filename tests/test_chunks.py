@@ -16,7 +16,7 @@ def test_chunk_keeps_to_its_workspace(rows: int, vocabulary: int, workspace: int
     assert chunks <= -(-rows // max(workspace // (vocabulary * 2), 1)) + 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps"])
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "metal", "mlx-cuda"])
 def test_default_does_not_grow_with_tokens(device: str) -> None:
     sizes = {rows_per_chunk(rows, 128_256, 4, None, device) for rows in (2**13, 2**15, 2**17, 2**20)}
     assert max(sizes) <= 1.1 * min(sizes)

@@ -12,6 +12,10 @@ _CHUNK_ELEMENTS_CPU = 2**24
 # vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing.
 _ROWS_WANTED_ACCELERATOR = 2048
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
+# MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller. On Apple silicon the
+# logits are what memory is short for, and a few hundred rows keep its matrix units busy.
+_CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
+_CHUNK_ELEMENTS_METAL = 2**26
 # Matrix products work on tiles of this many rows.
 _ROWS_MULTIPLE = 128
 # A block should stay in the caches of the cores through the passes over it, each core having its share.
@@ -22,16 +26,19 @@ _TILE_BYTES = 32 * _MIB
 _TILE_ROWS = 8192
 _TILE_CLASSES = 256
 
+_CHUNK_ELEMENTS = {"cpu": _CHUNK_ELEMENTS_CPU, "mlx-cuda": _CHUNK_ELEMENTS_MLX_CUDA, "metal": _CHUNK_ELEMENTS_METAL}
+
 
 def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str) -> int:
     """Return how many of `rows` rows of logits a chunk of `linear_cross_entropy` holds, at least 1.
 
+    `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda".
     `workspace` bytes are never exceeded (but for one row). Chunks are made equal, so that none is much smaller.
     """
     if workspace is not None:
         most = max(workspace // (vocabulary * itemsize), 1)
-    elif device == "cpu":
-        most = max(_CHUNK_ELEMENTS_CPU // vocabulary, _ROWS_WANTED)
+    elif device in _CHUNK_ELEMENTS:
+        most = max(_CHUNK_ELEMENTS[device] // vocabulary, _ROWS_WANTED)
     else:
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
         elements = min(max(_ROWS_WANTED_ACCELERATOR * vocabulary, least), largest)

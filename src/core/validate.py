@@ -171,7 +171,10 @@ def loss_spec(
     if unknown:
         raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
     if not is_tracing(framework):
-        check_numbers(*(_number(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)), None)
+        smoothing, z_factor, cap, scale = (
+            _number(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
+        )
+        check_numbers(smoothing, z_factor, cap, scale, None)
     return LossSpec(
         reduction,
         ignore_index,

@@ -137,9 +137,10 @@ def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
     """Return the softcap and scale that turn the probes into what the model made of them."""
     if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_traced(made):
         raise ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
-    values = made.reshape(-1).astype(mx.float32).tolist()
+    values: Any = made.reshape(-1).astype(mx.float32).tolist()
     tiny, one, largest = values[1] / _PROBES[1], values[2], values[-1] / _PROBES[-1]
     straight = abs(largest - one) <= 1e-4 * abs(one)
+    softcap: float | None
     softcap, scale = (None, one) if straight else (abs(values[-1]), tiny)
     expected = mx.array(_PROBES) * scale
     if softcap is not None:

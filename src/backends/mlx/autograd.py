@@ -5,7 +5,7 @@ differentiate, has these gradients with respect to these arrays.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -40,8 +40,8 @@ def with_gradients(
     given.vjp(vjp)
     given.jvp(_refuse(NotImplementedError, _NO_FORWARD))
     given.vmap(_refuse(NotImplementedError, _NO_VMAP))
-    made: mx.array = given(*inputs)
-    return made
+    made: Any = given(*inputs)
+    return cast(mx.array, made)
 
 
 def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dtype) -> mx.array:
@@ -54,7 +54,7 @@ def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dty
 
 def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
-    guarded = []
+    guarded: list[Any] = []
     for grad in made:
         # One function for each, so that a gradient that nobody needs is not evaluated for another's sake.
         @mx.custom_function

@@ -75,6 +75,11 @@ class Block:
         inside = x / self.softcap
         return self.softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
 
+    def _classes(self) -> mx.array:
+        """Return the targets (R, 1) of rows that have class indices."""
+        assert self.target is not None
+        return self.target
+
     def _share(self) -> mx.array:
         """Return what multiplies -log p of the target, (R, 1), for indices; of each class, (R, V), for probabilities.
 
@@ -93,7 +98,7 @@ class Block:
 
     def _below_target(self, peak: mx.array) -> mx.array:
         """Return m - x_y (R,)."""
-        return peak - mx.take_along_axis(self.x, self.target, -1)[:, 0]
+        return peak - mx.take_along_axis(self.x, self._classes(), -1)[:, 0]
 
     def _nll(self, peak: mx.array, below: mx.array, log_sum: mx.array) -> mx.array:
         if self.target is not None:

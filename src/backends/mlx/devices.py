@@ -1,5 +1,7 @@
 """Which device MLX computes on. Its arrays have none: operations run on the default device of the moment."""
 
+from importlib import metadata
+
 import mlx.core as mx
 
 __all__ = ["chunk_device", "device_type", "devices", "version"]
@@ -7,7 +9,7 @@ __all__ = ["chunk_device", "device_type", "devices", "version"]
 
 def version() -> str:
     """Return MLX's version."""
-    return str(mx.__version__)
+    return metadata.version("mlx")
 
 
 def device_type() -> str:
@@ -21,7 +23,7 @@ def devices() -> tuple[str, ...]:
 
 
 def chunk_device() -> str:
-    """Return "cpu", "metal" or "cuda", which differ in how much a chunk should hold."""
+    """Return "cpu", "metal" or "mlx-cuda", which differ in how much a chunk should hold."""
     if device_type() == "cpu":
         return "cpu"
-    return "metal" if mx.metal.is_available() else "cuda"
+    return "metal" if mx.metal.is_available() else "mlx-cuda"

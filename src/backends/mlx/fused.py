@@ -52,26 +52,21 @@ class FusedBlock(Block):
             loss = loss + self.spread * spread.sum(-1)
         if terms.z_loss:
             loss = loss + self.z_loss * mx.square(lse)
-        peak = x.max(-1).astype(self.acc)
         return Found(
             loss=mx.where(facts.dead, 0, facts.weight * loss),
             grad=grad,
-            norm=mx.stack([peak, lse - peak], axis=-1) if asked.norm else None,
+            norm=mx.stack([lse, mx.zeros_like(lse)], axis=-1) if asked.norm else None,
             nll=surprise if asked.nll else None,
             entropy=self._entropy(lse) if asked.entropy else None,
             predictions=self._predictions() if asked.predictions else None,
         )
 
     def backward(self, norm: mx.array) -> mx.array:
-        """Return the gradient from the norm (R, 2)."""
+        """Return the gradient from the norm (R, 2), of which this needs the sum alone, and made no more."""
         return self._pass(self._share()[:, 0], norm.sum(-1))[1]
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         return super()._activations() if needs_memory(self.facts) else (self.z, None)
-
-    def _classes(self) -> mx.array:
-        assert self.target is not None
-        return self.target
 
     def _surprise(self, x: mx.array) -> mx.array:
         """Return lse - x_y (R,), accumulated in float32."""

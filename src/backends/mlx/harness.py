@@ -21,7 +21,8 @@ class MlxHarness:
     def array(self, values: Any, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""
         values = np.asarray(values)
-        own = {"bool": "bool_", "complex128": "complex64"}.get(values.dtype.name, values.dtype.name)
+        named = str(values.dtype)
+        own = {"bool": "bool_", "complex128": "complex64"}.get(named, named)
         return mx.array(values, dtype=getattr(mx, dtype or own))
 
     def numpy(self, array: Any) -> Any:

@@ -11,7 +11,7 @@ A wrong answer costs time, never a gradient: what was not foreseen is computed w
 
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import mlx.core as mx
@@ -49,7 +49,7 @@ def is_one(scalar: mx.array) -> bool:
 
 
 @cache
-def _probe() -> tuple[list[None], mx.array]:
+def _probe() -> tuple[list[None], Callable[[mx.array], mx.array]]:
     """Return a list that grows whenever Python runs for a call of the compiled function beside it."""
     runs: list[None] = []
 

@@ -7,7 +7,7 @@ from xent.backends.mlx.devices import device_type
 __all__ = ["WeightGradient", "kept_dtype"]
 
 _ROUNDED_SUMS = 8
-_SLICE_BYTES = 128 * 2**20
+_SLICE_BYTES = 32 * 2**20
 
 
 def kept_dtype(dtype: mx.Dtype) -> mx.Dtype:

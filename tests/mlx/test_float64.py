@@ -1,0 +1,31 @@
+"""float64 is double precision throughout, though MLX's own exponentials of float64 arrays are not."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import xent
+from tests.cases import FUNCTIONS
+from tests.targets import Target
+from xent.core.check.cases import Case, option_cases
+from xent.core.check.judge import results_of_case
+
+CASES = [case for function in FUNCTIONS for case in option_cases(function, "float64")]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients_are_double(target: Target, case: Case) -> None:
+    if not target.takes("float64"):
+        return
+    truth, made, _ = results_of_case(target.backend, target.harness, case)
+    for name, expected in truth.items():
+        np.testing.assert_allclose(made[name], expected, rtol=1e-11, atol=1e-13 * np.abs(expected).max(), err_msg=name)
+
+
+def test_float64_on_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xent.backends.mlx import devices
+
+    monkeypatch.setattr(devices, "device_type", lambda: "gpu")
+    logits = mx.zeros((2, 3), mx.float64)
+    with pytest.raises(xent.BackendError, match="MLX computes float64 on the CPU alone"):
+        xent.cross_entropy(logits, mx.array([0, 1]), backend="mlx")
