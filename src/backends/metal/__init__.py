@@ -1,9 +1,9 @@
 """Backend "metal": row kernels for Apple GPUs, which the MLX driver calls in place of its plain one.
 
 `machine` says whether this machine can run them; `kernels` is what the driver takes; `rows` launches them. The kernels
-are Metal sources: `forward.metal` and `backward.metal` are what MLX wraps a signature around. A threadgroup has one row.
-They lean on `loss.metal` and `gradient.metal`, which lean on `call.metal` (what a launch is about), `sums.metal` (what a
-loss is made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`.
+are Metal sources, and a threadgroup has one row. `forward.metal` and `backward.metal` are what MLX wraps a signature
+around. They lean on `loss.metal` and `gradient.metal`, and these on `call.metal` (what a launch is about), `sums.metal`
+(what a loss is made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`.
 
 With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
 
