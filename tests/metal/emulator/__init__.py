@@ -7,6 +7,6 @@ puts it there.
 
 In C++, `fibers.h` are the threads, `schedule.h` says which runs next, `state.h` has their threadgroup and its memory,
 and `runtime.cpp` the barriers, collectives and faults that a kernel meets. `include/` is Metal's standard library, as
-far as it is used, for running; `frontend_include/` is the same for checking types. What an Apple GPU's compiler and clock
-make of a kernel, no emulator says.
+far as it is used, for running; `frontend_include/` is the same for checking types. What an Apple GPU's compiler and
+clock make of a kernel, no emulator says.
 """
