@@ -3,7 +3,8 @@
 A backend serves whole calls. Most of the work in one is the same for every device of a framework: cutting rows into
 chunks, matrix products, autograd. That is the framework's driver, written once. What differs from device to device is
 the row kernel, which sees one block of logits at a time and turns it into losses and, in place if asked, into the
-gradient of those logits.
+gradient of those logits. `RowKernel` is that of the torch driver; arrays of MLX are values, and for them the same
+contract is written as functions, in `xent.backends.mlx.kernels`.
 """
 
 from typing import Any, Protocol

@@ -1,0 +1,30 @@
+"""In low precision the loss does not have the rounding of the target's logit."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_loss_is_more_exact_than_its_logits(target: Target, dtype: mx.Dtype, quantized: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, w = mx.array(rng.normal(size=(40, 64)), dtype), mx.array(rng.normal(size=(500, 64)) / 8, dtype)
+    y = mx.array(rng.integers(0, 500, 40))
+    weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=8), bits=8) if quantized else w
+    w = mx.dequantize(weight.packed, weight.scales, weight.biases, group_size=64, bits=8) if quantized else w
+    found = xent.linear_cross_entropy(x, weight, y, reduction="none", backend=target.name)
+    wide = (np.array(array.astype(mx.float32)).astype(np.float64) for array in (x, w))
+    truth = xent.linear_cross_entropy(*wide, np.array(y), reduction="none")
+    product = (
+        mx.quantized_matmul(x, weight.packed, weight.scales, weight.biases, group_size=64, bits=8)
+        if quantized
+        else x @ w.T
+    )
+    rounded = product.astype(mx.float32)
+    plain = mx.logsumexp(rounded, axis=-1) - mx.take_along_axis(rounded, y[:, None], -1)[:, 0]
+    errors = [np.abs(np.array(values) - truth).mean() for values in (found, plain)]
+    assert errors[0] < 0.5 * errors[1]
