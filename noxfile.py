@@ -142,6 +142,19 @@ def tests_mlx(session: nox.Session) -> None:
     session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
 
 
+@nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
+def tests_metal(session: nox.Session) -> None:
+    """Run the tests on the Metal backend: on an Apple GPU, or without one in an emulator of Metal, on the CPU.
+
+    The emulator needs a C++20 compiler, g++ or what CXX names. Compiled kernels are kept in .pytest_cache/. Files are
+    left out which launch no kernel or show what the driver does whatever the kernel: other sessions run them.
+    """
+    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "metal"))
+    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "mlx", "packaging")]
+    settings = {"XENT_TEST_BACKENDS": "metal", "OMP_NUM_THREADS": "1"}
+    session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
+
+
 @nox.session(default=False)
 def sanitize(session: nox.Session) -> None:
     """Watch every Triton kernel with NVIDIA's compute-sanitizer, which must be on the PATH, on a GPU.

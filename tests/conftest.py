@@ -5,6 +5,7 @@ A backend that was asked for runs or fails the whole session; nothing is skipped
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -17,12 +18,28 @@ def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without a backend that was asked for."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         prepare()
+    if "metal" in asked_for() and TABLE["metal"]().missing():
+        _emulate_metal(config)
     for name in asked_for():
         if name not in TABLE:
             raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}; there are {', '.join(TABLE)}")
         reason = TABLE[name]().missing()
         if reason is not None:
             raise pytest.UsageError(f"XENT_TEST_BACKENDS names {name!r}, which cannot run here: {reason}")
+
+
+def _emulate_metal(config: pytest.Config) -> None:
+    """Put the emulator in the place of an Apple GPU; without MLX there is nothing that it could serve."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError:
+        return
+    from tests.metal.emulator.install import install
+
+    try:
+        install(Path(config.cache.mkdir("metal")))
+    except RuntimeError as error:
+        raise pytest.UsageError(str(error)) from error
 
 
 def asked_for() -> list[str]:

@@ -23,6 +23,12 @@ def _torch() -> Backend:
     return BACKEND
 
 
+def _metal() -> Backend:
+    from xent.backends.metal import BACKEND
+
+    return BACKEND
+
+
 def _mlx() -> Backend:
     from xent.backends.mlx import BACKEND
 
@@ -35,4 +41,10 @@ def _numpy() -> Backend:
     return BACKEND
 
 
-TABLE: dict[str, Callable[[], Backend]] = {"triton": _triton, "torch": _torch, "mlx": _mlx, "numpy": _numpy}
+TABLE: dict[str, Callable[[], Backend]] = {
+    "triton": _triton,
+    "torch": _torch,
+    "metal": _metal,
+    "mlx": _mlx,
+    "numpy": _numpy,
+}

@@ -16,7 +16,7 @@ class MlxHarness:
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or devices()[0]
-        self.dtypes = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
+        self.dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
 
     def array(self, values: Any, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""

@@ -64,6 +64,8 @@ class Asked:
     nll: bool = False
     entropy: bool = False
     predictions: bool = False
+    dead: bool = False
+    """Whether the results besides loss and gradient are wanted of dead rows too."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,6 +116,8 @@ def joined(parts: Sequence[Found]) -> Found:
 
 def kernels(name: str) -> Kernels:
     """Return the row kernel of that backend."""
-    from xent.backends.mlx.plain import KERNELS
-
+    if name == "metal":
+        from xent.backends.metal.kernels import KERNELS
+    else:
+        from xent.backends.mlx.plain import KERNELS
     return KERNELS

@@ -18,6 +18,7 @@ def asked_for(spec: LossSpec, grad: bool, norm: bool) -> Asked:
         nll="nll" in names,
         entropy="entropy" in names,
         predictions="predictions" in names or "accuracy" in names,
+        dead=bool(names),
     )
 
 

@@ -1,0 +1,79 @@
+"""Backend "metal": row kernels for Apple GPUs, which the MLX driver calls in place of its plain one.
+
+`machine` says whether this machine can run them; `kernels` is what the driver takes; `rows` launches them. The kernels
+are Metal sources, and a threadgroup has one row. `forward.metal` and `backward.metal` are what MLX wraps a signature
+around. They lean on `loss.metal` and `gradient.metal`, and these on `call.metal` (what a launch is about), `sums.metal`
+(what a loss is made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`.
+
+With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
+
+    log p = x - max x - log sum_c exp(x_c - max x)
+    l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
+    dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
+
+For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
+first two terms. What has no share is 0 even where its log p is -inf.
+
+A loss alone reads the logits once. A loss with its gradient reads them once and writes once where a row fits into the
+threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of float32. Of a longer row the rest is read
+again, last part first, while it may still be in the caches that the GPU's cores share.
+"""
+
+from typing import Any
+
+from xent.core.arrays import dtype_name
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+__all__ = ["BACKEND", "MetalBackend"]
+
+
+class MetalBackend:
+    """Backend "metal": MLX arrays on Apple GPUs."""
+
+    name = "metal"
+    framework = "mlx"
+    native_to: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """Return what was found when this machine was first looked at."""
+        from xent.backends.metal import machine
+
+        return machine.MISSING
+
+    def info(self) -> BackendInfo:
+        """Report the version of MLX, and the device."""
+        from xent.backends.metal import machine
+
+        return BackendInfo(
+            self.name, self.framework, machine.MISSING is None, machine.MISSING, machine.VERSIONS, machine.DEVICES
+        )
+
+    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+        """Refuse float64, which Metal does not have, and MLX's CPU device, which runs no Metal kernel."""
+        from xent.backends.metal import machine
+        from xent.backends.mlx.devices import device_type
+
+        array = call.logits if isinstance(call, LogitsCall) else call.input
+        if dtype_name(array) == "float64":
+            return "Metal has no float64, which backend 'mlx' serves on the CPU"
+        if device_type() not in machine.DEVICES:
+            return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
+        return None
+
+    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+        """Run the call in the MLX driver with these row kernels."""
+        from xent.backends.mlx import driver
+
+        return driver.run(call, kernel=self.name)
+
+    def harness(self, device: str | None = None) -> Any:
+        """Return the MLX harness of the gradient checks, without float64."""
+        from xent.backends.metal import machine
+        from xent.backends.mlx.harness import MlxHarness
+
+        harness = MlxHarness(device or machine.DEVICES[0])
+        harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
+        return harness
+
+
+BACKEND = MetalBackend()

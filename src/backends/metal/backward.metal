@@ -1,0 +1,48 @@
+// The body of the backward kernel, whose signature MLX writes: a row's gradient from its recorded norm.
+//
+// Arrays as in forward.metal; norm (R, 2) has the largest x and log sum_c exp(x_c - largest).
+
+threadgroup float shared[256];
+threadgroup uint shared_at[32];
+
+using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, false, false, false>;
+uint V = static_cast<uint>(logits_shape[1]);
+uint row = threadgroup_position_in_grid.y;
+uint thread_index = thread_position_in_threadgroup.x;
+uint threads = threads_per_threadgroup.x;
+size_t start = static_cast<size_t>(row) * V;
+xent::Columns columns = xent::share_out<T>(V, thread_index);
+
+if (dead[row]) {
+  xent::clear(grad + start, columns, thread_index, threads);
+  return;
+}
+
+// The row is on its way before anything waits for memory.
+uint4 packs[xent::batch];
+xent::load_packs(logits + start, packs, columns, thread_index, threads);
+
+xent::Numbers given = xent::read_numbers(numbers);
+uint y = V;
+float z_y = 0.0f;
+if (TARGET) {
+  y = static_cast<uint>(target[row]);
+  z_y = EXACT ? static_cast<float>(target_logits[row]) : static_cast<float>(logits[start + y]);
+}
+xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
+auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
+
+xent::Sums sums = xent::no_sums();
+if (!TARGET) {
+  for (uint column = thread_index; column < V; column += threads) {
+    float q;
+    sums.shares += xent::share_of<K>(shares, given, column, q);
+  }
+  xent::join<typename K::Sought>(
+      sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
+}
+
+xent::Slopes slopes = xent::slopes_of<K>(
+    one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
+xent::write_gradient<K, xent::batch>(
+    logits + start, grad + start, packs, columns, one, slopes, given, shares, thread_index, threads);

@@ -1,0 +1,99 @@
+// What one launch is about: the terms of the loss, the numbers among its options, a row's target.
+
+namespace xent {
+
+// What is fixed when a kernel is built.
+template <
+    typename Logit,
+    bool TARGET,    // class indices, not probabilities
+    bool WEIGHTED,  // class weights
+    bool SMOOTHED,
+    bool CAPPED,
+    bool ENTROPY,
+    bool NLL,
+    bool PREDICTIONS>
+struct Kind {
+  using T = Logit;
+  static constexpr constant bool target = TARGET;
+  static constexpr constant bool weighted = WEIGHTED;
+  static constexpr constant bool smoothed = SMOOTHED;
+  static constexpr constant bool capped = CAPPED;
+  static constexpr constant bool entropy = ENTROPY;
+  static constexpr constant bool nll = NLL;
+  static constexpr constant bool predictions = PREDICTIONS;
+  using Sought = Wanted<ENTROPY, SMOOTHED || !TARGET, NLL && !TARGET, PREDICTIONS>;
+};
+
+// The numbers among the options, which may change from launch to launch.
+struct Numbers {
+  float keep;    // 1 - e
+  float spread;  // e / V
+  float z_loss;
+  float softcap;
+  float logit_scale;
+  float weights;  // sum_c w_c
+};
+
+template <typename Given>
+inline Numbers read_numbers(Given given) {
+  Numbers numbers;
+  numbers.keep = 1.0f - given[0];
+  numbers.z_loss = given[1];
+  numbers.softcap = given[2];
+  numbers.logit_scale = given[3];
+  numbers.spread = given[4];
+  numbers.weights = given[5];
+  return numbers;
+}
+
+// What the loss multiplies each -log p_c with.
+template <typename Probabilities, typename ClassWeight>
+struct Shares {
+  Probabilities probabilities;  // of this row
+  ClassWeight class_weight;
+};
+
+template <typename Probabilities, typename ClassWeight>
+inline Shares<Probabilities, ClassWeight> shares_from(Probabilities probabilities, ClassWeight class_weight) {
+  Shares<Probabilities, ClassWeight> shares;
+  shares.probabilities = probabilities;
+  shares.class_weight = class_weight;
+  return shares;
+}
+
+// Return class c's share: (e/V) w_c, and what its probability q_c adds. The share of the one target is added later.
+template <typename K, typename S>
+inline float share_of(S shares, Numbers numbers, uint column, thread float& given) {
+  float share = numbers.spread;
+  given = 0.0f;
+  if constexpr (!K::target) {
+    given = static_cast<float>(shares.probabilities[column]);
+    share = numbers.keep * given + numbers.spread;
+  }
+  if constexpr (K::weighted && (K::smoothed || !K::target)) share *= shares.class_weight[column];
+  return share;
+}
+
+// The one class that indices name. It is kept out of the row's sums: where its p is nearly 1, all others together are
+// the row's gradient, and beside that 1 they would be lost.
+struct Target {
+  uint y;       // V, which is no column, for probabilities
+  float x;
+  float slope;  // dx/dz
+  float share;  // (1-e) w_y
+  float spread; // (e/V) w_y
+};
+
+template <typename K, typename ClassWeight>
+inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weight) {
+  Target target;
+  target.y = y;
+  target.x = activate<float, K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
+  float w = 1.0f;
+  if constexpr (K::weighted && K::target) w = class_weight[y];
+  target.share = numbers.keep * w;
+  target.spread = numbers.spread * w;
+  return target;
+}
+
+}  // namespace xent

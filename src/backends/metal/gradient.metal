@@ -1,0 +1,111 @@
+// A row's gradient with respect to its raw logits: see the package's documentation for the formulas.
+
+namespace xent {
+
+// A row as the gradient sees it.
+struct Slopes {
+  float peak;
+  float log_sum;
+  float of_lse;     // sum of all shares, and 2 zeta lse
+  float scale;      // r
+  float at_target;  // the whole gradient there
+};
+
+// For the target the bracket of the gradient is (1-e) w_y (p_y - 1) and the rest, with p_y - 1 = expm1(log p_y).
+template <typename K>
+inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scale, float peak, float log_sum) {
+  Slopes slopes;
+  slopes.peak = peak;
+  slopes.log_sum = log_sum;
+  slopes.scale = scale;
+  float others = K::target ? numbers.spread * numbers.weights : shares;
+  if (numbers.z_loss != 0.0f) others += 2.0f * numbers.z_loss * (peak + log_sum);
+  slopes.of_lse = K::target ? target.share + others : others;
+  float log_p = (target.x - peak) - log_sum;
+  float bracket = target.share * expm1(log_p) + others * exact_exp(log_p) - target.spread;
+  slopes.at_target = scale * bracket * target.slope;
+  return slopes;
+}
+
+// Turn `N` neighbouring columns of raw logits into their gradients.
+template <typename K, uint N, typename S>
+inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
+  XENT_UNROLL
+  for (uint i = 0; i < N; ++i) {
+    float slope;
+    float x = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
+    float share = 0.0f, given = 0.0f;
+    if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
+    z[i] = slopes.scale * (slopes.of_lse * p - share) * slope;
+  }
+  if (K::target && y - first < N) {
+    XENT_UNROLL
+    for (uint i = 0; i < N; ++i) z[i] = first + i == y ? slopes.at_target : z[i];
+  }
+}
+
+// Write zeros to a row's gradient.
+template <typename T>
+inline void clear(device T* grad, Columns columns, uint thread_index, uint threads) {
+  float zeros[16 / sizeof(T)] = {};
+  for (uint index = thread_index; index < columns.packs; index += threads) store_pack(grad, index, zeros);
+  if (columns.edge < columns.count) grad[columns.edge] = static_cast<T>(0.0f);
+}
+
+// Write the gradients of what `load_packs` read.
+template <typename K, uint N, typename S>
+inline void write_packs(
+    device typename K::T* grad,
+    thread uint4 (&packs)[N],
+    Columns columns,
+    uint index,
+    uint threads,
+    uint y,
+    Slopes slopes,
+    Numbers numbers,
+    S shares) {
+  using T = typename K::T;
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) {
+      float z[16 / sizeof(T)];
+      unpack<T>(packs[k], z);
+      differentiate<K>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
+      store_pack(grad, index + k * threads, z);
+    }
+  }
+}
+
+// Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again, those
+// first that were read last and are found in cache.
+template <typename K, uint HELD, typename S>
+inline void write_gradient(
+    const device typename K::T* logits,
+    device typename K::T* grad,
+    thread uint4 (&held)[HELD],
+    Columns columns,
+    Target target,
+    Slopes slopes,
+    Numbers numbers,
+    S shares,
+    uint thread_index,
+    uint threads) {
+  using T = typename K::T;
+  write_packs<K>(grad, held, columns, thread_index, threads, target.y, slopes, numbers, shares);
+  uint begin = thread_index + HELD * threads, step = batch * threads;
+  uint rounds = begin < columns.packs ? (columns.packs - begin + step - 1) / step : 0;
+  for (uint round = rounds; round > 0; --round) {
+    uint index = begin + (round - 1) * step;
+    uint4 packs[batch];
+    load_packs(logits, packs, columns, index, threads);
+    write_packs<K>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
+  }
+  if (columns.edge < columns.count) {
+    float edge[1] = {static_cast<float>(logits[columns.edge])};
+    differentiate<K>(edge, columns.edge, target.y, slopes, numbers, shares);
+    grad[columns.edge] = static_cast<T>(edge[0]);
+  }
+}
+
+}  // namespace xent

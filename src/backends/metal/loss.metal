@@ -1,0 +1,123 @@
+// A row's losses, from one read of its logits: see the package's documentation for the formulas.
+
+namespace xent {
+
+// Add `N` neighbouring columns of raw logits to a thread's sums.
+template <typename K, uint N, typename S>
+inline void add_columns(
+    thread Sums& sums, thread float (&z)[N], uint first, uint y, Numbers numbers, S shares) {
+  XENT_UNROLL
+  for (uint i = 0; i < N; ++i) {
+    if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
+    float slope;
+    z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+  }
+  if (K::target && y - first < N) {
+    XENT_UNROLL
+    for (uint i = 0; i < N; ++i) z[i] = first + i == y ? -INFINITY : z[i];
+  }
+  float largest = z[0];
+  XENT_UNROLL
+  for (uint i = 1; i < N; ++i) largest = metal::max(largest, z[i]);
+  if (largest > sums.peak) raise<typename K::Sought>(sums, largest);
+  float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
+  XENT_UNROLL
+  for (uint i = 0; i < N; ++i) {
+    float share = 0.0f, given = 0.0f;
+    if constexpr (K::smoothed || !K::target) {
+      share = share_of<K>(shares, numbers, first + i, given);
+      if (K::target && first + i == y) share = 0.0f;
+    }
+    add<typename K::T, typename K::Sought>(sums, shift, z[i], share, given);
+  }
+}
+
+// Add what `load_packs` read to a thread's sums.
+template <typename K, uint N, typename S>
+inline void add_packs(
+    thread Sums& sums,
+    thread uint4 (&packs)[N],
+    Columns columns,
+    uint index,
+    uint threads,
+    uint y,
+    Numbers numbers,
+    S shares) {
+  using T = typename K::T;
+  XENT_UNROLL
+  for (uint k = 0; k < N; ++k) {
+    if (index + k * threads < columns.packs) {
+      float z[16 / sizeof(T)];
+      unpack<T>(packs[k], z);
+      add_columns<K>(sums, z, (index + k * threads) * width<T>, y, numbers, shares);
+    }
+  }
+}
+
+// Read a row once into a thread's sums; its first packs have been read, and are kept.
+template <typename K, uint HELD, typename S>
+inline Sums read_row(
+    const device typename K::T* logits,
+    thread uint4 (&held)[HELD],
+    Columns columns,
+    Target target,
+    Numbers numbers,
+    S shares,
+    uint thread_index,
+    uint threads) {
+  Sums sums = no_sums();
+  add_packs<K>(sums, held, columns, thread_index, threads, target.y, numbers, shares);
+  for (uint index = thread_index + HELD * threads; index < columns.packs; index += batch * threads) {
+    uint4 packs[batch];
+    load_packs(logits, packs, columns, index, threads);
+    add_packs<K>(sums, packs, columns, index, threads, target.y, numbers, shares);
+  }
+  if (columns.edge < columns.count) {
+    float edge[1] = {static_cast<float>(logits[columns.edge])};
+    add_columns<K>(sums, edge, columns.edge, target.y, numbers, shares);
+  }
+  return sums;
+}
+
+inline float z_term(Numbers numbers, float lse) {
+  return numbers.z_loss == 0.0f ? 0.0f : numbers.z_loss * lse * lse;
+}
+
+// What one thread writes about a row.
+struct Found {
+  float peak;
+  float log_sum;
+  float loss;  // before the row's weight
+  float nll;
+  float entropy;
+};
+
+// Add the target to the sums of all other classes, and make the row's results of them.
+template <typename K>
+inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
+  Found found;
+  if constexpr (!K::target) {
+    found.log_sum = exact_log(sums.total);
+    found.loss = sums.below + sums.shares * found.log_sum;
+    found.nll = sums.given_below + sums.given * found.log_sum;
+    found.entropy = found.log_sum + sums.mixed / sums.total;
+  } else {
+    if (target.x > sums.peak) raise<typename K::Sought>(sums, target.x);
+    float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
+    float power = exact_exp(target.x - shift);
+    found.log_sum = target.x == sums.peak ? log1p(sums.total) : exact_log(sums.total + power);
+    float log_p = (target.x - sums.peak) - found.log_sum;
+    found.loss = -times(target.share, log_p);
+    if constexpr (K::smoothed) {
+      found.loss += (sums.shares + target.spread) * found.log_sum + sums.below;
+      found.loss += times(target.spread, shift - target.x);
+    }
+    found.nll = -log_p;
+    found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * exact_exp(-found.log_sum);
+  }
+  found.peak = sums.peak;
+  found.loss += z_term(numbers, found.peak + found.log_sum);
+  return found;
+}
+
+}  // namespace xent

@@ -1,0 +1,24 @@
+"""What this machine has for Metal, looked at once, when the first call that could use it arrives."""
+
+import platform
+
+__all__ = ["DEVICES", "MISSING", "VERSIONS", "find"]
+
+
+def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
+    """Return why Metal cannot be used, or None; the versions there are; the device types that it serves."""
+    versions: dict[str, str] = {}
+    try:
+        import mlx.core as mx
+
+        from xent.backends.mlx.devices import version
+    except ImportError as error:
+        return f"MLX cannot be imported: {error}", versions, ()
+    versions["mlx"] = version()
+    if not mx.metal.is_available():
+        here = f"{platform.system()} on {platform.machine()}"
+        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({here}); use backend 'mlx'", versions, ()
+    return None, versions, ("gpu",)
+
+
+MISSING, VERSIONS, DEVICES = find()

@@ -1,0 +1,109 @@
+// Arithmetic that the kernels share: exponentials, logarithms near 1, tanh near 0, and the logits' activation.
+//
+// All of it is in float32. Metal's own exp and log may err by 4 units in the last place, which in float32 would be most of
+// a gradient's error. Those here err by 1 or 2, and but for the first guess of a logarithm they are made of operations that
+// every device rounds alike.
+
+// Loops over what lies in registers have to be unrolled, or it lies in memory.
+#define XENT_UNROLL _Pragma("clang loop unroll(full)")
+
+namespace xent {
+
+// exp(r) - 1 for |r| <= log(2) / 2: r + r^2 q(r), with the polynomial q that is best of its degree, to 3e-9.
+inline float expm1_near_zero(float r) {
+  float q = 0.00138145988f;
+  q = metal::fma(q, r, 0.00836871658f);
+  q = metal::fma(q, r, 0.0416683890f);
+  q = metal::fma(q, r, 0.166665211f);
+  q = metal::fma(q, r, 0.499999940f);
+  return metal::fma(r * r, q, r);
+}
+
+// exp, for x <= 88: 2^n exp(r) with x = n log 2 + r. Below 1e-38, which Metal may not tell from 0, it is 0.
+inline float exact_exp(float x) {
+  float n = metal::rint(x * 1.44269504f);
+  float r = metal::fma(n, -1.42860677e-6f, metal::fma(n, -0.693145752f, x));
+  float scaled = 1.0f + expm1_near_zero(r);
+  if (x < -87.0f) return 0.0f;
+  if (x > 88.0f) return INFINITY;
+  return scaled * as_type<float>(static_cast<uint>(static_cast<int>(n) + 127) << 23);
+}
+
+// log: Metal's, and where the result is not small one step of Newton's method from there.
+inline float exact_log(float x) {
+  float y = metal::log(x);
+  bool far = metal::abs(y) > 0.5f && metal::abs(y) < 87.0f;
+  return far ? y + metal::fma(x, exact_exp(-y), -1.0f) : y;
+}
+
+// exp for each element of logits of type T. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the fast
+// function errs by 2^-24 of x, and 2^-22 beside.
+template <typename T>
+inline float exponential(float x) {
+  if constexpr (sizeof(T) == 4) {
+    return exact_exp(x);
+  } else {
+    return metal::fast::exp(x);
+  }
+}
+
+// tanh and its slope 1 / cosh^2, each to a rounding or two. Near 0 an odd polynomial, the best of its degree in relative
+// error on [0, 0.625]; elsewhere, with q = exp(-2|u|), (1 - q) / (1 + q) and 4q / (1 + q)^2, in which nothing cancels.
+template <typename T>
+inline float tanh(float u, thread float& slope) {
+  float size = metal::abs(u);
+  if (size < 0.625f) {
+    float square = u * u;
+    float series = -0.005704986397176981f;
+    series = series * square + 0.02063908614218235f;
+    series = series * square - 0.05373971536755562f;
+    series = series * square + 0.13331441581249237f;
+    series = series * square - 0.3333328068256378f;
+    float near = u + u * square * series;
+    slope = 1.0f - near * near;
+    return near;
+  }
+  float q = exponential<T>(-2.0f * size);
+  float inverse = 1.0f / (1.0f + q);
+  slope = 4.0f * q * inverse * inverse;
+  float far = (1.0f - q) * inverse;
+  return u < 0.0f ? -far : far;
+}
+
+// exp(u) - 1 without cancellation.
+inline float expm1(float u) {
+  return metal::abs(u) < 0.34f ? expm1_near_zero(u) : exact_exp(u) - 1.0f;
+}
+
+// log(1 + r) for r >= 0: r log(w) / (w - 1) forgives what w = 1 + r was rounded by.
+inline float log1p(float r) {
+  float w = 1.0f + r;
+  if (w == 1.0f) return r;
+  return w < 2.0f ? exact_log(w) * (r / (w - 1.0f)) : exact_log(w);
+}
+
+// share * value; what has no share is 0, even where the value is infinite.
+inline float times(float share, float value) {
+  return share == 0.0f ? 0.0f : share * value;
+}
+
+// x = k tanh(s z / k) with a softcap k, s z without, and its slope dx/dz, for logits of type T.
+template <typename T, bool CAPPED>
+inline float activate(float z, float softcap, float logit_scale, thread float& slope) {
+  float x = z * logit_scale;
+  slope = logit_scale;
+  if constexpr (CAPPED) {
+    float bent_slope;
+    x = softcap * tanh<T>(x / softcap, bent_slope);
+    slope *= bent_slope;
+  }
+  return x;
+}
+
+// What sorts logits as x does: scale and softcap keep their order or reverse it; NaN is the largest.
+inline float order(float z, float logit_scale) {
+  if (z != z) return INFINITY;
+  return logit_scale < 0.0f ? -z : logit_scale == 0.0f ? 0.0f : z;
+}
+
+}  // namespace xent

@@ -1,0 +1,147 @@
+// What a row's losses are made of, gathered in one read.
+//
+// With m the largest x so far, sums relative to m are::
+//
+//     total = sum_c exp(x_c - m)                log p_c = (x_c - m) - log total
+//     mixed = sum_c exp(x_c - m) (m - x_c)      entropy = log total + mixed / total
+//     below = sum_c share_c (m - x_c)           sum_c share_c (-log p_c) = below + log total sum_c share_c
+//
+// All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c.
+
+namespace xent {
+
+struct Sums {
+  float peak;         // m
+  float total;
+  float mixed;
+  float shares;       // sum_c share_c
+  float below;
+  float given;        // `shares` and `below` for the probabilities that the caller gave, without smoothing and weights
+  float given_below;
+  float best;         // the largest logit as `order` has it, and the lowest of its columns
+  uint at;
+};
+
+inline Sums no_sums() {
+  Sums sums;
+  sums.peak = sums.best = -INFINITY;
+  sums.total = sums.mixed = sums.shares = sums.below = sums.given = sums.given_below = 0.0f;
+  sums.at = 0xFFFFFFFF;
+  return sums;
+}
+
+// Which of the sums a kernel needs, beside the total.
+template <bool MIXED, bool SHARES, bool GIVEN, bool BEST>
+struct Wanted {
+  static constexpr constant bool mixed = MIXED;
+  static constexpr constant bool shares = SHARES;
+  static constexpr constant bool given = GIVEN;
+  static constexpr constant bool best = BEST;
+};
+
+// Make the sums relative to a larger peak. Where nothing but -inf came yet there is nothing to rescale.
+template <typename W>
+inline void raise(thread Sums& sums, float peak) {
+  if (sums.peak != -INFINITY) {
+    float growth = peak - sums.peak;
+    float shrink = exact_exp(-growth);
+    if constexpr (W::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
+    if constexpr (W::shares) sums.below += times(sums.shares, growth);
+    if constexpr (W::given) sums.given_below += times(sums.given, growth);
+    sums.total *= shrink;
+  }
+  sums.peak = peak;
+}
+
+// Add one class. `shift` is the peak, or 0 in place of -inf, so that exp(-inf - shift) is 0 and never NaN.
+template <typename T, typename W>
+inline void add(thread Sums& sums, float shift, float x, float share, float given) {
+  float power = exponential<T>(x - shift);
+  sums.total += power;
+  if constexpr (W::mixed) sums.mixed += times(power, shift - x);
+  if constexpr (W::shares) {
+    sums.shares += share;
+    sums.below += times(share, shift - x);
+  }
+  if constexpr (W::given) {
+    sums.given += given;
+    sums.given_below += times(given, shift - x);
+  }
+}
+
+inline void consider(thread Sums& sums, float key, uint column) {
+  if (key > sums.best || (key == sums.best && column < sums.at)) {
+    sums.best = key;
+    sums.at = column;
+  }
+}
+
+// Join the sums of the lanes of a SIMD-group; all have them afterwards.
+template <typename W>
+inline void join_lanes(thread Sums& sums) {
+  raise<W>(sums, metal::simd_max(sums.peak));
+  sums.total = metal::simd_sum(sums.total);
+  if constexpr (W::mixed) sums.mixed = metal::simd_sum(sums.mixed);
+  if constexpr (W::shares) {
+    sums.shares = metal::simd_sum(sums.shares);
+    sums.below = metal::simd_sum(sums.below);
+  }
+  if constexpr (W::given) {
+    sums.given = metal::simd_sum(sums.given);
+    sums.given_below = metal::simd_sum(sums.given_below);
+  }
+  if constexpr (W::best) {
+    float best = metal::simd_max(sums.best);
+    sums.at = metal::simd_min(sums.best == best ? sums.at : 0xFFFFFFFF);
+    sums.best = best;
+  }
+}
+
+// Join the sums of all threads of the threadgroup, once; all have them afterwards.
+//
+// `shared` has room for 8 x 32 floats, `shared_at` for 32.
+template <typename W>
+inline void join(
+    thread Sums& sums, threadgroup float* shared, threadgroup uint* shared_at, uint lane, uint group, uint groups) {
+  join_lanes<W>(sums);
+  if (groups == 1) return;
+  if (lane == 0) {
+    shared[group] = sums.peak;
+    shared[32 + group] = sums.total;
+    if constexpr (W::mixed) shared[64 + group] = sums.mixed;
+    if constexpr (W::shares) {
+      shared[96 + group] = sums.shares;
+      shared[128 + group] = sums.below;
+    }
+    if constexpr (W::given) {
+      shared[160 + group] = sums.given;
+      shared[192 + group] = sums.given_below;
+    }
+    if constexpr (W::best) {
+      shared[224 + group] = sums.best;
+      shared_at[group] = sums.at;
+    }
+  }
+  metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
+  sums = no_sums();
+  if (lane < groups) {
+    sums.peak = shared[lane];
+    sums.total = shared[32 + lane];
+    if constexpr (W::mixed) sums.mixed = shared[64 + lane];
+    if constexpr (W::shares) {
+      sums.shares = shared[96 + lane];
+      sums.below = shared[128 + lane];
+    }
+    if constexpr (W::given) {
+      sums.given = shared[160 + lane];
+      sums.given_below = shared[192 + lane];
+    }
+    if constexpr (W::best) {
+      sums.best = shared[224 + lane];
+      sums.at = shared_at[lane];
+    }
+  }
+  join_lanes<W>(sums);
+}
+
+}  // namespace xent

@@ -1,0 +1,257 @@
+"""The emulator catches what it is there to catch: a fault of each kind is planted, and a right kernel passes."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tests.metal.emulator.frontend import FrontendError
+from tests.metal.emulator.kernels import Emulator
+from tests.metal.emulator.launch import EmulatorError
+
+ROW_SUMS = """
+    uint row = threadgroup_position_in_grid.y;
+    uint lane = thread_position_in_threadgroup.x;
+    threadgroup float partial[32];
+    float sum = 0.0f;
+    for (uint c = lane; c < COLUMNS; c += threads_per_threadgroup.x) sum += static_cast<float>(x[row * COLUMNS + c]);
+    sum = simd_sum(sum);
+    if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = sum;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    float all = 0.0f;
+    for (uint g = 0; g < simdgroups_per_threadgroup; ++g) all += partial[g];
+    if (lane == 0) out[row] = static_cast<T>(all);
+"""
+
+
+@pytest.fixture(scope="module")
+def emulator(kernel_folder: Any) -> Emulator:
+    return Emulator(kernel_folder)
+
+
+def launch(
+    emulator: Emulator, body: str, x: mx.array, header: str = "", threads: int = 96, rows: int | None = None
+) -> mx.array:
+    kernel = emulator.metal_kernel("rows", ["x"], ["out"], body, header=header)
+    rows = x.shape[0] if rows is None else rows
+    (out,) = kernel(
+        inputs=[x],
+        template=[("T", x.dtype), ("COLUMNS", x.shape[1])],
+        output_shapes=[(x.shape[0],)],
+        output_dtypes=[x.dtype],
+        grid=(threads, rows, 1),
+        threadgroup=(threads, 1, 1),
+    )
+    return out
+
+
+def numbers(dtype: mx.Dtype = mx.float32, columns: int = 500) -> mx.array:
+    return mx.array(np.random.default_rng(0).integers(-8, 9, (7, columns)).astype(np.float32)).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [32, 40, 96, 1000, 1024])
+def test_right_kernel_is_right_in_any_order_of_threads(emulator: Emulator, dtype: mx.Dtype, threads: int) -> None:
+    x = numbers(dtype)
+    for _ in range(4):
+        out = launch(emulator, ROW_SUMS, x, threads=threads)
+        expected = np.array(x.astype(mx.float32)).sum(1)
+        np.testing.assert_array_equal(np.array(out.astype(mx.float32)), expected)
+
+
+@pytest.mark.parametrize("columns", [1, 3])
+def test_small_inputs_arrive_in_constant_memory(emulator: Emulator, columns: int) -> None:
+    x = mx.ones((2, columns))
+    out = launch(emulator, ROW_SUMS, x)
+    assert "const constant float* x" in emulator.sources[-1].text
+    assert out.tolist() == [columns] * 2
+
+
+def test_last_threadgroup_is_as_small_as_what_is_left(emulator: Emulator) -> None:
+    body = """
+        uint i = thread_position_in_grid.x;
+        out[i] = static_cast<float>(threads_per_threadgroup.x) + 0.5f * simd_sum(1.0f);
+    """
+    kernel = emulator.metal_kernel("sizes", ["x"], ["out"], body)
+    (out,) = kernel(
+        inputs=[numbers()], output_shapes=[(100,)], output_dtypes=[mx.float32], grid=(100, 1, 1), threadgroup=(64, 1, 1)
+    )
+    assert out.tolist() == [64 + 16] * 64 + [36 + 16] * 32 + [36 + 2] * 4
+
+
+def test_threads_run_in_many_orders(emulator: Emulator) -> None:
+    body = "out[0] = static_cast<float>(thread_position_in_threadgroup.x);"
+    last = [launch(emulator, body, mx.ones((1, 9))).item() for _ in range(9)]
+    assert len(set(last)) > 4
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_rounds_to_nearest_and_ties_to_even(emulator: Emulator, dtype: mx.Dtype) -> None:
+    rng, ties = np.random.default_rng(0), np.arange(1, 2, 2.0**-12)
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, 65504, 65519, 65520, 3.4e38, 6e-8, 2.98e-8, 1e-30]
+    x = mx.array(np.concatenate([rng.normal(size=999), ties, special]).astype(np.float32))
+    kernel = emulator.metal_kernel(
+        "rounded", ["x"], ["out"], "uint i = thread_position_in_grid.x; out[i] = static_cast<T>(x[i]);"
+    )
+    (out,) = kernel(
+        inputs=[x],
+        template=[("T", dtype)],
+        output_shapes=[x.shape],
+        output_dtypes=[dtype],
+        grid=(x.size, 1, 1),
+        threadgroup=(256, 1, 1),
+    )
+    np.testing.assert_array_equal(np.array(out.astype(mx.float32)), np.array(x.astype(dtype).astype(mx.float32)))
+
+
+def test_missing_barrier(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("threadgroup_barrier(mem_flags::mem_threadgroup);", "")
+    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory|missing barrier"):
+        launch(emulator, body, numbers())
+
+
+@pytest.mark.parametrize("flags", ["mem_none", "mem_device"])
+def test_barrier_that_orders_something_else(emulator: Emulator, flags: str) -> None:
+    body = ROW_SUMS.replace("mem_flags::mem_threadgroup", f"mem_flags::{flags}")
+    with pytest.raises(EmulatorError, match="missing barrier"):
+        launch(emulator, body, numbers())
+
+
+def test_missing_barrier_before_memory_is_used_again(emulator: Emulator) -> None:
+    again = "if (thread_index_in_simdgroup == 0) partial[simdgroup_index_in_threadgroup] = 1.0f;"
+    body = ROW_SUMS.replace("if (lane == 0) out", again + "\n    if (lane == 0) out")
+    with pytest.raises(EmulatorError, match=r"missing barrier: .* (read|wrote) since the last barrier"):
+        launch(emulator, body, numbers())
+
+
+@pytest.mark.parametrize(
+    "guard",
+    [
+        "if (lane < 50)",
+        "if (lane % 2 == 0)",
+        "if (simdgroup_index_in_threadgroup > 0)",
+        "if (lane > 40) return; else",
+        "if (lane > 40) threadgroup_barrier(mem_flags::mem_threadgroup);\n    else",
+    ],
+)
+def test_divergent_barrier(emulator: Emulator, guard: str) -> None:
+    body = f"""
+        uint lane = thread_position_in_threadgroup.x;
+        {guard} threadgroup_barrier(mem_flags::mem_threadgroup);
+        if (lane == 0) out[threadgroup_position_in_grid.y] = x[0];
+    """
+    with pytest.raises(EmulatorError, match="divergent barrier"):
+        launch(emulator, body, numbers())
+
+
+def test_divergent_collective(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("sum = simd_sum(sum);", "sum = lane % 2 ? simd_sum(sum) : simd_max(sum);")
+    with pytest.raises(EmulatorError, match="divergent collective"):
+        launch(emulator, body, numbers())
+
+
+def test_shuffle_from_a_lane_that_is_not_there(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("simd_sum(sum)", "simd_shuffle(sum, static_cast<ushort>(31))")
+    with pytest.raises(EmulatorError, match="inactive lane"):
+        launch(emulator, body, numbers(), threads=40)
+
+
+def test_uninitialised_threadgroup_memory(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("g < simdgroups_per_threadgroup", "g < 32")
+    with pytest.raises(EmulatorError, match=r"uninitialised threadgroup memory: .* element 3 of variable 0"):
+        launch(emulator, body, numbers())
+
+
+def test_threadgroup_memory_out_of_bounds(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("partial[32]", "partial[2]")
+    with pytest.raises(EmulatorError, match=r"out of bounds: .* element 2 of variable 0, which has 2"):
+        launch(emulator, body, numbers())
+
+
+def test_too_much_threadgroup_memory(emulator: Emulator) -> None:
+    launch(emulator, ROW_SUMS.replace("partial[32]", "partial[8192]"), numbers())
+    with pytest.raises(EmulatorError, match="32772 bytes are used and there are 32768"):
+        launch(emulator, ROW_SUMS.replace("partial[32]", "partial[8193]"), numbers())
+
+
+def test_too_many_threads(emulator: Emulator) -> None:
+    with pytest.raises(EmulatorError, match="threadgroup size"):
+        launch(emulator, ROW_SUMS, numbers(), threads=1056)
+
+
+def test_empty_grid(emulator: Emulator) -> None:
+    with pytest.raises(EmulatorError, match="empty grid"):
+        launch(emulator, ROW_SUMS, numbers(), rows=0)
+
+
+@pytest.mark.parametrize("by", [7, 8, 5000, 10**8])
+def test_write_behind_an_output(emulator: Emulator, by: int) -> None:
+    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
+        launch(emulator, ROW_SUMS.replace("out[row]", f"out[row + {by}]"), numbers())
+
+
+@pytest.mark.parametrize("by", [1, 600, 10**8])
+def test_write_before_an_output(emulator: Emulator, by: int) -> None:
+    body = ROW_SUMS.replace("if (lane == 0) out[row]", f"if (lane == 0) (out + row)[-{by} - 6]")
+    with pytest.raises(EmulatorError, match=r"out of bounds: .*out"):
+        launch(emulator, body, numbers())
+
+
+@pytest.mark.parametrize("change", ["row * COLUMNS + c + 1", "row * COLUMNS + c - 1"])
+def test_read_beside_an_input(emulator: Emulator, change: str) -> None:
+    """One element too far is seen wherever the input lies at that end of its pages: a few launches see both."""
+    body = ROW_SUMS.replace("x[row * COLUMNS + c]", f"x[static_cast<int>({change})]")
+    found = []
+    for _ in range(12):
+        try:
+            launch(emulator, body, numbers())
+        except EmulatorError as error:
+            found.append(str(error))
+    assert found
+    assert all("x was touched" in message for message in found)
+
+
+def test_misaligned_access(emulator: Emulator) -> None:
+    wide = "float4 wide = *reinterpret_cast<const device float4*>(x + 1);\n    if (lane == 0) out"
+    with pytest.raises(EmulatorError, match="misaligned access"):
+        launch(emulator, ROW_SUMS.replace("if (lane == 0) out", wide) + "out[row] += wide.x;", numbers(columns=512))
+
+
+def test_write_to_an_input(emulator: Emulator) -> None:
+    body = ROW_SUMS.replace("if (lane == 0) out", "const_cast<device T*>(x)[lane] = 1.0f;\n    if (lane == 0) out")
+    with pytest.raises(EmulatorError, match="x was written to, which is an input"):
+        launch(emulator, body, numbers())
+
+
+def test_unwritten_output_is_nan(emulator: Emulator) -> None:
+    out = launch(emulator, ROW_SUMS.replace("if (lane == 0)", "if (lane == 0 && row != 3)"), numbers())
+    assert np.isnan(np.array(out)).tolist() == [False, False, False, True, False, False, False]
+
+
+HELPER = "inline float first({space} float* p) {{ return p[0]; }}\n"
+
+
+@pytest.mark.parametrize("space", ["const threadgroup", "const constant", "const", "const thread", "device"])
+def test_wrong_address_space(emulator: Emulator, space: str) -> None:
+    right, wrong = (HELPER.format(space=given) for given in ("const device", space))
+    body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
+    launch(emulator, body, numbers(), header=right)
+    with pytest.raises(FrontendError, match=r"no matching function|no address space|discards"):
+        launch(emulator, body, numbers(), header=wrong)
+
+
+def test_input_of_few_elements_is_no_device_memory(emulator: Emulator) -> None:
+    header = HELPER.format(space="const device")
+    body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
+    with pytest.raises(FrontendError, match="no matching function"):
+        launch(emulator, body, mx.ones((2, 3)), header=header)
+
+
+@pytest.mark.parametrize(
+    "statement", ["int i = sum;", "uint i = size_t(row);", "half h = sum;", "float f = 0.1;", "float f = x[0] * 1.5;"]
+)
+def test_implicit_narrowing(emulator: Emulator, statement: str) -> None:
+    body = ROW_SUMS.replace("float all = 0.0f;", f"float all = 0.0f;\n    {statement}")
+    with pytest.raises(FrontendError, match="implicit conversion"):
+        launch(emulator, body, numbers())

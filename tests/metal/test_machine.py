@@ -1,0 +1,72 @@
+"""Where backend "metal" serves, and what is said where it does not."""
+
+import subprocess
+import sys
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+from xent.backends import TABLE
+from xent.backends.metal import machine
+from xent.core.check import report
+from xent.core.check.cases import option_cases
+
+PROBE = """
+import mlx.core as mx
+import xent
+logits, classes = mx.zeros((2, 3)), mx.zeros((2,), mx.int32)
+print(*(info.reason for info in xent.backends() if info.name == "metal"))
+print(float(xent.cross_entropy(logits, classes)))
+try:
+    xent.cross_entropy(logits, classes, backend="metal")
+except xent.BackendError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal here")
+def test_without_metal_the_reason_is_said_and_auto_takes_mlx() -> None:
+    run = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], check=True, capture_output=True, text=True)
+    listed, loss, refused = run.stdout.splitlines()
+    assert listed.startswith("its kernels are for Apple GPUs, and MLX finds no Metal here (")
+    assert float(loss) == pytest.approx(np.log(3))
+    assert refused == f"backend 'metal' cannot serve this call: {listed}"
+
+
+def test_with_metal_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    assert machine.find() == (None, {"mlx": mx.__version__}, ("gpu",))
+
+
+def test_without_mlx_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    reason, versions, devices = machine.find()
+    assert (reason or "").startswith("MLX cannot be imported: ")
+    assert (versions, devices) == ({}, ())
+
+
+def test_auto_takes_metal(target: Target) -> None:
+    names = [name for name, load in TABLE.items() if load().framework == "mlx"]
+    assert names[0] == target.name
+
+
+def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    (classes,) = target.arrays(np.array([1, 0]))
+    with pytest.raises(xent.BackendError, match="no float64, which backend 'mlx' serves"):
+        xent.cross_entropy(mx.zeros((2, 3), mx.float64), classes, backend=target.name)
+    monkeypatch.setattr(machine, "DEVICES", ("other",))
+    with pytest.raises(xent.BackendError, match=r"the moment, which backend 'mlx' serves; or mx.set_default_device"):
+        xent.cross_entropy(mx.zeros((2, 3)), classes, backend=target.name)
+
+
+def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Check with `python -m xent check`, cut down to one case of each function and dtype."""
+    monkeypatch.setattr(report, "option_cases", lambda function, dtype: option_cases(function, dtype)[-1:])
+    lines = list(report.check_all([target.name]))
+    assert [(line.backend, line.device, line.dtype) for line in lines] == [
+        (target.name, target.device, dtype) for dtype in ("float32", "bfloat16", "float16")
+    ] * 2
+    assert [line.failed for line in lines] == [()] * 6

@@ -1,0 +1,110 @@
+"""The Metal row kernels where their own shape matters: threads, packs, what is held, memory that is not aligned."""
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import xent
+from tests.targets import Target
+from xent.backends.metal.rows import threads_and_held
+from xent.core.check.cases import OPTIONS, Case
+from xent.core.check.judge import judge_case
+
+DTYPES = ("float32", "bfloat16", "float16")
+# Classes around one pack, one SIMD-group, one threadgroup, all that can be held, and what is read in batches beyond.
+VOCABULARIES = (3, 4, 7, 8, 9, 255, 256, 257, 4095, 4096, 4097, 16_384, 16_390, 32_768, 32_769, 49_153, 70_003)
+SOME = ("plain", "all", "probabilities, all")
+
+
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_every_size_of_a_row(target: Target, vocabulary: int, dtype: str, name: str, reduction: str) -> None:
+    case = Case("cross_entropy", (3,), vocabulary, dtype, name, OPTIONS[name], reduction=reduction, ignored=0.0)
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype) -> None:
+    for vocabulary in (1, 2, *VOCABULARIES, 256_000):
+        threads, held = threads_and_held(vocabulary, dtype)
+        packs = vocabulary * dtype.size // 16
+        assert threads % 32 == 0
+        assert threads <= 512
+        assert threads < packs + 32 or threads == 32
+        assert held == 8 or threads * held >= packs
+        assert held == 1 or threads * held < 2 * packs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocabulary", [64, 67, 4104])
+@pytest.mark.parametrize("offset", [0, 1, 3, 8])
+def test_same_bits_wherever_the_logits_lie(target: Target, dtype: str, vocabulary: int, offset: int) -> None:
+    """A row that begins at no multiple of 16 bytes is read element by element, and added up in the same order."""
+    rng = np.random.default_rng(0)
+    (flat,) = target.arrays(rng.normal(0, 2, 5 * vocabulary + offset), dtype=dtype)
+    (classes,) = target.arrays(rng.integers(0, vocabulary, 5))
+    mx.eval(flat)
+
+    def outcome(logits: mx.array) -> list[Any]:
+        loss, (grad,) = target.harness.gradients(
+            lambda z: xent.cross_entropy(z, classes, label_smoothing=0.1, backend=target.name), (logits,), None
+        )
+        return [target.harness.numpy(loss), target.harness.numpy(grad)]
+
+    sliced = flat[offset:].reshape(5, vocabulary)
+    copied = mx.array(np.array(flat.astype(mx.float32))[offset:].reshape(5, vocabulary)).astype(flat.dtype)
+    for one, other in zip(outcome(sliced), outcome(copied), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("columns", ["all", "all but the target", "first", "last"])
+@pytest.mark.parametrize("vocabulary", [5, 40, 9000])
+def test_columns_of_minus_infinity(target: Target, columns: str, vocabulary: int) -> None:
+    values, classes = np.random.default_rng(1).normal(size=(2, vocabulary)), np.array([2, vocabulary - 2])
+    hidden = {
+        "all": np.ones((2, vocabulary), bool),
+        "all but the target": np.arange(vocabulary) != classes[:, None],
+        "first": np.arange(vocabulary) < [[2], [vocabulary - 2]],
+        "last": np.arange(vocabulary) > [[2], [vocabulary - 2]],
+    }[columns]
+    logits, wanted = target.arrays(np.where(hidden, -np.inf, values), classes)
+    loss, (grad,) = target.harness.gradients(
+        lambda z: xent.cross_entropy(z, wanted, reduction="none", backend=target.name), (logits,), None
+    )
+    loss, grad = target.harness.numpy(loss), target.harness.numpy(grad)
+    if columns == "all":
+        assert np.isnan(loss).all()
+        return
+    expected = xent.cross_entropy(target.harness.numpy(logits), classes, reduction="none")
+    np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-7)
+    assert (grad[hidden] == 0).all()
+    assert np.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 7, 31, 37])
+def test_nan_and_infinity_make_their_row_nan_and_no_other(target: Target, value: float, place: int) -> None:
+    values = np.random.default_rng(1).normal(size=(3, 38))
+    values[1, place] = value
+    logits, classes = target.arrays(values, np.array([3, 3, 3]))
+    loss, (grad,) = target.harness.gradients(
+        lambda z: xent.cross_entropy(z, classes, reduction="none", backend=target.name), (logits,), None
+    )
+    for found in (target.harness.numpy(loss), target.harness.numpy(grad).sum(1)):
+        assert np.isnan(found).tolist() == [False, True, False]
+
+
+def test_gradient_of_a_sure_target_keeps_its_digits(target: Target) -> None:
+    """Where p of the target is near 1, p - 1 is minus the sum of all other p, which beside 1 would be lost."""
+    logits, classes = target.arrays(np.array([[30.0, 0.0, 1.0, -2.0]]), np.array([0]))
+    loss, (grad,) = target.harness.gradients(
+        lambda z: xent.cross_entropy(z, classes, backend=target.name), (logits,), None
+    )
+    others = np.exp(np.array([0.0, 1.0, -2.0]) - 30)
+    np.testing.assert_allclose(target.harness.numpy(loss), others.sum(), rtol=1e-5)
+    np.testing.assert_allclose(target.harness.numpy(grad)[0], [-others.sum(), *others], rtol=1e-5)
