@@ -43,7 +43,7 @@ class DeferredLogits(torch.Tensor):
         from xent.integrations.transformers.steps import KNOWN, METADATA
 
         kwargs = {} if kwargs is None else kwargs
-        if func in METADATA:
+        if func in METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in KNOWN:
@@ -52,6 +52,10 @@ class DeferredLogits(torch.Tensor):
                 return made
         args, kwargs = tree_map_only(DeferredLogits, real, (args, kwargs))
         return func(*args, **kwargs)
+
+
+class _DispatchedLogits(DeferredLogits):
+    """Deferred logits as they are outside of torch.compile, which cannot make tensors that dispatch."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,6 +116,11 @@ def real(logits: DeferredLogits) -> Tensor:
     return logits._real
 
 
+def _is_described() -> bool:
+    """Whether torch.compile looks at an argument of what it compiles, and wants the tensor as it lies in memory."""
+    return not torch.compiler.is_dynamo_compiling() and torch._guards.TracingContext.try_get() is not None
+
+
 def _values(logits: DeferredLogits) -> Tensor:
     if logits._real is not None:
         return logits._real.detach()
@@ -140,7 +149,7 @@ class _Edge(torch.autograd.Function):
     def forward(ctx: Any, recipe: Recipe, size: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
         ctx.recipe = recipe
         ctx.set_materialize_grads(False)
-        return blank(tensors[0], size, dtype).as_subclass(DeferredLogits)
+        return blank(tensors[0], size, dtype).as_subclass(_DispatchedLogits)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:

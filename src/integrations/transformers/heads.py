@@ -36,7 +36,8 @@ class DeferringLinear(DeferringHead, nn.Linear):
 def _can_defer(head: Any, input: Tensor) -> bool:
     """Whether logits may be deferred here and now: plain tensors, nobody waiting for the head's output.
 
-    Nothing is deferred for a single position without gradients, which is generation.
+    Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
+    cannot tell whether it is in inference mode, where the age of a tensor is unknown.
     """
     weight, bias = head.weight, head.bias
     if getattr(head, "_xent_restored", False) or type(input) not in _PLAIN or type(weight) not in _PLAIN:
@@ -53,7 +54,7 @@ def _can_defer(head: Any, input: Tensor) -> bool:
     elif torch.float64 in (weight.dtype, input.dtype):
         return False
     if torch.compiler.is_compiling():
-        return not torch.compiler.is_exporting()
+        return torch.is_grad_enabled() and not torch.compiler.is_exporting()
     return not torch.jit.is_tracing() and not torch._C._are_functorch_transforms_active()
 
 

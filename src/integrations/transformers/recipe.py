@@ -137,7 +137,9 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 
 
 def versions(recipe: Recipe) -> tuple[int, ...]:
-    """Return how often each tensor has been written to."""
+    """Return how often each tensor has been written to; tensors of inference mode do not count that."""
+    if torch.compiler.is_compiling():  # which knows no Tensor.is_inference
+        return tuple([tensor._version for tensor in recipe.tensors()])
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in recipe.tensors()])
 
 
