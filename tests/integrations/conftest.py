@@ -6,8 +6,11 @@ With XENT_TEST_INTEGRATIONS=1, which nox sets, a missing library fails the run.
 import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import xent
 
 LIBRARIES = ("transformers", "accelerate", "peft")
 
@@ -18,3 +21,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if missing and os.environ.get("XENT_TEST_INTEGRATIONS") == "1":
         raise pytest.UsageError(f"XENT_TEST_INTEGRATIONS=1, and there is no {', '.join(missing)}")
     return True if missing else None
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the hidden states whose loss was fused, as they come."""
+    shapes: list[tuple[int, ...]] = []
+    function = xent.linear_cross_entropy
+
+    def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(input.shape))
+        return function(input, *args, **kwargs)
+
+    monkeypatch.setattr(xent, "linear_cross_entropy", watched)
+    return shapes

@@ -104,11 +104,14 @@ def gradients(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, 
 def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return the largest difference of any parameter's gradient, relative to the largest element of that gradient.
 
-    A gradient that is nothing but rounding, which that of a key's bias is, counts as one of the size of rounding.
+    One that is smaller than the rounding of the model's largest gradient, as that of a key's bias, which is 0 but for
+    rounding, counts relative to the largest.
     """
     assert ours.keys() == theirs.keys()
-    rounding = torch.finfo(torch.float32).eps * max(gradient.abs().max().item() for gradient in theirs.values())
-    return max(
-        (ours[name] - gradient).abs().max().item() / max(gradient.abs().max().item(), rounding)
-        for name, gradient in theirs.items()
-    )
+    largest = max(gradient.abs().max().item() for gradient in theirs.values())
+    differences = []
+    for name, gradient in theirs.items():
+        size = gradient.abs().max().item()
+        difference = (ours[name] - gradient).abs().max().item()
+        differences.append(difference / (size if size > torch.finfo(torch.float32).eps * largest else largest))
+    return max(differences)

@@ -6,27 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import xent
 from tests.integrations.models import LISTED, MODELS, batch, gradients, make, worst_difference
 from xent.integrations.transformers import causal_lm_loss, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
 
 MOST = 1e-5
 """The bar: largest relative difference of any parameter's gradient in float32."""
-
-
-@pytest.fixture
-def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the hidden states whose loss was fused, as they come."""
-    shapes: list[tuple[int, ...]] = []
-    function = xent.linear_cross_entropy
-
-    def watched(input: Tensor, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(input.shape))
-        return function(input, *args, **kwargs)
-
-    monkeypatch.setattr(xent, "linear_cross_entropy", watched)
-    return shapes
 
 
 def agree(name: str, inputs: dict[str, Any], fused: list[tuple[int, ...]], **changes: Any) -> None:

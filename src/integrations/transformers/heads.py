@@ -39,6 +39,8 @@ def _can_defer(head: Any, input: Tensor) -> bool:
     Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
     cannot tell whether it is in inference mode, where the age of a tensor is unknown.
     """
+    if not torch.compiler.is_compiling() and (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()):
+        return False
     weight, bias = head.weight, head.bias
     if getattr(head, "_xent_restored", False) or type(input) not in _PLAIN or type(weight) not in _PLAIN:
         return False
@@ -53,9 +55,7 @@ def _can_defer(head: Any, input: Tensor) -> bool:
             return False
     elif torch.float64 in (weight.dtype, input.dtype):
         return False
-    if torch.compiler.is_compiling():
-        return torch.is_grad_enabled() and not torch.compiler.is_exporting()
-    return not torch.jit.is_tracing() and not torch._C._are_functorch_transforms_active()
+    return not torch.compiler.is_compiling() or (torch.is_grad_enabled() and not torch.compiler.is_exporting())
 
 
 def _is_sharded(head: Any) -> bool:

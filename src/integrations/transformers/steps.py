@@ -90,7 +90,7 @@ def _same_rows(logits: DeferredLogits, recipe: Any, dtype: torch.dtype | None = 
 def _reshape(function: Any, logits: Any, *size: Any) -> Any:
     if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
         size = tuple(size[0])
-    if not is_open(logits) or not logits._contiguous or not size:
+    if not is_open(logits) or not size or (not logits._contiguous and function is Tensor.view):
         return NotImplemented
     classes, rows = logits.shape[-1], size[:-1]
     if size[-1] == -1 and math.prod(rows) * classes == logits.numel():
@@ -101,7 +101,7 @@ def _reshape(function: Any, logits: Any, *size: Any) -> Any:
 
 
 def _flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if not is_open(logits) or not logits._contiguous or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
+    if not is_open(logits) or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
         return NotImplemented
     return _of_rows(logits, lambda hidden: hidden.flatten(start_dim, end_dim), function, (start_dim, end_dim), True)
 
@@ -148,10 +148,11 @@ def _of_rows(
     recipe: Any = None,
     classes: int | None = None,
 ) -> DeferredLogits:
-    """Return a view of deferred logits, whose hidden states `change` takes from theirs."""
+    """Return a view of deferred logits, whose hidden states `change` takes from theirs; a copy to get contiguous."""
     recipe = (logits._recipe if recipe is None else recipe).on_rows(change)
     size = (*recipe.products[0].hidden.shape[:-1], logits.shape[-1] if classes is None else classes)
-    return defer(recipe, size, logits.dtype, (logits, function, arguments), contiguous)
+    is_view = logits._contiguous or not contiguous
+    return defer(recipe, size, logits.dtype, (logits, function, arguments) if is_view else None, contiguous)
 
 
 def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
