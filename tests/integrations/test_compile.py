@@ -14,6 +14,7 @@ from xent.integrations.transformers.deferred import DeferredLogits, is_open
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
     yield
     torch.compiler.reset()
 
