@@ -44,14 +44,14 @@ def main() -> None:
         dist.all_reduce(count)
 
         loss = wrapped(tokens, labels=labels, num_items_in_batch=count).loss
-        (loss * processes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        total = loss.detach()
+        total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
             print(f"step {step}: {total:.6f}", flush=True)
+
+        (loss * processes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     if options.save and rank == 0:
         torch.save(model.state_dict(), options.save)

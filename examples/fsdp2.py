@@ -52,14 +52,14 @@ def main() -> None:
         dist.all_reduce(count)
 
         loss = model(tokens, labels=labels, num_items_in_batch=count).loss
-        (loss * processes).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-        total = loss.detach()
+        total = loss.detach().clone()
         dist.all_reduce(total)
         if rank == 0:
             print(f"step {step}: {total:.6f}", flush=True)
+
+        (loss * processes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if options.save and rank == 0:

@@ -31,7 +31,7 @@ def torchrun(processes: int, folder: Path, script: str, *options: str) -> tuple[
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     program = ["-m", "tests.integrations.watched", str(ROOT / "examples" / script), *options, "--save", str(weights)]
     command = [sys.executable, *launcher, *program, "--steps", str(STEPS)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
     losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", run.stdout, flags=re.MULTILINE)]
     return torch.load(weights), losses, [int(count) for count in re.findall(r"fused losses: (\d+)", run.stdout)]

@@ -215,6 +215,7 @@ METADATA = frozenset(
         Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
         Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
         Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
+        Tensor._base.__get__,  # type: ignore[attr-defined]
         Tensor.size,
         Tensor.dim,
         Tensor.ndimension,
