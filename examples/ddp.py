@@ -55,6 +55,8 @@ def main() -> None:
 
     if options.save and rank == 0:
         torch.save(model.state_dict(), options.save)
+    del wrapped, optimizer, loss  # what may hold on to the processes' group, which has to go last
+    dist.barrier()
     dist.destroy_process_group()
 
 
