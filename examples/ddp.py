@@ -55,8 +55,7 @@ def main() -> None:
 
     if options.save and rank == 0:
         torch.save(model.state_dict(), options.save)
-    del wrapped, optimizer, loss  # what may hold on to the processes' group, which has to go last
-    dist.barrier()
+    del wrapped  # which holds on to the group of processes
     dist.destroy_process_group()
 
 

@@ -64,7 +64,6 @@ def main() -> None:
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     if options.save and rank == 0:
         torch.save(weights, options.save)
-    dist.barrier()
     dist.destroy_process_group()
 
 
