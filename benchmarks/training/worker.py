@@ -1,4 +1,4 @@
-"""One variant of one step, measured in a process of its own: a question as JSON in the argument, numbers as JSON out."""
+"""One variant of one step, measured in a process of its own: a question as JSON in, numbers as JSON out."""
 
 from __future__ import annotations
 

@@ -78,9 +78,7 @@ def plain(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[s
 
 def from_logits(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
     """Take the loss with `xent.cross_entropy`."""
-    return penalized(
-        target, arrays, lambda logits: xent.cross_entropy(logits, classes, backend=target.name, **options)
-    )
+    return penalized(target, arrays, lambda logits: xent.cross_entropy(logits, classes, backend=target.name, **options))
 
 
 def plain_alone(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:

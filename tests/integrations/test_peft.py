@@ -69,7 +69,8 @@ def test_dropout_in_the_adapter_on_the_head(fused: list[tuple[int, ...]]) -> Non
     with patch(model):
         torch.manual_seed(5)
         outputs, found = gradients(model, batch())
-        again = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), batch()["labels"][:, 1:].flatten())
+        labels = batch()["labels"][:, 1:].flatten()
+        again = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels)
     assert len(fused) == 2
     assert worst_difference(found, expected) <= 1e-5
     torch.testing.assert_close(again, outputs.loss)  # the logits are of the same dropout as the loss

@@ -125,7 +125,10 @@ def test_torch_compile(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
 def test_metrics_get_logits(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     def accuracy(prediction: Any) -> dict[str, float]:
         right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
-        return {"accuracy": float(right[prediction.label_ids[:, 1:] != -100].mean()), "sum": prediction.predictions.sum()}
+        return {
+            "accuracy": float(right[prediction.label_ids[:, 1:] != -100].mean()),
+            "sum": prediction.predictions.sum(),
+        }
 
     results = []
     for fuse in (False, True):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
 from xent.integrations.transformers.blank import blank
@@ -58,7 +59,9 @@ class _DispatchedLogits(DeferredLogits):
     """Deferred logits as they are outside of torch.compile, which cannot make tensors that dispatch."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the one that is switched off
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Make a call that came past Python with values; autograd is taken care of by the edge."""
         args, kwargs = tree_map_only(DeferredLogits, _values, (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -73,11 +76,11 @@ def defer(
 ) -> DeferredLogits:
     """Return deferred logits of that size and dtype, which the recipe makes."""
     tensors = recipe.tensors()
-    tracked = torch.is_grad_enabled() and any([tensor.requires_grad for tensor in tensors])
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked:
         recipe = recipe.with_tensors(tuple([tensor.detach() for tensor in tensors]))
     if torch.compiler.is_compiling():
-        made = DeferredLogits(blank(tensors[0], size, dtype))  # type: ignore[call-arg]
+        made = DeferredLogits(blank(tensors[0], size, dtype))
     else:
         made = _Edge.apply(recipe, size, dtype, *tensors)
     made._recipe, made._tracked, made._versions = recipe, tracked, versions(recipe)
@@ -118,7 +121,7 @@ def real(logits: DeferredLogits) -> Tensor:
 
 def _is_described() -> bool:
     """Whether torch.compile looks at an argument of what it compiles, and wants the tensor as it lies in memory."""
-    return not torch.compiler.is_dynamo_compiling() and torch._guards.TracingContext.try_get() is not None
+    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
 def _values(logits: DeferredLogits) -> Tensor:

@@ -39,7 +39,8 @@ def _can_defer(head: Any, input: Tensor) -> bool:
     Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
     cannot tell whether it is in inference mode, where the age of a tensor is unknown.
     """
-    if not torch.compiler.is_compiling() and (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()):
+    traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
         return False
     weight, bias = head.weight, head.bias
     if getattr(head, "_xent_restored", False) or type(input) not in _PLAIN or type(weight) not in _PLAIN:

@@ -1,5 +1,6 @@
 """patch and unpatch: one model, or all that are made from now on."""
 
+import contextlib
 import functools
 from types import TracebackType
 from typing import Any
@@ -111,10 +112,8 @@ def _patch_all() -> None:
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
         post_init(self)
-        try:
+        with contextlib.suppress(ValueError):  # no head, or one that computes its logits as before
             patch(self)
-        except ValueError:
-            pass  # no head, or one that computes its logits as before
 
     post_init_and_patch._xent_wraps = post_init  # type: ignore[attr-defined]
     kind.post_init = post_init_and_patch
@@ -132,17 +131,14 @@ def _hook_points() -> tuple[Any, Any]:
     import transformers  # pyright: ignore[reportMissingImports]
 
     version = transformers.__version__
-    try:
+    with contextlib.suppress(ImportError):
         from transformers import PreTrainedModel  # pyright: ignore[reportMissingImports]
         from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
-        found = PreTrainedModel, LabelSmoother
         complete = hasattr(PreTrainedModel, "post_init") and hasattr(PreTrainedModel, "get_output_embeddings")
-    except ImportError:
-        complete = False
-    if int(version.partition(".")[0]) < 5 or not complete:
-        raise ImportError(
-            f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
-            "call xent.linear_cross_entropy in the place of head and loss"
-        )
-    return found
+        if int(version.partition(".")[0]) >= 5 and complete:
+            return PreTrainedModel, LabelSmoother
+    raise ImportError(
+        f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
+        "call xent.linear_cross_entropy in the place of head and loss"
+    )

@@ -20,7 +20,7 @@ def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
         self: Any, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
-        loss = NotImplemented
+        loss: Any = NotImplemented
         if is_open(logits) and labels.shape == logits.shape[:-1]:
             counted = labels[..., 1:] if shift_labels else labels
             count = counted.ne(self.ignore_index).sum() if num_items_in_batch is None else num_items_in_batch

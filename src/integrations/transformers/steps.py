@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.integrations.transformers import loss
-from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open, metadata
+from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
 
 __all__ = ["KNOWN", "METADATA"]
 
@@ -201,30 +201,18 @@ KNOWN: dict[Any, Callable[..., Any]] = {
 }
 """What is recorded: the function, and who records it."""
 
-METADATA = frozenset(
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_base"),
+    *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"),
+    *("is_floating_point", "is_complex"),
+)
+METADATA: frozenset[Any] = frozenset(
     [
-        Tensor.shape.__get__,  # type: ignore[attr-defined]
-        Tensor.dtype.__get__,  # type: ignore[attr-defined]
-        Tensor.device.__get__,  # type: ignore[attr-defined]
-        Tensor.layout.__get__,  # type: ignore[attr-defined]
-        Tensor.ndim.__get__,  # type: ignore[attr-defined]
-        Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-        Tensor.is_sparse.__get__,  # type: ignore[attr-defined]
-        Tensor.is_quantized.__get__,  # type: ignore[attr-defined]
-        Tensor.is_meta.__get__,  # type: ignore[attr-defined]
-        Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-        Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
-        Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-        Tensor._base.__get__,  # type: ignore[attr-defined]
-        Tensor.size,
-        Tensor.dim,
-        Tensor.ndimension,
-        Tensor.numel,
-        Tensor.nelement,
-        Tensor.__len__,
-        Tensor.__hash__,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
+        *[getattr(Tensor, name).__get__ for name in _ATTRIBUTES],
+        *[getattr(Tensor, name) for name in _METHODS],
         torch.numel,
         torch.is_floating_point,
         torch.is_complex,
