@@ -23,7 +23,7 @@ from tests.targets import Target
 __all__ = ["LOSSES", "Run", "Step", "from_hidden", "from_logits", "penalized", "train", "vocabulary"]
 
 CONTEXT, EMBEDDING, WIDTH = 3, 16, 48
-RATE, MOMENTUM, PENALTY = 2.0, 0.8, 1e-4
+RATE, MOMENTUM, PENALTY = 2.0, 0.8, 3e-4
 OPTIONS = {"softcap": 20.0, "z_loss": 1e-4, "label_smoothing": 0.05}
 
 Loss = Callable[[Target, tuple[Any, ...], Any, Any], Any]
@@ -104,7 +104,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
 def train(target: Target, loss: Loss, dtype: str, spoil: Callable[[list[Any]], None] | None = None) -> Run:
     """Train with a loss; `spoil` may change the gradients of a step."""
     text, count = _words()
-    rows, steps = (6, 6) if target.interpreted else (128, 60)
+    rows, steps = (12, 12) if target.interpreted else (128, 60)
     generator = np.random.default_rng(0)
     shapes = [(count, EMBEDDING), (CONTEXT * EMBEDDING, WIDTH), (count, WIDTH), (count,)]
     parameters = [generator.normal(size=shape) * 0.5 / shape[-1] ** 0.5 for shape in shapes[:-1]] + [np.zeros(count)]
