@@ -14,9 +14,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.training.models import MODELS
 from benchmarks.training.plot import save_plot
 
@@ -86,19 +83,21 @@ def _ask(question: dict[str, Any]) -> dict[str, Any]:
 
 
 def _show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="one training step: plain transformers against patched by xent")
-    for heading in ("tokens", "step peak MiB", "", "ratio", "total peak MiB", "", "ratio", "seconds", "", "ratio"):
-        table.add_column(heading, justify="right")
+    columns = {
+        "peak above weights and optimizer, MiB": ("step", _MIB, ".0f"),
+        "peak of all, MiB": ("total", _MIB, ".0f"),
+        "seconds": ("seconds", 1, ".3f"),
+    }
+    print("one training step: plain transformers / patched by xent = ratio")
+    print("| tokens |", *(f"{heading} |" for heading in columns))
+    print("|---|", *("---|" for _ in columns), sep="")
     for plain, patched in zip(results[::2], results[1::2], strict=True):
-        cells = [str(plain["length"])]
-        for key, scale, form in (("step", _MIB, ".0f"), ("total", _MIB, ".0f"), ("seconds", 1, ".3f")):
-            pair = plain[key], patched[key]
-            if None in pair:
-                cells += ["-", "-", "-"]
-            else:
-                cells += [f"{value / scale:{form}}" for value in pair] + [f"{pair[1] / pair[0]:.2f}"]
-        table.add_row(*cells)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
+        cells = []
+        for key, scale, form in columns.values():
+            pair = [value / scale for value in (plain[key], patched[key]) if value is not None]
+            known = len(pair) == 2
+            cells.append(f"{pair[0]:{form}} / {pair[1]:{form}} = {pair[1] / pair[0]:.2f}" if known else "unknown")
+        print(f"| {plain['length']} |", *(f"{cell} |" for cell in cells))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests of the libraries that people train with: collected where transformers is installed, or asked for.
+"""Tests of the libraries that people train with: collected where those are installed.
 
 With XENT_TEST_INTEGRATIONS=1, which nox sets, a missing library fails the run.
 """
@@ -12,12 +12,14 @@ import pytest
 
 import xent
 
-LIBRARIES = ("transformers", "accelerate", "peft")
+NEEDS = {"test_trainer.py": "accelerate", "test_peft.py": "peft"}
+"""What a file needs besides transformers."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions that have none of the libraries."""
-    missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+    """Leave out what tests a library that is not there."""
+    needed = {"transformers", NEEDS.get(collection_path.name, "transformers")}
+    missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
     if missing and os.environ.get("XENT_TEST_INTEGRATIONS") == "1":
         raise pytest.UsageError(f"XENT_TEST_INTEGRATIONS=1, and there is no {', '.join(missing)}")
     return True if missing else None

@@ -20,8 +20,7 @@ RECIPES = {
     "ddp": ["ddp.py"],
     "ddp as the Trainer sets it up": ["ddp.py", "--find-unused"],
     "fsdp2": ["fsdp2.py"],
-    "fsdp2, head sharded alone": ["fsdp2.py", "--shard-head"],
-    "fsdp2, patched last": ["fsdp2.py", "--shard-head", "--patch-last"],
+    "fsdp2, head sharded alone, patched last": ["fsdp2.py", "--shard-head", "--patch-last"],
 }
 
 
