@@ -280,6 +280,19 @@ def test_transforms_and_traces_compute() -> None:
         assert torch.export.export(head, (hidden.detach(),)).module()(hidden).shape == (2, 5, 16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtype_of_the_loss(dtype: torch.dtype, autocast: bool, fused: list[tuple[int, ...]]) -> None:
+    plain, deferring, hidden = heads()
+    dtypes = []
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        for head in (plain, deferring):
+            logits = head.to(dtype)(hidden.to(dtype))
+            dtypes.append((logits.dtype, mean(logits).dtype, mean(logits, reduction="none").dtype))
+    assert dtypes[0] == dtypes[1]
+    assert len(fused) == (0 if autocast and dtype == torch.float64 else 2)
+
+
 def test_target_out_of_range() -> None:
     _, deferring, hidden = heads()
     if device == "cpu":

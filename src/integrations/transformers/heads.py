@@ -9,7 +9,10 @@ from torch import Tensor, nn
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
 
-__all__ = ["DeferringHead", "DeferringLinear", "deferring", "find_heads", "restore"]
+__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "deferring", "find_heads", "restore"]
+
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -56,7 +59,9 @@ def _can_defer(head: Any, input: Tensor) -> bool:
             return False
     elif torch.float64 in (weight.dtype, input.dtype):
         return False
-    return not torch.compiler.is_compiling() or (torch.is_grad_enabled() and not torch.compiler.is_exporting())
+    if torch.compiler.is_compiling():
+        return COMPILES and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return True
 
 
 def _is_sharded(head: Any) -> bool:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import xent
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
-from xent.integrations.transformers.recipe import Product, run, sum_up
+from xent.integrations.transformers.recipe import Product, autocast_dtype, run, sum_up
 
 __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
 
@@ -49,7 +49,7 @@ def cross_entropy(
 ) -> Any:
     """Return torch.nn.functional.cross_entropy of deferred logits (N, V) or (V,), or NotImplemented.
 
-    It has PyTorch's dtype, that of the logits.
+    It has PyTorch's dtype: that of the logits, or float32 under autocast.
     """
     if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
         return NotImplemented
@@ -69,7 +69,10 @@ def cross_entropy(
         reduction=reduction,
         label_smoothing=label_smoothing,
     )
-    return loss if loss is NotImplemented else loss.to(input.dtype)
+    if loss is NotImplemented:
+        return loss
+    rounds = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is None  # autocast takes it in float32
+    return loss.to(input.dtype) if rounds or loss.dtype.itemsize < input.dtype.itemsize else loss
 
 
 def causal_lm_loss(
