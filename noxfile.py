@@ -31,6 +31,7 @@ WITHOUT_KERNELS = (
     "test_reference.py",
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
+    "torch/test_distributed.py",
     "torch/test_modules.py",
     "torch/test_work.py",
 )
@@ -153,6 +154,22 @@ def tests_metal(session: nox.Session) -> None:
     left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "mlx", "packaging")]
     settings = {"XENT_TEST_BACKENDS": "metal", "OMP_NUM_THREADS": "1"}
     session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
+
+
+@nox.session(name="tests-integrations")
+def tests_integrations(session: nox.Session) -> None:
+    """Run the tests of the libraries that people train with, and the guide, which also needs the losses it replaces.
+
+    Liger-Kernel is interpreted by Triton where there is no GPU.
+    """
+    install(session, "test", "integrations", torch=True)
+    settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
+    examples = "tests/packaging/test_examples.py"
+    session.run("pytest", "tests/integrations", examples, *session.posargs, env=settings)
+    if sys.platform == "linux" and not session.posargs:
+        install_triton(session, "guide")
+        interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
+        session.run("pytest", examples, "-k", "replace.md", env={**settings, **interpreter})
 
 
 @nox.session(default=False)

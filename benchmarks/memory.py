@@ -14,8 +14,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
-
 __all__ = ["allocated_peak", "resident_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -73,6 +71,8 @@ def _linux_high_water() -> int:
 
 
 def _peak_of_rising_mark(call: Callable[[], None]) -> int | None:
+    import psutil
+
     mark = _high_water()
     start = int(psutil.Process().memory_info().rss)
     call()
@@ -82,6 +82,8 @@ def _peak_of_rising_mark(call: Callable[[], None]) -> int | None:
 
 def _high_water() -> int:
     if sys.platform == "win32":
+        import psutil
+
         return int(psutil.Process().memory_info().peak_wset)
     import resource
 

@@ -1,0 +1,1 @@
+"""A training step of a whole model, as transformers made it and patched: `python -m benchmarks.training`."""

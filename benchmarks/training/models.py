@@ -1,0 +1,47 @@
+"""The models that are measured, with random weights: nothing is downloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["MODELS", "make_model"]
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mid": {
+        "vocab_size": 32768,
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "1b": {
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
+}
+"""Llama configurations: a mid-size one for a CPU, and one of the shape of Llama-3.2-1B."""
+
+
+def make_model(name: str, device: str, dtype: str, checkpointing: bool, length: int) -> Any:
+    """Return the model, ready to train."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        **MODELS[name], max_position_embeddings=length, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False
+    )
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    if checkpointing:
+        # The name of the method has changed in transformers 5.
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    return model.to(device).train()

@@ -1,0 +1,63 @@
+"""Train on several processes with DistributedDataParallel.
+
+    torchrun --nproc-per-node 2 examples/ddp.py
+
+The processes have different numbers of tokens to predict, so that the mean of their means is not the mean. Every loss
+is divided by the count over all processes instead, and as DistributedDataParallel averages gradients over processes,
+where they have to be added up, multiplied by the number of processes. In a model without `patch` that count is the
+`normalizer` of `xent.linear_cross_entropy`.
+"""
+
+import argparse
+
+import torch
+import torch.distributed as dist
+from common import batches, make_model
+from torch.nn.parallel import DistributedDataParallel
+
+from xent.integrations.transformers import patch
+
+
+def main() -> None:
+    """Train, and print the loss at each step."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--plain", action="store_true", help="leave the model as transformers made it")
+    parser.add_argument("--find-unused", action="store_true", help="find_unused_parameters, which the Trainer sets")
+    parser.add_argument("--save", help="file for the trained weights")
+    options = parser.parse_args()
+
+    dist.init_process_group()
+    rank, processes = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+
+    model = make_model().to(device)
+    if not options.plain:
+        patch(model)
+    wrapped = DistributedDataParallel(model, find_unused_parameters=options.find_unused)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    for step, (tokens, labels) in enumerate(batches(options.steps)):
+        mine = slice(rank, None, processes)
+        tokens, labels = tokens[mine].to(device), labels[mine].to(device)
+        count = (labels[:, 1:] != -100).sum()
+        dist.all_reduce(count)
+
+        loss = wrapped(tokens, labels=labels, num_items_in_batch=count).loss
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        if rank == 0:
+            print(f"step {step}: {total:.6f}", flush=True)
+
+        (loss * processes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    if options.save and rank == 0:
+        torch.save(model.state_dict(), options.save)
+    del wrapped  # which holds on to the group of processes
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

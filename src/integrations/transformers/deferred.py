@@ -1,0 +1,186 @@
+"""Logits that are not computed unless somebody looks at them.
+
+A head returns `DeferredLogits` in the place of its product. What models do between head and loss (`steps`) gives
+other deferred logits, the loss (`loss`) is computed from the hidden states, and every other use, of any function, gets
+real logits: those that the model would have made. Whoever has looked once has made them real for good, so that writing
+to them, hooks and retained gradients mean what they always mean.
+
+Three layers keep that true. `__torch_function__` sees all calls from Python. `__torch_dispatch__` sees what calls
+PyTorch past it, from C++ or inside of an autograd.Function, and an edge in the autograd graph takes the gradients of
+such calls to hidden states and weight.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.utils._pytree import tree_map_only
+
+from xent.integrations.transformers.blank import blank
+from xent.integrations.transformers.recipe import Recipe, follow, unchanged_since, versions
+
+__all__ = ["DeferredLogits", "defer", "is_open", "metadata", "real"]
+
+
+class DeferredLogits(torch.Tensor):
+    """(..., V) logits of a language model that become real when they are looked at; made by `defer` alone.
+
+    Shape, dtype and device are known without computing anything.
+    """
+
+    _recipe: Recipe
+    _tracked: bool
+    """Whether autograd follows the recipe: what torch.is_grad_enabled() was, if anything requires a gradient."""
+    _versions: tuple[int, ...]
+    _view: tuple[Any, ...] | None
+    """(deferred, function, arguments), where these are a view of other deferred logits."""
+    _contiguous: bool
+    _real: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer from shape, dtype and device; or record the call; or make it with real logits."""
+        from xent.integrations.transformers.steps import KNOWN, METADATA
+
+        kwargs = {} if kwargs is None else kwargs
+        if func in METADATA or _is_described():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in KNOWN:
+            made = KNOWN[func](func, *args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        args, kwargs = tree_map_only(DeferredLogits, real, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+class _DispatchedLogits(DeferredLogits):
+    """Deferred logits as they are outside of torch.compile, which cannot make tensors that dispatch."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the one that is switched off
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Make a call that came past Python with values; autograd is taken care of by the edge."""
+        args, kwargs = tree_map_only(DeferredLogits, _values, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def defer(
+    recipe: Recipe,
+    size: tuple[int, ...],
+    dtype: torch.dtype,
+    view: tuple[Any, ...] | None = None,
+    contiguous: bool = True,
+) -> DeferredLogits:
+    """Return deferred logits of that size and dtype, which the recipe makes."""
+    tensors = recipe.tensors()
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not tracked:
+        recipe = recipe.with_tensors(tuple([tensor.detach() for tensor in tensors]))
+    if torch.compiler.is_compiling():
+        made = DeferredLogits(blank(tensors[0], size, dtype))
+    else:
+        made = _Edge.apply(recipe, size, dtype, *tensors)
+    made._recipe, made._tracked, made._versions = recipe, tracked, versions(recipe)
+    made._view, made._contiguous, made._real = view, contiguous, None
+    return made
+
+
+def metadata(logits: DeferredLogits, name: str) -> Any:
+    """Return an attribute of the tensor itself."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(logits, name)
+
+
+def is_open(logits: Any) -> bool:
+    """Whether these are deferred logits that nobody has looked at, and that nobody put under other autograd."""
+    if not isinstance(logits, DeferredLogits) or logits._real is not None:
+        return False
+    if logits._view is not None and not is_open(logits._view[0]):
+        return False
+    return logits._tracked or not metadata(logits, "requires_grad")
+
+
+def real(logits: DeferredLogits) -> Tensor:
+    """Return the real logits, the same tensor each time."""
+    if logits._real is None:
+        with torch.set_grad_enabled(logits._tracked):
+            if logits._view is not None:
+                base, function, arguments = logits._view
+                made: Tensor = function(real(base), *arguments)
+            else:
+                _check_unchanged(logits)
+                made = follow(logits._recipe)
+        if metadata(logits, "requires_grad") and not logits._tracked:
+            made = _Adopted.apply(logits, made)
+        logits._real = made
+    return logits._real
+
+
+def _is_described() -> bool:
+    """Whether torch.compile looks at an argument of what it compiles, and wants the tensor as it lies in memory."""
+    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
+
+
+def _values(logits: DeferredLogits) -> Tensor:
+    if logits._real is not None:
+        return logits._real.detach()
+    if logits._view is not None:
+        base, function, arguments = logits._view
+        viewed: Tensor = function(_values(base), *arguments)
+        return viewed
+    _check_unchanged(logits)
+    with torch.no_grad():
+        return follow(logits._recipe)
+
+
+def _check_unchanged(logits: DeferredLogits) -> None:
+    if not torch.compiler.is_compiling() and not unchanged_since(logits._recipe, logits._versions):
+        raise RuntimeError(
+            "these logits were never computed, and the weights or hidden states that they come from have changed or "
+            "are gone since (an optimizer step, sharding, offloading): look at the logits before that, "
+            "outputs.logits.detach() will do, or take the model out of xent with unpatch(model)"
+        )
+
+
+class _Edge(torch.autograd.Function):
+    """(recipe, size, dtype, *tensors of the recipe) -> blank deferred logits whose gradient goes to the tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: Recipe, size: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.recipe = recipe
+        ctx.set_materialize_grads(False)
+        return blank(tensors[0], size, dtype).as_subclass(_DispatchedLogits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        wanted = ctx.needs_input_grad[3:]
+        if gradient is None:
+            return None, None, None, *[None for _ in wanted]
+        if ctx.recipe.head is not None:
+            raise RuntimeError(
+                "a gradient of deferred logits came from outside of PyTorch's Python functions while their head is "
+                "sharded on its own: call unpatch(model), or shard the head with the rest of the model"
+            )
+        tensors = [
+            tensor.detach().requires_grad_(asks) for tensor, asks in zip(ctx.recipe.tensors(), wanted, strict=True)
+        ]
+        with torch.enable_grad():
+            logits = follow(ctx.recipe.with_tensors(tuple(tensors)))
+        asked = [tensor for tensor in tensors if tensor.requires_grad]
+        made = iter(torch.autograd.grad(logits, asked, gradient))
+        return None, None, None, *[next(made) if asks else None for asks in wanted]
+
+
+class _Adopted(torch.autograd.Function):
+    """(deferred logits that another Function returned, their values) -> the values, under that Function's autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, values: Tensor) -> Tensor:
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, None

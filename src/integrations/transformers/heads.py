@@ -1,0 +1,121 @@
+"""Heads that defer their logits: torch.nn.Linear with another forward, and which modules of a model become one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from xent.integrations.transformers.deferred import defer
+from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
+
+__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "deferring", "find_heads", "restore"]
+
+COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+"""Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class DeferringHead:
+    """What a head needs besides torch.nn.Linear; goes in front of it among the bases of a class."""
+
+    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return deferred logits where that can be done, or else logits; or what `task` makes of input and weights."""
+        if task is not None:
+            return task(input, self.weight, self.bias)
+        if not _can_defer(self, input):
+            logits: Tensor = nn.functional.linear(input, self.weight, self.bias)
+            return logits
+        autocast = autocast_dtype(input.device.type)
+        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, self if _is_sharded(self) else None)
+        return defer(recipe, (*input.shape[:-1], self.weight.shape[0]), autocast or input.dtype)
+
+
+class DeferringLinear(DeferringHead, nn.Linear):
+    """torch.nn.Linear that defers its product."""
+
+
+def _can_defer(head: Any, input: Tensor) -> bool:
+    """Whether logits may be deferred here and now: plain tensors, nobody waiting for the head's output.
+
+    Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
+    cannot tell whether it is in inference mode, where the age of a tensor is unknown.
+    """
+    traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
+    if traced or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
+        return False
+    weight, bias = head.weight, head.bias
+    if getattr(head, "_xent_restored", False) or type(input) not in _PLAIN or type(weight) not in _PLAIN:
+        return False
+    if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
+        return False
+    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id"):
+        return False
+    if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
+        return False
+    if autocast_dtype(input.device.type) is None:
+        if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
+            return False
+    elif torch.float64 in (weight.dtype, input.dtype):
+        return False
+    if torch.compiler.is_compiling():
+        return COMPILES and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+    return True
+
+
+def _is_sharded(head: Any) -> bool:
+    """Whether FSDP2 shards this module by itself, and so has its weight in one piece during its own call only."""
+    return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+
+
+def find_heads(model: nn.Module) -> list[nn.Module]:
+    """Return the linear layers that make the model's logits, or raise ValueError saying what was found instead.
+
+    With PEFT there may be several: the head, copies of it that are trained, and the small weights that LoRA adds.
+    """
+    owner: Any = model
+    while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
+        owner = owner.module  # DistributedDataParallel and its like
+    if not hasattr(owner, "get_output_embeddings"):
+        raise ValueError(
+            f"model must be a transformers model with a language-model head, got {type(model).__name__}, which has no "
+            "get_output_embeddings(); for other models call xent.linear_cross_entropy in the place of head and loss"
+        )
+    head = owner.get_output_embeddings()
+    found = [] if head is None else [module for module in head.modules() if _is_linear(module)]
+    if found:
+        classes = max(module.out_features for module in found)
+        found = [module for module in found if module.out_features == classes]
+    if not found:
+        raise ValueError(
+            f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a plain torch.nn.Linear; "
+            "the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
+            "still saves the float32 copies of its logits"
+        )
+    return found
+
+
+def _is_linear(module: Any) -> bool:
+    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, DeferringHead.forward)
+
+
+def deferring(kind: type) -> type:
+    """Return the class of a head that is a `kind` and defers its logits; `kind` itself if it does."""
+    if issubclass(kind, DeferringHead):
+        return kind
+    if kind is nn.Linear:
+        return DeferringLinear
+    return type(f"Deferring{kind.__name__}", (DeferringHead, kind), {"_xent_restores": kind})
+
+
+def restore(head: Any) -> None:
+    """Make a head compute its logits again."""
+    kind = type(head)
+    if kind is DeferringLinear:
+        head.__class__ = nn.Linear
+    elif "_xent_restores" in vars(kind):
+        head.__class__ = kind._xent_restores
+    elif issubclass(kind, DeferringHead):
+        head._xent_restored = True  # a class that somebody else made of ours

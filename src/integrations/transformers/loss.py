@@ -1,0 +1,143 @@
+"""The loss of deferred logits, computed from the hidden states; and transformers' loss function for real ones."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import xent
+from xent.integrations.transformers.deferred import DeferredLogits, is_open
+from xent.integrations.transformers.recipe import Product, autocast_dtype, run, sum_up
+
+__all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
+
+
+def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
+    """Return `xent.linear_cross_entropy` of deferred logits and targets of their rows' shape.
+
+    NotImplemented, for logits that are real, or that went through what the function has no option for.
+    """
+    scaling = sum_up(logits._recipe.steps) if is_open(logits) else None
+    if scaling is None:
+        return NotImplemented
+    logit_scale, softcap = scaling
+
+    def task(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
+        if len(products) == 1:
+            hidden, weight = products[0].hidden, products[0].weight
+        else:
+            hidden = torch.cat([product.hidden * product.scale for product in products], -1)
+            weight = torch.cat([product.weight for product in products], -1)
+        loss: Tensor = xent.linear_cross_entropy(
+            hidden, weight, target, linear_bias=bias, logit_scale=logit_scale, softcap=softcap, **options
+        )
+        return loss
+
+    return run(logits._recipe, task)
+
+
+def cross_entropy(
+    input: Any,
+    target: Any,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Return torch.nn.functional.cross_entropy of deferred logits (N, V) or (V,), or NotImplemented.
+
+    It has PyTorch's dtype: that of the logits, or float32 under autocast.
+    """
+    if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
+        return NotImplemented
+    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.requires_grad:
+        return NotImplemented
+    if not target.is_floating_point() and target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"labels must hold one class for each of the {input.shape[:-1].numel()} rows of logits, got shape "
+            f"{tuple(target.shape)}: pass labels of the shape of input_ids, and with logits_to_keep, or shift_labels, "
+            "only those of the positions that are kept"
+        )
+    loss = deferred_loss(
+        input,
+        target,
+        weight=weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+    if loss is NotImplemented:
+        return loss
+    rounds = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is None  # autocast takes it in float32
+    return loss.to(input.dtype) if rounds or loss.dtype.itemsize < input.dtype.itemsize else loss
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute transformers' loss of a causal language model with `xent.cross_entropy`, from logits that exist.
+
+    With ``model.loss_function = causal_lm_loss`` a model keeps its logits, and what is saved is the float32 copy of
+    them and of their gradient. `patch` does without the logits as well, and needs no loss function.
+
+    Parameters
+    ----------
+    logits : tensor (..., T, V), float
+        Scores, after everything that the model does to them.
+    labels : integer tensor (..., T), optional
+        The tokens; position t is to predict token t + 1. Not looked at where ``shift_labels`` is given.
+    vocab_size : int
+        V.
+    num_items_in_batch : int or 0-d tensor, optional
+        What the sum over tokens is divided by: their number over all micro-batches and ranks. Without it, the number
+        of tokens here that are not ignored.
+    ignore_index : int
+        Labels with this value do not count.
+    shift_labels : integer tensor (..., T), optional
+        What each position is to predict, already shifted.
+    **kwargs
+        Whatever else the model passes to its loss function; as in transformers, not looked at.
+
+    Returns
+    -------
+    loss : 0-d tensor, float32
+
+    Raises
+    ------
+    ValueError
+        No labels, or labels for another number of positions than the logits have.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.transformers import causal_lm_loss
+    >>> causal_lm_loss(torch.zeros(1, 3, 8), torch.tensor([[1, 2, 3]]), vocab_size=8)
+    tensor(2.0794)
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("labels or shift_labels must be given, got neither")
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target, rows = shift_labels.reshape(-1).to(logits.device), logits.numel() // vocab_size
+    if len(target) != rows:
+        raise ValueError(
+            f"labels must hold one token for each of the {rows} positions of logits {tuple(logits.shape)}, "
+            f"got {len(target)}"
+        )
+    mean = num_items_in_batch is None
+    options: dict[str, Any] = {"ignore_index": ignore_index, "reduction": "mean" if mean else "sum"}
+    flat = logits.view(-1, vocab_size)
+    loss: Any = deferred_loss(flat, target, **options)
+    if loss is NotImplemented:
+        loss = xent.cross_entropy(flat, target, **options)
+    made: Tensor = loss if mean else loss / num_items_in_batch
+    return made

@@ -1,0 +1,149 @@
+"""How deferred logits are made: the products they are a sum of, and what was done to them between head and loss.
+
+A recipe can be followed, which gives the logits exactly as the model would have made them, or summed up, which gives
+the arguments of `xent.linear_cross_entropy` that mean the same loss.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Product", "Recipe", "Step", "autocast_dtype", "follow", "run", "sum_up", "unchanged_since", "versions"]
+
+
+class Product(NamedTuple):
+    """One term of the logits: scale * hidden @ weight.T."""
+
+    hidden: Tensor
+    """(..., D)"""
+    weight: Tensor
+    """(V, D)"""
+    scale: float = 1.0
+
+
+class Step(NamedTuple):
+    """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype."""
+
+    name: str
+    value: Any = None
+
+
+class Recipe(NamedTuple):
+    """sum of products + bias, computed under autocast to that dtype if there is one, then the steps in order."""
+
+    products: tuple[Product, ...]
+    bias: Tensor | None
+    steps: tuple[Step, ...]
+    autocast: torch.dtype | None
+    head: nn.Module | None
+    """The head, where its weight is there only during its own call (FSDP2): it is called again with a task."""
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return hidden states and weights of all products, and the bias if there is one."""
+        parts = [part for product in self.products for part in (product.hidden, product.weight)]
+        return (*parts, self.bias) if self.bias is not None else tuple(parts)
+
+    def with_tensors(self, tensors: tuple[Tensor, ...]) -> "Recipe":
+        """Return the recipe with others in the place of `tensors()`."""
+        products = [
+            Product(tensors[2 * i], tensors[2 * i + 1], product.scale) for i, product in enumerate(self.products)
+        ]
+        return self._replace(products=tuple(products), bias=None if self.bias is None else tensors[-1])
+
+    def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
+        """Return the recipe for other rows, which `change` takes from hidden states."""
+        return self._replace(
+            products=tuple([product._replace(hidden=change(product.hidden)) for product in self.products])
+        )
+
+    def on_classes(self, stop: int) -> "Recipe":
+        """Return the recipe for the classes in front of `stop`."""
+        products = tuple([product._replace(weight=product.weight[:stop]) for product in self.products])
+        return self._replace(products=products, bias=None if self.bias is None else self.bias[:stop])
+
+    def then(self, name: str, value: Any = None) -> "Recipe":
+        """Return the recipe with one more step."""
+        return self._replace(steps=(*self.steps, Step(name, value)))
+
+
+def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Tensor]) -> Tensor:
+    """Return what `task` makes of products and bias, under the autocast of the recipe, with weights that are there."""
+    device = recipe.products[0].hidden.device.type
+    same = autocast_dtype(device) == recipe.autocast
+    with nullcontext() if same else torch.autocast(device, recipe.autocast, enabled=recipe.autocast is not None):
+        if recipe.head is None:
+            return task(recipe.products, recipe.bias)
+
+        def task_of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return task((Product(hidden, weight),), bias)
+
+        made: Tensor = recipe.head(recipe.products[0].hidden, task_of_head)
+        return made
+
+
+def follow(recipe: Recipe) -> Tensor:
+    """Return the logits, by the operations that the model called, in their order and their dtypes."""
+
+    def products(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
+        first, *others = products
+        logits = F.linear(first.hidden, first.weight, bias)
+        for other in others:
+            logits = logits + F.linear(other.hidden, other.weight) * other.scale
+        return logits
+
+    logits = run(recipe, products)
+    for step in recipe.steps:
+        if step.name == "mul":
+            logits = logits * step.value
+        elif step.name == "div":
+            logits = logits / step.value
+        elif step.name == "tanh":
+            logits = torch.tanh(logits)
+        else:
+            logits = logits.to(step.value)
+    return logits
+
+
+def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
+    """Return (logit_scale, softcap) that do what the steps do, or None where there are none such.
+
+    Scales in front of a tanh multiply to s and those behind it to k, and k * tanh(s * z) is the softcap k of
+    k * s * z: k * tanh((k * s) * z / k).
+    """
+    scale, bound = 1.0, None
+    for step in steps:
+        if step.name == "tanh":
+            if bound is not None:
+                return None
+            bound = 1.0
+        elif step.name in ("mul", "div"):
+            factor = step.value if step.name == "mul" else 1 / step.value
+            if bound is None:
+                scale *= factor
+            else:
+                bound *= factor
+    if bound is None:
+        return scale, None
+    return (scale * bound, bound) if bound > 0 else None
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """Return the dtype that autocast computes matrix products in on a device type, or None where it is off."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def versions(recipe: Recipe) -> tuple[int, ...]:
+    """Return how often each tensor has been written to; tensors of inference mode do not count that."""
+    if torch.compiler.is_compiling():  # which knows no Tensor.is_inference
+        return tuple([tensor._version for tensor in recipe.tensors()])
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in recipe.tensors()])
+
+
+def unchanged_since(recipe: Recipe, before: tuple[int, ...]) -> bool:
+    """Whether no tensor was written to, and none lost its memory to whoever shards or offloads it."""
+    there = all(tensor.untyped_storage().nbytes() or not tensor.numel() for tensor in recipe.tensors())
+    return (there or recipe.head is not None) and versions(recipe) == before

@@ -1,0 +1,221 @@
+"""What deferred logits do with a call: which are answered or recorded; all others get real logits.
+
+A recorder gets the function and its arguments, and returns deferred logits, or NotImplemented for a call that it
+cannot record.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from xent.integrations.transformers import loss
+from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
+
+__all__ = ["KNOWN", "METADATA"]
+
+
+def _multiply(function: Any, logits: Any, factor: Any) -> Any:
+    if not is_open(logits):
+        logits, factor = factor, logits
+    return _scaled(logits, "mul", factor)
+
+
+def _divide(function: Any, logits: Any, divisor: Any) -> Any:
+    return _scaled(logits, "div", divisor)
+
+
+def _scaled(logits: Any, name: str, factor: Any) -> Any:
+    if not is_open(logits) or type(factor) not in (int, float) or not math.isfinite(factor) or factor == 0:
+        return NotImplemented
+    return _same_rows(logits, logits._recipe.then(name, factor))
+
+
+def _tanh(function: Any, logits: Any) -> Any:
+    return _same_rows(logits, logits._recipe.then("tanh")) if is_open(logits) else NotImplemented
+
+
+def _add(function: Any, logits: Any, other: Any) -> Any:
+    """Record a sum of two heads, which LoRA makes: the head, and a scaled product of two small weights."""
+    if not is_open(logits) or not is_open(other):
+        return NotImplemented
+    mine, theirs = logits._recipe, other._recipe
+    factors = [step.value for step in theirs.steps if step.name == "mul"]
+    alike = logits.shape == other.shape and logits.dtype == other.dtype and mine.autocast == theirs.autocast
+    simple = not mine.steps and len(factors) == len(theirs.steps) and theirs.bias is None
+    if not alike or not simple or mine.head is not None or theirs.head is not None:
+        return NotImplemented
+    scale = math.prod(factors)
+    added = [product._replace(scale=product.scale * scale) for product in theirs.products]
+    return _same_rows(logits, mine._replace(products=(*mine.products, *added)))
+
+
+def _to_float(function: Any, logits: Any) -> Any:
+    return _in_dtype(logits, torch.float32)
+
+
+def _to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+    kind = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
+    return _in_dtype(logits, kind) if isinstance(kind, torch.dtype) else NotImplemented
+
+
+def _in_dtype(logits: Any, dtype: torch.dtype) -> Any:
+    """Record a dtype that holds every value of the present one."""
+    if not is_open(logits):
+        return NotImplemented
+    if dtype == logits.dtype:
+        return logits
+    if torch.promote_types(dtype, logits.dtype) != dtype:
+        return NotImplemented
+    return _same_rows(logits, logits._recipe.then("to", dtype), dtype)
+
+
+def _contiguous(function: Any, logits: Any) -> Any:
+    if not is_open(logits):
+        return NotImplemented
+    return logits if logits._contiguous else _same_rows(logits, logits._recipe)
+
+
+def _clone(function: Any, logits: Any) -> Any:
+    return _same_rows(logits, logits._recipe) if is_open(logits) else NotImplemented
+
+
+def _same_rows(logits: DeferredLogits, recipe: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
+    return defer(recipe, tuple(logits.shape), logits.dtype if dtype is None else dtype)
+
+
+def _reshape(function: Any, logits: Any, *size: Any) -> Any:
+    if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
+        size = tuple(size[0])
+    if not is_open(logits) or not size or (not logits._contiguous and function is Tensor.view):
+        return NotImplemented
+    classes, rows = logits.shape[-1], size[:-1]
+    if size[-1] == -1 and math.prod(rows) * classes == logits.numel():
+        size = (*rows, classes)
+    if size[-1] != classes or not all(isinstance(length, (int, torch.SymInt)) for length in size):
+        return NotImplemented
+    return _of_rows(logits, lambda hidden: hidden.reshape(*rows, hidden.shape[-1]), function, size, True)
+
+
+def _flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not is_open(logits) or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
+        return NotImplemented
+    return _of_rows(logits, lambda hidden: hidden.flatten(start_dim, end_dim), function, (start_dim, end_dim), True)
+
+
+def _take(function: Any, logits: Any, index: Any) -> Any:
+    """Record slices of rows, and of the first classes; or the choice of rows by one mask."""
+    if not is_open(logits):
+        return NotImplemented
+    if isinstance(index, Tensor) and not isinstance(index, DeferredLogits):
+        if index.dtype != torch.bool or index.ndim >= logits.ndim:
+            return NotImplemented
+        recipe = logits._recipe.on_rows(lambda hidden: hidden[index])
+        return defer(recipe, (*recipe.products[0].hidden.shape[:-1], logits.shape[-1]), logits.dtype)
+    parts = list(index) if isinstance(index, tuple) else [index]
+    if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
+        return NotImplemented
+    ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
+    reaches_classes = ellipses[0] < len(parts) - 1 if ellipses else len(parts) == logits.ndim
+    if len(ellipses) > 1 or len(parts) > logits.ndim + len(ellipses):
+        return NotImplemented
+    recipe, classes = logits._recipe, logits.shape[-1]
+    if reaches_classes:
+        chosen = parts[-1]
+        if not isinstance(chosen, slice) or chosen.start not in (None, 0) or chosen.step not in (None, 1):
+            return NotImplemented
+        parts[-1] = slice(None)
+        stop = classes if chosen.stop is None else chosen.stop
+        if stop != classes:
+            if type(stop) is not int or not 0 < stop < classes or recipe.head is not None:
+                return NotImplemented
+            recipe, classes = recipe.on_classes(stop), stop
+    whole = all(part is Ellipsis or part == slice(None) for part in parts) and classes == logits.shape[-1]
+    rows = tuple(parts)
+    contiguous = whole and logits._contiguous
+    return _of_rows(logits, lambda hidden: hidden[rows], function, (index,), contiguous, recipe, classes)
+
+
+def _of_rows(
+    logits: DeferredLogits,
+    change: Callable[[Tensor], Tensor],
+    function: Any,
+    arguments: tuple[Any, ...],
+    contiguous: bool,
+    recipe: Any = None,
+    classes: int | None = None,
+) -> DeferredLogits:
+    """Return a view of deferred logits, whose hidden states `change` takes from theirs; a copy to get contiguous."""
+    recipe = (logits._recipe if recipe is None else recipe).on_rows(change)
+    size = (*recipe.products[0].hidden.shape[:-1], logits.shape[-1] if classes is None else classes)
+    is_view = logits._contiguous or not contiguous
+    return defer(recipe, size, logits.dtype, (logits, function, arguments) if is_view else None, contiguous)
+
+
+def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
+    """Let FSDP, which waits for the backward pass in this way, hook itself to the edge."""
+    owner = getattr(hook, "func", hook)
+    if not is_open(logits) or not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
+        return NotImplemented
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(logits, hook)
+
+
+def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return loss.cross_entropy(*args, **kwargs)
+
+
+KNOWN: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
+    F.tanh: _tanh,
+    torch.tanh: _tanh,
+    Tensor.tanh: _tanh,
+    torch.add: _add,
+    Tensor.add: _add,
+    Tensor.__add__: _add,
+    torch.mul: _multiply,
+    torch.multiply: _multiply,
+    Tensor.mul: _multiply,
+    Tensor.multiply: _multiply,
+    Tensor.__mul__: _multiply,
+    Tensor.__rmul__: _multiply,
+    torch.div: _divide,
+    torch.true_divide: _divide,
+    Tensor.div: _divide,
+    Tensor.__truediv__: _divide,
+    Tensor.float: _to_float,
+    Tensor.to: _to,
+    Tensor.contiguous: _contiguous,
+    torch.clone: _clone,
+    Tensor.clone: _clone,
+    Tensor.view: _reshape,
+    Tensor.reshape: _reshape,
+    torch.reshape: _reshape,
+    Tensor.flatten: _flatten,
+    torch.flatten: _flatten,
+    Tensor.__getitem__: _take,
+    Tensor.register_hook: _register_hook,
+}
+"""What is recorded: the function, and who records it."""
+
+_ATTRIBUTES = (
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_base"),
+    *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
+)
+_METHODS = (
+    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"),
+    *("is_floating_point", "is_complex"),
+)
+METADATA: frozenset[Any] = frozenset(
+    [
+        *[getattr(Tensor, name).__get__ for name in _ATTRIBUTES],
+        *[getattr(Tensor, name) for name in _METHODS],
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+    ]
+)
+"""What is answered from the tensor itself."""

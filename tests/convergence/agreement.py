@@ -1,0 +1,45 @@
+"""Whether two runs are one: every loss, every gradient of the logits, every parameter, to the rounding of the dtype."""
+
+from typing import Any
+
+import numpy as np
+
+from tests.convergence.training import Run
+
+__all__ = ["disagreements"]
+
+UNITS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
+GROWTH = 64
+"""Units in the last place that the rounding of float32 may have grown to, over all the steps."""
+
+
+def disagreements(ours: Run, plain: Run, exact: Run, dtype: str, has_logits: bool) -> list[str]:
+    """Name what disagrees, by how much and what was allowed.
+
+    In float32 a run is held against the plain one. In lower precision both are held against `exact`, the plain run in
+    float32: ours may be as far from it as 1.5 times what the plain run is, and one unit in the last place.
+    """
+    pairs: list[tuple[str, Any, Any, Any]] = [("losses", *(np.array(run.losses) for run in (ours, plain, exact)))]
+    if has_logits:
+        for number in range(len(plain.steps)):
+            step = [run.steps[number].logits for run in (ours, plain, exact)]
+            pairs.append((f"gradient of the logits, step {number}", *step))
+    for name, *values in zip(
+        ("embedding", "layer", "classifier", "bias"), *(_changes(run) for run in (ours, plain, exact)), strict=True
+    ):
+        pairs.append((f"change of the {name}", *values))
+    found = []
+    for name, mine, theirs, truth in pairs:
+        size = np.linalg.norm(truth)
+        if dtype == "float32":
+            error, allowed = np.linalg.norm(mine - theirs) / size, GROWTH * UNITS[dtype]
+        else:
+            error = np.linalg.norm(mine - truth) / size
+            allowed = 1.5 * np.linalg.norm(theirs - truth) / size + UNITS[dtype]
+        if not error <= allowed:
+            found.append(f"{name}: {error:.2e}, allowed {allowed:.2e}")
+    return found
+
+
+def _changes(run: Run) -> list[Any]:
+    return [after - before for after, before in zip(run.after, run.before, strict=True)]

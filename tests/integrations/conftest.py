@@ -1,0 +1,39 @@
+"""Tests of the libraries that people train with: collected where those are installed.
+
+With XENT_TEST_INTEGRATIONS=1, which nox sets, a missing library fails the run.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import xent
+
+NEEDS = {"test_trainer.py": "accelerate", "test_peft.py": "peft"}
+"""What a file needs besides transformers."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what tests a library that is not there."""
+    needed = {"transformers", NEEDS.get(collection_path.name, "transformers")}
+    missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
+    if missing and os.environ.get("XENT_TEST_INTEGRATIONS") == "1":
+        raise pytest.UsageError(f"XENT_TEST_INTEGRATIONS=1, and there is no {', '.join(missing)}")
+    return True if missing else None
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Return the shapes of the hidden states whose loss was fused, as they come."""
+    shapes: list[tuple[int, ...]] = []
+    function = xent.linear_cross_entropy
+
+    def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
+        shapes.append(tuple(input.shape))
+        return function(input, *args, **kwargs)
+
+    monkeypatch.setattr(xent, "linear_cross_entropy", watched)
+    return shapes

@@ -1,0 +1,300 @@
+"""Deferred logits are nothing that a caller could tell from logits, whatever is done with them."""
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.integrations.models import device
+from xent.integrations.transformers.deferred import DeferredLogits, is_open
+from xent.integrations.transformers.heads import DeferringLinear
+
+
+def heads(bias: bool = True) -> tuple[nn.Linear, nn.Linear, Tensor]:
+    """Return a head, its deferring twin, and hidden states (2, 5, 8) with a gradient."""
+    torch.manual_seed(0)
+    plain = nn.Linear(8, 16, bias=bias, device=device)
+    twin = copy.deepcopy(plain)
+    twin.__class__ = DeferringLinear
+    return plain, twin, torch.randn(2, 5, 8, device=device, requires_grad=True)
+
+
+TARGET = torch.tensor([[1, 2, 3, -100, 5], [6, 7, -100, 9, 15]], device=device)
+
+
+def mean(logits: Tensor, target: Tensor = TARGET, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.flatten(), **options)
+
+
+FUSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": mean,
+    "sum": lambda z: mean(z, reduction="sum"),
+    "none": lambda z: (mean(z, reduction="none") * torch.arange(10.0, device=device)).sum(),
+    "smoothing": lambda z: mean(z, label_smoothing=0.2),
+    "weight": lambda z: mean(z, weight=torch.arange(16.0, device=device)),
+    "module": lambda z: nn.CrossEntropyLoss()(z.view(10, 16), TARGET.view(-1)),
+    "float": lambda z: mean(z.float()),
+    "to": lambda z: mean(z.to(torch.float64)).float(),
+    "scales": lambda z: mean(3 * z / 7 * -2),
+    "softcap": lambda z: mean(torch.tanh(z / 2) * 2),
+    "softcap and scale": lambda z: mean(0.5 * (F.tanh(z * 3) * 4)),
+    "shift": lambda z: mean(z[..., :-1, :].contiguous(), TARGET[..., 1:]),
+    "shift, not contiguous": lambda z: mean(z[:, :-1], TARGET[:, 1:]),
+    "first classes": lambda z: mean(z[..., :12], TARGET.clamp(max=11)),
+    "one row": lambda z: F.cross_entropy(z[1, 2], TARGET[1, 1]),
+    "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()),
+    "view": lambda z: F.cross_entropy(z.view(-1, 16), TARGET.flatten()),
+    "view classes": lambda z: F.cross_entropy(z.view(10, -1), TARGET.flatten()),
+    "mask": lambda z: F.cross_entropy(z[TARGET >= 0], TARGET[TARGET >= 0]),
+    "clone": lambda z: mean(z.clone()),
+    "probabilities": lambda z: F.cross_entropy(z.view(10, 16), torch.full((10, 16), 1 / 16, device=device)),
+}
+
+LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
+    "log_softmax": lambda z: F.nll_loss(z.log_softmax(-1).view(10, 16), TARGET.flatten()),
+    "classes in front": lambda z: F.cross_entropy(z.transpose(1, 2), TARGET),
+    "tensor scale": lambda z: mean(z * torch.tensor(3.0, device=device)),
+    "negative cap": lambda z: mean(torch.tanh(z) * -3),
+    "tanh twice": lambda z: mean(z.tanh().tanh()),
+    "scale 0": lambda z: mean(z * 0),
+    "plus": lambda z: mean(z + 1),
+    "one class": lambda z: z[..., 3].sum(),
+    "last classes": lambda z: mean(z[..., 3:], TARGET.clamp(max=12)),
+    "every other class": lambda z: z[..., ::2].logsumexp(-1).sum(),
+    "chosen rows": lambda z: z[torch.tensor([1, 0, 1])].logsumexp(-1).sum(),
+    "lower precision": lambda z: mean(z.to(torch.bfloat16).float()),
+    "stacked": lambda z: mean(torch.stack([z, z]).mean(0)),
+    "written to": lambda z: mean(z.mul_(2).clone()),
+    "classes left out": lambda z: _leave_out(z),
+    "looked at before": lambda z: z.max().detach() + mean(z),
+    "another function": lambda z: _Square.apply(z).sum(),
+    "another function on rows": lambda z: _Square.apply(z.view(10, 16)[1:]).sum(),
+}
+
+
+def _leave_out(z: Tensor) -> Tensor:
+    z[..., 4:6] = -1e9
+    return mean(z, TARGET.where(TARGET != 5, 1))
+
+
+class _Square(torch.autograd.Function):
+    """Calls PyTorch where deferred logits are not asked."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return z * z
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (z,) = ctx.saved_tensors
+        return 2 * z * gradient
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("use", [*FUSED, *LOOKED_AT])
+def test_every_use_gives_what_logits_give(use: str, bias: bool, fused: list[tuple[int, ...]]) -> None:
+    plain, deferring, hidden = heads(bias)
+    function = {**FUSED, **LOOKED_AT}[use]
+    expected = function(plain(hidden) * 1)
+    wanted = torch.autograd.grad(expected, (hidden, *plain.parameters()))
+    logits = deferring(hidden)
+    loss = function(logits)
+    found = torch.autograd.grad(loss, (hidden, *deferring.parameters()))
+    assert len(fused) == (use in FUSED)
+    assert type(loss) is Tensor
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("use", FUSED)
+def test_a_loss_leaves_the_logits_as_they_would_be(use: str) -> None:
+    plain, deferring, hidden = heads()
+    logits = deferring(hidden)
+    FUSED[use](logits)
+    assert is_open(logits)
+    assert torch.equal(logits.detach(), plain(hidden))
+    assert not is_open(logits)
+
+
+def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
+    """LoRA on the head adds a second product to the first, and the loss takes both in one."""
+    plain, deferring, hidden = heads()
+    small, small_twin, _ = heads(bias=False)
+    parts = []
+    for head, other in ((plain, small), (deferring, small_twin)):
+        loss = mean(head(hidden) + other(hidden.flip(-1)) * 0.5)
+        parts.append((loss, *torch.autograd.grad(loss, (hidden, *head.parameters(), other.weight))))
+    assert fused == [(10, 16)]
+    for ours, theirs in zip(*parts, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_what_is_known_without_computing() -> None:
+    plain, deferring, hidden = heads()
+    logits, real = deferring(hidden), plain(hidden)
+    for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda"):
+        assert getattr(logits, name) == getattr(real, name)
+    assert (logits.size(), logits.size(-1), logits.dim(), logits.numel(), len(logits)) == ((2, 5, 16), 16, 3, 160, 2)
+    assert isinstance(logits, Tensor)
+    assert torch.is_tensor(logits)
+    assert logits in {logits}
+    assert is_open(logits)
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda z: z.detach().cpu().numpy().tolist(),
+        lambda z: z.tolist(),
+        lambda z: z.stride(),
+        lambda z: str(z),
+        lambda z: copy.deepcopy(z.detach()).tolist(),
+        lambda z: _saved(z).tolist(),
+        lambda z: [row.sum().item() for row in z],
+        lambda z: torch.topk(z, 3).indices.tolist(),
+        lambda z: (z > 0).tolist(),
+        lambda z: torch.compile(lambda x: x.exp().sum(), backend="eager")(z).item(),
+    ],
+)
+def test_looking(look: Callable[[Tensor], Any]) -> None:
+    plain, deferring, hidden = heads()
+    with torch.no_grad():
+        assert look(deferring(hidden)) == look(plain(hidden))
+
+
+def _saved(logits: Tensor) -> Tensor:
+    file = io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+def test_gradient_of_logits_that_were_looked_at_in_time() -> None:
+    plain, deferring, hidden = heads()
+    logits, real = deferring(hidden), plain(hidden)
+    seen = []
+    for z in (logits, real):
+        z.retain_grad()
+        z.register_hook(seen.append)
+        mean(z).backward()
+    torch.testing.assert_close(logits.grad, real.grad)
+    torch.testing.assert_close(*seen)
+
+
+def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
+    plain, deferring, hidden = heads()
+    with torch.no_grad():
+        for head in (plain, deferring):
+            logits = head(hidden) if head is deferring else head(hidden).clone()
+            view, copied = logits.view(10, 16)[2:], logits * 2
+            logits.zero_()
+            assert view.abs().max() == 0
+            assert copied.abs().max() > 0
+
+
+def test_logits_looked_at_after_the_weights_changed() -> None:
+    _, deferring, hidden = heads()
+    logits = deferring(hidden)
+    with torch.no_grad():
+        deferring.weight += 1
+    with pytest.raises(RuntimeError, match="never computed, and the weights"):
+        logits.sum()
+    with pytest.raises(RuntimeError, match="never computed, and the weights"):
+        _Square.apply(logits)
+
+
+def test_without_gradients() -> None:
+    _, deferring, hidden = heads()
+    with torch.no_grad():
+        detached = deferring(hidden)
+        from_tracked = deferring(hidden).float() * 2
+    assert not detached.requires_grad
+    assert not mean(detached).requires_grad
+    assert not mean(from_tracked).requires_grad
+    with torch.enable_grad():
+        tracked = deferring(hidden)
+    with torch.no_grad():
+        assert not mean(tracked).requires_grad
+        assert not mean(tracked * 2).requires_grad
+        tracked.sum()
+    assert mean(tracked).requires_grad  # looked at without gradients, and still under autograd
+    torch.autograd.grad(mean(tracked), hidden)
+
+
+class _Sink(torch.autograd.Function):
+    """Hands outputs on and copies them, as DistributedDataParallel's does."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor) -> Tensor:
+        return z.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def test_logits_that_another_function_hands_on() -> None:
+    plain, deferring, hidden = heads()
+    handed = _Sink.apply(deferring(hidden))
+    assert isinstance(handed, DeferredLogits)
+    wanted = torch.autograd.grad(mean(plain(hidden)), (hidden, plain.weight))
+    found = torch.autograd.grad(mean(handed), (hidden, deferring.weight))
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda head: head.register_forward_hook(lambda module, args, output: None),
+        lambda head: head.half(),
+        lambda head: head.to("meta"),
+    ],
+    ids=["hook", "dtype", "device"],
+)
+def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
+    """Where deferring could go wrong, the head does what torch.nn.Linear does."""
+    plain, deferring, hidden = heads()
+    results = []
+    for head in (plain, deferring):
+        spoil(head)
+        try:
+            results.append(type(head(hidden)))
+        except RuntimeError as error:
+            results.append(str(error))
+    assert results[0] == results[1]
+
+
+def test_transforms_and_traces_compute() -> None:
+    plain, deferring, hidden = heads()
+    for head in (plain, deferring):
+        assert type(torch.func.vmap(head)(hidden)) is Tensor
+        assert torch.jit.trace(head, hidden.detach())(hidden).shape == (2, 5, 16)
+        assert torch.export.export(head, (hidden.detach(),)).module()(hidden).shape == (2, 5, 16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_dtype_of_the_loss(dtype: torch.dtype, autocast: bool, fused: list[tuple[int, ...]]) -> None:
+    plain, deferring, hidden = heads()
+    dtypes = []
+    with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        for head in (plain, deferring):
+            logits = head.to(dtype)(hidden.to(dtype))
+            dtypes.append((logits.dtype, mean(logits).dtype, mean(logits, reduction="none").dtype))
+    assert dtypes[0] == dtypes[1]
+    assert len(fused) == (0 if autocast and dtype == torch.float64 else 2)
+
+
+def test_target_out_of_range() -> None:
+    _, deferring, hidden = heads()
+    if device == "cpu":
+        with pytest.raises(IndexError, match="classes are 0 to 15"):
+            mean(deferring(hidden), TARGET + 1)

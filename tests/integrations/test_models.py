@@ -1,0 +1,159 @@
+"""Every model: patched, the loss, every parameter's gradient and the logits are those of the plain model."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.models import LISTED, MODELS, batch, gradients, make, worst_difference
+from xent.integrations.transformers import causal_lm_loss, patch, unpatch
+from xent.integrations.transformers.deferred import DeferredLogits, is_open
+
+MOST = 1e-5
+"""The bar: largest relative difference of any parameter's gradient in float32."""
+
+
+def agree(name: str, inputs: dict[str, Any], fused: list[tuple[int, ...]], **changes: Any) -> None:
+    """Compare a step of the patched model, whose loss must be fused, with one of the plain model."""
+    model = make(name)
+    for attribute, value in changes.items():
+        setattr(model, attribute, value)
+    plain, expected = gradients(model, inputs)
+    with patch(model):
+        patched, found = gradients(model, inputs)
+        assert len(fused) == 1
+        ours, theirs = ((out["loss"], out["logits"]) if isinstance(out, dict) else out[:2] for out in (patched, plain))
+        assert isinstance(ours[1], DeferredLogits)
+        torch.testing.assert_close(ours[0], theirs[0], rtol=1e-6, atol=0)
+        assert worst_difference(found, expected) <= MOST
+        assert torch.equal(ours[1].detach(), theirs[1])
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
+@pytest.mark.parametrize("name", MODELS)
+def test_step(name: str, masked: bool, fused: list[tuple[int, ...]]) -> None:
+    agree(name, batch(masked), fused)
+
+
+@pytest.mark.parametrize("count", [37, torch.tensor(37)], ids=["int", "tensor"])
+@pytest.mark.parametrize("name", LISTED)
+def test_num_items_in_batch(name: str, count: Any, fused: list[tuple[int, ...]]) -> None:
+    agree(name, {**batch(), "num_items_in_batch": count}, fused)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_other_arguments(name: str, fused: list[tuple[int, ...]]) -> None:
+    tokens = batch()["input_ids"]
+    shifted = tokens.roll(-1, 1)
+    shifted[:, -1] = -100
+    agree(name, {**batch(), "shift_labels": shifted}, fused)
+    fused.clear()
+    agree(name, {**batch(masked=False), "ignore_index": 7}, fused)
+    fused.clear()
+    agree(name, {**batch(), "return_dict": False}, fused)
+    fused.clear()
+    kept = {**batch(), "logits_to_keep": 6}
+    agree(name, {**kept, "labels": kept["labels"][:, -6:]}, fused)
+    assert fused == [(12, 32)]
+
+
+def test_gradient_checkpointing(fused: list[tuple[int, ...]]) -> None:
+    model = make("llama")
+    _, expected = gradients(model, batch())
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its old name
+    model.train()
+    with patch(model):
+        _, found = gradients(model, batch())
+    assert fused
+    assert worst_difference(found, expected) <= MOST
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_bfloat16(name: str, fused: list[tuple[int, ...]]) -> None:
+    """In bfloat16 the patched model is as close to float32 as the plain model is."""
+    model = make(name, torch.bfloat16)
+    plain, rounded = gradients(model, batch())
+    with patch(model):
+        patched, found = gradients(model, batch())
+    assert fused
+    exact, truth = gradients(model.float(), batch())
+    unit = 2.0**-8
+    assert abs(patched.loss - exact.loss) <= 1.5 * abs(plain.loss - exact.loss) + unit * exact.loss
+    assert found.keys() == truth.keys()
+    for key, gradient in truth.items():
+        ours, theirs = ((values[key].float() - gradient).norm() for values in (found, rounded))
+        assert ours <= 1.5 * theirs + unit * gradient.norm(), key
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
+    model, inputs = make(name), batch()
+    kind = inputs["input_ids"].device.type
+    _, truth = gradients(model, inputs)
+    with torch.autocast(kind, torch.bfloat16):
+        plain, rounded = gradients(model, inputs)
+        with patch(model):
+            patched, found = gradients(model, inputs)
+    assert fused
+    assert patched.logits.dtype == plain.logits.dtype == torch.bfloat16
+    assert torch.equal(patched.logits, plain.logits)  # looked at outside of autocast
+    for key, gradient in truth.items():
+        ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
+        assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", LISTED)
+def test_evaluation(name: str, mode: Any, fused: list[tuple[int, ...]]) -> None:
+    model = make(name).eval()
+    with mode():
+        plain = model(**batch())
+        with patch(model):
+            patched = model(**batch())
+            assert fused
+            assert is_open(patched.logits)
+            torch.testing.assert_close(patched.loss, plain.loss, rtol=1e-6, atol=0)
+            assert torch.equal(patched.logits.argmax(-1), plain.logits.argmax(-1))
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_generation(name: str) -> None:
+    model, tokens = make(name).eval(), batch()["input_ids"][:, :5]
+    model.config.output_router_logits = False  # which transformers 5.0 cannot generate with
+    settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    plain = model.generate(tokens, **settings)
+    with patch(model):
+        patched = model.generate(tokens, **settings)
+        beams = model.generate(tokens, max_new_tokens=4, num_beams=2)
+    assert torch.equal(patched.sequences, plain.sequences)
+    for ours, theirs in zip(patched.logits, plain.logits, strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(beams, model.generate(tokens, max_new_tokens=4, num_beams=2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "granite"])
+@pytest.mark.parametrize("count", [None, 37, torch.tensor(37)], ids=["none", "int", "tensor"])
+def test_causal_lm_loss(name: str, count: Any, fused: list[tuple[int, ...]]) -> None:
+    inputs = batch() if count is None else {**batch(), "num_items_in_batch": count}
+    model = make(name)
+    plain, expected = gradients(model, inputs)
+    model.loss_function = causal_lm_loss
+    found, gradient = gradients(model, inputs)
+    assert not fused
+    assert type(found.logits) is Tensor
+    torch.testing.assert_close(found.loss, plain.loss, rtol=1e-6, atol=0)
+    assert worst_difference(gradient, expected) <= MOST
+    agree(name, inputs, fused, loss_function=causal_lm_loss)
+
+
+def test_wrong_labels() -> None:
+    model, inputs = make("llama"), batch()
+    inputs["labels"] = inputs["labels"][:, :-2]
+    with patch(model), pytest.raises(ValueError, match=r"each of the 24 rows of logits, got shape \(20,\)"):
+        model(**inputs)
+    unpatch(model)
+    with pytest.raises(ValueError, match="24 positions"):
+        causal_lm_loss(torch.zeros(2, 12, 96), inputs["labels"], 96)
+    with pytest.raises(ValueError, match="got neither"):
+        causal_lm_loss(torch.zeros(2, 12, 96), None, 96)

@@ -1,0 +1,176 @@
+"""patch and unpatch: what they find, what they leave alone, and what they say where there is nothing to patch."""
+
+import copy
+import pickle
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from tests.integrations.models import batch, gradients, make, worst_difference
+from xent.integrations.transformers import patch, unpatch
+from xent.integrations.transformers.deferred import DeferredLogits
+from xent.integrations.transformers.heads import DeferringLinear
+
+
+def defers(model: nn.Module) -> bool:
+    return isinstance(model(**batch()).logits, DeferredLogits)
+
+
+def test_patch_and_unpatch() -> None:
+    model = make("llama")
+    classes = [type(module) for module in model.modules()]
+    keys = list(model.state_dict())
+    patch(model)
+    patch(model)
+    assert defers(model)
+    assert list(model.state_dict()) == keys
+    assert type(model).__name__ == "LlamaForCausalLM"
+    unpatch(model)
+    unpatch(model)
+    assert not defers(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_context_manager() -> None:
+    model = make("llama")
+    with patch(model) as same:
+        assert same is model
+        assert defers(model)
+    assert not defers(model)
+    with pytest.raises(ZeroDivisionError), patch(model):
+        raise ZeroDivisionError
+    assert not defers(model)
+
+
+def test_all_models_made_from_now_on() -> None:
+    before = make("llama")
+    with patch():
+        patch()
+        assert defers(make("llama"))
+        assert defers(make("gemma2"))
+        config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+        transformers.BertModel(config)  # has no head
+        kept = make("qwen2")
+    assert not defers(before)
+    assert not defers(make("llama"))
+    assert defers(kept)
+    unpatch()
+    assert not hasattr(transformers.PreTrainedModel.post_init, "_xent_wraps")
+
+
+def test_checkpoint_knows_nothing_of_it(tmp_path: Path) -> None:
+    model = make("gemma2")
+    with patch(model):
+        model.save_pretrained(tmp_path)
+        loss = model(**batch()).loss
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(reloaded.lm_head) is nn.Linear
+    torch.testing.assert_close(reloaded.to(model.device)(**batch()).loss, loss, rtol=1e-6, atol=0)
+    with patch():
+        patched = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert defers(patched.to(model.device))
+
+
+def test_copies_defer_too() -> None:
+    model = make("llama")
+    with patch(model):
+        assert defers(copy.deepcopy(model))
+        assert defers(pickle.loads(pickle.dumps(model)))
+
+
+def test_head_made_anew_by_resizing() -> None:
+    """A head that was replaced computes its logits, and patching again finds it."""
+    model = make("llama")
+    patch(model)
+    model.resize_token_embeddings(104, mean_resizing=False)
+    _, expected = gradients(model, batch())
+    patch(model)
+    assert defers(model)
+    _, found = gradients(model, batch())
+    assert worst_difference(found, expected) <= 1e-5
+
+
+def test_wrapped_models() -> None:
+    model = make("llama")
+    with patch(nn.DataParallel(model)):
+        assert defers(model)
+    with patch(torch.compile(model)):
+        assert defers(model)
+    assert not defers(model)
+
+
+def test_masked_language_model(fused: list[tuple[int, ...]]) -> None:
+    """Whatever has a linear head and takes F.cross_entropy of it is served, causal or not."""
+    config = transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=96,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config).to(batch()["labels"].device)
+    _, expected = gradients(model, batch())
+    with patch(model):
+        _, found = gradients(model, batch())
+    assert fused
+    assert worst_difference(found, expected) <= 1e-5
+
+
+class _Halved(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) / 2
+
+
+@pytest.mark.parametrize("kind", ["other forward", "none"])
+def test_head_that_cannot_be_deferred(kind: str) -> None:
+    if kind == "none":
+        config = transformers.LlamaConfig(
+            vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        )
+        model, message = transformers.LlamaModel(config), r"LlamaModel cannot be deferred: .* is None"
+    else:
+        model, message = make("llama"), r"LlamaForCausalLM cannot be deferred: .* is _Halved, and it must be"
+        model.lm_head.__class__ = _Halved
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        patch(model)
+    with pytest.raises(ValueError, match="cannot be deferred"):
+        unpatch(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_not_a_model_of_transformers() -> None:
+    with pytest.raises(ValueError, match=r"got Sequential, which has no get_output_embeddings"):
+        patch(nn.Sequential(nn.Linear(2, 2)))
+
+
+def test_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("llama")
+    module = sys.modules["transformers"]  # which replaces itself while it is imported
+    monkeypatch.setattr(module, "__version__", "4.57.1")
+    for argument in (model, None):
+        with pytest.raises(ImportError, match=r"needs transformers 5, found 4\.57\.1: pip install"):
+            patch(argument)
+    monkeypatch.setattr(module, "__version__", "6.0.0")
+    monkeypatch.delattr(module.PreTrainedModel, "post_init")
+    with pytest.raises(ImportError, match=r"found 6\.0\.0"):
+        patch(model)
+    assert type(model.lm_head) is nn.Linear
+
+
+def test_class_that_somebody_else_made_of_ours() -> None:
+    """FSDP2 gives a module a class of its own, made from the one that it finds."""
+    model = make("llama")
+    patch(model)
+    model.lm_head.__class__ = type("Theirs", (DeferringLinear,), {})
+    unpatch(model)
+    assert not defers(model)
+    patch(model)
+    assert defers(model)
+    model = make("llama")
+    model.lm_head.__class__ = type("Before", (nn.Linear,), {})
+    patch(model)
+    assert defers(model)
+    unpatch(model)
+    assert type(model.lm_head).__name__ == "Before"

@@ -1,0 +1,119 @@
+"""LoRA with PEFT: a frozen head, an adapter on the head itself, a head that is trained beside the adapters."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import xent
+from tests.integrations.models import batch, gradients, make, worst_difference
+from xent.integrations.transformers import patch
+from xent.integrations.transformers.deferred import is_open
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning",
+    "ignore:Model has .tie_word_embeddings=True.:UserWarning",
+    "ignore:.lora_bias=True. was passed",
+)
+
+KINDS: dict[str, dict[str, Any]] = {
+    "frozen head": {"target_modules": ["q_proj"]},
+    "adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
+    "adapter with bias": {"target_modules": ["lm_head"], "lora_bias": True, "bias": "lora_only"},
+    "DoRA": {"target_modules": ["lm_head"], "use_dora": True},
+    "trained head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+}
+
+
+def adapted(kind: str, name: str = "llama", **settings: Any) -> Any:
+    model = peft.get_peft_model(make(name), peft.LoraConfig(r=4, lora_alpha=8, **KINDS[kind], **settings))
+    with torch.no_grad():
+        for key, value in model.named_parameters():
+            if "lora_B" in key:
+                value.normal_(std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_gradients(kind: str, name: str, fused: list[tuple[int, ...]]) -> None:
+    model = adapted(kind, name)
+    plain, expected = gradients(model, batch())
+    with patch(model):
+        patched, found = gradients(model, batch())
+    torch.testing.assert_close(patched.loss, plain.loss, rtol=1e-6, atol=0)
+    assert worst_difference(found, expected) <= 1e-5
+    torch.testing.assert_close(patched.logits.detach(), plain.logits)
+    exotic = kind in ("adapter with bias", "DoRA")  # these look at the logits of the head that they change
+    assert fused == ([] if exotic else [(24, 36 if kind == "adapter on the head" else 32)])
+
+
+def test_patched_before_the_adapter(fused: list[tuple[int, ...]]) -> None:
+    """Fused where the head is left alone; the same numbers, from real logits, where it is not."""
+    for kind, count in (("frozen head", 1), ("trained head", 2), ("adapter on the head", 2)):
+        _, expected = gradients(adapted(kind), batch())
+        with patch():
+            model = adapted(kind)
+        _, found = gradients(model, batch())
+        assert worst_difference(found, expected) <= 1e-5
+        assert len(fused) == count
+
+
+def test_dropout_in_the_adapter_on_the_head(fused: list[tuple[int, ...]]) -> None:
+    model = adapted("adapter on the head", lora_dropout=0.5).train()
+    torch.manual_seed(5)
+    _, expected = gradients(model, batch())
+    with patch(model):
+        torch.manual_seed(5)
+        outputs, found = gradients(model, batch())
+        labels = batch()["labels"][:, 1:].flatten()
+        again = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels)
+    assert len(fused) == 2
+    assert worst_difference(found, expected) <= 1e-5
+    torch.testing.assert_close(again, outputs.loss)  # the logits are of the same dropout as the loss
+
+
+def test_switched_off_and_merged() -> None:
+    model = adapted("adapter on the head").eval()
+    with torch.no_grad(), patch(model):
+        with model.disable_adapter():
+            off = model(**batch())
+            assert is_open(off.logits)
+            torch.testing.assert_close(off.loss, make("llama").eval()(**batch()).loss)
+        on = model(**batch()).loss
+        model.merge_adapter()
+        torch.testing.assert_close(model(**batch()).loss, on)
+    assert not torch.isclose(on, off.loss)
+
+
+def test_frozen_head_gets_no_gradient_and_no_memory_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = adapted("frozen head"), []
+    function = xent.linear_cross_entropy
+
+    def watched(input: Tensor, linear_weight: Tensor, *args: Any, **kwargs: Any) -> Any:
+        loss = function(input, linear_weight, *args, **kwargs)
+        saved = [tensor for tensor in loss.grad_fn.saved_tensors if tensor is not None]
+        asked.append((linear_weight.requires_grad, sum(tensor.nbytes for tensor in saved), input.nbytes))
+        return loss
+
+    monkeypatch.setattr(xent, "linear_cross_entropy", watched)
+    with patch(model):
+        gradients(model, batch())
+    ((trained, saved, hidden),) = asked
+    assert not trained
+    assert saved < 2 * hidden  # the hidden states' gradient and a few scalars, not the (V, D) gradient
+    assert model.get_output_embeddings().weight.grad is None
+
+
+def test_saved_adapter_knows_nothing_of_it(tmp_path: Path) -> None:
+    model = adapted("adapter on the head")
+    with patch(model):
+        model.save_pretrained(tmp_path, save_embedding_layers=False)
+        loss = model(**batch()).loss
+    again = peft.PeftModel.from_pretrained(make("llama"), tmp_path)
+    assert not any(type(module).__name__.startswith("Deferring") for module in again.modules())
+    assert any(type(module) is nn.Linear for module in again.modules())
+    torch.testing.assert_close(again.to(loss.device)(**batch()).loss, loss)

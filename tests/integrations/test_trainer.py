@@ -1,0 +1,152 @@
+"""The real Trainer, on a patched model: the lines that a user adds are the import and the call."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+from tests.integrations.models import VOCABULARY, device, make
+from xent.integrations.transformers import patch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:(transformers|accelerate).*"),
+]
+
+
+class Rows(torch.utils.data.Dataset):
+    """Rows of tokens of several lengths, some labels masked."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        self.rows = torch.randint(3, VOCABULARY, (count, 10), generator=generator)
+        self.masked = torch.randint(1, 8, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, place: int) -> dict[str, torch.Tensor]:
+        labels = self.rows[place].clone()
+        labels[: self.masked[place]] = -100
+        return {"input_ids": self.rows[place], "labels": labels}
+
+
+def run(folder: Path, fuse: bool, name: str = "llama", **settings: Any) -> tuple[Trainer, list[float]]:
+    """Train for three steps of eight rows, evaluate, and return the losses in their order."""
+    model = make(name)
+    if fuse:
+        patch(model)
+    arguments = {
+        "output_dir": str(folder / ("fused" if fuse else "plain")),
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 4,
+        "max_steps": 3,
+        "logging_steps": 1,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "no",
+        "learning_rate": 0.05,
+        "optim": "sgd",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": device == "cpu",
+        "seed": 3,
+    } | settings
+    metrics = arguments.pop("compute_metrics", None)
+    trainer = Trainer(
+        model, TrainingArguments(**arguments), train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics
+    )
+    trainer.train()
+    history = trainer.state.log_history
+    return trainer, [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
+
+
+def same_training(folder: Path, fused: list[tuple[int, ...]], **settings: Any) -> list[float]:
+    """Compare losses and weights with and without patch."""
+    plain, expected = run(folder, False, **settings)
+    assert not fused
+    patched, losses = run(folder, True, **settings)
+    assert fused
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for ours, theirs in zip(patched.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    return losses
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral"])
+def test_training_and_evaluation(name: str, tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    assert len(same_training(tmp_path, fused, name=name)) == 4
+
+
+def test_gradient_accumulation_is_one_large_batch(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    large, expected = run(tmp_path, True)
+    small, losses = run(tmp_path, True, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for ours, theirs in zip(small.model.parameters(), large.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    assert fused
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"label_smoothing_factor": 0.1},
+        {"label_smoothing_factor": 0.1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4},
+        {"gradient_checkpointing": True},
+        {"name": "gemma2", "label_smoothing_factor": 0.1},
+    ],
+    ids=["smoothing", "smoothing and accumulation", "accumulation", "checkpointing", "smoothing and softcap"],
+)
+def test_settings(settings: dict[str, Any], tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    same_training(tmp_path, fused, **settings)
+
+
+def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    """Under autocast, where accelerate converts outputs to float32: they stay deferred, and the losses agree."""
+    _, expected = run(tmp_path, False, bf16=True)
+    _, losses = run(tmp_path, True, bf16=True)
+    assert fused
+    assert losses == pytest.approx(expected, rel=2.0**-8)
+
+
+def test_torch_compile(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    torch.compiler.reset()
+    _, expected = run(tmp_path, False)
+    _, losses = run(tmp_path, True, torch_compile=True, torch_compile_backend="aot_eager")
+    assert losses == pytest.approx(expected, rel=1e-5)
+    torch.compiler.reset()
+
+
+def test_metrics_get_logits(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
+    def accuracy(prediction: Any) -> dict[str, float]:
+        right = prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]
+        return {
+            "accuracy": float(right[prediction.label_ids[:, 1:] != -100].mean()),
+            "sum": prediction.predictions.sum(),
+        }
+
+    results = []
+    for fuse in (False, True):
+        trainer, _ = run(tmp_path, fuse, compute_metrics=accuracy)
+        results.append(trainer.evaluate())
+    assert fused
+    for key in ("eval_loss", "eval_accuracy", "eval_sum"):
+        assert results[1][key] == pytest.approx(results[0][key], rel=1e-4)
+
+
+def test_checkpoint_reloads_unpatched(tmp_path: Path) -> None:
+    trainer, losses = run(tmp_path, True, save_strategy="steps", save_steps=3)
+    folder = tmp_path / "fused" / "checkpoint-3"
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    assert type(model.lm_head) is nn.Linear
+    again = Trainer(model, trainer.args, eval_dataset=Rows(8)).evaluate()
+    assert again["eval_loss"] == pytest.approx(losses[-1], rel=1e-6)
+    resumed = Trainer(make("llama"), trainer.args, train_dataset=Rows(24), eval_dataset=Rows(8))
+    resumed.train(resume_from_checkpoint=str(folder))
+    for ours, theirs in zip(resumed.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
