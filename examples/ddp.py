@@ -35,7 +35,7 @@ def main() -> None:
     if not options.plain:
         patch(model)
     wrapped = DistributedDataParallel(model, find_unused_parameters=options.find_unused)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):
         mine = slice(rank, None, processes)

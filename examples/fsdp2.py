@@ -43,7 +43,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     if options.patch_last:
         patch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):
         mine = slice(rank, None, processes)

@@ -4,6 +4,7 @@ They run as scripts under torchrun: on two GPUs where there are two, or else on 
 """
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from tests.packaging.tree import ROOT
 
 STEPS = 10
+EXAMPLES = ROOT / "examples"
 
 RECIPES = {
     "ddp": ["ddp.py"],
@@ -24,11 +26,11 @@ RECIPES = {
 }
 
 
-def torchrun(processes: int, folder: Path, script: str, *options: str) -> tuple[dict[str, Any], list[float], list[int]]:
+def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple[Any, list[float], list[int]]:
     """Return the weights that a script trained, the losses that it printed, and the number of fused ones by process."""
     weights = folder / "weights.pt"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    program = ["-m", "tests.integrations.watched", str(ROOT / "examples" / script), *options, "--save", str(weights)]
+    program = ["-m", "tests.integrations.watched", str(script), *options, "--save", str(weights)]
     command = [sys.executable, *launcher, *program, "--steps", str(STEPS)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -38,7 +40,7 @@ def torchrun(processes: int, folder: Path, script: str, *options: str) -> tuple[
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[float]]:
-    weights, losses, fused = torchrun(1, tmp_path_factory.mktemp("one"), "ddp.py", "--plain")
+    weights, losses, fused = torchrun(1, tmp_path_factory.mktemp("one"), EXAMPLES / "ddp.py", "--plain")
     assert fused == [0]
     assert len(losses) == STEPS
     assert losses[-1] < losses[0] - 0.5
@@ -49,9 +51,27 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any
 def test_recipe_trains_what_one_process_trains(
     recipe: str, tmp_path: Path, one_process: tuple[dict[str, Any], list[float]]
 ) -> None:
-    weights, losses, fused = torchrun(2, tmp_path, *RECIPES[recipe])
+    script, *options = RECIPES[recipe]
+    weights, losses, fused = torchrun(2, tmp_path, EXAMPLES / script, *options)
     assert fused == [STEPS, STEPS]
     assert losses == pytest.approx(one_process[1], rel=1e-5)
     assert weights.keys() == one_process[0].keys()
     for name, expected in one_process[0].items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_lines_are_all_that_a_script_with_the_trainer_needs(tmp_path: Path) -> None:
+    """Without them it trains the same, on one process and on two, and fuses nothing."""
+    lines = (EXAMPLES / "trainer.py").read_text(encoding="utf-8").splitlines(keepends=True)
+    start = next(place for place, line in enumerate(lines) if line.startswith("import "))
+    ours = [line for line in lines[start:] if "xent" in line or "patch(" in line]
+    assert len(ours) == 2
+    (tmp_path / "trainer.py").write_text("".join(line for line in lines if line not in ours), encoding="utf-8")
+    shutil.copy(EXAMPLES / "common.py", tmp_path)
+    expected, losses, fused = torchrun(1, tmp_path, tmp_path / "trainer.py")
+    assert fused == [0]
+    found, found_losses, fused = torchrun(2, tmp_path, EXAMPLES / "trainer.py", "--rows", "4")
+    assert fused == [STEPS + 1] * 2  # and one evaluation
+    assert found_losses == pytest.approx(losses, rel=1e-5)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)

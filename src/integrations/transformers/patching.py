@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib
 from types import TracebackType
 from typing import Any
 
@@ -128,16 +129,14 @@ def _smooth() -> None:
 
 def _hook_points() -> tuple[Any, Any]:
     """Return the classes that are hooked into, or raise ImportError."""
-    import transformers  # pyright: ignore[reportMissingImports]
-
+    transformers: Any = importlib.import_module("transformers")
     version = transformers.__version__
-    with contextlib.suppress(ImportError):
-        from transformers import PreTrainedModel  # pyright: ignore[reportMissingImports]
-        from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
-
-        complete = hasattr(PreTrainedModel, "post_init") and hasattr(PreTrainedModel, "get_output_embeddings")
+    with contextlib.suppress(ImportError, AttributeError):
+        model = transformers.PreTrainedModel
+        smoother = importlib.import_module("transformers.trainer_pt_utils").LabelSmoother
+        complete = hasattr(model, "post_init") and hasattr(model, "get_output_embeddings")
         if int(version.partition(".")[0]) >= 5 and complete:
-            return PreTrainedModel, LabelSmoother
+            return model, smoother
     raise ImportError(
         f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
         "call xent.linear_cross_entropy in the place of head and loss"
