@@ -13,12 +13,12 @@ import pytest
 import xent
 
 NEEDS = {"test_trainer.py": "accelerate", "test_peft.py": "peft"}
-"""What a file needs besides transformers."""
+"""What a file needs besides PyTorch and transformers, which mlx-lm brings without PyTorch."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what tests a library that is not there."""
-    needed = {"transformers", NEEDS.get(collection_path.name, "transformers")}
+    needed = {"torch", "transformers", NEEDS.get(collection_path.name, "transformers")}
     missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
     if missing and os.environ.get("XENT_TEST_INTEGRATIONS") == "1":
         raise pytest.UsageError(f"XENT_TEST_INTEGRATIONS=1, and there is no {', '.join(missing)}")
