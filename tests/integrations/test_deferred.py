@@ -40,12 +40,15 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "module": lambda z: nn.CrossEntropyLoss()(z.view(10, 16), TARGET.view(-1)),
     "float": lambda z: mean(z.float()),
     "to": lambda z: mean(z.to(torch.float64)).float(),
+    "to its device": lambda z: mean(z.to(z.device).to(dtype=torch.float32, device=z.device, non_blocking=True)),
     "scales": lambda z: mean(3 * z / 7 * -2),
     "softcap": lambda z: mean(torch.tanh(z / 2) * 2),
     "softcap and scale": lambda z: mean(0.5 * (F.tanh(z * 3) * 4)),
     "shift": lambda z: mean(z[..., :-1, :].contiguous(), TARGET[..., 1:]),
     "shift, not contiguous": lambda z: mean(z[:, :-1], TARGET[:, 1:]),
     "first classes": lambda z: mean(z[..., :12], TARGET.clamp(max=11)),
+    "first classes in one view": lambda z: F.cross_entropy(z[..., :12].view(-1, 12), TARGET.clamp(max=11).flatten()),
+    "more classes than there are": lambda z: F.cross_entropy(z[..., :99].view(-1, 16), TARGET.flatten()),
     "one row": lambda z: F.cross_entropy(z[1, 2], TARGET[1, 1]),
     "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()),
     "view": lambda z: F.cross_entropy(z.view(-1, 16), TARGET.flatten()),
@@ -72,6 +75,10 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "written to": lambda z: mean(z.mul_(2).clone()),
     "classes left out": lambda z: _leave_out(z),
     "looked at before": lambda z: z.max().detach() + mean(z),
+    "scaled sum": lambda z: mean(torch.add(z, z, alpha=2)),
+    "rounded": lambda z: z.div(0.1, rounding_mode="floor").sum() + mean(z),
+    "order in memory": lambda z: mean(z.clone(memory_format=torch.preserve_format)),
+    "names": lambda z: mean(torch.reshape(input=torch.mul(z, other=2), shape=(-1, 16))),
     "another function": lambda z: _Square.apply(z).sum(),
     "another function on rows": lambda z: _Square.apply(z.view(10, 16)[1:]).sum(),
 }
@@ -199,15 +206,28 @@ def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
             assert copied.abs().max() > 0
 
 
-def test_logits_looked_at_after_the_weights_changed() -> None:
+@pytest.mark.parametrize("changed", ["weight", "hidden states"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        mean,
+        lambda z: z.sum(),
+        lambda z: _Square.apply(z),
+        lambda z: z.float().clone().sum(),
+        lambda z: mean(z * 2),
+        lambda z: mean(z + z * 0.5),
+        lambda z: mean(z[:, :-1], TARGET[:, 1:]),
+        lambda z: z[TARGET > 0].sum(),
+    ],
+)
+def test_logits_used_after_the_weights_changed(use: Callable[[Tensor], Any], changed: str) -> None:
+    """They are refused, as is what is made of them later: it would be of the new weights."""
     _, deferring, hidden = heads()
     logits = deferring(hidden)
     with torch.no_grad():
-        deferring.weight += 1
+        (deferring.weight if changed == "weight" else hidden).mul_(2)
     with pytest.raises(RuntimeError, match="never computed, and the weights"):
-        logits.sum()
-    with pytest.raises(RuntimeError, match="never computed, and the weights"):
-        _Square.apply(logits)
+        use(logits)
 
 
 def test_without_gradients() -> None:
