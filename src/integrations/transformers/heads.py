@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
 
-__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "deferring", "find_heads", "restore"]
+__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "restore"]
 
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 """Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
@@ -90,7 +90,7 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
-            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a plain torch.nn.Linear; "
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear whose forward nobody replaced; "
             "the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
             "still saves the float32 copies of its logits"
         )
@@ -98,10 +98,23 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, DeferringHead.forward)
+    forward = type(module).forward
+    if "forward" in vars(module) and not issubclass(type(module), DeferringHead):  # not that of its class
+        forward = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, DeferringHead.forward)
 
 
-def deferring(kind: type) -> type:
+def defer_logits(head: Any) -> bool:
+    """Make a head defer its logits; return whether it did not do so before."""
+    changed = not isinstance(head, DeferringHead) or hasattr(head, "_xent_restored")
+    head.__class__ = _deferring(type(head))
+    if hasattr(head, "_xent_restored"):
+        del head._xent_restored
+    _rebind(head)
+    return changed
+
+
+def _deferring(kind: type) -> type:
     """Return the class of a head that is a `kind` and defers its logits; `kind` itself if it does."""
     if issubclass(kind, DeferringHead):
         return kind
@@ -119,3 +132,10 @@ def restore(head: Any) -> None:
         head.__class__ = kind._xent_restores
     elif issubclass(kind, DeferringHead):
         head._xent_restored = True  # a class that somebody else made of ours
+    _rebind(head)
+
+
+def _rebind(head: Any) -> None:
+    """Let accelerate, which moves weights and inputs around a forward that it keeps, keep that of the class."""
+    if "_old_forward" in vars(head):
+        head._old_forward = type(head).forward.__get__(head)
