@@ -144,7 +144,8 @@ def check_unchanged(logits: DeferredLogits) -> None:
         raise RuntimeError(
             "these logits were never computed, and the weights or hidden states that they come from have changed or "
             "are gone since (an optimizer step, sharding, offloading): look at the logits before that, "
-            "outputs.logits.detach() will do, or take the model out of xent with unpatch(model)"
+            "outputs.logits.detach() will do; or with FSDP2 keep the outermost group in one piece, "
+            "fully_shard(model, reshard_after_forward=False); or take the model out of xent with unpatch(model)"
         )
 
 

@@ -50,7 +50,7 @@ def _can_defer(head: Any, input: Tensor) -> bool:
         return False
     if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
         return False
-    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id"):
+    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id") or _is_flat(head):
         return False
     if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
         return False
@@ -67,6 +67,12 @@ def _can_defer(head: Any, input: Tensor) -> bool:
 def _is_sharded(head: Any) -> bool:
     """Whether FSDP2 shards this module by itself, and so has its weight in one piece during its own call only."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+
+
+def _is_flat(head: Any) -> bool:
+    """Whether FSDP1 wraps this module by itself, and takes its weight away at the end of its call."""
+    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
+    return bool(parts) and all(part.module is head for part in parts)
 
 
 def find_heads(model: nn.Module) -> list[nn.Module]:

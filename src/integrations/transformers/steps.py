@@ -183,12 +183,33 @@ def _of_rows(
 
 
 def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
-    """Let FSDP, which waits for the backward pass in this way, hook itself to the edge."""
+    """Let FSDP, which waits in this way for the backward pass to gather weights, wait for that of the recipe too.
+
+    A loss that is taken later, outside of what FSDP wraps, has gradients that do not come through these logits.
+    """
     owner = getattr(hook, "func", hook)
     if not is_open(logits) or not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
         return NotImplemented
+    recipe = logits._recipe
+    hooked_modules = getattr(getattr(hook, "__self__", None), "_modules", ())
+    if recipe.head is None or recipe.head not in hooked_modules:  # a head on its own is hooked when it is called again
+        logits._recipe = recipe.with_tensors(tuple([_hooked(tensor, hook) for tensor in recipe.tensors()]))
+        logits._view = None
     with torch._C.DisableTorchFunctionSubclass():
         return function(logits, hook)
+
+
+def _base(function: Any, logits: Any) -> Any:
+    """Return what logits are that are no view of others: the memory of deferred ones is always a view."""
+    return None if is_open(logits) and logits._view is None else NotImplemented
+
+
+def _hooked(tensor: Tensor, hook: Any) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias
 
 
 def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -225,6 +246,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     torch.flatten: _flatten,
     Tensor.__getitem__: _take,
     Tensor.register_hook: _register_hook,
+    Tensor._base.__get__: _base,
 }
 """What is recorded: the function, and who records it."""
 
@@ -237,7 +259,7 @@ KEYWORDS: dict[Any, frozenset[str]] = {
 """What these functions may be given by keyword and still be recorded; the others, nothing."""
 
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_base"),
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
     *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
 )
 _METHODS = (
