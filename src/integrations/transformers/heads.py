@@ -28,7 +28,8 @@ class DeferringHead:
             logits: Tensor = nn.functional.linear(input, self.weight, self.bias)
             return logits
         autocast = autocast_dtype(input.device.type)
-        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, self if _is_sharded(self) else None)
+        alone = self if _is_sharded(self) and not _shares_group(self) else None
+        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, alone)
         return defer(recipe, (*input.shape[:-1], self.weight.shape[0]), autocast or input.dtype)
 
 
@@ -50,7 +51,9 @@ def _can_defer(head: Any, input: Tensor) -> bool:
         return False
     if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
         return False
-    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id") or _is_flat(head):
+    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id"):
+        return False
+    if _is_flat(head) or _is_taken_away(head):
         return False
     if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
         return False
@@ -65,8 +68,20 @@ def _can_defer(head: Any, input: Tensor) -> bool:
 
 
 def _is_sharded(head: Any) -> bool:
-    """Whether FSDP2 shards this module by itself, and so has its weight in one piece during its own call only."""
+    """Whether FSDP2 was told to shard this module: then it has hooked it, and has its weight in one piece for a time."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+
+
+def _shares_group(head: Any) -> bool:
+    """Whether FSDP2 gathers other modules with this one, so that it cannot be called again by itself."""
+    return len(head._get_fsdp_state()._modules) > 1
+
+
+def _is_taken_away(head: Any) -> bool:
+    """Whether FSDP2 has the weight in one piece until the end of this call only, and no other call can bring it back."""
+    if not _is_sharded(head) or not _shares_group(head):
+        return False
+    return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
 
 
 def _is_flat(head: Any) -> bool:
