@@ -1,7 +1,7 @@
 """Losses and gradients of sharded models, patched and plain, where FSDP gathers weights for a call or a group alone.
 
-A script for torchrun, which prints a line for each way to shard. A loss taken outside of the model has gradients that do
-not come through the model's outputs, on which FSDP waits to gather weights for the backward pass.
+A script for torchrun, which prints a line for each way to shard. A loss taken outside of the model has gradients that
+do not come through the model's outputs, on which FSDP waits to gather weights for the backward pass.
 """
 
 import time

@@ -68,7 +68,7 @@ def _can_defer(head: Any, input: Tensor) -> bool:
 
 
 def _is_sharded(head: Any) -> bool:
-    """Whether FSDP2 was told to shard this module: then it has hooked it, and has its weight in one piece for a time."""
+    """Whether FSDP2 was told to shard this module: it has hooked it then, and puts its weight together for a time."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
 
 
@@ -78,7 +78,7 @@ def _shares_group(head: Any) -> bool:
 
 
 def _is_taken_away(head: Any) -> bool:
-    """Whether FSDP2 has the weight in one piece until the end of this call only, and no other call can bring it back."""
+    """Whether FSDP2 has the weight in one piece until the end of this call, and no other call can bring it back."""
     if not _is_sharded(head) or not _shares_group(head):
         return False
     return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
@@ -111,8 +111,8 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
-            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear whose forward nobody replaced; "
-            "the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with its own "
+            "forward; the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
             "still saves the float32 copies of its logits"
         )
     return found

@@ -76,7 +76,8 @@ def patch(model: nn.Module | None = None) -> Patch:
         return Patch(None, _patch_all())
     heads = find_heads(model)
     _smooth()
-    return Patch(model, any([defer_logits(head) for head in heads]))
+    changed = [defer_logits(head) for head in heads]
+    return Patch(model, any(changed))
 
 
 def unpatch(model: nn.Module | None = None) -> None:
