@@ -111,9 +111,9 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
-            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with its own "
-            "forward; the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
-            "still saves the float32 copies of its logits"
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
+            "forward of its class; the model was left as it was, and with model.loss_function = "
+            "xent.integrations.transformers.causal_lm_loss it still does without the float32 copies of its logits"
         )
     return found
 
