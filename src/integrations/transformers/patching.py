@@ -107,7 +107,6 @@ def _patch_all() -> bool:
     post_init = kind.post_init
     if hasattr(post_init, "_xent_wraps"):
         return False
-    _smooth()
 
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
