@@ -127,7 +127,7 @@ def _is_linear(module: Any) -> bool:
 
 def defer_logits(head: Any) -> bool:
     """Make a head defer its logits; return whether it did not do so before."""
-    changed = not isinstance(head, DeferringHead) or hasattr(head, "_xent_restored")
+    changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
     head.__class__ = _deferring(type(head))
     if hasattr(head, "_xent_restored"):
         del head._xent_restored

@@ -216,6 +216,11 @@ def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
     return loss.cross_entropy(*args, **kwargs)
 
 
+def _getter(attribute: str) -> Any:
+    """Return what `__torch_function__` is given for an attribute."""
+    return getattr(Tensor, attribute).__get__
+
+
 KNOWN: dict[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     F.tanh: _tanh,
@@ -246,7 +251,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     torch.flatten: _flatten,
     Tensor.__getitem__: _take,
     Tensor.register_hook: _register_hook,
-    Tensor._base.__get__: _base,
+    _getter("_base"): _base,
 }
 """What is recorded: the function, and who records it."""
 
@@ -268,7 +273,7 @@ _METHODS = (
 )
 METADATA: frozenset[Any] = frozenset(
     [
-        *[getattr(Tensor, name).__get__ for name in _ATTRIBUTES],
+        *[_getter(name) for name in _ATTRIBUTES],
         *[getattr(Tensor, name) for name in _METHODS],
         torch.numel,
         torch.is_floating_point,
