@@ -63,13 +63,17 @@ def test_linear_inputs(target: Target, layout: str) -> None:
     torch.manual_seed(0)
     source = torch.randn(3, 4, 8, device=target.device)
     weight = torch.randn(1, 21, 8, device=target.device)
+    bias = torch.randn(3, 4, 21, device=target.device)
     classes = torch.randint(21, (3, 4), device=target.device)
     change = LAYOUTS[layout]
+    options = {"workspace": 21 * 4 * 5, "backend": target.name}
     outcome = []
-    for x, w in ((source, weight), (change(source), change(weight))):
-        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_()]
-        loss = xent.linear_cross_entropy(leaves[0], leaves[1], classes, workspace=21 * 4 * 5, backend=target.name)
-        outcome.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for x, w, b in ((source, weight, bias), (change(source), change(weight), change(bias))):
+        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_(), b.detach()[0, 0].requires_grad_()]
+        loss = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
+        with torch.no_grad():
+            alone = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
+        outcome.append((loss.detach(), alone, *torch.autograd.grad(loss, leaves)))
     for one, other in zip(*outcome, strict=True):
         torch.testing.assert_close(one, other)
 
