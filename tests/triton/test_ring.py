@@ -30,6 +30,31 @@ def test_options(target: Target, length: str, dtype: str, name: str) -> None:
         assert comparison.passed, comparison
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("softcap", [0.5, 200.0, 1e6])
+@pytest.mark.parametrize("length", ["one program", "three programs"])
+def test_softcaps_of_any_size(target: Target, length: str, softcap: float, dtype: str) -> None:
+    options = {"softcap": softcap}
+    case = target.sized(Case("cross_entropy", (2, 5), vocabulary_of(target, length), dtype, "softcap", options))
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("length", ["one program", "three programs"])
+def test_rows_that_share_memory(target: Target, length: str) -> None:
+    torch.manual_seed(0)
+    vocabulary = vocabulary_of(target, length)
+    values = torch.randn(vocabulary + 3 * 64, device=target.device, dtype=torch.bfloat16)
+    classes = torch.randint(vocabulary, (4,), device=target.device)
+    for view in (values[:vocabulary].expand(4, -1), values.unfold(0, vocabulary, 64)):
+        outcome = []
+        for logits in (view.detach(), view.clone(memory_format=torch.contiguous_format).detach()):
+            loss = xent.cross_entropy(logits.requires_grad_(), classes, backend=target.name)
+            outcome.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+        for found, expected in zip(*outcome, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", ["plain", "all"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("length", LENGTHS)
