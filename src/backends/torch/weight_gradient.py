@@ -22,9 +22,9 @@ class WeightGradient:
     """Sums grad_logits^T @ hidden over chunks.
 
     In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
-    2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first, as
-    the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of the
-    whole.
+    2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
+    as the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of
+    the whole.
 
     On CUDA a bfloat16 gradient of few chunks is summed in bfloat16, the sum being rounded once a chunk instead of once
     at the end: half the memory, which is most of what the call takes, for at most a fifth more error.
