@@ -10,6 +10,7 @@ import torch
 from tests.triton.gpu import calls
 from tests.triton.sanitize import VOCABULARIES
 from xent.backends.triton import ring
+from xent.backends.triton.ring import _multiprocessors as multiprocessors
 from xent.core.spec import LossSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -39,6 +40,28 @@ def asked(logits: Any, grad: Any = None, results: dict[str, Any] | None = None, 
     facts = SimpleNamespace(target=0, class_weight=options.pop("class_weight", None))
     facts.spec = replace(LossSpec(), **options)
     return ring.programs_a_row(logits, grad or logits, facts, SimpleNamespace(**(RESULTS | (results or {}))))
+
+
+@pytest.mark.parametrize(
+    ("major", "version", "devices", "count"),
+    [
+        (9, "3.6.0", ("cuda",), 132),
+        (9, "3.6.0+git1234", ("cuda",), 132),
+        (9, "3.5.1", ("cuda",), 0),
+        (9, "3.7.1", ("cuda",), 0),
+        (8, "3.6.0", ("cuda",), 0),
+        (10, "3.6.0", ("cuda",), 0),
+        (9, "3.6.0", ("cuda", "cpu"), 0),
+    ],
+)
+def test_machines(
+    major: int, version: str, devices: tuple[str, ...], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SimpleNamespace(major=major, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(ring.triton, "__version__", version)
+    monkeypatch.setattr(ring, "DEVICES", devices)
+    assert multiprocessors.__wrapped__(0) == count
 
 
 @pytest.mark.parametrize(

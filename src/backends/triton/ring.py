@@ -8,6 +8,8 @@ import torch
 import triton
 from torch import Tensor
 
+from xent.backends.triton.machine import DEVICES
+
 __all__ = ["launch_ring", "programs_a_row"]
 
 # Gluon, the language of that kernel, is not yet stable: these are the releases of Triton on which it was run.
@@ -24,10 +26,11 @@ _REGISTERS = 168
 
 @cache
 def _multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has, 0 for another GPU or an untried Triton."""
+    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton, or its interpreter, which has no Gluon."""
     release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
     device = torch.cuda.get_device_properties(index)
-    return device.multi_processor_count if device.major == _HOPPER and release in _RELEASES else 0
+    serves = device.major == _HOPPER and release in _RELEASES and DEVICES == ("cuda",)
+    return device.multi_processor_count if serves else 0
 
 
 def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> int | None:
