@@ -89,7 +89,7 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("stats", [(), ("count",)])
+@pytest.mark.parametrize("stats", [(), ("count",), ("lse", "z_loss")])
 def test_nothing_of_an_ignored_row_is_felt(
     target: Target, function: str, reduction: str, hidden: float, stats: tuple[str, ...]
 ) -> None:

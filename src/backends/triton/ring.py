@@ -26,7 +26,7 @@ _REGISTERS = 168
 
 @cache
 def _multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton, or its interpreter, which has no Gluon."""
+    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton or its interpreter."""
     release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
     device = torch.cuda.get_device_properties(index)
     serves = device.major == _HOPPER and release in _RELEASES and DEVICES == ("cuda",)
