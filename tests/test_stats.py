@@ -66,6 +66,18 @@ def test_ties_go_to_the_lowest_class_even_where_the_softcap_makes_them(target: T
     np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 1])
 
 
+@pytest.mark.parametrize("vocabulary", [20_000, 20_001])
+def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) -> None:
+    """A kernel that takes so many classes at a time meets these at the same place of different blocks."""
+    values = np.zeros((2, vocabulary))
+    values[0, [5, 8197, 16389]] = 1.0
+    values[1, [7, 100, 16384]] = -1.0
+    logits, classes = target.arrays(values, np.array([5, 8197]))
+    _, stats = xent.cross_entropy(logits, classes, stats=("predictions", "accuracy"), backend=target.name)
+    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [5, 0])
+    assert float(stats.accuracy) == 0.5
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:
