@@ -78,6 +78,27 @@ def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) 
     assert float(stats.accuracy) == 0.5
 
 
+def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target) -> None:
+    """The target's logit is 288.75, and 288 in bfloat16: beside the others' sum the rounded one is not sure at all."""
+    dtype = "bfloat16" if "bfloat16" in target.harness.dtypes else "float32"
+    weight = np.zeros((9, 3))
+    weight[4] = 256.0, 32.0, 0.75
+    hidden, classifier, classes = target.arrays(np.ones((2, 3)), weight, np.array([4, 4]), dtype=dtype)
+    found = []
+
+    def call(source: object) -> object:
+        loss, stats = xent.linear_cross_entropy(
+            source, classifier, classes, label_smoothing=0.5, stats=("entropy", "nll"), backend=target.name
+        )
+        found.extend([stats.entropy, stats.nll])
+        return loss
+
+    loss, _ = target.harness.gradients(call, (hidden,), None)
+    for values in found[:2]:
+        np.testing.assert_allclose(target.harness.numpy(values), 0, atol=1e-6)
+    np.testing.assert_allclose(target.harness.numpy(loss), 288.75 * 0.5 * 8 / 9, rtol=1e-4)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:
