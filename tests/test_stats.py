@@ -78,6 +78,15 @@ def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) 
     assert float(stats.accuracy) == 0.5
 
 
+@pytest.mark.parametrize(("logit_scale", "expected"), [(2.0, [2, 0]), (-2.0, [1, 2]), (0.0, [0, 0])])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_scale_orders_predictions(target: Target, function: str, logit_scale: float, expected: list[int]) -> None:
+    logits, unit, classes = target.arrays(np.array([[1.0, 0.0, 3.0], [4.0, 2.0, 1.0]]), np.eye(3), np.array([1, 1]))
+    arrays = (logits, classes) if function == "cross_entropy" else (logits, unit, classes)
+    _, stats = getattr(xent, function)(*arrays, logit_scale=logit_scale, stats=("predictions",), backend=target.name)
+    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), expected)
+
+
 def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target) -> None:
     """The target's logit is 288.75, and 288 in bfloat16: beside the others' sum the rounded one is not sure at all."""
     dtype = "bfloat16" if "bfloat16" in target.harness.dtypes else "float32"
