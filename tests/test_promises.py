@@ -89,7 +89,7 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("stats", [(), ("count",)])
+@pytest.mark.parametrize("stats", [(), ("count",), ("lse", "z_loss")])
 def test_nothing_of_an_ignored_row_is_felt(
     target: Target, function: str, reduction: str, hidden: float, stats: tuple[str, ...]
 ) -> None:
@@ -109,7 +109,8 @@ def test_nothing_of_an_ignored_row_is_felt(
             call, arrays = call_of(target, case, drawn, stats=stats)
             loss_only = (lambda *given, call=call: call(*given)[0]) if stats else call
             loss, gradients = target.harness.gradients(loss_only, arrays, upstream)
-            outcome.append([target.harness.numpy(array) for array in (loss, *gradients)])
+            share = [call(*arrays)[1].z_loss] if "z_loss" in stats else []
+            outcome.append([target.harness.numpy(array) for array in (loss, *gradients, *share)])
         for expected, found in zip(*outcome, strict=True):
             # Not to the bit: exp of a vector register that also holds a NaN may round its other lanes differently.
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)

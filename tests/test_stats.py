@@ -66,6 +66,48 @@ def test_ties_go_to_the_lowest_class_even_where_the_softcap_makes_them(target: T
     np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 1])
 
 
+@pytest.mark.parametrize("vocabulary", [20_000, 20_001])
+def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) -> None:
+    """A kernel that takes so many classes at a time meets these at the same place of different blocks."""
+    values = np.zeros((2, vocabulary))
+    values[0, [5, 8197, 16389]] = 1.0
+    values[1, [7, 100, 16384]] = -1.0
+    logits, classes = target.arrays(values, np.array([5, 8197]))
+    _, stats = xent.cross_entropy(logits, classes, stats=("predictions", "accuracy"), backend=target.name)
+    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [5, 0])
+    assert float(stats.accuracy) == 0.5
+
+
+@pytest.mark.parametrize(("logit_scale", "expected"), [(2.0, [2, 0]), (-2.0, [1, 2]), (0.0, [0, 0])])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_scale_orders_predictions(target: Target, function: str, logit_scale: float, expected: list[int]) -> None:
+    logits, unit, classes = target.arrays(np.array([[1.0, 0.0, 3.0], [4.0, 2.0, 1.0]]), np.eye(3), np.array([1, 1]))
+    arrays = (logits, classes) if function == "cross_entropy" else (logits, unit, classes)
+    _, stats = getattr(xent, function)(*arrays, logit_scale=logit_scale, stats=("predictions",), backend=target.name)
+    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), expected)
+
+
+def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target) -> None:
+    """The target's logit is 288.75, and 288 in bfloat16: beside the others' sum the rounded one is not sure at all."""
+    dtype = "bfloat16" if "bfloat16" in target.harness.dtypes else "float32"
+    weight = np.zeros((9, 3))
+    weight[4] = 256.0, 32.0, 0.75
+    hidden, classifier, classes = target.arrays(np.ones((2, 3)), weight, np.array([4, 4]), dtype=dtype)
+    found = []
+
+    def call(source: object) -> object:
+        loss, stats = xent.linear_cross_entropy(
+            source, classifier, classes, label_smoothing=0.5, stats=("entropy", "nll"), backend=target.name
+        )
+        found.extend([stats.entropy, stats.nll])
+        return loss
+
+    loss, _ = target.harness.gradients(call, (hidden,), None)
+    for values in found[:2]:
+        np.testing.assert_allclose(target.harness.numpy(values), 0, atol=1e-6)
+    np.testing.assert_allclose(target.harness.numpy(loss), 288.75 * 0.5 * 8 / 9, rtol=1e-4)
+
+
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 import xent
 
-NEEDS = {"test_trainer.py": "accelerate", "test_peft.py": "peft"}
+NEEDS = {"test_memory.py": "accelerate", "test_trainer.py": "accelerate", "test_peft.py": "peft"}
 """What a file needs besides PyTorch and transformers, which mlx-lm brings without PyTorch."""
 
 

@@ -7,11 +7,14 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-__all__ = ["LISTED", "MODELS", "VOCABULARY", "batch", "device", "gradients", "make", "worst_difference"]
+__all__ = [
+    *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY"),
+    *("batch", "device", "gradients", "make", "spread_logits", "worst_difference"),
+]
 
 VOCABULARY = 96
-_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SMALL = {
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -19,46 +22,46 @@ _SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
-    **_TOKENS,
+    **TOKENS,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", _SMALL),
-    "llama-tied": ("LlamaConfig", {**_SMALL, "tie_word_embeddings": True}),
-    "qwen2": ("Qwen2Config", _SMALL),
-    "qwen3": ("Qwen3Config", {**_SMALL, "head_dim": 8}),
-    "mistral": ("MistralConfig", _SMALL),
-    "gemma2": ("Gemma2Config", {**_SMALL, "head_dim": 8, "final_logit_softcapping": 0.5}),
-    "gemma3": ("Gemma3TextConfig", {**_SMALL, "head_dim": 8, "final_logit_softcapping": 0.5}),
-    "phi3": ("Phi3Config", _SMALL),
-    "granite": ("GraniteConfig", {**_SMALL, "logits_scaling": 0.125}),
-    "cohere": ("CohereConfig", {**_SMALL, "logit_scale": 4.0}),
-    "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, **_GPT2, **_NO_DROPOUT, **_TOKENS}),
-    "mixtral": ("MixtralConfig", {**_SMALL, "num_local_experts": 4, "output_router_logits": True}),
-    "phi": ("PhiConfig", _SMALL),  # a head with bias
+    "llama": ("LlamaConfig", SMALL),
+    "llama-tied": ("LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2Config", SMALL),
+    "qwen3": ("Qwen3Config", {**SMALL, "head_dim": 8}),
+    "mistral": ("MistralConfig", SMALL),
+    "gemma2": ("Gemma2Config", {**SMALL, "head_dim": 8, "final_logit_softcapping": 0.5}),
+    "gemma3": ("Gemma3TextConfig", {**SMALL, "head_dim": 8, "final_logit_softcapping": 0.5}),
+    "phi3": ("Phi3Config", SMALL),
+    "granite": ("GraniteConfig", {**SMALL, "logits_scaling": 0.125}),
+    "cohere": ("CohereConfig", {**SMALL, "logit_scale": 4.0}),
+    "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, **_GPT2, **_NO_DROPOUT, **TOKENS}),
+    "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "output_router_logits": True}),
+    "phi": ("PhiConfig", SMALL),  # a head with bias
     "opt": (  # .contiguous() behind the head
         "OPTConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "dropout": 0.0, **_TOKENS}
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "dropout": 0.0, **TOKENS}
         | {"num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     ),
     "mamba": (  # .float() behind the head
         "MambaConfig",
-        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **_TOKENS},
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **TOKENS},
     ),
     "recurrent-gemma": (  # tanh(logits / cap) * cap
         "RecurrentGemmaConfig",
-        {**_SMALL, "num_hidden_layers": 3, "head_dim": 8, "lru_width": 32, "logits_soft_cap": 0.5},
+        {**SMALL, "num_hidden_layers": 3, "head_dim": 8, "lru_width": 32, "logits_soft_cap": 0.5},
     ),
     "bamba": (  # a z-loss on logits that are looked at
         "BambaConfig",
-        {**_SMALL, "num_hidden_layers": 1, "attn_layer_indices": [0], "z_loss_coefficient": 0.01}
+        {**SMALL, "num_hidden_layers": 1, "attn_layer_indices": [0], "z_loss_coefficient": 0.01}
         | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1},
     ),
     "bart": (  # its own loss: no shift, no loss_function
         "BartConfig",
-        {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "dropout": 0.0, **_TOKENS}
+        {"vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "decoder_ffn_dim": 48, "dropout": 0.0, **TOKENS}
         | {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False, "attention_dropout": 0.0},
     ),
 }
@@ -76,12 +79,17 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**copy.deepcopy(arguments))
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
+    spread_logits(model)
+    return model
+
+
+def spread_logits(model: Any) -> None:
+    """Give a head weights that are large enough for logits that differ."""
     head = model.get_output_embeddings()
     with torch.no_grad():
         head.weight.normal_(std=0.3)
         if head.bias is not None:
             head.bias.normal_()
-    return model
 
 
 def batch(masked: bool = True, rows: int = 2, length: int = 12) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 import copy
 import io
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -40,12 +42,18 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "module": lambda z: nn.CrossEntropyLoss()(z.view(10, 16), TARGET.view(-1)),
     "float": lambda z: mean(z.float()),
     "to": lambda z: mean(z.to(torch.float64)).float(),
+    "to its device": lambda z: mean(z.to(z.device).to(dtype=torch.float32, device=z.device, non_blocking=True)),
     "scales": lambda z: mean(3 * z / 7 * -2),
     "softcap": lambda z: mean(torch.tanh(z / 2) * 2),
     "softcap and scale": lambda z: mean(0.5 * (F.tanh(z * 3) * 4)),
     "shift": lambda z: mean(z[..., :-1, :].contiguous(), TARGET[..., 1:]),
+    "shift, one after the other": lambda z: F.cross_entropy(
+        z[:, :-1].contiguous().view(-1, 16), TARGET[:, 1:].flatten()
+    ),
     "shift, not contiguous": lambda z: mean(z[:, :-1], TARGET[:, 1:]),
     "first classes": lambda z: mean(z[..., :12], TARGET.clamp(max=11)),
+    "first classes in one view": lambda z: F.cross_entropy(z[..., :12].view(-1, 12), TARGET.clamp(max=11).flatten()),
+    "more classes than there are": lambda z: F.cross_entropy(z[..., :99].view(-1, 16), TARGET.flatten()),
     "one row": lambda z: F.cross_entropy(z[1, 2], TARGET[1, 1]),
     "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()),
     "view": lambda z: F.cross_entropy(z.view(-1, 16), TARGET.flatten()),
@@ -63,6 +71,17 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh twice": lambda z: mean(z.tanh().tanh()),
     "scale 0": lambda z: mean(z * 0),
     "plus": lambda z: mean(z + 1),
+    "infinite scale": lambda z: mean(z * float("inf")).detach().nan_to_num() + mean(z),
+    "scaled, and another": lambda z: mean(z * 2 + z * 0.5),
+    "sum over rows": lambda z: mean(z + z[:1]),
+    "sum of dtypes": lambda z: mean(z + z.to(torch.float64)).float(),
+    "classes in the middle": lambda z: F.cross_entropy(z, TARGET.new_zeros(2, 16)),
+    "trained target": lambda z: F.cross_entropy(
+        z.view(10, 16), torch.full((10, 16), 1 / 16, device=device, requires_grad=True)
+    ),
+    "elements": lambda z: z[torch.ones(2, 5, 16, dtype=torch.bool, device=device)].sum(),
+    "some classes": lambda z: mean(z[..., ::2], TARGET.clamp(max=7)),
+    "all but the last classes": lambda z: mean(z[..., :-4], TARGET.clamp(max=11)),
     "one class": lambda z: z[..., 3].sum(),
     "last classes": lambda z: mean(z[..., 3:], TARGET.clamp(max=12)),
     "every other class": lambda z: z[..., ::2].logsumexp(-1).sum(),
@@ -72,6 +91,10 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "written to": lambda z: mean(z.mul_(2).clone()),
     "classes left out": lambda z: _leave_out(z),
     "looked at before": lambda z: z.max().detach() + mean(z),
+    "scaled sum": lambda z: mean(torch.add(z, z, alpha=2)),
+    "rounded": lambda z: z.div(0.1, rounding_mode="floor").sum() + mean(z),
+    "order in memory": lambda z: mean(z.clone(memory_format=torch.preserve_format)),
+    "names": lambda z: mean(torch.reshape(input=torch.mul(z, other=2), shape=(-1, 16))),
     "another function": lambda z: _Square.apply(z).sum(),
     "another function on rows": lambda z: _Square.apply(z.view(10, 16)[1:]).sum(),
 }
@@ -136,6 +159,43 @@ def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda z: z.flatten(),
+        lambda z: z.flatten(0, 1),
+        lambda z: z.view(5, -1),
+        lambda z: z.view(-1, 16)[:3],
+        lambda z: z[..., ::2],
+        lambda z: z[..., :4, :99],
+        lambda z: z[0],
+        lambda z: z[:, -1:, :7],
+        lambda z: z.to("meta"),
+    ],
+)
+def test_shape_and_device_of_what_is_made(made: Callable[[Tensor], Tensor]) -> None:
+    plain, deferring, hidden = heads()
+    ours, theirs = made(deferring(hidden)), made(plain(hidden))
+    assert ours.shape == theirs.shape
+    assert ours.device == theirs.device
+    assert (ours + 0).shape == theirs.shape
+
+
+@pytest.mark.parametrize("wrong", [lambda z: z[0, 0, 0, 0], lambda z: z[:, :-1].view(-1, 16), lambda z: z.view(3, -1)])
+def test_errors_are_those_of_logits(wrong: Callable[[Tensor], Any]) -> None:
+    plain, deferring, hidden = heads()
+    with pytest.raises((IndexError, RuntimeError)) as expected:
+        wrong(plain(hidden))
+    with pytest.raises(expected.type, match=re.escape(str(expected.value))):
+        wrong(deferring(hidden))
+
+
+def test_sum_with_bias_in_both(fused: list[tuple[int, ...]]) -> None:
+    plain, deferring, hidden = heads()
+    torch.testing.assert_close(mean(deferring(hidden) + deferring(hidden)), mean(plain(hidden) * 2))
+    assert not fused
+
+
 def test_what_is_known_without_computing() -> None:
     plain, deferring, hidden = heads()
     logits, real = deferring(hidden), plain(hidden)
@@ -186,6 +246,10 @@ def test_gradient_of_logits_that_were_looked_at_in_time() -> None:
         mean(z).backward()
     torch.testing.assert_close(logits.grad, real.grad)
     torch.testing.assert_close(*seen)
+    hooked = deferring(hidden)
+    hooked.register_hook(seen.append)
+    mean(hooked).backward()
+    torch.testing.assert_close(seen[1:2], seen[2:])
 
 
 def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
@@ -195,19 +259,33 @@ def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
             logits = head(hidden) if head is deferring else head(hidden).clone()
             view, copied = logits.view(10, 16)[2:], logits * 2
             logits.zero_()
+            assert F.cross_entropy(view, TARGET.flatten()[2:]).item() == pytest.approx(math.log(16))
             assert view.abs().max() == 0
             assert copied.abs().max() > 0
 
 
-def test_logits_looked_at_after_the_weights_changed() -> None:
+@pytest.mark.parametrize("changed", ["weight", "hidden states"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        mean,
+        lambda z: z.sum(),
+        lambda z: _Square.apply(z),
+        lambda z: z.float().clone().sum(),
+        lambda z: mean(z * 2),
+        lambda z: mean(z + z * 0.5),
+        lambda z: mean(z[:, :-1], TARGET[:, 1:]),
+        lambda z: z[TARGET > 0].sum(),
+    ],
+)
+def test_logits_used_after_the_weights_changed(use: Callable[[Tensor], Any], changed: str) -> None:
+    """They are refused, as is what is made of them later: it would be of the new weights."""
     _, deferring, hidden = heads()
     logits = deferring(hidden)
     with torch.no_grad():
-        deferring.weight += 1
+        (deferring.weight if changed == "weight" else hidden).mul_(2)
     with pytest.raises(RuntimeError, match="never computed, and the weights"):
-        logits.sum()
-    with pytest.raises(RuntimeError, match="never computed, and the weights"):
-        _Square.apply(logits)
+        use(logits)
 
 
 def test_without_gradients() -> None:
@@ -250,14 +328,21 @@ def test_logits_that_another_function_hands_on() -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+class _Tagged(Tensor):
+    """A tensor whose class means something."""
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
         lambda head: head.register_forward_hook(lambda module, args, output: None),
+        lambda head: setattr(head.weight, "ds_id", 1),
+        lambda head: setattr(head, "bias", nn.Parameter(head.bias.half())),
+        lambda head: setattr(head, "weight", nn.Parameter(head.weight.as_subclass(_Tagged))),
         lambda head: head.half(),
         lambda head: head.to("meta"),
     ],
-    ids=["hook", "dtype", "device"],
+    ids=["hook", "DeepSpeed", "dtype of the bias", "another class of tensor", "dtype", "device"],
 )
 def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
     """Where deferring could go wrong, the head does what torch.nn.Linear does."""
@@ -272,12 +357,24 @@ def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
     assert results[0] == results[1]
 
 
+def test_inputs_for_which_heads_compute() -> None:
+    plain, deferring, hidden = heads()
+    assert type(deferring(hidden.as_subclass(_Tagged))) is type(plain(hidden.as_subclass(_Tagged)))
+    with torch.no_grad():
+        assert is_open(deferring(hidden))
+        assert type(deferring(hidden[:, -1:])) is Tensor  # generation, one token at a time
+        assert type(deferring(hidden[0, 0])) is Tensor
+
+
 def test_transforms_and_traces_compute() -> None:
     plain, deferring, hidden = heads()
-    for head in (plain, deferring):
-        assert type(torch.func.vmap(head)(hidden)) is Tensor
-        assert torch.jit.trace(head, hidden.detach())(hidden).shape == (2, 5, 16)
-        assert torch.export.export(head, (hidden.detach(),)).module()(hidden).shape == (2, 5, 16)
+    expected = plain(hidden)
+    assert type(torch.func.vmap(deferring)(hidden)) is Tensor
+    for compute in (
+        torch.jit.trace(deferring, hidden.detach()),
+        torch.export.export(deferring, (hidden.detach(),)).module(),
+    ):
+        torch.testing.assert_close(compute(hidden), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations.sharded import WAYS
 from tests.packaging.tree import ROOT
 
 STEPS = 10
@@ -29,13 +30,19 @@ RECIPES = {
 def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple[Any, list[float], list[int]]:
     """Return the weights that a script trained, the losses that it printed, and the number of fused ones by process."""
     weights = folder / "weights.pt"
+    arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
+    printed = launch(processes, "tests.integrations.watched", *arguments)
+    losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", printed, flags=re.MULTILINE)]
+    return torch.load(weights), losses, [int(count) for count in re.findall(r"fused losses: (\d+)", printed)]
+
+
+def launch(processes: int, module: str, *arguments: str) -> str:
+    """Return what a module that several processes run has printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    program = ["-m", "tests.integrations.watched", str(script), *options, "--save", str(weights)]
-    command = [sys.executable, *launcher, *program, "--steps", str(STEPS)]
+    command = [sys.executable, *launcher, "-m", module, *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
     assert run.returncode == 0, run.stderr[-4000:]
-    losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", run.stdout, flags=re.MULTILINE)]
-    return torch.load(weights), losses, [int(count) for count in re.findall(r"fused losses: (\d+)", run.stdout)]
+    return run.stdout
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +65,13 @@ def test_recipe_trains_what_one_process_trains(
     assert weights.keys() == one_process[0].keys()
     for name, expected in one_process[0].items():
         torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_losses_inside_and_outside_of_sharded_models() -> None:
+    printed = launch(2, "tests.integrations.sharded")
+    assert re.findall(r"^(FSDP.*): loss (\w+), (\w+)$", printed, flags=re.MULTILINE) == [
+        (way, where, made) for way, made in WAYS.items() for where in ("inside", "outside")
+    ]
 
 
 def test_two_lines_are_all_that_a_script_with_the_trainer_needs(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import torch
 import transformers
 from torch import nn
 
-from tests.integrations.models import batch, gradients, make, worst_difference
+from tests.integrations.models import batch, device, gradients, make, worst_difference
 from xent.integrations.transformers import patch, unpatch
-from xent.integrations.transformers.deferred import DeferredLogits
+from xent.integrations.transformers.deferred import DeferredLogits, is_open
 from xent.integrations.transformers.heads import DeferringLinear
 
 
@@ -44,6 +44,21 @@ def test_context_manager() -> None:
     with pytest.raises(ZeroDivisionError), patch(model):
         raise ZeroDivisionError
     assert not defers(model)
+
+
+def test_context_manager_of_what_was_patched_before() -> None:
+    """It leaves what it found."""
+    model = make("llama")
+    patch(model)
+    with patch(model), patch(model):
+        pass
+    assert defers(model)
+    unpatch(model)
+    with patch():
+        with patch():
+            pass
+        assert defers(make("llama"))
+    assert not defers(make("llama"))
 
 
 def test_all_models_made_from_now_on() -> None:
@@ -103,6 +118,25 @@ def test_wrapped_models() -> None:
     assert not defers(model)
 
 
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_model_that_accelerate_dispatches(patched_first: bool, fused: list[tuple[int, ...]]) -> None:
+    """What device_map does: every module moves its inputs, and the outputs go back to where the inputs were."""
+    accelerate = pytest.importorskip("accelerate")
+    model, places = make("llama"), {"model": str(device), "lm_head": str(device)}
+    plain, expected = gradients(model, batch())
+    if patched_first:
+        patch(model)
+    accelerate.dispatch_model(model, places, main_device=str(device), force_hooks=True)
+    patch(model)
+    outputs, found = gradients(model, batch())
+    assert fused
+    assert is_open(outputs.logits)
+    assert worst_difference(found, expected) <= 1e-5
+    assert torch.equal(outputs.logits.detach(), plain.logits)
+    unpatch(model)
+    assert not defers(model)
+
+
 def test_masked_language_model(fused: list[tuple[int, ...]]) -> None:
     """Whatever has a linear head and takes F.cross_entropy of it is served, causal or not."""
     config = transformers.BertConfig(
@@ -122,13 +156,17 @@ class _Halved(nn.Linear):
         return super().forward(input) / 2
 
 
-@pytest.mark.parametrize("kind", ["other forward", "none"])
+@pytest.mark.parametrize("kind", ["other forward", "forward of its own", "none"])
 def test_head_that_cannot_be_deferred(kind: str) -> None:
     if kind == "none":
         config = transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
         )
         model, message = transformers.LlamaModel(config), r"LlamaModel cannot be deferred: .* is None"
+    elif kind == "forward of its own":
+        model, message = make("llama"), r"LlamaForCausalLM cannot be deferred: .* is Linear, and it must be"
+        forward = model.lm_head.forward
+        model.lm_head.forward = lambda hidden: forward(hidden) / 2
     else:
         model, message = make("llama"), r"LlamaForCausalLM cannot be deferred: .* is _Halved, and it must be"
         model.lm_head.__class__ = _Halved

@@ -1,5 +1,7 @@
 """The real Trainer, on a patched model: the lines that a user adds are the import and the call."""
 
+from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +10,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
-from tests.integrations.models import VOCABULARY, device, make
+from tests.integrations.models import VOCABULARY, batch, device, make
 from xent.integrations.transformers import patch
 
 pytestmark = [
@@ -104,6 +107,32 @@ def test_gradient_accumulation_is_one_large_batch(tmp_path: Path, fused: list[tu
 )
 def test_settings(settings: dict[str, Any], tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
     same_training(tmp_path, fused, **settings)
+
+
+@pytest.mark.parametrize("form", ["dict", "tuple"])
+@pytest.mark.parametrize("shift", [True, False])
+@pytest.mark.parametrize(("ignored", "count"), [(-100, None), (7, None), (-100, 37), (-100, torch.tensor(37))])
+def test_label_smoother(form: str, shift: bool, ignored: int, count: Any, fused: list[tuple[int, ...]]) -> None:
+    """With whatever its caller gives it; labels of another shape get real logits."""
+    model, inputs = make("gemma2"), batch()
+    labels = inputs["labels"].where(inputs["labels"] != -100, ignored)
+    smoother = LabelSmoother(epsilon=0.2, ignore_index=ignored)
+    given = {"num_items_in_batch": count} if "num_items_in_batch" in signature(smoother).parameters else {}
+    losses, gradients = [], []
+    for fuse in (False, True):
+        with patch(model) if fuse else nullcontext():
+            logits = model(inputs["input_ids"]).logits
+            outputs = {"logits": logits} if form == "dict" else (logits, None)
+            losses.append(smoother(outputs, labels, shift_labels=shift, **given))
+        gradients.append(torch.autograd.grad(losses[-1], model.lm_head.weight)[0])
+    assert len(fused) == 1
+    torch.testing.assert_close(losses[1], losses[0])
+    torch.testing.assert_close(gradients[1], gradients[0])
+    with patch(model):
+        spread = smoother({"logits": model(inputs["input_ids"]).logits}, labels[..., None], **given)
+    assert len(fused) == 1
+    if not shift:
+        torch.testing.assert_close(spread, losses[0])
 
 
 def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:

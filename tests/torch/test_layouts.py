@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -63,13 +64,17 @@ def test_linear_inputs(target: Target, layout: str) -> None:
     torch.manual_seed(0)
     source = torch.randn(3, 4, 8, device=target.device)
     weight = torch.randn(1, 21, 8, device=target.device)
+    bias = torch.randn(3, 4, 21, device=target.device)
     classes = torch.randint(21, (3, 4), device=target.device)
     change = LAYOUTS[layout]
+    options = {"workspace": 21 * 4 * 5, "backend": target.name}
     outcome = []
-    for x, w in ((source, weight), (change(source), change(weight))):
-        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_()]
-        loss = xent.linear_cross_entropy(leaves[0], leaves[1], classes, workspace=21 * 4 * 5, backend=target.name)
-        outcome.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    for x, w, b in ((source, weight, bias), (change(source), change(weight), change(bias))):
+        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_(), b.detach()[0, 0].requires_grad_()]
+        loss = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
+        with torch.no_grad():
+            alone = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
+        outcome.append((loss.detach(), alone, *torch.autograd.grad(loss, leaves)))
     for one, other in zip(*outcome, strict=True):
         torch.testing.assert_close(one, other)
 
@@ -89,6 +94,50 @@ def test_targets_weights_and_probabilities(target: Target, layout: str) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     expected = xent.cross_entropy(logits, wide, backend=target.name)
     torch.testing.assert_close(xent.cross_entropy(logits, change(wide), backend=target.name), expected, rtol=0, atol=0)
+
+
+def far_apart(near: Tensor) -> Tensor:
+    """Return (3, n) values whose rows are 2^30 elements apart: offsets of the last do not fit into 32 bits.
+
+    On the CPU, memory of NumPy's: nothing fills it, and only the pages that are written to exist.
+    """
+    size = 2**31 + near.shape[1]
+    if near.device.type == "cpu":
+        memory = torch.from_numpy(np.empty(size, np.int16)).view(near.dtype)
+    else:
+        memory = torch.empty(size, dtype=near.dtype, device=near.device)
+    return memory.as_strided(near.shape, (2**30, 1)).copy_(near)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["index", "probabilities", "inplace"])
+def test_rows_far_apart(target: Target, kind: str, reduction: str) -> None:
+    torch.manual_seed(0)
+    vocabulary = 5000
+    logits = torch.randn(3, vocabulary, dtype=torch.bfloat16, device=target.device)
+    labels = torch.tensor([0, 1, vocabulary - 1], device=target.device)
+    if kind == "probabilities":
+        labels = torch.rand(3, vocabulary, device=target.device).bfloat16()
+    options = {"reduction": reduction, "label_smoothing": 0.1, "inplace": kind == "inplace", "backend": target.name}
+    outcome = []
+    for change in (torch.clone, far_apart):
+        leaf = change(logits).requires_grad_()
+        loss = xent.cross_entropy(leaf, change(labels) if labels.dim() > 1 else labels, **options)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        outcome.append((loss.detach(), grad))
+    for one, other in zip(*outcome, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_linear_inputs_far_apart(target: Target) -> None:
+    torch.manual_seed(0)
+    source, weight = (torch.randn(3, 8, dtype=torch.bfloat16, device=target.device) for _ in range(2))
+    classes = torch.tensor([2, 1, 2], device=target.device)
+    near, far = (
+        xent.linear_cross_entropy(change(source), change(weight), classes, reduction="none", backend=target.name)
+        for change in (torch.clone, far_apart)
+    )
+    torch.testing.assert_close(far, near)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

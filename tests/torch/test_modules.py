@@ -45,11 +45,28 @@ def test_options_reach_the_loss() -> None:
     assert "z_loss=0.1" in repr(module)
 
 
+def test_logits_in_place() -> None:
+    logits, classes = torch.randn(2, 7, requires_grad=True), torch.randint(7, (2,))
+    for inplace in (False, True):
+        given = logits * 1
+        before = given._version
+        CrossEntropyLoss(inplace=inplace)(given, classes).backward()
+        assert (given._version > before) == inplace
+
+
+def test_workspace_reaches_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+    monkeypatch.setattr("xent.integrations.torch.linear_cross_entropy", lambda *args, **kwargs: given.append(kwargs))
+    LinearCrossEntropyLoss(8, 11, workspace=2**20, backend="torch")(torch.randn(2, 8), torch.randint(11, (2,)))
+    assert (given[0]["workspace"], given[0]["backend"]) == (2**20, "torch")
+
+
 def test_linear_loss_owns_its_classifier() -> None:
     torch.manual_seed(0)
     module = LinearCrossEntropyLoss(8, 11, bias=True, shift=1, weight=torch.rand(11), ignore_index=2)
     assert list(module.state_dict()) == ["weight", "linear.weight", "linear.bias"]
     hidden, labels = torch.randn(2, 5, 8), torch.randint(11, (2, 5))
+    labels[:, 3] = 2
     loss = module(hidden, labels)
     logits = module.linear(hidden)[:, :-1].flatten(0, 1)
     plain = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), weight=module.weight, ignore_index=2)

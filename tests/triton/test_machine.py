@@ -1,5 +1,6 @@
 """Whether this machine can run the kernels: what was found and what is needed, whatever it is that is missing."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,17 @@ def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatc
     printed = subprocess.run(program, check=True, capture_output=True, text=True).stdout.splitlines()
     assert printed[0].startswith(reason)
     assert printed[1] == f"backend 'triton' cannot serve this call: {printed[0]}"
+
+
+def test_kernels_chain_no_three_boolean_operators() -> None:
+    """The compiler of the oldest Triton that is accepted takes two at a time."""
+    files = sorted(Path(machine.__file__).parent.glob("*.py"))
+    functions = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if is_kernel(node)]
+    assert len(functions) > 20
+    for function in functions:
+        for node in ast.walk(function):
+            assert not isinstance(node, ast.BoolOp) or len(node.values) == 2, ast.unparse(node)
+
+
+def is_kernel(node: ast.AST) -> bool:
+    return isinstance(node, ast.FunctionDef) and any("triton.jit" in ast.unparse(one) for one in node.decorator_list)

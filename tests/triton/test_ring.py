@@ -3,6 +3,8 @@
 Where there is no Hopper GPU the plain kernel passes the same tests.
 """
 
+import math
+
 import pytest
 import torch
 
@@ -28,6 +30,52 @@ def test_options(target: Target, length: str, dtype: str, name: str) -> None:
     case = target.sized(Case("cross_entropy", (2, 5), vocabulary_of(target, length), dtype, name, OPTIONS[name]))
     for comparison in judge_case(target.backend, target.harness, case):
         assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("lead", [10.0, 20.0])
+def test_gradient_of_a_sure_target_does_not_cancel(target: Target, lead: float, reduction: str, length: str) -> None:
+    """It is 1 - p, of which float32 has few bits or none; the sum of the others' p has them all."""
+    torch.manual_seed(0)
+    vocabulary = vocabulary_of(target, length)
+    logits, classes = torch.randn(4, vocabulary), torch.tensor([0, 3, vocabulary // 2, vocabulary - 1])
+    logits[torch.arange(4), classes] = lead + math.log(vocabulary)
+    wide = logits.double().requires_grad_()
+    torch.nn.functional.cross_entropy(wide, classes, reduction="sum").backward()
+    leaf = logits.to(target.device).requires_grad_()
+    xent.cross_entropy(leaf, classes.to(target.device), reduction=reduction, backend=target.name).sum().backward()
+    assert leaf.grad is not None
+    assert wide.grad is not None
+    found, expected = leaf.grad.cpu().double(), wide.grad
+    torch.testing.assert_close(
+        found.gather(1, classes[:, None]), expected.gather(1, classes[:, None]), rtol=1e-4, atol=0
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("softcap", [0.5, 200.0, 1e6])
+@pytest.mark.parametrize("length", ["one program", "three programs"])
+def test_softcaps_of_any_size(target: Target, length: str, softcap: float, dtype: str) -> None:
+    options = {"softcap": softcap}
+    case = target.sized(Case("cross_entropy", (2, 5), vocabulary_of(target, length), dtype, "softcap", options))
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("length", ["one program", "three programs"])
+def test_rows_that_share_memory(target: Target, length: str) -> None:
+    torch.manual_seed(0)
+    vocabulary = vocabulary_of(target, length)
+    values = torch.randn(vocabulary + 3 * 64, device=target.device, dtype=torch.bfloat16)
+    classes = torch.randint(vocabulary, (4,), device=target.device)
+    for view in (values[:vocabulary].expand(4, -1), values.unfold(0, vocabulary, 64)):
+        outcome = []
+        for logits in (view.detach(), view.clone(memory_format=torch.contiguous_format).detach()):
+            loss = xent.cross_entropy(logits.requires_grad_(), classes, backend=target.name)
+            outcome.append((loss.detach(), *torch.autograd.grad(loss, logits)))
+        for found, expected in zip(*outcome, strict=True):
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

@@ -10,6 +10,7 @@ __all__ = ["WeightGradient", "kept_dtype"]
 _SLICE_BYTES = 8 * 2**20
 _FLOAT16_ROWS = 1024
 _ROUNDED_SUMS = 16
+_WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,9 +21,10 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
 class WeightGradient:
     """Sums grad_logits^T @ hidden over chunks.
 
-    In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA the products
-    are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first, as the unfused
-    computation's one product is: independent roundings of parts of a sum add up to no more than one of the whole.
+    In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
+    2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
+    as the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of
+    the whole.
 
     On CUDA a bfloat16 gradient of few chunks is summed in bfloat16, the sum being rounded once a chunk instead of once
     at the end: half the memory, which is most of what the call takes, for at most a fifth more error.
@@ -33,10 +35,11 @@ class WeightGradient:
     ) -> None:
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
-        self._fused = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
+        on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
+        self._fused = on_cuda and _WIDE_PRODUCTS
         chunks = -(-schedule.count // schedule.step)
         rounds = self._out == torch.bfloat16 == compute and chunks <= _ROUNDED_SUMS
-        self._wide = compute if compute.itemsize >= 4 or (self._fused and rounds) else torch.float32
+        self._wide = compute if compute.itemsize >= 4 or (on_cuda and rounds) else torch.float32
 
     def add(self, grad_logits: Tensor, hidden: Tensor, last: bool) -> None:
         """Add a chunk's (R, V)^T @ (R, D); `last` says that none follows."""

@@ -8,12 +8,15 @@ import torch
 import triton
 from torch import Tensor
 
+from xent.backends.triton.machine import DEVICES
+
 __all__ = ["launch_ring", "programs_a_row"]
 
 # Gluon, the language of that kernel, is not yet stable: these are the releases of Triton on which it was run.
 _RELEASES = ((3, 6),)
 _HOPPER = 9
 _SMALLEST_ROW = 84 * 1024  # bytes; of rows up to that, three fit into an L1 cache, where plain Triton finds them again
+_LARGEST_SOFTCAP = 256  # the kernel finds k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
 _SLOT = 16384  # bytes
 _SLOTS = 14
 _SPARE = 3  # of the slots: what loads the next row during the reduction
@@ -23,10 +26,11 @@ _REGISTERS = 168
 
 @cache
 def _multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has, 0 for another GPU or an untried Triton."""
+    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton or its interpreter."""
     release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
     device = torch.cuda.get_device_properties(index)
-    return device.multi_processor_count if device.major == _HOPPER and release in _RELEASES else 0
+    serves = device.major == _HOPPER and release in _RELEASES and DEVICES == ("cuda",)
+    return device.multi_processor_count if serves else 0
 
 
 def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> int | None:
@@ -38,10 +42,14 @@ def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> in
     spec, size, vocabulary = facts.spec, logits.itemsize, logits.shape[1]
     if size == 4 and (spec.softcap is not None or spec.label_smoothing):
         return None  # exact enough for 16 bits only
+    if spec.softcap is not None and spec.softcap > _LARGEST_SOFTCAP:
+        return None
     if vocabulary * size <= _SMALLEST_ROW or logits.data_ptr() % 16 or grad.data_ptr() % 16:
         return None
     if any(length * size % 16 for length in (vocabulary, logits.stride(0), grad.stride(0))):
         return None  # rows do not begin on boundaries of 16 bytes, which the copy engine needs
+    if logits.stride(0) < vocabulary:
+        return None  # expanded rows or windows: the copy engine is not said to take rows that share memory
     group = triton.cdiv(triton.cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
     return group if group <= _multiprocessors(logits.device.index) else None
 

@@ -19,7 +19,7 @@ sure is the sum of the others' p, and cancels nothing.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from xent.backends.triton.ring_parts import activate, exchange, exp, fade, finite, fold, read
 
@@ -287,7 +287,7 @@ def _consume(
         is_dead = is_dead_next
 
 
-_PER_ROW = ["target", "target_logits", "weight", "scale", "dead", "loss", "lse_out", "nll_out", "z_out"]
+_PER_ROW = ["target", "target_logits", "weight", "scale", "dead", "loss", "lse_out", "nll_out", "z_out", "words"]
 
 
 @gluon.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=_PER_ROW)
@@ -335,6 +335,7 @@ def ring_kernel(
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=1)
+    fence_async_shared()  # or the copy engine might come upon a barrier that is not there yet
     vocabulary = vocabulary_units * VEC
     stride = stride_units.to(gl.int64) * VEC
     grad_stride = grad_stride_units.to(gl.int64) * VEC

@@ -117,7 +117,7 @@ def rows_kernel(
     ALIGNED: tl.constexpr,  # the vocabulary is a multiple of what Triton reads at once
 ):
     """Losses, results and gradient of one row, or of one block of it: see the module's docstring."""
-    LOOKS_AGAIN: tl.constexpr = grad is not None or SMOOTHED or target is None or entropy is not None
+    LOOKS_AGAIN: tl.constexpr = (grad is not None or SMOOTHED) or (target is None or entropy is not None)
     FIRST_LOOK: tl.constexpr = "evict_last" if LOOKS_AGAIN and FORWARD else "evict_first"
     blocks = tl.cdiv(vocabulary, BLOCK)
     program = tl.program_id(0)

@@ -37,7 +37,18 @@ def reduced(values: Tensor, facts: Facts) -> Tensor:
 
 @triton.jit
 def _target_logits_kernel(
-    hidden, hidden_row, hidden_column, weight, weight_row, weight_column, bias, target, found, size, BLOCK: tl.constexpr
+    hidden,  # (R, D), then its strides
+    hidden_row,
+    hidden_column,
+    weight,  # (V, D), then its strides
+    weight_row,
+    weight_column,
+    bias,  # (V,) or None, elements `bias_stride` apart
+    bias_stride,
+    target,  # (R,)
+    found,  # (R,)
+    size,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(target + row)
@@ -50,7 +61,7 @@ def _target_logits_kernel(
         sums += h * w
     z = tl.sum(sums, 0)
     if bias is not None:
-        z += tl.load(bias + y).to(tl.float32)
+        z += tl.load(bias + y * bias_stride).to(tl.float32)
     tl.store(found + row, z)
 
 
@@ -59,9 +70,18 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     size = hidden.shape[1]
     _target_logits_kernel[(len(hidden),)](
-        hidden, *hidden.stride(), weight, *weight.stride(), bias, target, found, size,
-        BLOCK=min(triton.next_power_of_2(max(size, 1)), 2048), num_warps=4,
-    )  # fmt: skip
+        hidden,
+        *hidden.stride(),
+        weight,
+        *weight.stride(),
+        bias,
+        0 if bias is None else bias.stride(0),
+        target,
+        found,
+        size,
+        BLOCK=min(triton.next_power_of_2(max(size, 1)), 2048),
+        num_warps=4,
+    )
     return found
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 from xent.integrations.transformers.blank import blank
 from xent.integrations.transformers.recipe import Recipe, follow, unchanged_since, versions
 
-__all__ = ["DeferredLogits", "defer", "is_open", "metadata", "real"]
+__all__ = ["DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
 
 
 class DeferredLogits(torch.Tensor):
@@ -32,7 +32,8 @@ class DeferredLogits(torch.Tensor):
     _recipe: Recipe
     _tracked: bool
     """Whether autograd follows the recipe: what torch.is_grad_enabled() was, if anything requires a gradient."""
-    _versions: tuple[int, ...]
+    _origins: tuple[tuple[Recipe, tuple[int, ...]], ...]
+    """This recipe and those that it was taken from, each with the versions of its tensors at that time."""
     _view: tuple[Any, ...] | None
     """(deferred, function, arguments), where these are a view of other deferred logits."""
     _contiguous: bool
@@ -41,13 +42,13 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device; or record the call; or make it with real logits."""
-        from xent.integrations.transformers.steps import KNOWN, METADATA
+        from xent.integrations.transformers.steps import KEYWORDS, KNOWN, METADATA
 
         kwargs = {} if kwargs is None else kwargs
         if func in METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in KNOWN:
+        if func in KNOWN and all(name in KEYWORDS.get(func, ()) for name in kwargs):
             made = KNOWN[func](func, *args, **kwargs)
             if made is not NotImplemented:
                 return made
@@ -71,10 +72,11 @@ def defer(
     recipe: Recipe,
     size: tuple[int, ...],
     dtype: torch.dtype,
+    sources: tuple[DeferredLogits, ...] = (),
     view: tuple[Any, ...] | None = None,
     contiguous: bool = True,
 ) -> DeferredLogits:
-    """Return deferred logits of that size and dtype, which the recipe makes."""
+    """Return deferred logits of that size and dtype, which the recipe makes; `sources` are those it was taken from."""
     tensors = recipe.tensors()
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked:
@@ -83,8 +85,8 @@ def defer(
         made = DeferredLogits(blank(tensors[0], size, dtype))
     else:
         made = _Edge.apply(recipe, size, dtype, *tensors)
-    made._recipe, made._tracked, made._versions = recipe, tracked, versions(recipe)
-    made._view, made._contiguous, made._real = view, contiguous, None
+    made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
+    made._origins = sum([source._origins for source in sources], ((recipe, versions(recipe)),))
     return made
 
 
@@ -111,7 +113,7 @@ def real(logits: DeferredLogits) -> Tensor:
                 base, function, arguments = logits._view
                 made: Tensor = function(real(base), *arguments)
             else:
-                _check_unchanged(logits)
+                check_unchanged(logits)
                 made = follow(logits._recipe)
         if metadata(logits, "requires_grad") and not logits._tracked:
             made = _Adopted.apply(logits, made)
@@ -131,17 +133,19 @@ def _values(logits: DeferredLogits) -> Tensor:
         base, function, arguments = logits._view
         viewed: Tensor = function(_values(base), *arguments)
         return viewed
-    _check_unchanged(logits)
+    check_unchanged(logits)
     with torch.no_grad():
         return follow(logits._recipe)
 
 
-def _check_unchanged(logits: DeferredLogits) -> None:
-    if not torch.compiler.is_compiling() and not unchanged_since(logits._recipe, logits._versions):
+def check_unchanged(logits: DeferredLogits) -> None:
+    """Raise RuntimeError if following the recipe would no longer give what the model would have made."""
+    if not torch.compiler.is_compiling() and not all(unchanged_since(*origin) for origin in logits._origins):
         raise RuntimeError(
             "these logits were never computed, and the weights or hidden states that they come from have changed or "
             "are gone since (an optimizer step, sharding, offloading): look at the logits before that, "
-            "outputs.logits.detach() will do, or take the model out of xent with unpatch(model)"
+            "outputs.logits.detach() will do; or with FSDP2 keep the outermost group in one piece, "
+            "fully_shard(model, reshard_after_forward=False); or take the model out of xent with unpatch(model)"
         )
 
 

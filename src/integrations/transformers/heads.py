@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
 
-__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "deferring", "find_heads", "restore"]
+__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "restore"]
 
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 """Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
@@ -28,7 +28,8 @@ class DeferringHead:
             logits: Tensor = nn.functional.linear(input, self.weight, self.bias)
             return logits
         autocast = autocast_dtype(input.device.type)
-        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, self if _is_sharded(self) else None)
+        alone = self if _is_sharded(self) and not _shares_group(self) else None
+        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, alone)
         return defer(recipe, (*input.shape[:-1], self.weight.shape[0]), autocast or input.dtype)
 
 
@@ -52,6 +53,8 @@ def _can_defer(head: Any, input: Tensor) -> bool:
         return False
     if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id"):
         return False
+    if _is_flat(head) or _is_taken_away(head):
+        return False
     if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
         return False
     if autocast_dtype(input.device.type) is None:
@@ -65,8 +68,26 @@ def _can_defer(head: Any, input: Tensor) -> bool:
 
 
 def _is_sharded(head: Any) -> bool:
-    """Whether FSDP2 shards this module by itself, and so has its weight in one piece during its own call only."""
+    """Whether FSDP2 was told to shard this module: it has hooked it then, and puts its weight together for a time."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+
+
+def _shares_group(head: Any) -> bool:
+    """Whether FSDP2 gathers other modules with this one, so that it cannot be called again by itself."""
+    return len(head._get_fsdp_state()._modules) > 1
+
+
+def _is_taken_away(head: Any) -> bool:
+    """Whether FSDP2 has the weight in one piece until the end of this call, and no other call can bring it back."""
+    if not _is_sharded(head) or not _shares_group(head):
+        return False
+    return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
+
+
+def _is_flat(head: Any) -> bool:
+    """Whether FSDP1 wraps this module by itself, and takes its weight away at the end of its call."""
+    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
+    return bool(parts) and all(part.module is head for part in parts)
 
 
 def find_heads(model: nn.Module) -> list[nn.Module]:
@@ -90,18 +111,31 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
     if not found:
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
-            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a plain torch.nn.Linear; "
-            "the model was left as it was, and model.loss_function = xent.integrations.transformers.causal_lm_loss "
-            "still saves the float32 copies of its logits"
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
+            "forward of its class; the model was left as it was, and with model.loss_function = "
+            "xent.integrations.transformers.causal_lm_loss it still does without the float32 copies of its logits"
         )
     return found
 
 
 def _is_linear(module: Any) -> bool:
-    return isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, DeferringHead.forward)
+    forward = type(module).forward
+    if "forward" in vars(module) and not issubclass(type(module), DeferringHead):  # not that of its class
+        forward = getattr(vars(module).get("_old_forward"), "__func__", None)
+    return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, DeferringHead.forward)
 
 
-def deferring(kind: type) -> type:
+def defer_logits(head: Any) -> bool:
+    """Make a head defer its logits; return whether it did not do so before."""
+    changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
+    head.__class__ = _deferring(type(head))
+    if hasattr(head, "_xent_restored"):
+        del head._xent_restored
+    _rebind(head)
+    return changed
+
+
+def _deferring(kind: type) -> type:
     """Return the class of a head that is a `kind` and defers its logits; `kind` itself if it does."""
     if issubclass(kind, DeferringHead):
         return kind
@@ -119,3 +153,10 @@ def restore(head: Any) -> None:
         head.__class__ = kind._xent_restores
     elif issubclass(kind, DeferringHead):
         head._xent_restored = True  # a class that somebody else made of ours
+    _rebind(head)
+
+
+def _rebind(head: Any) -> None:
+    """Let accelerate, which moves weights and inputs around a forward that it keeps, keep that of the class."""
+    if "_old_forward" in vars(head):
+        head._old_forward = type(head).forward.__get__(head)

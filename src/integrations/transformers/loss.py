@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import xent
-from xent.integrations.transformers.deferred import DeferredLogits, is_open
+from xent.integrations.transformers.deferred import DeferredLogits, check_unchanged, is_open
 from xent.integrations.transformers.recipe import Product, autocast_dtype, run, sum_up
 
 __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
@@ -22,6 +22,7 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
     if scaling is None:
         return NotImplemented
     logit_scale, softcap = scaling
+    check_unchanged(logits)
 
     def task(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
         if len(products) == 1:

@@ -8,17 +8,18 @@ from typing import Any
 
 from torch import nn
 
-from xent.integrations.transformers.heads import deferring, find_heads, restore
+from xent.integrations.transformers.heads import defer_logits, find_heads, restore
 from xent.integrations.transformers.smoothing import smooth_from_hidden_states
 
 __all__ = ["Patch", "patch", "unpatch"]
 
 
 class Patch:
-    """What `patch` returns: used in a `with` statement, it undoes the patch at the end."""
+    """What `patch` returns: used in a `with` statement, it undoes the patch at the end, unless there was one before."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, changed: bool) -> None:
         self._model = model
+        self._changed = changed
 
     def __enter__(self) -> Any:
         """Return the model, or None for all models."""
@@ -28,7 +29,8 @@ class Patch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Undo the patch."""
-        unpatch(self._model)
+        if self._changed:
+            unpatch(self._model)
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -71,15 +73,11 @@ def patch(model: nn.Module | None = None) -> Patch:
     >>> torch.testing.assert_close(fused, plain)
     """
     if model is None:
-        _patch_all()
-        return Patch(None)
+        return Patch(None, _patch_all())
     heads = find_heads(model)
     _smooth()
-    for head in heads:
-        head.__class__ = deferring(type(head))
-        if hasattr(head, "_xent_restored"):
-            del head._xent_restored
-    return Patch(model)
+    changed = [defer_logits(head) for head in heads]
+    return Patch(model, any(changed))
 
 
 def unpatch(model: nn.Module | None = None) -> None:
@@ -103,12 +101,12 @@ def unpatch(model: nn.Module | None = None) -> None:
         restore(head)
 
 
-def _patch_all() -> None:
+def _patch_all() -> bool:
+    """Patch models when they are made; return whether that was not done before."""
     kind = _hook_points()[0]
     post_init = kind.post_init
     if hasattr(post_init, "_xent_wraps"):
-        return
-    _smooth()
+        return False
 
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
@@ -118,6 +116,7 @@ def _patch_all() -> None:
 
     post_init_and_patch._xent_wraps = post_init  # type: ignore[attr-defined]
     kind.post_init = post_init_and_patch
+    return True
 
 
 def _smooth() -> None:

@@ -40,7 +40,7 @@ class Recipe(NamedTuple):
     steps: tuple[Step, ...]
     autocast: torch.dtype | None
     head: nn.Module | None
-    """The head, where its weight is there only during its own call (FSDP2): it is called again with a task."""
+    """The head, where FSDP2 shards it alone: its weight is there during its own call, and it is called with a task."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return hidden states and weights of all products, and the bias if there is one."""

@@ -4,6 +4,7 @@ A recorder gets the function and its arguments, and returns deferred logits, or 
 cannot record.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 from xent.integrations.transformers import loss
 from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
 
-__all__ = ["KNOWN", "METADATA"]
+__all__ = ["KEYWORDS", "KNOWN", "METADATA"]
 
 
 def _multiply(function: Any, logits: Any, factor: Any) -> Any:
@@ -50,7 +51,7 @@ def _add(function: Any, logits: Any, other: Any) -> Any:
         return NotImplemented
     scale = math.prod(factors)
     added = [product._replace(scale=product.scale * scale) for product in theirs.products]
-    return _same_rows(logits, mine._replace(products=(*mine.products, *added)))
+    return _same_rows(logits, mine._replace(products=(*mine.products, *added)), sources=(logits, other))
 
 
 def _to_float(function: Any, logits: Any) -> Any:
@@ -58,8 +59,18 @@ def _to_float(function: Any, logits: Any) -> Any:
 
 
 def _to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    kind = args[0] if len(args) == 1 and not kwargs else kwargs.get("dtype") if not args and len(kwargs) == 1 else None
-    return _in_dtype(logits, kind) if isinstance(kind, torch.dtype) else NotImplemented
+    """Record another dtype; a device only if it is that of the logits."""
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    for argument in args:
+        if isinstance(argument, torch.dtype):
+            dtype = argument
+        elif isinstance(argument, (str, torch.device)):
+            device = argument
+        else:
+            return NotImplemented
+    if not is_open(logits) or (device is not None and torch.device(device) != logits.device):
+        return NotImplemented
+    return _in_dtype(logits, logits.dtype if dtype is None else dtype)
 
 
 def _in_dtype(logits: Any, dtype: torch.dtype) -> Any:
@@ -83,27 +94,42 @@ def _clone(function: Any, logits: Any) -> Any:
     return _same_rows(logits, logits._recipe) if is_open(logits) else NotImplemented
 
 
-def _same_rows(logits: DeferredLogits, recipe: Any, dtype: torch.dtype | None = None) -> DeferredLogits:
-    return defer(recipe, tuple(logits.shape), logits.dtype if dtype is None else dtype)
+def _same_rows(
+    logits: DeferredLogits,
+    recipe: Any,
+    dtype: torch.dtype | None = None,
+    sources: tuple[DeferredLogits, ...] | None = None,
+) -> DeferredLogits:
+    dtype = logits.dtype if dtype is None else dtype
+    return defer(recipe, tuple(logits.shape), dtype, (logits,) if sources is None else sources)
 
 
 def _reshape(function: Any, logits: Any, *size: Any) -> Any:
     if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
         size = tuple(size[0])
-    if not is_open(logits) or not size or (not logits._contiguous and function is Tensor.view):
+    if not is_open(logits) or not size or (function is Tensor.view and not _rows_in_place(logits)):
         return NotImplemented
     classes, rows = logits.shape[-1], size[:-1]
     if size[-1] == -1 and math.prod(rows) * classes == logits.numel():
         size = (*rows, classes)
     if size[-1] != classes or not all(isinstance(length, (int, torch.SymInt)) for length in size):
         return NotImplemented
-    return _of_rows(logits, lambda hidden: hidden.reshape(*rows, hidden.shape[-1]), function, size, True)
+    contiguous = logits._contiguous or not _rows_in_place(logits)
+    return _of_rows(logits, lambda hidden: hidden.reshape(*rows, hidden.shape[-1]), function, size, contiguous)
+
+
+def _rows_in_place(logits: DeferredLogits) -> bool:
+    """Whether the rows would lie in memory one after the other, with or without classes left out at their ends."""
+    base = logits if logits._view is None else logits._view[0]
+    return logits._contiguous or (base._contiguous and base.shape[:-1] == logits.shape[:-1])
 
 
 def _flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     if not is_open(logits) or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
         return NotImplemented
-    return _of_rows(logits, lambda hidden: hidden.flatten(start_dim, end_dim), function, (start_dim, end_dim), True)
+    contiguous = logits._contiguous or not _rows_in_place(logits)
+    arguments = (start_dim, end_dim)
+    return _of_rows(logits, lambda hidden: hidden.flatten(start_dim, end_dim), function, arguments, contiguous)
 
 
 def _take(function: Any, logits: Any, index: Any) -> Any:
@@ -114,7 +140,7 @@ def _take(function: Any, logits: Any, index: Any) -> Any:
         if index.dtype != torch.bool or index.ndim >= logits.ndim:
             return NotImplemented
         recipe = logits._recipe.on_rows(lambda hidden: hidden[index])
-        return defer(recipe, (*recipe.products[0].hidden.shape[:-1], logits.shape[-1]), logits.dtype)
+        return defer(recipe, (*recipe.products[0].hidden.shape[:-1], logits.shape[-1]), logits.dtype, (logits,))
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
         return NotImplemented
@@ -129,8 +155,8 @@ def _take(function: Any, logits: Any, index: Any) -> Any:
             return NotImplemented
         parts[-1] = slice(None)
         stop = classes if chosen.stop is None else chosen.stop
-        if stop != classes:
-            if type(stop) is not int or not 0 < stop < classes or recipe.head is not None:
+        if stop != classes and not (type(stop) is int and stop > classes):
+            if type(stop) is not int or stop <= 0 or recipe.head is not None:
                 return NotImplemented
             recipe, classes = recipe.on_classes(stop), stop
     whole = all(part is Ellipsis or part == slice(None) for part in parts) and classes == logits.shape[-1]
@@ -152,20 +178,47 @@ def _of_rows(
     recipe = (logits._recipe if recipe is None else recipe).on_rows(change)
     size = (*recipe.products[0].hidden.shape[:-1], logits.shape[-1] if classes is None else classes)
     is_view = logits._contiguous or not contiguous
-    return defer(recipe, size, logits.dtype, (logits, function, arguments) if is_view else None, contiguous)
+    view = (logits, function, arguments) if is_view else None
+    return defer(recipe, size, logits.dtype, (logits,), view, contiguous)
 
 
 def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
-    """Let FSDP, which waits for the backward pass in this way, hook itself to the edge."""
+    """Let FSDP, which waits in this way for the backward pass to gather weights, wait for that of the recipe too.
+
+    A loss that is taken later, outside of what FSDP wraps, has gradients that do not come through these logits.
+    """
     owner = getattr(hook, "func", hook)
     if not is_open(logits) or not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
         return NotImplemented
+    recipe = logits._recipe
+    hooked_modules = getattr(getattr(hook, "__self__", None), "_modules", ())
+    if recipe.head is None or recipe.head not in hooked_modules:  # a head on its own is hooked when it is called again
+        logits._recipe = recipe.with_tensors(tuple([_hooked(tensor, hook) for tensor in recipe.tensors()]))
+        logits._view = None
     with torch._C.DisableTorchFunctionSubclass():
         return function(logits, hook)
 
 
+def _base(function: Any, logits: Any) -> Any:
+    """Return what logits are that are no view of others: the memory of deferred ones is always a view."""
+    return None if is_open(logits) and logits._view is None else NotImplemented
+
+
+def _hooked(tensor: Tensor, hook: Any) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(hook)
+    return alias
+
+
 def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
     return loss.cross_entropy(*args, **kwargs)
+
+
+def _getter(attribute: str) -> Any:
+    """Return what `__torch_function__` is given for an attribute."""
+    return getattr(Tensor, attribute).__get__
 
 
 KNOWN: dict[Any, Callable[..., Any]] = {
@@ -198,11 +251,20 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     torch.flatten: _flatten,
     Tensor.__getitem__: _take,
     Tensor.register_hook: _register_hook,
+    _getter("_base"): _base,
 }
 """What is recorded: the function, and who records it."""
 
+KEYWORDS: dict[Any, frozenset[str]] = {
+    F.cross_entropy: frozenset(inspect.signature(loss.cross_entropy).parameters),
+    Tensor.to: frozenset(["dtype", "device", "non_blocking"]),
+    Tensor.flatten: frozenset(["start_dim", "end_dim"]),
+    torch.flatten: frozenset(["start_dim", "end_dim"]),
+}
+"""What these functions may be given by keyword and still be recorded; the others, nothing."""
+
 _ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn", "_base"),
+    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
     *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
 )
 _METHODS = (
@@ -211,7 +273,7 @@ _METHODS = (
 )
 METADATA: frozenset[Any] = frozenset(
     [
-        *[getattr(Tensor, name).__get__ for name in _ATTRIBUTES],
+        *[_getter(name) for name in _ATTRIBUTES],
         *[getattr(Tensor, name) for name in _METHODS],
         torch.numel,
         torch.is_floating_point,

@@ -52,8 +52,9 @@ def run(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tenso
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.5))
 
 
-# Rows of the plain kernel, then of the ring kernel: one program a row, several, and off the 16-byte boundaries.
-SHORT, ONE_PROGRAM, SEVERAL_PROGRAMS, SHIFTED = 1000, 16_384, 131_072, 16_391
+# Rows of the plain kernel; of the ring kernel, one program a row and several; off the 16-byte boundaries, of the plain
+# kernel in two passes.
+SHORT, ONE_PROGRAM, SEVERAL_PROGRAMS, SHIFTED = 1000, 43_520, 131_072, 16_391
 ONE_CHUNK = {"workspace": 2**30}
 SEVERAL_CHUNKS = {"workspace": ROWS // 4 * SHORT * 2}
 CALLS = [

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import xent
 from xent.backends.torch import linear as linear_driver
+from xent.backends.torch import weight_gradient
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import Options, pack_numbers
 from xent.core.spec import LossSpec
@@ -127,3 +128,21 @@ def test_logits() -> None:
         assert peak(lambda options=options: call(inplace=True, **options)) <= MIB
         with torch.no_grad():
             assert peak(lambda options=options: xent.cross_entropy(logits, target, **options)) <= MIB
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weight_gradient_without_wide_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch before 2.8 has none."""
+    source, weight, target = draw(512, 64, 1000)
+    master = weight.float().requires_grad_()
+
+    def gradient() -> Tensor:
+        with torch.autocast("cuda", dtype):
+            loss = xent.linear_cross_entropy(source, master, target, workspace=128 * 1000 * 2, backend="triton")
+        return torch.autograd.grad(loss, master)[0]
+
+    expected = gradient()
+    monkeypatch.setattr(weight_gradient, "_WIDE_PRODUCTS", False)
+    found = gradient()
+    assert not torch.equal(found, expected)
+    assert (found - expected).norm() <= torch.finfo(dtype).eps * expected.norm()

@@ -1,0 +1,84 @@
+"""Losses and gradients of sharded models, patched and plain, where FSDP gathers weights for a call or a group alone.
+
+A script for torchrun, which prints a line for each way to shard. A loss taken outside of the model has gradients that
+do not come through the model's outputs, on which FSDP waits to gather weights for the backward pass.
+"""
+
+import time
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+from tests.integrations.models import batch, make
+from tests.integrations.models import device as kind
+from xent.integrations.transformers import patch
+from xent.integrations.transformers.deferred import is_open
+
+__all__ = ["WAYS"]
+
+WAYS = {
+    "FSDP2, one group": "deferred",
+    "FSDP2, head alone": "deferred",
+    "FSDP2, norm and head": "deferred",  # what accelerate does
+    "FSDP2, norm and head, taken away": "computed",
+    "FSDP1, head alone": "computed",
+}
+"""What is sharded -> what becomes of the logits."""
+
+
+def shard(model: Any, way: str, device: torch.device) -> Any:
+    """Return the model, sharded in one of `WAYS`."""
+    if way == "FSDP1, head alone":
+        model.lm_head = FullyShardedDataParallel(model.lm_head, use_orig_params=True, device_id=device)
+        return FullyShardedDataParallel(model, use_orig_params=True, device_id=device)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    if way == "FSDP2, head alone":
+        fully_shard(model.lm_head, mesh=mesh)
+    elif way.startswith("FSDP2, norm and head"):
+        fully_shard([model.model.norm, model.lm_head], mesh=mesh, reshard_after_forward="taken away" in way)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=way != "FSDP2, one group")
+
+
+def step(way: str, outside: bool, patched: bool, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
+    """Return the loss, the gradients that this process holds, and whether the logits were left alone."""
+    model = make("llama").to(device)
+    if patched:
+        patch(model)
+    model = shard(model, way, device)
+    inputs = {name: value.to(device) for name, value in batch().items()}
+    if outside:
+        logits = model(inputs["input_ids"]).logits
+        shifted = inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), shifted)
+    else:
+        outputs = model(**inputs)
+        loss, logits = outputs.loss, outputs.logits
+    loss.backward()
+    gradients = [value.grad for value in model.parameters() if value.grad is not None]
+    return loss.detach(), [getattr(part, "_local_tensor", part) for part in gradients], is_open(logits)
+
+
+def main() -> None:
+    """Compare, and print what was seen."""
+    warnings.filterwarnings("error", message=".*returned a view tensor")
+    dist.init_process_group()
+    device = torch.device("cuda", dist.get_rank()) if kind == "cuda" else torch.device("cpu")
+    for way in WAYS:
+        for outside in (False, True):
+            expected, wanted, _ = step(way, outside, False, device)
+            loss, found, deferred = step(way, outside, True, device)
+            torch.testing.assert_close(loss, expected)
+            torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
+            if dist.get_rank() == 0:
+                where = "outside" if outside else "inside"
+                print(f"{way}: loss {where}, {'deferred' if deferred else 'computed'}", flush=True)
+    time.sleep(1)  # as in `watched`
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

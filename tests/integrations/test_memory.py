@@ -1,0 +1,101 @@
+"""Whatever lies between model and loss, no step of training or evaluation makes a tensor of the size of the logits.
+
+What goes on inside of `xent.linear_cross_entropy` is not seen here: that has tests of its own.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Trainer, TrainingArguments
+
+from tests.integrations.models import SMALL, device
+from xent.integrations.transformers import patch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:(transformers|accelerate).*"),
+]
+
+ROWS, LENGTH, VOCABULARY = 4, 64, 2048
+LOGITS = ROWS * LENGTH * VOCABULARY
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest number of elements that the memory of any result has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, Tensor):
+                self.elements = max(self.elements, result.untyped_storage().nbytes() // result.itemsize)
+        return results
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Rows of tokens, all of them labels."""
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, place: int) -> dict[str, Tensor]:
+        tokens = torch.arange(LENGTH) + place
+        return {"input_ids": tokens, "labels": tokens}
+
+
+@pytest.fixture
+def largest() -> Iterator[Largest]:
+    with Largest() as watched:
+        yield watched
+
+
+def train(folder: Path, fuse: bool, settings: dict[str, Any]) -> None:
+    """Train for a step, and evaluate."""
+    config = transformers.Gemma2Config(**{**SMALL, "vocab_size": VOCABULARY, "head_dim": 8})
+    model = transformers.Gemma2ForCausalLM(config)
+    if fuse:
+        patch(model)
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=1,
+        per_device_train_batch_size=ROWS,
+        per_device_eval_batch_size=ROWS,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=device == "cpu",
+        **settings,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
+    trainer.train()
+    trainer.evaluate()
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "autocast": {"bf16": True},
+    "smoothing": {"label_smoothing_factor": 0.1},
+    "smoothing under autocast": {"label_smoothing_factor": 0.1, "bf16": True},
+    "checkpointing": {"gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_logits_are_never_there(name: str, tmp_path: Path, largest: Largest) -> None:
+    train(tmp_path, True, SETTINGS[name])
+    assert 0 < largest.elements < LOGITS // 4  # the classifier has an eighth
+
+
+def test_logits_would_be_seen(tmp_path: Path, largest: Largest) -> None:
+    train(tmp_path, False, {})
+    assert largest.elements >= LOGITS
