@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from xent.backends.triton.ring_parts import activate, await_word, exp, fade, finite, fold, pack, read
+from xent.backends.triton.ring_parts import activate, exchange, exp, fade, finite, fold, read
 
 __all__ = ["ring_kernel"]
 
@@ -35,20 +35,11 @@ def _ahead(slot, phase, steps, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _produce(
-    descriptor,
-    ring,
-    full,
-    empty,
-    rows,
-    first,
-    step,
-    begin,
-    blocks,
-    BLOCK: gl.constexpr,
-    SLOTS: gl.constexpr,
-):
+def _produce(slots, descriptor, rows, walk, part, BLOCK: gl.constexpr, SLOTS: gl.constexpr):
     """One warp: every free slot starts to load the next block at once."""
+    ring, full, empty = slots
+    first, step = walk
+    begin, blocks = part
     BYTES: gl.constexpr = BLOCK * ring.dtype.primitive_bitwidth // 8
     slot = 0
     phase = 1
@@ -62,40 +53,133 @@ def _produce(
 
 
 @gluon.jit
+def _first_look(
+    slots,
+    slot,
+    phase,
+    part,
+    inside,
+    vocabulary,
+    y,
+    mine,
+    bend,
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    SMOOTHED: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FLAT: gl.constexpr,
+    CUBE: gl.constexpr,
+):
+    """Return each thread's largest x, what its sum of exponentials is relative to, that sum, and its sum of x.
+
+    Blocks are taken as they arrive, but for two that come last: the one with the target, which is left out, and the one
+    in which the row ends. A choice within the loop would slow down all others.
+    """
+    ring, full, _empty = slots
+    begin, blocks = part
+    BLOCK: gl.constexpr = ring.shape[2]
+    LINE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, CUBE))
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    m = gl.full([THREADS], float("-inf"), gl.float32, LINE)
+    c = gl.full([THREADS], 0.0, gl.float32, LINE)
+    s = gl.full([THREADS], 0.0, gl.float32, LINE)
+    sum_x = gl.full([THREADS], 0.0, gl.float32, LINE)
+    with_target = gl.where(mine, (y - begin) // BLOCK, -1)
+    with_end = (vocabulary - begin) // BLOCK
+    for b in range(blocks):
+        if (b != with_target) & (b != with_end):
+            place, place_phase = _ahead(slot, phase, b, SLOTS)
+            mbarrier.wait(full.index(place), place_phase)
+            x = read(ring.index(place), bend, SCALED, CAPPED, FLAT, CUBE)
+            if SMOOTHED:
+                sum_x += gl.sum(gl.sum(x, 2), 0)
+            m, c, s = fold(m, c, s, x)
+    for masked in gl.static_range(2):
+        b = with_target if masked == 0 else with_end
+        if (b >= 0) & (b < blocks) & ((masked == 0) | (with_end != with_target)):
+            place, place_phase = _ahead(slot, phase, b, SLOTS)
+            mbarrier.wait(full.index(place), place_phase)
+            x = read(ring.index(place), bend, SCALED, CAPPED, FLAT, CUBE)
+            column = begin + b * BLOCK + inside
+            if SMOOTHED:
+                sum_x += gl.sum(gl.sum(gl.where(column < vocabulary, x, 0.0), 2), 0)
+            m, c, s = fold(m, c, s, gl.where((column < vocabulary) & (column != y), x, float("-inf")))
+    return m, c, s, sum_x
+
+
+@gluon.jit
+def _second_look(
+    slots,
+    slot,
+    part,
+    inside,
+    g_row,
+    vocabulary,
+    y,
+    x_y,
+    g_y,
+    ref,
+    factor,
+    constant,
+    is_dead,
+    bend,
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    SMOOTHED: gl.constexpr,
+    SLOTS: gl.constexpr,
+    FLAT: gl.constexpr,
+    CUBE: gl.constexpr,
+):
+    """Write a row's gradient, from the slots of the first look; each goes back to the producer."""
+    ring, _full, empty = slots
+    begin, blocks = part
+    logit_scale, softcap = bend
+    BLOCK: gl.constexpr = ring.shape[2]
+    per_softcap = 1.0
+    if CAPPED:
+        per_softcap = 1 / softcap
+    for b in range(blocks):
+        x = read(ring.index(slot), bend, SCALED, CAPPED, FLAT, CUBE)
+        g = exp(x - ref) * factor
+        column = begin + b * BLOCK
+        if (is_dead != 0) | ((y >= column) & (y < column + BLOCK)):
+            g = gl.where(column + inside == y, g_y, g)
+            g = gl.where(is_dead != 0, 0.0, g)
+        if SMOOTHED:
+            g = gl.where(is_dead != 0, 0.0, g - constant)
+        if CAPPED:
+            bent = gl.where(column + inside == y, x_y, x) * per_softcap
+            g *= gl.where(is_dead != 0, 1.0, 1 - bent * bent)
+        if SCALED:
+            g *= logit_scale
+        place = g_row + column + inside
+        if column + BLOCK > vocabulary:
+            gl.store(place, g.to(ring.dtype), mask=column + inside < vocabulary, cache_modifier=".cs")
+        else:
+            gl.store(place, g.to(ring.dtype), cache_modifier=".cs")
+        # Not sooner: a barrier does not wait for loads whose values nobody has used, and the copy engine would
+        # overwrite them. The stores above have used them.
+        mbarrier.arrive(empty.index(slot))
+        slot, _phase = _ahead(slot, 0, 1, SLOTS)
+
+
+@gluon.jit
 def _consume(
-    ring,
-    full,
-    empty,
+    slots,
     logits,
     grad,
-    target,
-    target_logits,
-    weight,
-    scale,
-    dead,
-    loss,
-    lse_out,
-    nll_out,
-    z_out,
+    facts,
+    results,
     words,
     rows,
     vocabulary,
-    stride,
-    grad_stride,
-    keep,
-    spread,
-    z_loss,
-    softcap,
-    logit_scale,
-    first,
-    step,
+    strides,
+    numbers,
+    walk,
     part,
-    begin,
-    blocks,
-    BLOCK: gl.constexpr,
+    member,
     SLOTS: gl.constexpr,
     GROUP: gl.constexpr,
-    VEC: gl.constexpr,
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
     Z_LOSS: gl.constexpr,
@@ -105,23 +189,28 @@ def _consume(
     NLL: gl.constexpr,
     Z_TERM: gl.constexpr,
 ):
-    dtype: gl.constexpr = ring.dtype
+    """All other warps: the losses and gradients of rows, in the order in which the producer loads them."""
+    target, target_logits, weight, scale, dead = facts
+    loss, lse_out, nll_out, z_out = results
+    stride, grad_stride = strides
+    keep, spread, z_loss, softcap, logit_scale = numbers
+    bend = (logit_scale, softcap)
+    first, step = walk
+    begin, blocks = part
+    # A block seen as [REP, THREADS, VEC]: the first and last axes lie within a thread, so reducing them is free.
+    BLOCK: gl.constexpr = slots[0].shape[2]
+    VEC: gl.constexpr = 128 // slots[0].dtype.primitive_bitwidth
     WARPS: gl.constexpr = gl.num_warps()
     THREADS: gl.constexpr = 32 * WARPS
     REP: gl.constexpr = BLOCK // (THREADS * VEC)
-    # A block seen as [REP, THREADS, VEC]: the first and last axes lie within a thread, so reducing them is free.
     FLAT: gl.constexpr = gl.BlockedLayout([1, VEC], [1, 32], [1, WARPS], [1, 0])
     CUBE: gl.constexpr = gl.BlockedLayout([REP, 1, VEC], [1, 32, 1], [1, WARPS, 1], [2, 1, 0])
     PLANE: gl.constexpr = gl.SliceLayout(2, CUBE)
-    LINE: gl.constexpr = gl.SliceLayout(0, PLANE)
     c0 = gl.arange(0, REP, layout=gl.SliceLayout(1, PLANE))
     c1 = gl.arange(0, THREADS, layout=gl.SliceLayout(0, PLANE))
     c2 = gl.arange(0, VEC, layout=gl.SliceLayout(0, gl.SliceLayout(1, CUBE)))
     inside = (c0[:, None] * (THREADS * VEC) + c1[None, :] * VEC)[:, :, None] + c2[None, None, :]
 
-    per_softcap = 1.0
-    if CAPPED:
-        per_softcap = 1 / softcap
     slot = 0
     phase = 0
     # What a row needs besides its logits is loaded one row ahead.
@@ -145,37 +234,13 @@ def _consume(
         else:
             z_y = gl.load(logits + row64 * stride + y, mask=mine, other=0.0).to(gl.float32)
 
-        # Pass 1: each thread its own maximum and sum, as the blocks arrive. Two come last: the one with the target,
-        # which is left out, and the one in which the row ends. A choice within the loop would slow down all others.
-        m = gl.full([THREADS], float("-inf"), gl.float32, LINE)
-        c = gl.full([THREADS], 0.0, gl.float32, LINE)
-        s = gl.full([THREADS], 0.0, gl.float32, LINE)
-        sum_x = gl.full([THREADS], 0.0, gl.float32, LINE)
-        slot_again = slot
-        with_target = gl.where(mine, (y - begin) // BLOCK, -1)
-        with_end = (vocabulary - begin) // BLOCK
-        for b in range(blocks):
-            if (b != with_target) & (b != with_end):
-                place, place_phase = _ahead(slot, phase, b, SLOTS)
-                mbarrier.wait(full.index(place), place_phase)
-                x = read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
-                if SMOOTHED:
-                    sum_x += gl.sum(gl.sum(x, 2), 0)
-                m, c, s = fold(m, c, s, x)
-        for masked in gl.static_range(2):
-            b = with_target if masked == 0 else with_end
-            if (b >= 0) & (b < blocks) & ((masked == 0) | (with_end != with_target)):
-                place, place_phase = _ahead(slot, phase, b, SLOTS)
-                mbarrier.wait(full.index(place), place_phase)
-                x = read(ring.index(place), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
-                column = begin + b * BLOCK + inside
-                if SMOOTHED:
-                    sum_x += gl.sum(gl.sum(gl.where(column < vocabulary, x, 0.0), 2), 0)
-                m, c, s = fold(m, c, s, gl.where((column < vocabulary) & (column != y), x, float("-inf")))
-        slot, phase = _ahead(slot, phase, blocks, SLOTS)
+        m, c, s, sum_x = _first_look(
+            slots, slot, phase, part, inside, vocabulary, y, mine, bend,
+            SCALED, CAPPED, SMOOTHED, SLOTS, FLAT, CUBE,
+        )  # fmt: skip
 
         # The row's reference and sum; the target joins in the program that holds it.
-        x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+        x_y = activate(z_y, bend, SCALED, CAPPED)
         joining = gl.where(mine, x_y, float("-inf"))
         top = gl.maximum(gl.max(m, 0), joining)
         ref = finite(top)
@@ -185,32 +250,9 @@ def _consume(
         if SMOOTHED:
             row_sum_x = gl.sum(sum_x, 0)
         if GROUP > 1:
-            WORDS: gl.constexpr = 2 if SMOOTHED else 1
-            word = words + row64 * (GROUP * WORDS)
-            gl.atomic_xchg(word + part * WORDS, pack(top, row_sum), sem="relaxed")
-            if SMOOTHED:
-                gl.atomic_xchg(word + part * WORDS + 1, pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
-            tops = ()
-            sums = ()
-            own_ref = ref
-            own_others = others
-            top = row_sum * 0 + float("-inf")
-            row_sum_x = row_sum * 0
-            for j in gl.static_range(GROUP):
-                top_j, sum_j = await_word(word + j * WORDS)
-                tops = tops + (top_j,)
-                sums = sums + (sum_j,)
-                top = gl.maximum(top, top_j)
-                if SMOOTHED:
-                    _, sum_x_j = await_word(word + j * WORDS + 1)
-                    row_sum_x += sum_x_j
-            ref = finite(top)
-            row_sum = row_sum * 0
-            others = row_sum
-            for j in gl.static_range(GROUP):
-                sum_j = sums[j] * fade(finite(tops[j]), ref)
-                row_sum += sum_j
-                others += gl.where(part == j, own_others * fade(own_ref, ref), sum_j)
+            ref, others, row_sum, row_sum_x = exchange(
+                words, row64, member, top, ref, others, row_sum, row_sum_x, GROUP, SMOOTHED
+            )
 
         # The row's loss, by the program that holds its target.
         ln_sum = gl.log(row_sum)
@@ -234,30 +276,11 @@ def _consume(
         # 1 - p of the target is the others' p, and would cancel where the target's is nearly 1.
         g_y = r * ((share - keep) * exp(x_y - ref) - keep * others) / row_sum
 
-        # Pass 2: the gradient, from the same slots; each goes back to the producer.
-        for b in range(blocks):
-            x = read(ring.index(slot_again), logit_scale, softcap, SCALED, CAPPED, FLAT, CUBE)
-            g = exp(x - ref) * factor
-            column = begin + b * BLOCK
-            if (is_dead != 0) | ((y >= column) & (y < column + BLOCK)):
-                g = gl.where(column + inside == y, g_y, g)
-                g = gl.where(is_dead != 0, 0.0, g)
-            if SMOOTHED:
-                g = gl.where(is_dead != 0, 0.0, g - spread * r)
-            if CAPPED:
-                bent = gl.where(column + inside == y, x_y, x) * per_softcap
-                g *= gl.where(is_dead != 0, 1.0, 1 - bent * bent)
-            if SCALED:
-                g *= logit_scale
-            place = g_row + column + inside
-            if column + BLOCK > vocabulary:
-                gl.store(place, g.to(dtype), mask=column + inside < vocabulary, cache_modifier=".cs")
-            else:
-                gl.store(place, g.to(dtype), cache_modifier=".cs")
-            # Not sooner: a barrier does not wait for loads whose values nobody has used, and the copy engine would
-            # overwrite them. The stores above have used them.
-            mbarrier.arrive(empty.index(slot_again))
-            slot_again, _phase = _ahead(slot_again, phase, 1, SLOTS)
+        _second_look(
+            slots, slot, part, inside, g_row, vocabulary, y, x_y, g_y, ref, factor, spread * r, is_dead, bend,
+            SCALED, CAPPED, SMOOTHED, SLOTS, FLAT, CUBE,
+        )  # fmt: skip
+        slot, phase = _ahead(slot, phase, blocks, SLOTS)
         y = y_next
         r = r_next
         a = a_next
@@ -320,78 +343,28 @@ def ring_kernel(
     if GROUP > 1:
         counter = words + rows.to(gl.int64) * (GROUP * (2 if SMOOTHED else 1))
         ticket = gl.atomic_add(counter, 1, sem="relaxed").to(gl.int32)
-    part = ticket % GROUP
-    first = ticket // GROUP
-    step = gl.num_programs(0) // GROUP
+    member = ticket % GROUP
+    walk = (ticket // GROUP, gl.num_programs(0) // GROUP)  # the first row, and the step from one to the next
     row_blocks = gl.cdiv(vocabulary, BLOCK)
     part_blocks = gl.cdiv(row_blocks, GROUP)
-    begin = part * part_blocks * BLOCK
-    blocks = gl.minimum(part_blocks, row_blocks - part * part_blocks)
+    first_block = member * part_blocks
+    part = (first_block * BLOCK, gl.minimum(part_blocks, row_blocks - first_block))  # the first class, and blocks
+    slots = (ring, full, empty)
+    facts = (target, target_logits, weight, scale, dead)
+    results = (loss, lse_out, nll_out, z_out)
+    strides = (stride, grad_stride)
+    numbers = (keep, spread, z_loss, softcap, logit_scale)
     gl.warp_specialize(
         [
             (
                 _consume,
                 (
-                    ring,
-                    full,
-                    empty,
-                    logits,
-                    grad,
-                    target,
-                    target_logits,
-                    weight,
-                    scale,
-                    dead,
-                    loss,
-                    lse_out,
-                    nll_out,
-                    z_out,
-                    words,
-                    rows,
-                    vocabulary,
-                    stride,
-                    grad_stride,
-                    keep,
-                    spread,
-                    z_loss,
-                    softcap,
-                    logit_scale,
-                    first,
-                    step,
-                    part,
-                    begin,
-                    blocks,
-                    BLOCK,
-                    SLOTS,
-                    GROUP,
-                    VEC,
-                    SCALED,
-                    CAPPED,
-                    Z_LOSS,
-                    SMOOTHED,
-                    EXACT_TARGETS,
-                    LSE,
-                    NLL,
-                    Z_TERM,
+                    slots, logits, grad, facts, results, words, rows, vocabulary, strides, numbers, walk, part, member,
+                    SLOTS, GROUP, SCALED, CAPPED, Z_LOSS, SMOOTHED, EXACT_TARGETS, LSE, NLL, Z_TERM,
                 ),
             ),
-            (
-                _produce,
-                (
-                    descriptor,
-                    ring,
-                    full,
-                    empty,
-                    rows,
-                    first,
-                    step,
-                    begin,
-                    blocks,
-                    BLOCK,
-                    SLOTS,
-                ),
-            ),
+            (_produce, (slots, descriptor, rows, walk, part, BLOCK, SLOTS)),
         ],
-        [1],
-        [24],
-    )
+        [1],  # warps of the producer
+        [24],  # and its registers
+    )  # fmt: skip

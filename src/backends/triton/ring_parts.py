@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-__all__ = ["activate", "await_word", "exp", "fade", "finite", "fold", "pack", "read", "reciprocal", "widen"]
+__all__ = ["activate", "exchange", "exp", "fade", "finite", "fold", "read"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -17,7 +17,7 @@ def exp(x):
 
 
 @gluon.jit
-def reciprocal(x):
+def _reciprocal(x):
     """Return 1 / x, to two units of the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -35,7 +35,7 @@ def fade(c, larger):
 
 
 @gluon.jit
-def widen(z):
+def _widen(z):
     """Return a block in float32. A bfloat16 is the upper half of one: two to a register, one instruction each."""
     if z.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
@@ -51,43 +51,25 @@ def widen(z):
 
 
 @gluon.jit
-def activate(z, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z. k - 2k / (1 + e^2v) is exact enough for logits of 16 bits."""
+def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+    """Return x = k tanh(s z / k), or s z, for bend = (s, k); k - 2k / (1 + e^2v) is exact enough for 16-bit logits."""
+    logit_scale, softcap = bend
     x = z
     if SCALED:
         x = x * logit_scale
     if CAPPED:
-        x = softcap - 2 * softcap * reciprocal(1 + exp(x * (2 / softcap)))
+        x = softcap - 2 * softcap * _reciprocal(1 + exp(x * (2 / softcap)))
     return x
 
 
 @gluon.jit
-def pack(high, low):
-    """Return (float32, float32) as one word. Never 0 here: a sum of 0 comes with a maximum of -inf."""
-    high = high.to(gl.uint32, bitcast=True).to(gl.uint64) << 32
-    return (high | low.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64, bitcast=True)
-
-
-@gluon.jit
-def await_word(word_ptr):
-    """Return what `pack` put into a word, once it is there."""
-    word = gl.load(word_ptr, volatile=True)
-    while word == 0:
-        word = gl.load(word_ptr, volatile=True)
-    high = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
-    return high, word.to(gl.int32).to(gl.float32, bitcast=True)
-
-
-@gluon.jit
-def read(
-    slot, logit_scale, softcap, SCALED: gl.constexpr, CAPPED: gl.constexpr, FLAT: gl.constexpr, CUBE: gl.constexpr
-):
+def read(slot, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr, FLAT: gl.constexpr, CUBE: gl.constexpr):
     """Return x of a block in a slot as [REP, THREADS, VEC], of which the first and last axes lie within a thread."""
     REP: gl.constexpr = CUBE.size_per_thread[0]
     VEC: gl.constexpr = CUBE.size_per_thread[2]
     z = slot.load(FLAT)
     z = gl.convert_layout(z.reshape([REP, z.shape[1] // (REP * VEC), VEC]), CUBE, assert_trivial=True)
-    return activate(widen(z), logit_scale, softcap, SCALED, CAPPED)
+    return activate(_widen(z), bend, SCALED, CAPPED)
 
 
 @gluon.jit
@@ -97,3 +79,50 @@ def fold(m, c, s, x):
     larger = finite(m)
     e = exp(x - larger[None, :][:, :, None])
     return m, larger, s * fade(c, larger) + gl.sum(gl.sum(e, 2), 0)
+
+
+@gluon.jit
+def _pack(high, low):
+    """Return (float32, float32) as one word. Never 0 here: a sum of 0 comes with a maximum of -inf."""
+    high = high.to(gl.uint32, bitcast=True).to(gl.uint64) << 32
+    return (high | low.to(gl.uint32, bitcast=True).to(gl.uint64)).to(gl.int64, bitcast=True)
+
+
+@gluon.jit
+def _await_word(word_ptr):
+    """Return what `_pack` put into a word, once it is there."""
+    word = gl.load(word_ptr, volatile=True)
+    while word == 0:
+        word = gl.load(word_ptr, volatile=True)
+    high = (word >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    return high, word.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def exchange(words, row64, member, top, ref, others, row_sum, row_sum_x, GROUP: gl.constexpr, SMOOTHED: gl.constexpr):
+    """Return reference, sum without and with the target, and sum of x of a whole row, from all programs' parts."""
+    WORDS: gl.constexpr = 2 if SMOOTHED else 1
+    word = words + row64 * (GROUP * WORDS)
+    gl.atomic_xchg(word + member * WORDS, _pack(top, row_sum), sem="relaxed")
+    if SMOOTHED:
+        gl.atomic_xchg(word + member * WORDS + 1, _pack(row_sum_x * 0 + 1.0, row_sum_x), sem="relaxed")
+    tops = ()
+    sums = ()
+    whole_top = row_sum * 0 + float("-inf")
+    whole_x = row_sum * 0
+    for j in gl.static_range(GROUP):
+        top_j, sum_j = _await_word(word + j * WORDS)
+        tops = tops + (top_j,)
+        sums = sums + (sum_j,)
+        whole_top = gl.maximum(whole_top, top_j)
+        if SMOOTHED:
+            _, sum_x_j = _await_word(word + j * WORDS + 1)
+            whole_x += sum_x_j
+    whole_ref = finite(whole_top)
+    whole = row_sum * 0
+    whole_others = whole
+    for j in gl.static_range(GROUP):
+        sum_j = sums[j] * fade(finite(tops[j]), whole_ref)
+        whole += sum_j
+        whole_others += gl.where(member == j, others * fade(ref, whole_ref), sum_j)
+    return whole_ref, whole_others, whole, whole_x
