@@ -31,17 +31,20 @@ class WeightGradient:
         rows, width = shape
         step = rows if on_cpu else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-        self.sums = [mx.zeros((part.stop - part.start, width), self._wide) for part in self._parts]
+        self.sums: list[mx.array] = []
 
     def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
         """Add a chunk's (R, V)^T @ (R, D)."""
         if self._casts:
             grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
-        transposed = ((total, grad_logits[:, part].T) for total, part in zip(self.sums, self._parts, strict=True))
-        if hidden.dtype == self._wide:
-            self.sums = [mx.addmm(total, rows, hidden) for total, rows in transposed]
+        transposed = [grad_logits[:, part].T for part in self._parts]
+        if not self.sums:
+            self.sums = [(rows @ hidden).astype(self._wide) for rows in transposed]
+        elif hidden.dtype == self._wide:
+            self.sums = [mx.addmm(total, rows, hidden) for total, rows in zip(self.sums, transposed, strict=True)]
         else:
-            self.sums = [total + (rows @ hidden).astype(self._wide) for total, rows in transposed]
+            pairs = zip(self.sums, transposed, strict=True)
+            self.sums = [total + (rows @ hidden).astype(self._wide) for total, rows in pairs]
 
     def result(self) -> mx.array:
         """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
