@@ -3,6 +3,7 @@
 import math
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 import xent
@@ -70,6 +71,14 @@ def test_sum_over_chunks(target: Target, workspace: int) -> None:
                 assert comparison.passed, comparison
 
 
+def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:
+    """A mean's gradient waits for its 1/N in float32; what a chunk adds to it is a product in float16."""
+    rows, large = 64, 2048.0
+    x, w = mx.full((rows, 8), large, mx.float16), mx.zeros((5, 8), mx.float16)
+    grad = mx.grad(lambda w: xent.linear_cross_entropy(x, w, mx.zeros((rows,), mx.int32), backend=target.name))(w)
+    np.testing.assert_allclose(np.array(grad)[:, 0], [-0.8 * large, *[0.2 * large] * 4], rtol=1e-3)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> None:
     """Ignored rows have that class for a target in the kernels, and nothing of it may reach the classifier's gradient."""
@@ -86,9 +95,16 @@ def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> 
 
 @pytest.mark.parametrize(
     ("version", "chunks", "expected"),
-    [("0.32.3", "metal", False), ("0.32.4", "metal", True), ("0.33.0.dev1", "metal", True), ("0.32.2", "mlx-cuda", True)],
+    [
+        ("0.32.3", "metal", False),
+        ("0.32.4", "metal", True),
+        ("0.33.0.dev1", "metal", True),
+        ("0.32.2", "mlx-cuda", True),
+    ],
 )
-def test_fused_where_it_is_one_kernel(monkeypatch: pytest.MonkeyPatch, version: str, chunks: str, expected: bool) -> None:
+def test_fused_where_it_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, version: str, chunks: str, expected: bool
+) -> None:
     """On Metal MLX 0.32.2 and 0.32.3 make it of operations that round to the logits' dtype."""
     monkeypatch.setattr(devices, "version", lambda: version)
     monkeypatch.setattr(devices, "device_type", lambda: "gpu")

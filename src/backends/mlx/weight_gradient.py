@@ -38,14 +38,23 @@ class WeightGradient:
         if self._casts:
             grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
         transposed = [grad_logits[:, part].T for part in self._parts]
-        if not self.sums:
-            self.sums = [(rows @ hidden).astype(self._wide) for rows in transposed]
-        elif hidden.dtype == self._wide:
+        if self.sums and hidden.dtype == self._wide:
             self.sums = [mx.addmm(total, rows, hidden) for total, rows in zip(self.sums, transposed, strict=True)]
-        else:
-            pairs = zip(self.sums, transposed, strict=True)
-            self.sums = [total + (rows @ hidden).astype(self._wide) for total, rows in pairs]
+            return
+        factor = _overflow(hidden) if hidden.dtype == mx.float16 and hidden.size else None
+        if factor is not None:
+            hidden = (hidden / factor).astype(mx.float16)
+        made = [(rows @ hidden).astype(self._wide) for rows in transposed]
+        if factor is not None:
+            made = [part * factor for part in made]
+        self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
 
     def result(self) -> mx.array:
         """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
         return self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
+
+
+def _overflow(hidden: mx.array) -> mx.array:
+    """Return the power of two, 1 as a rule, over which float16 (R, D) can be added up with weights of up to 4."""
+    largest = mx.abs(hidden).max().astype(mx.float32)
+    return mx.power(2.0, mx.ceil(mx.log2(mx.maximum(largest * len(hidden) / 2**14, 1))))
