@@ -81,7 +81,7 @@ def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> None:
-    """Ignored rows have that class for a target in the kernels, and nothing of it may reach the classifier's gradient."""
+    """Ignored rows have that class for a target in the kernels; nothing of it may reach the classifier's gradient."""
     x, w, y = mx.ones((4, 8)), mx.ones((5, 8)), mx.array([1, -100, 2, -100])
     b = mx.array([-mx.inf, 0.0, 1.0, 0.0, 0.0])
 
