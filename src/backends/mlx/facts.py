@@ -42,7 +42,7 @@ class Facts:
 
     @cached_property
     def counted(self) -> mx.array:
-        """0-d, how many rows have a target; made once, as mx.compile fails over a result that it finds to be made twice."""
+        """0-d, how many rows have a target; made once: mx.compile fails over a result that it finds made twice."""
         return (~self.ignored).sum()
 
     def all_rows(self) -> RowFacts:
