@@ -21,6 +21,7 @@ CASES = [
             replace(SHAPES[name], function=function, dtype="float32", name=name)
             for name in ("no rows", "one class", "every target ignored")
         ),
+        Case(function, (0,), 11, "float32", "probabilities, no rows", {"probabilities": True}),
     ]
     if "smoothing" not in case.name
 ]

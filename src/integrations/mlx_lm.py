@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from xent.backends.mlx.tracing import is_traced
+from xent.backends.mlx.tracing import is_differentiated
 from xent.core.api import linear_cross_entropy
 from xent.integrations.mlx import classifier
 
@@ -135,9 +135,13 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
 
 def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
     """Return the softcap and scale that turn the probes into what the model made of them."""
-    if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_traced(made):
-        raise ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
-    values: Any = made.reshape(-1).astype(mx.float32).tolist()
+    more = ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
+    if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_differentiated(made):
+        raise more
+    try:
+        values: Any = made.reshape(-1).astype(mx.float32).tolist()
+    except ValueError as error:  # it takes an argument of a function that mx.compile traces, which has no value yet
+        raise more from error
     tiny, one, largest = values[1] / _PROBES[1], values[2], values[-1] / _PROBES[-1]
     straight = abs(largest - one) <= 1e-4 * abs(one)
     softcap: float | None
@@ -146,5 +150,5 @@ def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
     if softcap is not None:
         expected = softcap * mx.tanh(expected / softcap)
     if not mx.allclose(mx.array(values), expected, rtol=1e-4, atol=1e-9).item():
-        raise ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
+        raise more
     return softcap, 1.0 if abs(scale - 1) < 1e-5 else scale

@@ -99,6 +99,17 @@ def test_nan_and_infinity_make_their_row_nan_and_no_other(target: Target, value:
         assert np.isnan(found).tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("vocabulary", [5, 300])
+def test_prediction_of_rows_without_a_largest_number(target: Target, vocabulary: int) -> None:
+    """As NumPy's argmax has it: the first column of nothing but -inf, and NaN before any number."""
+    values = np.full((3, vocabulary), -np.inf)
+    values[1] = np.arange(vocabulary)
+    values[1, 3] = np.nan
+    logits, classes = target.arrays(values, np.array([1, 1, 1]))
+    _, stats = xent.cross_entropy(logits, classes, stats=("predictions",), backend=target.name)
+    assert stats.predictions.tolist() == values.argmax(1).tolist()
+
+
 def test_gradient_of_a_sure_target_keeps_its_digits(target: Target) -> None:
     """Where p of the target is near 1, p - 1 is minus the sum of all other p, which beside 1 would be lost."""
     logits, classes = target.arrays(np.array([[30.0, 0.0, 1.0, -2.0]]), np.array([0]))

@@ -64,6 +64,16 @@ def test_loss_alone_writes_no_gradient(emulator: Emulator) -> None:
     assert float(xent.cross_entropy(logits, classes, backend="metal")) == pytest.approx(np.log(50))
 
 
+def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> None:
+    """A row's loss would depend on what else is asked for, as Apple's compiler may fuse them in one kernel alone."""
+    loss_and_gradient()
+    xent.cross_entropy(mx.zeros((9, 50)), mx.zeros((9,), mx.int32), backend="metal")
+    assert len(emulator.sources) == 2
+    for source in emulator.sources:
+        before, _, _ = source.text.partition("namespace xent")
+        assert "\n#pragma METAL fp contract(off)\n" in before
+
+
 @pytest.mark.parametrize(
     ("file", "right", "wrong", "message"),
     [

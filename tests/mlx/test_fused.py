@@ -1,11 +1,15 @@
 """What a GPU runs, with its fused operations played by their definition on the CPU: the matrix in one file."""
 
+import math
+
 import mlx.core as mx
+import numpy as np
 import pytest
 
+import xent
 from tests.cases import FUNCTIONS, all_cases
 from tests.targets import Target
-from xent.backends.mlx import fused, plain, weight_gradient
+from xent.backends.mlx import devices, fused, plain, weight_gradient
 from xent.core.check.cases import Case
 from xent.core.check.judge import judge_case
 
@@ -17,19 +21,36 @@ CASES = [
 ]
 
 
+@mx.custom_function
 def cross_entropy(logits: mx.array, target: mx.array) -> mx.array:
     """Return what mx.fast.cross_entropy returns on a GPU, where it accumulates in float32."""
     x = logits.astype(mx.float32)
-    peak = mx.stop_gradient(x.max(-1, keepdims=True))
-    return (mx.logsumexp(x - peak, axis=-1) + (peak - mx.take_along_axis(x, target[:, None], -1))[:, 0]).astype(
-        mx.float32
-    )
+    peak = x.max(-1)
+    return mx.log(mx.exp(x - peak[:, None]).sum(-1)) + (peak - at(x, target)[:, 0])
+
+
+@cross_entropy.vjp
+def cross_entropy_vjp(
+    primals: tuple[mx.array, mx.array], upstream: mx.array, loss: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return its gradient from loss and target's logit, as the GPU does: NaN where that logit is -inf."""
+    logits, target = primals
+    x = logits.astype(mx.float32)
+    p = mx.power(math.e, (x - at(x, target)) - loss[:, None])  # closer than mx.exp on the CPU
+    hot = mx.arange(x.shape[-1]) == target[:, None]
+    return (upstream[:, None] * (p - hot)).astype(logits.dtype), mx.zeros_like(target)
+
+
+def at(x: mx.array, target: mx.array) -> mx.array:
+    """Return the target's x (R, 1)."""
+    return mx.take_along_axis(x, target[:, None], -1)
 
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy, raising=False)  # MLX before 0.32.4 has none
-    for module in (fused, plain, weight_gradient):
+    monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy, raising=False)  # MLX before 0.32.2 has none
+    monkeypatch.setattr(fused, "has_fused_loss", lambda: True)
+    for module in (plain, weight_gradient):
         monkeypatch.setattr(module, "device_type", lambda: "gpu")
     monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
 
@@ -48,3 +69,44 @@ def test_sum_over_chunks(target: Target, workspace: int) -> None:
         if case.name in ("plain", "all") and case.function == "linear_cross_entropy" and case.reduction != "sum":
             for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
                 assert comparison.passed, comparison
+
+
+def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:
+    """A mean's gradient waits for its 1/N in float32; what a chunk adds to it is a product in float16."""
+    rows, large = 64, 2048.0
+    x, w = mx.full((rows, 8), large, mx.float16), mx.zeros((5, 8), mx.float16)
+    grad = mx.grad(lambda w: xent.linear_cross_entropy(x, w, mx.zeros((rows,), mx.int32), backend=target.name))(w)
+    np.testing.assert_allclose(np.array(grad)[:, 0], [-0.8 * large, *[0.2 * large] * 4], rtol=1e-3)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> None:
+    """Ignored rows have that class for a target in the kernels; nothing of it may reach the classifier's gradient."""
+    x, w, y = mx.ones((4, 8)), mx.ones((5, 8)), mx.array([1, -100, 2, -100])
+    b = mx.array([-mx.inf, 0.0, 1.0, 0.0, 0.0])
+
+    def loss(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
+        return xent.linear_cross_entropy(x, w, y, linear_bias=b, reduction=reduction, backend=target.name).sum()
+
+    for grad in mx.grad(loss, argnums=(0, 1, 2))(x, w, b):
+        assert mx.isfinite(grad).all()
+        assert grad.any()
+
+
+@pytest.mark.parametrize(
+    ("version", "chunks", "expected"),
+    [
+        ("0.32.3", "metal", False),
+        ("0.32.4", "metal", True),
+        ("0.33.0.dev1", "metal", True),
+        ("0.32.2", "mlx-cuda", True),
+    ],
+)
+def test_fused_where_it_is_one_kernel(
+    monkeypatch: pytest.MonkeyPatch, version: str, chunks: str, expected: bool
+) -> None:
+    """On Metal MLX 0.32.2 and 0.32.3 make it of operations that round to the logits' dtype."""
+    monkeypatch.setattr(devices, "version", lambda: version)
+    monkeypatch.setattr(devices, "device_type", lambda: "gpu")
+    monkeypatch.setattr(mx.metal, "is_available", lambda: chunks == "metal")
+    assert devices.has_fused_loss() == expected

@@ -81,6 +81,16 @@ def test_is_default_loss(name: str) -> None:
     np.testing.assert_array_equal(model(BATCH), before)
 
 
+def test_without_compile() -> None:
+    """As MLX_DISABLE_COMPILE=1 has it, for looking into a model."""
+    mx.disable_compile()
+    try:
+        assert_same(make("gemma2"))
+        test_trained_scale_is_refused(compiled=False)
+    finally:
+        mx.enable_compile()
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_quantized_with_lora(name: str) -> None:
     model = make(name)
@@ -132,6 +142,30 @@ class Odd(nn.Module):
 
     def __call__(self, tokens: mx.array) -> mx.array:
         return mx.square(self.lm_head(self.embed_tokens(tokens)))
+
+
+class Scaling(nn.Module):
+    """A model that trains the scale of its logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(V, 8)
+        self.scale = mx.array(2.0)
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.scale * self.embed_tokens.as_linear(self.embed_tokens(tokens))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_trained_scale_is_refused(compiled: bool) -> None:
+    """A scale that was taken for a number would get no gradient, and never change in a compiled function."""
+    model = Scaling()
+    plain = functools.partial(loss, model)
+    step = (
+        mx.compile(plain, inputs=model.state) if compiled else functools.partial(nn.value_and_grad(model, loss), model)
+    )
+    with pytest.raises(ValueError, match="does more to its logits"):
+        step(BATCH, LENGTHS)
 
 
 def test_model_that_does_more_to_its_logits_is_refused() -> None:

@@ -158,3 +158,18 @@ def test_targets_cannot_be_looked_at_while_compiling(target: Target, monkeypatch
     np.testing.assert_array_equal(np.isnan(found), [False, True, False, False, False, False])
     with pytest.raises(IndexError, match=r"target\[1\] is 99"):
         mx.grad(lambda x: loss(x, wrong).sum())(X)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+@pytest.mark.parametrize("names", [("accuracy", "count"), xent.core.spec.STAT_NAMES], ids=str)
+@pytest.mark.parametrize("count", [0, 6])
+def test_statistics_come_out_of_compiled_functions(
+    target: Target, differentiated: bool, names: tuple[str, ...], count: int
+) -> None:
+    def loss(x: mx.array) -> tuple[mx.array, ...]:
+        found, stats = xent.linear_cross_entropy(x, W, Y[:count], z_loss=0.1, stats=names, backend=target.name)
+        return found, *(getattr(stats, name) for name in names)
+
+    function = mx.value_and_grad(loss) if differentiated else loss
+    found, expected = mx.compile(function)(X[:count]), function(X[:count])
+    close(*(made[0] if differentiated else made for made in (found, expected)))

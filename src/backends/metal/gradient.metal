@@ -37,7 +37,7 @@ inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slope
     float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
-    z[i] = slopes.scale * (slopes.of_lse * p - share) * slope;
+    z[i] = slopes.scale * metal::fma(slopes.of_lse, p, -share) * slope;
   }
   if (K::target && y - first < N) {
     XENT_UNROLL

@@ -4,6 +4,10 @@
 // a gradient's error. Those here err by 1 or 2, and but for the first guess of a logarithm they are made of operations that
 // every device rounds alike.
 
+// A product and a sum are rounded one after the other unless `fma` says otherwise. Left to itself the compiler fuses them
+// where it likes, in safe mode too, and a row's loss would depend on what else a kernel computes.
+#pragma METAL fp contract(off)
+
 // Loops over what lies in registers have to be unrolled, or it lies in memory.
 #define XENT_UNROLL _Pragma("clang loop unroll(full)")
 
@@ -55,12 +59,12 @@ inline float tanh(float u, thread float& slope) {
   if (size < 0.625f) {
     float square = u * u;
     float series = -0.005704986397176981f;
-    series = series * square + 0.02063908614218235f;
-    series = series * square - 0.05373971536755562f;
-    series = series * square + 0.13331441581249237f;
-    series = series * square - 0.3333328068256378f;
-    float near = u + u * square * series;
-    slope = 1.0f - near * near;
+    series = metal::fma(series, square, 0.02063908614218235f);
+    series = metal::fma(series, square, -0.05373971536755562f);
+    series = metal::fma(series, square, 0.13331441581249237f);
+    series = metal::fma(series, square, -0.3333328068256378f);
+    float near = metal::fma(u * square, series, u);
+    slope = metal::fma(-near, near, 1.0f);
     return near;
   }
   float q = exponential<T>(-2.0f * size);

@@ -1,12 +1,15 @@
 """Which device MLX computes on. Its arrays have none: operations run on the default device of the moment."""
 
+import re
+from functools import cache
 from importlib import metadata
 
 import mlx.core as mx
 
-__all__ = ["chunk_device", "device_type", "devices", "version"]
+__all__ = ["chunk_device", "device_type", "devices", "has_fused_loss", "version"]
 
 
+@cache
 def version() -> str:
     """Return MLX's version."""
     return metadata.version("mlx")
@@ -27,3 +30,11 @@ def chunk_device() -> str:
     if device_type() == "cpu":
         return "cpu"
     return "metal" if mx.metal.is_available() else "mlx-cuda"
+
+
+def has_fused_loss() -> bool:
+    """Whether `mlx.core.fast.cross_entropy` is one kernel on this device: elsewhere it rounds to the logits' dtype."""
+    if device_type() == "cpu":
+        return False
+    number = tuple(map(int, re.findall(r"\d+", version())[:3]))
+    return number >= ((0, 32, 4) if mx.metal.is_available() else (0, 32, 2))

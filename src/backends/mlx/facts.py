@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +39,11 @@ class Facts:
     def count(self) -> int:
         """N."""
         return int(self.ignored.size)
+
+    @cached_property
+    def counted(self) -> mx.array:
+        """0-d, how many rows have a target; made once: mx.compile fails over a result that it finds made twice."""
+        return (~self.ignored).sum()
 
     def all_rows(self) -> RowFacts:
         """Return what a row kernel is told about all rows, in one block."""

@@ -12,15 +12,15 @@ Where the target's logit was rounded and is known better, b and the target's p a
 import mlx.core as mx
 
 from xent.backends.mlx.block import Block, product
-from xent.backends.mlx.devices import device_type
+from xent.backends.mlx.devices import has_fused_loss
 from xent.backends.mlx.kernels import Asked, Found, RowFacts
 
 __all__ = ["FusedBlock", "fuses", "needs_memory"]
 
 
 def fuses(z: mx.array, facts: RowFacts) -> bool:
-    """Whether the device has the fused operations for these rows: MLX 0.32.4 has, on GPUs."""
-    return device_type() == "gpu" and facts.target is not None and hasattr(mx.fast, "cross_entropy")
+    """Whether the device has the fused operations for these rows."""
+    return facts.target is not None and has_fused_loss()
 
 
 def needs_memory(facts: RowFacts) -> bool:

@@ -104,5 +104,7 @@ class _Chunks:
         if target is not None and hidden.dtype.size < 4:
             # Most of the loss's error would be the rounding of this one logit.
             target_logits = self._classifier.target_logits(hidden, target[start:stop])
-        rows = replace(facts.block(start, stop, target_logits), finite=not counted)
+        # The logits of a dead row are the bias, which may hold -inf.
+        finite = not counted and self._classifier.bias is None
+        rows = replace(facts.block(start, stop, target_logits), finite=finite)
         return hidden, self._classifier.logits(hidden), rows

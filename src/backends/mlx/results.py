@@ -24,13 +24,16 @@ def asked_for(spec: LossSpec, grad: bool, norm: bool) -> Asked:
 
 def nothing_found(facts: Facts, asked: Asked) -> Found:
     """Return the results of no rows."""
-    none = mx.zeros((0,), facts.rows.weight.dtype)
+
+    def none(dtype: mx.Dtype = facts.rows.weight.dtype) -> mx.array:
+        return mx.array([], dtype=dtype)  # one for each: mx.compile fails over results that it finds to be the same
+
     return Found(
-        loss=none,
-        norm=none.reshape(0, 2) if asked.norm else None,
-        nll=none if asked.nll else None,
-        entropy=none if asked.entropy else None,
-        predictions=none.astype(mx.int32) if asked.predictions else None,
+        loss=none(),
+        norm=none().reshape(0, 2) if asked.norm else None,
+        nll=none() if asked.nll else None,
+        entropy=none() if asked.entropy else None,
+        predictions=none(mx.int32) if asked.predictions else None,
     )
 
 
@@ -80,11 +83,11 @@ def _accuracy(found: Found, facts: Facts) -> mx.array:
     correct = (_predictions(found, facts) == _truth(facts)) & ~facts.ignored
     if facts.invalid is not None:
         correct = correct & ~facts.invalid
-    return correct.sum().astype(found.loss.dtype) / mx.maximum(_count(found, facts), 1)
+    return correct.sum().astype(found.loss.dtype) / mx.maximum(facts.counted, 1)
 
 
 def _count(found: Found, facts: Facts) -> mx.array:
-    return (~facts.ignored).sum()
+    return facts.counted
 
 
 def _truth(facts: Facts) -> mx.array:
@@ -93,6 +96,8 @@ def _truth(facts: Facts) -> mx.array:
         return facts.rows.target
     given = facts.probability_block(0, facts.count)
     assert given is not None
+    if not facts.count:  # of nothing MLX takes no argmax
+        return mx.zeros((0,), mx.int32)
     return mx.argmax(given, axis=-1).astype(mx.int32)
 
 

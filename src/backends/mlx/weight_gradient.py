@@ -31,18 +31,30 @@ class WeightGradient:
         rows, width = shape
         step = rows if on_cpu else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
-        self.sums = [mx.zeros((part.stop - part.start, width), self._wide) for part in self._parts]
+        self.sums: list[mx.array] = []
 
     def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
         """Add a chunk's (R, V)^T @ (R, D)."""
         if self._casts:
             grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
-        transposed = ((total, grad_logits[:, part].T) for total, part in zip(self.sums, self._parts, strict=True))
-        if hidden.dtype == self._wide:
-            self.sums = [mx.addmm(total, rows, hidden) for total, rows in transposed]
-        else:
-            self.sums = [total + (rows @ hidden).astype(self._wide) for total, rows in transposed]
+        transposed = [grad_logits[:, part].T for part in self._parts]
+        if self.sums and hidden.dtype == self._wide:
+            self.sums = [mx.addmm(total, rows, hidden) for total, rows in zip(self.sums, transposed, strict=True)]
+            return
+        factor = _overflow(hidden) if hidden.dtype == mx.float16 and hidden.size else None
+        if factor is not None:
+            hidden = (hidden / factor).astype(mx.float16)
+        made = [(rows @ hidden).astype(self._wide) for rows in transposed]
+        if factor is not None:
+            made = [part * factor for part in made]
+        self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
 
     def result(self) -> mx.array:
         """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
         return self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
+
+
+def _overflow(hidden: mx.array) -> mx.array:
+    """Return the power of two, 1 as a rule, over which float16 (R, D) can be added up with weights of up to 4."""
+    largest = mx.abs(hidden).max().astype(mx.float32)
+    return mx.power(2.0, mx.ceil(mx.log2(mx.maximum(largest * len(hidden) / 2**14, 1))))

@@ -21,7 +21,7 @@ _FLAGS = [
     *("-Xclang", "-cl-ext=+cl_khr_fp16", "-ferror-limit=0", f"-I{_INCLUDE}", "-include", "metal_stdlib"),
     *("-Wall", "-Wextra", "-Wconversion", "-Wdouble-promotion", "-Wno-sign-conversion"),
     *("-Wno-unknown-attributes", "-Wno-unused-parameter", "-Wno-unused-variable", "-Wno-unused-function"),
-    "-Wno-pedantic-core-features",
+    *("-Wno-pedantic-core-features", "-Wno-unknown-pragmas"),
 ]
 _SPACES = ("__global", "__constant", "__local", "__private")
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup\s+([\w:]+)\s+(\w+)\s*\[([^\]]+)\]\s*;")

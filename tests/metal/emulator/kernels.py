@@ -13,9 +13,9 @@ from tests.metal.emulator.build import Workshop
 from tests.metal.emulator.capture import Source, capture
 from tests.metal.emulator.launch import Output, run
 
-__all__ = ["Emulator"]
+__all__ = ["Emulator", "metal_kernel"]
 
-_metal_kernel = mx.fast.metal_kernel
+metal_kernel = mx.fast.metal_kernel  # MLX's own
 
 
 class Emulator:
@@ -30,7 +30,7 @@ class Emulator:
         self, name: str, input_names: list[str], output_names: list[str], source: str, *rest: Any, **settings: Any
     ) -> Callable[..., list[mx.array]]:
         """Return a kernel: see `mx.fast.metal_kernel`."""
-        kernel = _metal_kernel(name, input_names, output_names, source, *rest, **settings)
+        kernel = metal_kernel(name, input_names, output_names, source, *rest, **settings)
         captured: dict[Any, Source] = {}
 
         def call(

@@ -1,0 +1,94 @@
+"""The driver traces the Metal kernels themselves, which the emulator, computing when it is called, cannot show.
+
+Nothing is computed: where there is no Metal, MLX lets a kernel into a graph while `mx.export_function` traces. What is
+looked at is the graph that a compiled function has then; `test_gpu.py` runs it on an Apple GPU.
+"""
+
+import io
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import xent
+from tests.metal.emulator.kernels import metal_kernel
+from xent.backends.metal import sources
+
+N, D, V, CHUNKS = 12, 8, 40, 3
+
+
+@pytest.fixture(autouse=True)
+def real_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
+    for kernel in (sources.forward_kernel, sources.backward_kernel):
+        kernel.cache_clear()
+    yield
+    for kernel in (sources.forward_kernel, sources.backward_kernel):
+        kernel.cache_clear()
+
+
+def launches(function: Callable[..., Any], *arrays: mx.array) -> list[set[str]]:
+    """Return, for each kernel in the graph of what a function returns, the kernels that have to run before it."""
+    drawing = io.StringIO()
+
+    def trace(*given: mx.array) -> mx.array:
+        mx.export_to_dot(drawing, *function(*given))
+        return given[0]
+
+    mx.export_function(lambda node: None, trace, *arrays)
+    names = dict(re.findall(r'^\{ (\d+) \[label ="([^"]*)"', drawing.getvalue(), re.MULTILINE))
+    makers = {output: maker for maker, output in re.findall(r'^(\d+) -> "([^"]*)"$', drawing.getvalue(), re.MULTILINE)}
+    before: dict[str, set[str]] = {name: set() for name in names}
+    for array, user in re.findall(r'^"([^"]*)" -> (\d+)$', drawing.getvalue(), re.MULTILINE):
+        if array in makers:
+            before[user].add(makers[array])
+
+    def all_before(name: str, seen: set[str]) -> set[str]:
+        waiting = [name]
+        while waiting:
+            new = before[waiting.pop()] - seen
+            seen |= new
+            waiting += new
+        return seen
+
+    kernels = {name for name, label in names.items() if "CustomKernel" in label}
+    return [all_before(name, set()) & kernels for name in kernels]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"stats": ("entropy", "accuracy"), "softcap": 5.0, "label_smoothing": 0.1}], ids=str
+)
+def test_one_launch_a_chunk_each_after_the_one_before(reduction: str, dtype: mx.Dtype, options: dict[str, Any]) -> None:
+    targets = mx.arange(N)
+
+    def loss(x: mx.array, w: mx.array, z_loss: mx.array) -> mx.array:
+        workspace = N // CHUNKS * V * dtype.size
+        found = xent.linear_cross_entropy(
+            x, w, targets, z_loss=z_loss, reduction=reduction, workspace=workspace, backend="metal", **options
+        )
+        return (found[0] if options else found).sum()
+
+    def step(*arrays: mx.array) -> list[mx.array]:
+        value, gradients = mx.compile(mx.value_and_grad(loss, argnums=(0, 1)))(*arrays)
+        return [value, *gradients]
+
+    found = launches(step, mx.ones((N, D), dtype), mx.ones((V, D), dtype), mx.array(0.1))
+    expected = CHUNKS if reduction == "mean" else 2 * CHUNKS
+    assert sorted(map(len, found)) == list(range(expected))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_logits_take_one_launch_for_the_loss_and_one_more_for_the_gradient_of_rows(reduction: str) -> None:
+    def loss(z: mx.array) -> mx.array:
+        return xent.cross_entropy(z, mx.arange(N), reduction=reduction, backend="metal").sum()
+
+    def step(z: mx.array) -> list[mx.array]:
+        value, gradient = mx.compile(mx.value_and_grad(loss))(z)
+        return [value, gradient]
+
+    assert len(launches(step, mx.ones((N, V)))) == (1 if reduction == "mean" else 2)
+    assert len(launches(lambda z: [mx.compile(loss)(z)], mx.ones((N, V)))) == 1
