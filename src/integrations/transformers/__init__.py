@@ -1,8 +1,9 @@
 """One line for whoever trains with transformers: `patch(model)`, and the loss never builds the logits.
 
 How data flows: `patching` gives the model's head the class of `heads`; the head returns logits of `deferred`, which
-keep a `recipe` of how they are made; `steps` records what the model does to them; when a loss is taken, `loss` turns
-the recipe into one call of `xent.linear_cross_entropy`. Any other use follows the recipe and gets real logits.
+keep a `recipe` of how they are made; `calls` says what the model may do to them, and `steps` records it; when a loss
+is taken, `loss` turns the recipe into one call of `xent.linear_cross_entropy`. Any other use follows the recipe and
+gets real logits.
 """
 
 import transformers as _transformers  # noqa: F401  # pyright: ignore[reportMissingImports]

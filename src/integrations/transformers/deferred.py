@@ -42,7 +42,7 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device; or record the call; or make it with real logits."""
-        from xent.integrations.transformers.steps import KEYWORDS, KNOWN, METADATA
+        from xent.integrations.transformers.calls import KEYWORDS, KNOWN, METADATA
 
         kwargs = {} if kwargs is None else kwargs
         if func in METADATA or _is_described():

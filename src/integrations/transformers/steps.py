@@ -1,31 +1,44 @@
-"""What deferred logits do with a call: which are answered or recorded; all others get real logits.
+"""What happens to deferred logits on the way to a loss, recorded call by call.
 
 A recorder gets the function and its arguments, and returns deferred logits, or NotImplemented for a call that it
 cannot record.
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from xent.integrations.transformers import loss
 from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
 
-__all__ = ["KEYWORDS", "KNOWN", "METADATA"]
+__all__ = [
+    "add",
+    "base_of",
+    "clone",
+    "divide",
+    "flatten",
+    "make_contiguous",
+    "multiply",
+    "register_hook",
+    "reshape",
+    "take",
+    "tanh",
+    "to",
+    "to_float",
+]
 
 
-def _multiply(function: Any, logits: Any, factor: Any) -> Any:
+def multiply(function: Any, logits: Any, factor: Any) -> Any:
+    """Record a factor that is a number."""
     if not is_open(logits):
         logits, factor = factor, logits
     return _scaled(logits, "mul", factor)
 
 
-def _divide(function: Any, logits: Any, divisor: Any) -> Any:
+def divide(function: Any, logits: Any, divisor: Any) -> Any:
+    """Record a divisor that is a number."""
     return _scaled(logits, "div", divisor)
 
 
@@ -35,11 +48,12 @@ def _scaled(logits: Any, name: str, factor: Any) -> Any:
     return _same_rows(logits, logits._recipe.then(name, factor))
 
 
-def _tanh(function: Any, logits: Any) -> Any:
+def tanh(function: Any, logits: Any) -> Any:
+    """Record a hyperbolic tangent, of which a soft cap is made."""
     return _same_rows(logits, logits._recipe.then("tanh")) if is_open(logits) else NotImplemented
 
 
-def _add(function: Any, logits: Any, other: Any) -> Any:
+def add(function: Any, logits: Any, other: Any) -> Any:
     """Record a sum of two heads, which LoRA makes: the head, and a scaled product of two small weights."""
     if not is_open(logits) or not is_open(other):
         return NotImplemented
@@ -54,11 +68,12 @@ def _add(function: Any, logits: Any, other: Any) -> Any:
     return _same_rows(logits, mine._replace(products=(*mine.products, *added)), sources=(logits, other))
 
 
-def _to_float(function: Any, logits: Any) -> Any:
+def to_float(function: Any, logits: Any) -> Any:
+    """Record float32."""
     return _in_dtype(logits, torch.float32)
 
 
-def _to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+def to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Record another dtype; a device only if it is that of the logits."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     for argument in args:
@@ -84,13 +99,15 @@ def _in_dtype(logits: Any, dtype: torch.dtype) -> Any:
     return _same_rows(logits, logits._recipe.then("to", dtype), dtype)
 
 
-def _contiguous(function: Any, logits: Any) -> Any:
+def make_contiguous(function: Any, logits: Any) -> Any:
+    """Return the logits, or others with their values where they would leave gaps in memory."""
     if not is_open(logits):
         return NotImplemented
     return logits if logits._contiguous else _same_rows(logits, logits._recipe)
 
 
-def _clone(function: Any, logits: Any) -> Any:
+def clone(function: Any, logits: Any) -> Any:
+    """Record nothing: the values are the same."""
     return _same_rows(logits, logits._recipe) if is_open(logits) else NotImplemented
 
 
@@ -104,7 +121,8 @@ def _same_rows(
     return defer(recipe, tuple(logits.shape), dtype, (logits,) if sources is None else sources)
 
 
-def _reshape(function: Any, logits: Any, *size: Any) -> Any:
+def reshape(function: Any, logits: Any, *size: Any) -> Any:
+    """Record other leading axes; a view only if memory would allow one."""
     if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
         size = tuple(size[0])
     if not is_open(logits) or not size or (function is Tensor.view and not _rows_in_place(logits)):
@@ -124,7 +142,8 @@ def _rows_in_place(logits: DeferredLogits) -> bool:
     return logits._contiguous or (base._contiguous and base.shape[:-1] == logits.shape[:-1])
 
 
-def _flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+def flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Record other leading axes."""
     if not is_open(logits) or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
         return NotImplemented
     contiguous = logits._contiguous or not _rows_in_place(logits)
@@ -132,7 +151,7 @@ def _flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) 
     return _of_rows(logits, lambda hidden: hidden.flatten(start_dim, end_dim), function, arguments, contiguous)
 
 
-def _take(function: Any, logits: Any, index: Any) -> Any:
+def take(function: Any, logits: Any, index: Any) -> Any:
     """Record slices of rows, and of the first classes; or the choice of rows by one mask."""
     if not is_open(logits):
         return NotImplemented
@@ -182,7 +201,7 @@ def _of_rows(
     return defer(recipe, size, logits.dtype, (logits,), view, contiguous)
 
 
-def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
+def register_hook(function: Any, logits: Any, hook: Any) -> Any:
     """Let FSDP, which waits in this way for the backward pass to gather weights, wait for that of the recipe too.
 
     A loss that is taken later, outside of what FSDP wraps, has gradients that do not come through these logits.
@@ -199,7 +218,7 @@ def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
         return function(logits, hook)
 
 
-def _base(function: Any, logits: Any) -> Any:
+def base_of(function: Any, logits: Any) -> Any:
     """Return what logits are that are no view of others: the memory of deferred ones is always a view."""
     return None if is_open(logits) and logits._view is None else NotImplemented
 
@@ -210,74 +229,3 @@ def _hooked(tensor: Tensor, hook: Any) -> Tensor:
     alias = tensor.view_as(tensor)
     alias.register_hook(hook)
     return alias
-
-
-def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return loss.cross_entropy(*args, **kwargs)
-
-
-def _getter(attribute: str) -> Any:
-    """Return what `__torch_function__` is given for an attribute."""
-    return getattr(Tensor, attribute).__get__
-
-
-KNOWN: dict[Any, Callable[..., Any]] = {
-    F.cross_entropy: _cross_entropy,
-    F.tanh: _tanh,
-    torch.tanh: _tanh,
-    Tensor.tanh: _tanh,
-    torch.add: _add,
-    Tensor.add: _add,
-    Tensor.__add__: _add,
-    torch.mul: _multiply,
-    torch.multiply: _multiply,
-    Tensor.mul: _multiply,
-    Tensor.multiply: _multiply,
-    Tensor.__mul__: _multiply,
-    Tensor.__rmul__: _multiply,
-    torch.div: _divide,
-    torch.true_divide: _divide,
-    Tensor.div: _divide,
-    Tensor.__truediv__: _divide,
-    Tensor.float: _to_float,
-    Tensor.to: _to,
-    Tensor.contiguous: _contiguous,
-    torch.clone: _clone,
-    Tensor.clone: _clone,
-    Tensor.view: _reshape,
-    Tensor.reshape: _reshape,
-    torch.reshape: _reshape,
-    Tensor.flatten: _flatten,
-    torch.flatten: _flatten,
-    Tensor.__getitem__: _take,
-    Tensor.register_hook: _register_hook,
-    _getter("_base"): _base,
-}
-"""What is recorded: the function, and who records it."""
-
-KEYWORDS: dict[Any, frozenset[str]] = {
-    F.cross_entropy: frozenset(inspect.signature(loss.cross_entropy).parameters),
-    Tensor.to: frozenset(["dtype", "device", "non_blocking"]),
-    Tensor.flatten: frozenset(["start_dim", "end_dim"]),
-    torch.flatten: frozenset(["start_dim", "end_dim"]),
-}
-"""What these functions may be given by keyword and still be recorded; the others, nothing."""
-
-_ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-    *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
-)
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"),
-    *("is_floating_point", "is_complex"),
-)
-METADATA: frozenset[Any] = frozenset(
-    [
-        *[_getter(name) for name in _ATTRIBUTES],
-        *[getattr(Tensor, name) for name in _METHODS],
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
-    ]
-)
-"""What is answered from the tensor itself."""
