@@ -135,11 +135,10 @@ def test_second_derivative_raises_where_the_upstream_gradient_has_one(
     options = {"reduction": reduction, "inplace": inplace, "backend": target.name}
     loss = xent.cross_entropy(source * 1, tensors["target"] % 8, **options).square().sum()
     (first,) = torch.autograd.grad(loss, source, create_graph=True, retain_graph=how != "graph not retained")
+    penalty = first.square().sum()
+    total = penalty + loss if how == "loss and penalty" else penalty
     with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
-        if how == "penalty":
-            first.square().sum().backward()
-        else:
-            torch.autograd.grad(first.square().sum() + (loss if how == "loss and penalty" else 0), source)
+        total.backward() if how == "penalty" else torch.autograd.grad(total, source)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -242,14 +241,18 @@ def test_float16_gradient_of_a_bias_does_not_overflow(target: Target) -> None:
     torch.testing.assert_close(gradient.float(), torch.full_like(bias, expected).float(), rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e5, 1e-9])
-def test_float16_mean_does_not_feel_the_size_of_row_weights(target: Target, size: float) -> None:
+@pytest.mark.parametrize("sizes", [(1e5, 1e5), (1e-9, 1e-9), (-1e5, 1.0)])
+@pytest.mark.parametrize("name", ["weight", "sample_weight"])
+def test_float16_mean_does_not_feel_the_size_of_row_weights(
+    target: Target, sizes: tuple[float, ...], name: str
+) -> None:
     logits = torch.zeros(2, 4, dtype=torch.float16, device=target.device, requires_grad=True)
-    sample = torch.full((2,), size, device=target.device)
+    weights = torch.tensor((*sizes, 1.0, 1.0) if name == "weight" else sizes, device=target.device)
     classes = torch.tensor([0, 1], device=target.device)
-    loss = xent.cross_entropy(logits, classes, sample_weight=sample, backend=target.name)
+    loss = xent.cross_entropy(logits, classes, backend=target.name, **{name: weights})
     (gradient,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(gradient[0], torch.tensor([-0.375, 0.125, 0.125, 0.125], device=target.device).half())
+    expected = torch.tensor([-0.75, 0.25, 0.25, 0.25], device=target.device) * sizes[0] / sum(sizes)
+    torch.testing.assert_close(gradient[0], expected.half())
 
 
 @pytest.mark.parametrize("retain", [False, True])
