@@ -256,12 +256,16 @@ def test_float16_mean_does_not_feel_the_size_of_row_weights(
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_batched_backward(target: Target, tensors: dict[str, Tensor], retain: bool) -> None:
+@pytest.mark.parametrize("func", [False, True])
+def test_batched_backward(target: Target, tensors: dict[str, Tensor], retain: bool, func: bool) -> None:
     logits = tensors["input"].requires_grad_()
     loss = xent.cross_entropy(logits, tensors["target"] % 8, backend=target.name)
     upstream = torch.tensor([1.0, 2.0], device=target.device)
     (single,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=retain)
+    if func:
+        batched = torch.func.vmap(lambda one: torch.autograd.grad(loss, logits, one, retain_graph=retain)[0])(upstream)
+    else:
+        (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=retain)
     torch.testing.assert_close(batched[1], 2 * single)
 
 
