@@ -2,7 +2,7 @@
 
 import pytest
 
-from xent.core.chunks import rows_per_block, rows_per_chunk
+from xent.core.chunks import rows_per_block, rows_per_chunk, tile_shape
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 100, 4096, 100_003])
@@ -22,6 +22,11 @@ def test_default_does_not_grow_with_tokens(device: str) -> None:
     assert max(sizes) <= 1.1 * min(sizes)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "metal", "mlx-cuda"])
+def test_default_has_hundreds_of_rows_however_many_classes(device: str) -> None:
+    assert rows_per_chunk(1024, 10**7, 2, None, device) == 256
+
+
 def test_chunks_are_even() -> None:
     assert rows_per_chunk(1025, 1000, 4, 1024 * 4000, "cpu") == 513
 
@@ -29,3 +34,11 @@ def test_chunks_are_even() -> None:
 def test_block_is_at_least_a_row() -> None:
     assert rows_per_block(10**9, 4, "cpu", 1) == 1
     assert rows_per_block(1000, 4, "cpu", 2) > 100
+    assert rows_per_block(1000, 4, "cpu", 64) == rows_per_block(1000, 4, "cpu", 4)
+
+
+@pytest.mark.parametrize(
+    ("workspace", "shape"), [(None, (8192, 2048)), (2**20, (2048, 256)), (100, (1, 50)), (1, (1, 1))]
+)
+def test_tile_keeps_to_its_workspace(workspace: int | None, shape: tuple[int, int]) -> None:
+    assert tile_shape(10**5, 10**5, 2, workspace) == shape

@@ -76,6 +76,8 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
     monkeypatch.setenv("XENT_BACKEND", "numpy")
     assert loss() == pytest.approx(np.log(4))
     assert loss(backend="fake") == -7.0
+    monkeypatch.setenv("XENT_BACKEND", "")
+    assert loss() == -7.0
     monkeypatch.setenv("XENT_BACKEND", "nonsense")
     with pytest.raises(xent.BackendError, match="there is no backend 'nonsense'"):
         loss()
@@ -131,6 +133,14 @@ def test_check_fails_when_a_gradient_is_wrong(
     printed = capsys.readouterr().out
     assert "3 failed" in printed
     assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
+
+
+def test_check_leaves_out_what_is_missing_or_not_named(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "TABLE", {"fake": lambda: fake})
+    monkeypatch.setattr(report, "_check", lambda *_: pytest.fail("it was checked"))
+    assert list(report.check_all(["torch"])) == []
+    fake.missing_reason = "the moon is full"
+    assert list(report.check_all()) == []
 
 
 @pytest.mark.parametrize("name", ["numpy", "nonsense"])

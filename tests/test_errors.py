@@ -1,5 +1,6 @@
 """Bad input gets an error that names the argument, what came and what is allowed; nothing is computed or changed."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,14 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
     ({"softcap": 0}, ValueError, "softcap must be None, or finite and > 0, got 0"),
     ({"softcap": -30.0}, ValueError, "softcap must be None, or finite and > 0, got -30.0"),
+    ({"softcap": float("inf")}, ValueError, "softcap must be None, or finite and > 0, got inf"),
     ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
     ({"logit_scale": None}, TypeError, "logit_scale must be a number"),
     ({"normalizer": -1}, ValueError, "normalizer must be finite and >= 0, got -1"),
     ({"normalizer": "many"}, TypeError, "normalizer must be a number"),
     ({"normalizer": np.ones(2)}, ValueError, "normalizer must be a number or a 0-d array"),
+    ({"normalizer": np.ones((), dtype=bool)}, TypeError, "normalizer must be a real number or a 0-d array of one"),
+    ({"ignore_index": 2**63}, ValueError, "ignore_index must fit in 64 bits, got 9223372036854775808"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
     ({"stats": ("lse", "perplexity")}, ValueError, "stats must be names out of .*'lse'.*, got 'perplexity'"),
     ({"stats": "lse"}, TypeError, "stats must be a tuple of names"),
@@ -35,6 +39,11 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend": None}, TypeError, "backend must be a string"),
     ({"weight": np.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class; got \(4,\)"),
     ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have a dtype out of float64"),
+    (
+        {"weight": SimpleNamespace(requires_grad=True)},
+        TypeError,
+        "weight must be a torch, MLX or NumPy array, got Simple",
+    ),
     ({"weight": [1.0] * 5}, TypeError, "weight must be a torch, MLX or NumPy array, got list"),
     (
         {"sample_weight": np.ones((3, 2))},
@@ -52,6 +61,7 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         r"target of class probabilities .* must have shape \(2, 3, 5\).*\(2, 3\); class",
     ),
+    ({"target": np.zeros((3, 2, 5))}, ValueError, r"target of class probabilities .* must have shape \(2, 3, 5\)"),
     ({"target": np.zeros((2, 3), dtype=bool)}, TypeError, "target must hold class indices .* got dtype bool"),
     ({"target": [[0, 0, 0], [0, 0, 0]]}, TypeError, "target must be a torch, MLX or NumPy array, got list"),
 ]

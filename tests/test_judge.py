@@ -9,8 +9,8 @@ import pytest
 
 from tests.cases import FUNCTIONS
 from tests.targets import Target
-from xent.core.check.cases import Case, option_cases
-from xent.core.check.judge import compare, results_of_case
+from xent.core.check.cases import Case, make_inputs, option_cases
+from xent.core.check.judge import compare, judge_case, results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,
@@ -45,6 +45,50 @@ def test_wrong_loss_fails(target: Target, function: str, dtype: str, factor: flo
     for case in _some(target, function, dtype):
         truth, made, plain = results_of_case(target.backend, target.harness, case)
         assert not compare("loss", factor * made["loss"], truth["loss"], plain["loss"], case).passed
+
+
+@pytest.mark.parametrize(
+    ("output", "dtype", "error"),
+    [("logits", "float64", 2.0**-40), ("logits", "float32", 2.0**-20), ("loss", "bfloat16", 2.0**-20)],
+)
+def test_an_error_that_the_dtype_does_not_explain_fails(output: str, dtype: str, error: float) -> None:
+    case, truth = Case("cross_entropy", (2,), 3, dtype, ""), np.ones((2, 3))
+    assert compare(output, truth, truth, truth, case).passed
+    assert not compare(output, truth * (1 + error), truth, truth, case).passed
+
+
+def test_wrong_shape_fails_even_if_it_broadcasts() -> None:
+    case, truth = Case("cross_entropy", (2,), 3, "float32", ""), np.ones((2, 3))
+    assert compare("logits", np.ones((2, 3)), truth, truth, case).passed
+    assert not compare("logits", np.ones((1, 3)), truth, truth, case).passed
+
+
+def test_every_gradient_is_judged_on_the_backend_and_with_the_workspace_that_were_named(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XENT_BACKEND", "nonsense")
+    case = Case("linear_cross_entropy", (2, 3), 5, "float32", "", bias=True)
+    judged = [comparison.output for comparison in judge_case(target.backend, target.harness, case)]
+    assert judged == ["loss", "input", "linear_weight", "linear_bias"]
+    logits_case = replace(case, function="cross_entropy", bias=False)
+    judged = [comparison.output for comparison in judge_case(target.backend, target.harness, logits_case)]
+    assert judged == ["loss", "logits"]
+    with pytest.raises(ValueError, match="workspace must be None or a positive number of bytes, got 0"):
+        judge_case(target.backend, target.harness, case, workspace=0)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_cases_hold_what_is_hard(function: str) -> None:
+    cases = option_cases(function, "float32")
+    assert {case.reduction for case in cases} == {"mean", "sum", "none"}
+    for case in cases:
+        inputs = make_inputs(case)
+        for name in {"weight", "sample_weight"} & inputs.options.keys():
+            assert (inputs.options[name] == 0).any()
+        if inputs.target.dtype.kind == "i":
+            assert (inputs.target[0, :7] == case.options.get("ignore_index", -100)).all()
+        if case.reduction == "none":
+            assert (inputs.upstream[0, :4] == 0).all()
 
 
 def _some(target: Target, function: str, dtype: str) -> list[Case]:

@@ -24,7 +24,7 @@ CASES = [
         Case(function, (0,), 11, "float32", "probabilities, no rows", {"probabilities": True}),
     ]
     if "smoothing" not in case.name
-]
+] + [Case(function, (0,), 11, "float32", "no rows of probabilities", {"probabilities": True}) for function in FUNCTIONS]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -55,8 +55,11 @@ def test_statistics_are_the_references(target: Target, case: Case) -> None:
 @pytest.mark.parametrize("name", STAT_NAMES)
 def test_only_what_is_asked_for_is_there(target: Target, function: str, name: str) -> None:
     case = Case(function, (6,), 9, "float32", "")
-    call, arrays = call_of(target, case, make_inputs(case), stats=[name])
+    call, arrays = call_of(target, case, make_inputs(case), stats=[name, name])
     _, stats = call(*arrays)
+    _, every = call_of(target, case, make_inputs(case), stats={*STAT_NAMES})[0](*arrays)
+    found, expected = (target.harness.numpy(getattr(some, name)) for some in (stats, every))
+    np.testing.assert_array_equal(found, expected)
     assert isinstance(stats, xent.Stats)
     assert [field.name for field in fields(stats) if getattr(stats, field.name) is not None] == [name]
 
@@ -88,11 +91,11 @@ def test_scale_orders_predictions(target: Target, function: str, logit_scale: fl
     np.testing.assert_array_equal(target.harness.numpy(stats.predictions), expected)
 
 
-def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target) -> None:
+@pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 256.0), ("float16", 2048.0), ("float32", 256.0)])
+def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target, dtype: str, largest: float) -> None:
     """The target's logit is 288.75, and 288 in bfloat16: beside the others' sum the rounded one is not sure at all."""
-    dtype = "bfloat16" if "bfloat16" in target.harness.dtypes else "float32"
     weight = np.zeros((9, 3))
-    weight[4] = 256.0, 32.0, 0.75
+    weight[4] = largest, 32.0, 0.75
     hidden, classifier, classes = target.arrays(np.ones((2, 3)), weight, np.array([4, 4]), dtype=dtype)
     found = []
 
@@ -106,7 +109,7 @@ def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target) -> 
     loss, _ = target.harness.gradients(call, (hidden,), None)
     for values in found[:2]:
         np.testing.assert_allclose(target.harness.numpy(values), 0, atol=1e-6)
-    np.testing.assert_allclose(target.harness.numpy(loss), 288.75 * 0.5 * 8 / 9, rtol=1e-4)
+    np.testing.assert_allclose(target.harness.numpy(loss), weight[4].sum() * 0.5 * 8 / 9, rtol=1e-4)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

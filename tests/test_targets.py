@@ -32,6 +32,20 @@ def test_index_error_names_value_position_and_range(
             loss()
 
 
+@pytest.mark.parametrize(("dtype", "value"), [("uint8", 156), ("int8", -56), ("int16", 30_000)])
+def test_narrow_targets_are_compared_as_wide_ones(
+    target: Target, dtype: str, value: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 8 bits, ignore_index=-100 would be 156, and 200 classes -56."""
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    logits, classes, wrong = target.arrays(
+        np.zeros((2, 200 if dtype == "int8" else 50)), np.array([3, 4], dtype), np.array([3, value], dtype)
+    )
+    assert float(xent.cross_entropy(logits, classes, backend=target.name)) == pytest.approx(np.log(logits.shape[1]))
+    with pytest.raises(IndexError, match=rf"target\[1\] is {value}; classes are 0 to"):
+        xent.cross_entropy(logits, wrong, backend=target.name)
+
+
 def test_reference_raises_the_same(target: Target) -> None:
     with pytest.raises(IndexError, match=r"target\[1, 1\] is 7; classes are 0 to 4"):
         xent.cross_entropy(LOGITS, np.array([[0, 1, 2], [-100, 7, 3]]))

@@ -21,8 +21,10 @@ def framework_of(value: Any) -> str | None:
     if value is None or isinstance(value, (bool, int, float)):
         return None
     if hasattr(value, "requires_grad"):
-        import torch
-
+        try:
+            import torch
+        except ImportError:
+            return None
         return "torch" if isinstance(value, torch.Tensor) else None
     if any((base.__module__, base.__name__) == ("mlx.core", "array") for base in type(value).__mro__):
         return "mlx"

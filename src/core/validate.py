@@ -165,7 +165,7 @@ def loss_spec(
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    if isinstance(stats, str) or not isinstance(stats, (tuple, list, set, frozenset)):
+    if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}")
     unknown = [name for name in stats if name not in STAT_NAMES]
     if unknown:

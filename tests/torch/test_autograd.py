@@ -1,5 +1,6 @@
 """Autograd: what asks for a gradient gets it, once more if the graph is kept, never a second derivative."""
 
+import math
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def test_second_backward_of_the_linear_loss(target: Target, tensors: dict[str, T
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("how", ["penalty", "grad of grad", "func"])
+@pytest.mark.parametrize("how", ["penalty", "grad of grad", "graph not retained", "func"])
 @pytest.mark.parametrize("linear", [False, True])
 def test_second_derivative_raises(
     target: Target, tensors: dict[str, Tensor], reduction: str, how: str, linear: bool
@@ -112,7 +113,8 @@ def test_second_derivative_raises(
         if how == "func":
             torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(source.detach())
             return
-        (first,) = torch.autograd.grad(loss(source), source, create_graph=True)
+        retain = how != "graph not retained"
+        (first,) = torch.autograd.grad(loss(source), source, create_graph=True, retain_graph=retain)
         if how == "penalty":
             first.square().sum().backward()
         else:
@@ -122,12 +124,21 @@ def test_second_derivative_raises(
         again(tensors["input"].requires_grad_())
 
 
-def test_second_derivative_of_an_inplace_loss_raises(target: Target, tensors: dict[str, Tensor]) -> None:
-    logits = tensors["input"].requires_grad_()
-    loss = xent.cross_entropy(logits * 1, tensors["target"] % 8, inplace=True, backend=target.name)
-    (first,) = torch.autograd.grad(loss, logits, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad"):
-        torch.autograd.grad(first.square().sum(), logits)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("how", ["penalty", "loss and penalty", "graph not retained"])
+def test_second_derivative_raises_where_the_upstream_gradient_has_one(
+    target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool, how: str
+) -> None:
+    """The derivative of a squared loss depends on the logits by the loss, too, which can be differentiated."""
+    source = tensors["input"].requires_grad_()
+    options = {"reduction": reduction, "inplace": inplace, "backend": target.name}
+    loss = xent.cross_entropy(source * 1, tensors["target"] % 8, **options).square().sum()
+    (first,) = torch.autograd.grad(loss, source, create_graph=True, retain_graph=how != "graph not retained")
+    penalty = first.square().sum()
+    total = penalty + loss if how == "loss and penalty" else penalty
+    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
+        total.backward() if how == "penalty" else torch.autograd.grad(total, source)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -160,12 +171,14 @@ def test_upstream_scalar_is_not_rounded(target: Target, factor: float, dtype: to
     torch.testing.assert_close(scaled, expected, rtol=torch.finfo(dtype).eps, atol=0)
 
 
-def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target) -> None:
+@pytest.mark.parametrize("retain", [False, True])
+def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target, retain: bool) -> None:
     """A mean over many tokens makes gradients that float16 cannot hold; a loss scale must still help."""
     rows, scale = 512, 2.0**16
     logits = torch.randn(rows, 300, device=target.device, dtype=torch.float16).requires_grad_()
     classes = torch.randint(300, (rows,), device=target.device)
-    (found,) = torch.autograd.grad(xent.cross_entropy(logits, classes, backend=target.name) * scale, logits)
+    loss = xent.cross_entropy(logits, classes, backend=target.name) * scale
+    (found,) = torch.autograd.grad(loss, logits, retain_graph=retain)
     wide = logits.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(wide, classes) * scale, wide)
     assert (found.double() - expected).norm() / expected.norm() < 1e-3
@@ -192,13 +205,15 @@ def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) ->
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
 def test_gradients_do_not_drag_the_graph_along(
-    target: Target, tensors: dict[str, Tensor], reduction: str, retain: bool
+    target: Target, tensors: dict[str, Tensor], reduction: str, retain: bool, inplace: bool
 ) -> None:
     asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
     logits = asking["input"] * 1
     loss = linear_loss(asking, target, reduction=reduction)
-    loss = loss + xent.cross_entropy(logits, tensors["target"] % 8, reduction=reduction, backend=target.name).sum()
+    options = {"reduction": reduction, "inplace": inplace, "backend": target.name}
+    loss = loss + xent.cross_entropy(logits, tensors["target"] % 8, **options).sum()
     leaves = [asking["input"], asking["weight"], logits]
     for gradient in torch.autograd.grad(loss, leaves, retain_graph=retain):
         assert not gradient.requires_grad
@@ -215,20 +230,81 @@ def test_float16_gradients_of_a_common_class_do_not_overflow(target: Target) -> 
     torch.testing.assert_close(gradient.float(), expected, rtol=2e-3, atol=0)
 
 
-@pytest.mark.parametrize("size", [1e5, 1e-9])
-def test_float16_mean_does_not_feel_the_size_of_row_weights(target: Target, size: float) -> None:
+def test_float16_gradient_of_a_bias_does_not_overflow(target: Target) -> None:
+    """The z-loss makes gradients of 3466 in every row, of which 32 are more than float16 holds; their mean is not."""
+    hidden, weight = (torch.zeros(32, 4, dtype=torch.float16, device=target.device) for _ in range(2))
+    bias = torch.zeros(32, dtype=torch.float16, device=target.device, requires_grad=True)
+    classes = torch.arange(32, device=target.device)
+    loss = xent.linear_cross_entropy(hidden, weight, classes, linear_bias=bias, z_loss=16e3, backend=target.name)
+    (gradient,) = torch.autograd.grad(loss, bias)
+    expected = 2 * 16e3 * math.log(32) / 32
+    torch.testing.assert_close(gradient.float(), torch.full_like(bias, expected).float(), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("sizes", [(1e5, 1e5), (1e-9, 1e-9), (-1e5, 1.0)])
+@pytest.mark.parametrize("name", ["weight", "sample_weight"])
+def test_float16_mean_does_not_feel_the_size_of_row_weights(
+    target: Target, sizes: tuple[float, ...], name: str
+) -> None:
     logits = torch.zeros(2, 4, dtype=torch.float16, device=target.device, requires_grad=True)
-    sample = torch.full((2,), size, device=target.device)
+    weights = torch.tensor((*sizes, 1.0, 1.0) if name == "weight" else sizes, device=target.device)
     classes = torch.tensor([0, 1], device=target.device)
-    loss = xent.cross_entropy(logits, classes, sample_weight=sample, backend=target.name)
+    loss = xent.cross_entropy(logits, classes, backend=target.name, **{name: weights})
     (gradient,) = torch.autograd.grad(loss, logits)
-    torch.testing.assert_close(gradient[0], torch.tensor([-0.375, 0.125, 0.125, 0.125], device=target.device).half())
+    expected = torch.tensor([-0.75, 0.25, 0.25, 0.25], device=target.device) * sizes[0] / sum(sizes)
+    torch.testing.assert_close(gradient[0], expected.half())
 
 
-def test_batched_backward(target: Target, tensors: dict[str, Tensor]) -> None:
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("func", [False, True])
+def test_batched_backward(target: Target, tensors: dict[str, Tensor], retain: bool, func: bool) -> None:
     logits = tensors["input"].requires_grad_()
     loss = xent.cross_entropy(logits, tensors["target"] % 8, backend=target.name)
     upstream = torch.tensor([1.0, 2.0], device=target.device)
-    (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=True)
-    (single,) = torch.autograd.grad(loss, logits)
+    (single,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    if func:
+        batched = torch.func.vmap(lambda one: torch.autograd.grad(loss, logits, one, retain_graph=retain)[0])(upstream)
+    else:
+        (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=retain)
     torch.testing.assert_close(batched[1], 2 * single)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_statistics_require_no_gradient(
+    target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
+) -> None:
+    options = {"reduction": reduction, "stats": ("lse", "z_loss"), "backend": target.name}
+    source = tensors["input"].requires_grad_()
+    for loss, stats in (
+        xent.cross_entropy(source * 1, tensors["target"] % 8, inplace=inplace, **options),
+        xent.linear_cross_entropy(source, tensors["weight"], tensors["target"], **options),
+    ):
+        assert loss.requires_grad
+        assert not stats.lse.requires_grad
+        assert not stats.z_loss.requires_grad
+
+
+class NoGradient(torch.autograd.Function):
+    """A copy through which no gradient comes back, not even one of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_no_gradient_of_the_loss_makes_none(
+    target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
+) -> None:
+    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
+    options = {"reduction": reduction, "backend": target.name}
+    logits_loss = xent.cross_entropy(asking["input"] * 1, tensors["target"] % 8, inplace=inplace, **options)
+    for loss in (logits_loss, linear_loss(asking, target, reduction=reduction)):
+        NoGradient.apply(loss).sum().backward()
+    assert all(tensor.grad is None for tensor in asking.values())

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 import xent
 from tests.targets import Target
@@ -127,6 +129,42 @@ def test_without_data_there_are_shapes_and_dtypes(
         assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride())
 
 
+class Recorder(TorchDispatchMode):
+    """Remembers every call of xent's operations, with the values before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "xent":
+            self.calls.append((func, tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, args)))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_operations_do_what_their_schemas_and_fakes_say(target: Target, reduction: str, dtype: torch.dtype) -> None:
+    options = {"reduction": reduction, "stats": STAT_NAMES, "backend": target.name}
+    x, w, y = (tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in drawn(target))
+    b = torch.zeros(11, dtype=dtype, device=target.device)
+    with Recorder() as recorder:
+        for asking in ((), (x,), (w,), (b,), (x, w, b)):
+            for tensor in (x, w, b):
+                tensor.requires_grad_(any(tensor is one for one in asking))
+            loss, _ = xent.linear_cross_entropy(x, w, y, linear_bias=b, workspace=100, **options)
+            if asking:
+                loss.sum().backward()
+        for inplace in (False, True):
+            classes_first = x.t().contiguous().t()
+            loss, _ = xent.cross_entropy(classes_first, y % 8, inplace=inplace, **options)
+            loss.sum().backward()
+        xent.cross_entropy(x.detach(), y % 8, **options)
+    assert len({operation for operation, _ in recorder.calls}) == (4 if reduction == "mean" else 5)
+    for operation, args in recorder.calls:
+        torch.library.opcheck(operation, args, test_utils=("test_schema", "test_faketensor"))
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
@@ -158,6 +196,22 @@ def test_mixed_dtypes_outside_autocast_are_refused(target: Target) -> None:
         xent.linear_cross_entropy(x, w.bfloat16(), y)
     with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
         xent.linear_cross_entropy(x, w, y, linear_bias=torch.zeros(11, device=target.device).double())
+
+
+def test_tensors_of_two_devices_are_refused(target: Target) -> None:
+    x, w, y = (tensor.detach().to("meta") for tensor in drawn(target))
+    placed = torch.zeros(6, device=target.device)
+    with pytest.raises(ValueError, match=f"must be on one device: input is on meta, target on {target.device}"):
+        xent.linear_cross_entropy(x, w, placed.long())
+    with pytest.raises(ValueError, match=f"input is on meta, sample_weight on {target.device}"):
+        xent.linear_cross_entropy(x, w, y, sample_weight=placed)
+    assert xent.linear_cross_entropy(x, w, y, normalizer=torch.tensor(3)).device.type == "meta"
+
+
+def test_uint64_targets_are_refused(target: Target) -> None:
+    x, _, y = drawn(target)
+    with pytest.raises(TypeError, match=r"target must hold class indices .* got dtype uint64"):
+        xent.cross_entropy(x, y.to(torch.uint64))
 
 
 def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
@@ -198,15 +252,20 @@ def test_inplace_in_a_compiled_graph_leaves_what_others_saved(target: Target, re
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("normalizer", [3, 3.0])
+@pytest.mark.parametrize("normalizer", [3, 3.3])
 def test_compiles_with_a_number_as_normalizer(target: Target, normalizer: float) -> None:
     x, _, y = drawn(target)
+    x = x.detach().double() if target.takes("float64") else x
 
     def loss(x: Tensor, normalizer: float) -> Tensor:
         return xent.cross_entropy(x, y % 8, normalizer=normalizer, backend=target.name)
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, normalizer), loss(x, normalizer))
+    torch.testing.assert_close(
+        compiled(x, normalizer), loss(x, normalizer), rtol=1e-12 if x.itemsize == 8 else 1e-6, atol=0
+    )
+    with pytest.raises(Exception, match="normalizer must be finite and >= 0, got nan"):
+        compiled(x, float("nan"))
 
 
 def test_nan_is_an_error_in_a_compiled_graph_too(target: Target) -> None:

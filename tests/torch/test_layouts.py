@@ -1,5 +1,6 @@
 """Any strides: transposed, sliced, expanded and padded inputs give the numbers of their contiguous copies."""
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -150,6 +151,43 @@ def test_rows_are_the_rows(layout: str) -> None:
     seen = torch.cat([block for _, block in rows.blocks(3)])
     assert torch.equal(seen, flat)
     assert [start for start, _ in rows.blocks(3)][-1] == 12 - list(rows.blocks(3))[-1][1].shape[0]
+
+
+def test_an_axis_of_one_does_not_split_the_rows() -> None:
+    assert len(list(Rows(torch.randn(6, 4, 5)[:, :1]).blocks(100))) == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("layout", ["leading axes swapped", "classes first", "classes in the middle"])
+def test_gradient_has_the_strides_of_the_logits(target: Target, layout: str, reduction: str) -> None:
+    logits = LAYOUTS[layout](torch.randn(3, 4, 37, device=target.device)).requires_grad_()
+    classes = torch.zeros(3, 4, dtype=torch.int64, device=target.device)
+    loss = xent.cross_entropy(logits, classes, reduction=reduction, backend=target.name).sum()
+    (grad,) = torch.autograd.grad(loss, logits)
+    assert grad.stride() == logits.stride()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_one_class_whose_stride_is_not_one(target: Target, reduction: str, inplace: bool) -> None:
+    source = torch.linspace(1, 2, 5, device=target.device).view(1, 5).requires_grad_()
+    logits = (source * 1).t()
+    classes = torch.zeros(5, dtype=torch.int64, device=target.device)
+    options = {"reduction": reduction, "z_loss": 1.0, "inplace": inplace, "backend": target.name}
+    loss = xent.cross_entropy(logits, classes, **options).sum()
+    loss.backward()
+    torch.testing.assert_close(source.grad, 2 * source.detach() / (5 if reduction == "mean" else 1))
+    assert torch.equal(logits, source.t()) != inplace
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 6])
+def test_hidden_states_without_features(target: Target, dtype: torch.dtype, rows: int) -> None:
+    leaves = [torch.zeros(size, dtype=dtype, device=target.device, requires_grad=True) for size in ((rows, 0), (4, 0))]
+    classes = torch.zeros(rows, dtype=torch.int64, device=target.device)
+    loss = xent.linear_cross_entropy(*leaves, classes, workspace=4 * dtype.itemsize * 2, backend=target.name)
+    assert loss.item() == pytest.approx(math.log(4) if rows else 0)
+    assert [grad.shape for grad in torch.autograd.grad(loss, leaves)] == [(rows, 0), (4, 0)]
 
 
 STRANGE: dict[str, Callable[[Tensor], Tensor]] = {

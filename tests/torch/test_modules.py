@@ -43,6 +43,20 @@ def test_options_reach_the_loss() -> None:
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=0, atol=0)
     assert "z_loss=0.1" in repr(module)
+    assert "weight" not in repr(module)
+
+
+def test_deprecated_options_are_torchs() -> None:
+    with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+        assert CrossEntropyLoss(size_average=False).reduction == "sum"
+    with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
+        assert CrossEntropyLoss(reduce=False).reduction == "none"
+
+
+def test_options_of_the_classifier() -> None:
+    module = LinearCrossEntropyLoss(8, 11, dtype=torch.float64, ignore_index=0)
+    assert module.linear.weight.dtype == torch.float64
+    assert module.ignore_index == 0
 
 
 def test_logits_in_place() -> None:
@@ -54,11 +68,13 @@ def test_logits_in_place() -> None:
         assert (given._version > before) == inplace
 
 
-def test_workspace_reaches_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_reach_the_linear_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr("xent.integrations.torch.linear_cross_entropy", lambda *args, **kwargs: given.append(kwargs))
-    LinearCrossEntropyLoss(8, 11, workspace=2**20, backend="torch")(torch.randn(2, 8), torch.randint(11, (2,)))
-    assert (given[0]["workspace"], given[0]["backend"]) == (2**20, "torch")
+    module, sample = LinearCrossEntropyLoss(8, 11, workspace=2**20, backend="torch"), torch.rand(2)
+    module(torch.randn(2, 8), torch.randint(11, (2,)), sample_weight=sample, normalizer=3)
+    assert (given[0]["workspace"], given[0]["backend"], given[0]["normalizer"]) == (2**20, "torch", 3)
+    assert given[0]["sample_weight"] is sample
 
 
 def test_linear_loss_owns_its_classifier() -> None:

@@ -61,6 +61,21 @@ def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
     assert torch.equal(logits.grad, torch.zeros_like(logits))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", ["weight", "sample_weight", "normalizer"])
+def test_options_of_another_dtype_are_taken_as_float32(target: Target, name: str, dtype: torch.dtype) -> None:
+    if (name == "weight" and not dtype.is_floating_point) or (name == "normalizer" and dtype == torch.bool):
+        return
+    torch.manual_seed(0)
+    logits, classes = torch.randn(4, 4, device=target.device), torch.arange(4, device=target.device)
+    value = (torch.rand(() if name == "normalizer" else 4, device=target.device) + 1).to(dtype)
+    losses = [
+        xent.cross_entropy(logits, classes, label_smoothing=0.1, backend=target.name, **{name: option})
+        for option in (value, value.float())
+    ]
+    torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
+
+
 def test_loss_of_half_precision_logits_is_float32(target: Target) -> None:
     for dtype, expected in (
         (torch.bfloat16, torch.float32),

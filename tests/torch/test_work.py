@@ -7,14 +7,23 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import xent
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import ops as _ops  # noqa: F401
+from xent.backends.torch import plain
+from xent.backends.torch.facts import gather_facts
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import Options, pack_numbers
+from xent.backends.torch.schedule import Schedule
 from xent.core.spec import LossSpec
 
 N, D, V = 64, 16, 40
 PRODUCT = 2 * N * D * V
+
+
+def plain_options(target: torch.Tensor, reduction: str, stats: tuple[str, ...] = ()) -> Options:
+    numbers = pack_numbers(LossSpec(reduction=reduction, stats=stats), None)
+    return Options(target, None, None, None, numbers, -100, False, False, reduction, list(stats), "torch")
 
 
 def flops(
@@ -24,10 +33,7 @@ def flops(
     torch.manual_seed(0)
     target = torch.randint(V, (N,))
     target[: int(ignored * N)] = -100
-    spec = LossSpec(reduction=reduction, stats=stats)
-    options = Options(
-        target, None, None, None, pack_numbers(spec, None), -100, False, False, reduction, list(stats), "torch"
-    )
+    options = plain_options(target, reduction, stats)
     linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 4 * 10, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:
         keep = reduction == "none" and any(needs)
@@ -62,6 +68,57 @@ def test_ignored_rows_are_not_multiplied(reduction: str) -> None:
     assert flops((True, True, True), reduction, ignored=0.75, stats=("lse", "predictions")) == every // 4
 
 
+@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradients_that_nobody_asked_for_are_not_made(needs: tuple[bool, bool, bool], reduction: str) -> None:
+    linear = Linear(torch.randn(N, D), torch.randn(V, D), torch.randn(V), 0, None, torch.float32, needs)
+    options = plain_options(torch.randint(V, (N,)), reduction)
+    _, results, made = linear_driver.forward(linear, options, keep_norm=reduction == "none")
+    if results.norm is not None:
+        made = linear_driver.backward(torch.ones(N), linear, results.norm, options)
+    assert [grad.numel() > 0 for grad in made] == list(needs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_gradient_of_logits_is_made_without_grad_mode(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plain._Block, "_gradient", lambda *_: pytest.fail("a gradient was made"))
+    x, w, y = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.randint(D, (N,))
+    with torch.no_grad():
+        assert xent.cross_entropy(x, y, reduction=reduction).isfinite().all()
+        assert xent.linear_cross_entropy(x, w, y, reduction=reduction).isfinite().all()
+    assert xent.linear_cross_entropy(x.detach(), w.detach(), y, reduction=reduction).isfinite().all()
+
+
+@pytest.mark.parametrize("ignored", [0, 10])
+def test_schedule_takes_rows_where_they_lie_and_knows_its_last_part(ignored: int) -> None:
+    target = torch.randint(V, (N,))
+    target[5 : 5 + ignored] = -100
+    parts = list(Schedule(gather_facts(plain_options(target, "mean"), V, torch.float32), 30))
+    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert all((part.rows is None) == (ignored == 0) for part in parts)
+
+
+def test_workspace_counts_logits_in_the_dtype_of_their_product() -> None:
+    linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 2 * 8, torch.bfloat16, (True, True, True))
+    assert linear.rows_per_chunk() == 8
+
+
+def test_sums_over_chunks_are_rounded_once() -> None:
+    """In bfloat16, gradients summed over 16 chunks are as good as those of one product."""
+    torch.manual_seed(0)
+    x, w, b = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randn(V).bfloat16()
+    y = torch.randint(V, (N,))
+
+    def gradients(workspace: int | None, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = tuple(leaf.detach().requires_grad_() for leaf in leaves)
+        loss = xent.linear_cross_entropy(x.to(leaves[0]), leaves[0], y, linear_bias=leaves[1], workspace=workspace)
+        return torch.autograd.grad(loss, leaves)
+
+    truth = gradients(None, w.double(), b.double())
+    for whole, chunked, true in zip(gradients(None, w, b), gradients(V * 2 * 4, w, b), truth, strict=True):
+        assert (chunked - true).norm() <= 1.15 * (whole - true).norm()
+
+
 PEAK = """
 import torch, xent
 from benchmarks.memory import resident_peak
@@ -93,6 +150,8 @@ def test_logits_take_the_gradient_and_nothing_of_its_size_besides() -> None:
     assert peak(LOGITS, "xent.cross_entropy(x, y, inplace=True).backward()") <= 0.1 * SIZE
     assert peak(LOGITS, "(xent.cross_entropy(x, y) * 0.5).backward()") <= 1.1 * SIZE
     assert peak(LOGITS, "xent.cross_entropy(x, y, reduction='none').sum().backward()") <= 1.1 * SIZE
+    classes_first = "x = torch.randn(32000, 1024).requires_grad_(); y = torch.randint(32000, (1024,))"
+    assert peak(classes_first, "xent.cross_entropy(x, y, axis=0).backward()") <= 1.1 * SIZE
 
 
 def test_logits_without_gradient_take_next_to_nothing() -> None:
@@ -121,8 +180,16 @@ def test_linear_memory_is_flat_in_tokens(options: str) -> None:
     assert used[1] - used[0] <= 8 * 2**20
 
 
+def test_bfloat16_gradient_of_one_chunk_is_made_where_it_stays() -> None:
+    setup = """
+x, w = torch.randn(64, 512).bfloat16(), torch.randn(64000, 512).bfloat16().requires_grad_()
+y = torch.randint(64000, (64,)); y[:9] = -100
+"""
+    assert peak(setup, "xent.linear_cross_entropy(x, w, y).backward()") <= 1.5 * 64000 * 512 * 2
+
+
 def test_frozen_classifier_costs_no_memory_for_its_gradient() -> None:
     setup = "x = torch.randn(64, 512).requires_grad_(); w = torch.randn(64000, 512); y = torch.randint(64000, (64,))"
     call = "xent.linear_cross_entropy(x, w, y, workspace=2**22).backward()"
     assert peak(setup, call) <= 0.3 * 64000 * 512 * 4
-    assert peak(setup, f"w.requires_grad_(); {call}") >= 64000 * 512 * 4
+    assert 1.0 <= peak(setup, f"w.requires_grad_(); {call}") / (64000 * 512 * 4) <= 1.3

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from xent.backends.torch.options import Options
 
@@ -74,32 +73,32 @@ class CrossEntropyInplace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *options: Any) -> Any:
         _keep_options(ctx, options)
-        memory = logits.detach()
+        # Saved as they came, so that a gradient of the gradient finds its way back to them, and to an error.
         if ctx.reduction == "none":
-            loss, norm, _, stats = torch.ops.xent.cross_entropy(memory, True, *options)
-            ctx.save_for_backward(memory, norm, *options[:_TENSORS])
+            loss, norm, _, stats = torch.ops.xent.cross_entropy(logits, True, *options)
+            ctx.save_for_backward(logits, norm, *options[:_TENSORS])
         else:
-            loss, deferred, stats = torch.ops.xent.cross_entropy_(memory, *options)
-            ctx.save_for_backward(memory, deferred)
+            loss, deferred, stats = torch.ops.xent.cross_entropy_(logits.detach(), *options)
+            ctx.save_for_backward(logits, deferred)
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         return loss, *stats
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
         rest = (None,) * len(Options._fields)
         if upstream is None:
             return None, *rest
         if ctx.reduction != "none":
             kept, deferred = ctx.saved_tensors
-            return _scaled(ctx, kept, upstream, deferred), *rest
+            return _first_order(_scaled, ctx, kept, upstream, deferred), *rest
         logits, norm, *tensors = ctx.saved_tensors
-        options = (*tensors, *ctx.constants)
-        if _graph_is_retained():
-            return torch.ops.xent.cross_entropy_backward(upstream, logits, norm, *options), *rest
-        torch.ops.xent.cross_entropy_backward_(upstream, logits, norm, *options)
-        return logits, *rest
+        args = (norm, *tensors, *ctx.constants)
+        if _memory_is_needed(upstream):
+            return _first_order(torch.ops.xent.cross_entropy_backward, upstream, logits, *args), *rest
+        memory = logits.detach()
+        torch.ops.xent.cross_entropy_backward_(upstream, memory, *args)
+        return memory, *rest
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -190,19 +189,24 @@ def _refuse_second(*kept_upstream: Tensor | None) -> None:
         raise RuntimeError(_NO_SECOND)
 
 
-def _graph_is_retained() -> bool:
-    """Whether this backward may run again, or be differentiated; a compiled graph reuses memory by itself."""
+def _memory_is_needed(upstream: Tensor) -> bool:
+    """Whether this backward may run again, be differentiated, or makes one gradient for each of a batch of upstreams.
+
+    A compiled graph reuses memory by itself.
+    """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return True
+    if torch._C._functorch.is_legacy_batchedtensor(upstream):  # torch.autograd.grad(is_grads_batched=True)
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor) -> Tensor:
-    """Return kept * upstream * deferred, in kept's memory unless the graph is retained.
+    """Return kept * upstream * deferred, in kept's memory unless that is needed.
 
     The product is rounded once: a 0-d factor would be rounded to kept's precision first.
     """
-    if _graph_is_retained():
+    if _memory_is_needed(upstream):
         return (kept * (upstream * deferred).reshape(1)).to(kept.dtype)
     # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
     kept = kept.detach()

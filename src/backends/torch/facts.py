@@ -87,18 +87,17 @@ def gather_facts(
     spec, acc = options.spec(), accumulation_dtype(dtype)
     device = options.target.device
     shape = options.target.shape[:-1] if options.target.is_floating_point() else options.target.shape
-    has_target = _has_target(shape, shift, device)
     invalid = None
     if options.target.is_floating_point():
         target, probabilities = None, Rows(options.target)
         source = None if not shift else _shifted(torch.arange(shape.numel(), device=device).view(shape), shift, 0)
-        ignored = ~has_target
+        ignored = ~_has_target(shape, shift, device)
         row_weight = None
     else:
         probabilities, source = None, None
         check_targets(options, vocabulary, shift)
         target = _shifted(options.target.to(torch.int64), shift, options.ignore_index).flatten()
-        ignored = (target == options.ignore_index) | ~has_target
+        ignored = target == options.ignore_index
         if not looks_at_targets(device):
             invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
             target = target.masked_fill(ignored | invalid, 0)
@@ -132,7 +131,7 @@ def gather_facts(
         else:
             scale = weight * inverse
     if upstream is not None:
-        scale = scale * upstream.to(acc).flatten()
+        scale = scale * upstream.to(acc)
     class_weight = None if options.weight is None else options.weight.to(acc)
     return Facts(
         spec=spec,

@@ -42,7 +42,7 @@ def _blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Tensor, 
     """
     vocabulary = logits.shape[-1]
     contiguous = vocabulary == 1 or logits.stride(-1) == 1
-    most = max(logits.shape[:-1].numel(), 1)
+    most = logits.shape[:-1].numel()
     if not contiguous:
         most = rows_per_block(vocabulary, logits.itemsize, logits.device.type, torch.get_num_threads())
     grads = None if grad is None else Rows(grad)

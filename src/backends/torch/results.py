@@ -50,7 +50,7 @@ class Results:
         return self.z_term
 
     def _accuracy(self, facts: Facts) -> Tensor:
-        correct = (self._predictions(facts) == _truth(facts)) & ~facts.ignored
+        correct = self._predictions(facts) == _truth(facts)
         if facts.invalid is not None:
             correct = correct & ~facts.invalid
         return correct.sum().to(self.loss.dtype) / self._count(facts).clamp(min=1)
@@ -75,12 +75,12 @@ def new_results(facts: Facts, keep_norm: bool) -> Results:
 
 
 def scattered(results: Results, rows: Tensor, count: int) -> Results:
-    """Return the first results, those of `rows`, as results of all `count` rows; others have 0, -1 for predictions."""
+    """Return the first results, those of `rows`, as results of all `count` rows; others have 0."""
 
-    def spread(values: Tensor | None, fill: int = 0) -> Tensor | None:
+    def spread(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        spacious = values.new_full((*values.shape[:-1], count), fill)
+        spacious = values.new_zeros((*values.shape[:-1], count))
         return spacious.index_copy_(-1, rows, values[..., : len(rows)])
 
     loss = spread(results.loss)
@@ -91,7 +91,7 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
         lse=spread(results.lse),
         nll=spread(results.nll),
         entropy=spread(results.entropy),
-        predictions=spread(results.predictions, -1),
+        predictions=spread(results.predictions),
         z_term=spread(results.z_term),
     )
 

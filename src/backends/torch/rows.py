@@ -18,10 +18,10 @@ class Rows:
     def __init__(self, tensor: Tensor) -> None:
         self.count = tensor.shape[:-1].numel()
         self._tensor = tensor
-        pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor]
-        while pieces and pieces[0].numel() and not _merges(pieces[0]):
+        pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor] if self.count else []
+        while pieces and not _merges(pieces[0]):
             pieces = [part for piece in pieces for part in piece.unbind(0)]
-        self._pieces = [piece.view(-1, piece.shape[-1]) for piece in pieces] if self.count else []
+        self._pieces = [piece.view(-1, piece.shape[-1]) for piece in pieces]
 
     def blocks(self, most: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, (R, V) view) with R at most `most`, over all rows."""
@@ -33,8 +33,6 @@ class Rows:
 
     def block(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop): a view if they lie in one piece, else a copy."""
-        if not self._pieces:
-            raise IndexError(f"rows {start} to {stop} of none")
         length = self._pieces[0].shape[0]
         parts = []
         while start < stop:
@@ -46,8 +44,6 @@ class Rows:
 
     def take(self, rows: Tensor) -> Tensor:
         """Return a copy of these rows, (M,) int64, without a look at their values."""
-        if self._tensor.dim() == 1:
-            return self._tensor.expand(len(rows), -1)
         return self._tensor[torch.unravel_index(rows, self._tensor.shape[:-1])]
 
 

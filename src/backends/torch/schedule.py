@@ -51,7 +51,7 @@ class Schedule:
     """The rows of a call in the order in which they are computed, `step` at a time."""
 
     def __init__(self, facts: Facts, step: int) -> None:
-        self.step, self._all = max(step, 1), len(facts.weight)
+        self.step, self._all = step, len(facts.weight)
         # Statistics are due for every row with a target, even one of weight 0.
         idle = facts.ignored if facts.spec.stats or facts.dead is None else facts.dead
         self._idle: Tensor | None = idle
@@ -85,7 +85,7 @@ class Schedule:
             idle = self._idle
             if idle is not None:
                 idle = idle[start:stop] if rows is None else idle[rows]
-            yield Part(start, stop, rows, stop == self._all, idle)
+            yield Part(start, stop, rows, stop == self.count, idle)
             start = stop
             self._learn_count()
 
