@@ -94,12 +94,10 @@ def _truth(facts: Facts) -> mx.array:
     """Return the class that each row should have, (N,); the most probable for probabilities."""
     if facts.rows.target is not None:
         return facts.rows.target
-    if not facts.count:
+    if not facts.count:  # of nothing MLX takes no argmax
         return mx.zeros(0, dtype=mx.int32)
     given = facts.probability_block(0, facts.count)
     assert given is not None
-    if not facts.count:  # of nothing MLX takes no argmax
-        return mx.zeros((0,), mx.int32)
     return mx.argmax(given, axis=-1).astype(mx.int32)
 
 
