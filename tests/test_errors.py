@@ -14,6 +14,7 @@ CLASSES = np.zeros((2, 3), dtype=np.int64)
 BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reduction": "average"}, ValueError, r"reduction must be one of 'mean', 'sum', 'none', got 'average'"),
     ({"reduction": None}, ValueError, "reduction must be one of"),
+    ({"reduction": np.array([0, 1])}, ValueError, "reduction must be one of"),
     ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
     ({"label_smoothing": -0.1}, ValueError, r"label_smoothing must be in \[0, 1\], got -0.1"),
     ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be in"),
@@ -30,9 +31,9 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"normalizer": np.ones(2)}, ValueError, "normalizer must be a number or a 0-d array"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
     ({"stats": ("lse", "perplexity")}, ValueError, "stats must be names out of .*'lse'.*, got 'perplexity'"),
-    ({"stats": "lse"}, TypeError, "stats must be a tuple of names"),
+    ({"stats": "lse"}, TypeError, "stats must be a tuple, list or set of names"),
     ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'; there are 'auto'"),
-    ({"backend": None}, TypeError, "backend must be a string"),
+    ({"backend": None}, TypeError, "backend must be 'auto' or one of 'triton', .*'numpy', got None"),
     ({"weight": np.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class; got \(4,\)"),
     ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have a dtype out of float64"),
     ({"weight": [1.0] * 5}, TypeError, "weight must be a torch, MLX or NumPy array, got list"),
@@ -54,6 +55,8 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"target": np.zeros((2, 3), dtype=bool)}, TypeError, "target must hold class indices .* got dtype bool"),
     ({"target": [[0, 0, 0], [0, 0, 0]]}, TypeError, "target must be a torch, MLX or NumPy array, got list"),
+    ({"target": list(range(1000))}, TypeError, r"got list \[0, 1, 2, 3, 4, 5, ...\]$"),
+    ({"target": None}, TypeError, "target must be a torch, MLX or NumPy array, got None$"),
 ]
 
 LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -63,6 +66,10 @@ LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"axis": 3}, ValueError, r"axis must be in \[-3, 2\] for logits of shape \(2, 3, 5\), got 3"),
     ({"axis": 1.0}, TypeError, "axis must be an int"),
     ({"axis": 1}, ValueError, r"target of class indices must have shape \(2, 5\)"),
+    ({"target": np.zeros((2, 5), int)}, ValueError, r"must have shape \(2, 3\) .*, got \(2, 5\); .* pass axis=1$"),
+    ({"logits": None}, TypeError, "logits must be a torch, MLX or NumPy array, got None$"),
+    ({"logits": None, "target": None}, TypeError, "logits must be a torch, MLX or NumPy array, got None$"),
+    ({"logits": np.ma.masked_array(LOGITS, LOGITS == 0)}, TypeError, "logits must be a plain array, got a MaskedArray"),
     ({"inplace": 1}, TypeError, "inplace must be a bool, got 1"),
     ({"inplace": True}, xent.BackendError, "NumPy arrays get no gradient"),
 ]
@@ -75,8 +82,9 @@ LINEAR_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"linear_bias": np.zeros(4)}, ValueError, r"linear_bias must have shape \(5,\).*got \(4,\)"),
     ({"shift": -1}, ValueError, "shift must be an int >= 0, got -1"),
     ({"shift": True}, ValueError, "shift must be an int >= 0, got True"),
-    ({"workspace": 0}, ValueError, "workspace must be None or a positive number of bytes, got 0"),
-    ({"workspace": 1.5}, ValueError, "workspace must be None or a positive number of bytes, got 1.5"),
+    ({"linear_weight": None}, TypeError, "linear_weight must be a torch, MLX or NumPy array, got None$"),
+    ({"workspace": 0}, ValueError, "workspace must be None or a positive int, a number of bytes; got 0"),
+    ({"workspace": 1e9}, ValueError, "workspace must be None or a positive int, a number of bytes; got 1000000000.0"),
     ({"input": np.zeros(4), "target": np.array(0), "shift": 1}, ValueError, "shift=1 needs a sequence axis"),
 ]
 

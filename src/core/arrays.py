@@ -1,5 +1,6 @@
 """Which framework owns an array, and facts about the array, without importing a framework."""
 
+import reprlib
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,7 @@ def describe(value: Any) -> str:
     """Say what came, for error messages: shape, dtype and framework of an array, the type of anything else."""
     framework = framework_of(value)
     if framework is None:
-        return f"{type(value).__name__} {value!r}"
+        return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
     return f"{framework} array of shape {tuple(value.shape)}, dtype {dtype_name(value)}"
 
 

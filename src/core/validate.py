@@ -11,7 +11,9 @@ from typing import Any
 from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
-__all__ = ["check_numbers", "linear_call", "logits_call", "loss_spec"]
+__all__ = ["check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
+
+_REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
 def logits_call(
@@ -80,13 +82,10 @@ def linear_call(
         raise ValueError(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
-    if not _is_int(shift) or shift < 0:
-        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    check_shift_and_workspace(shift, workspace)
     rows = tuple(input.shape[:-1])
     if shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
-    if workspace is not None and (not _is_int(workspace) or workspace <= 0):
-        raise ValueError(f"workspace must be None or a positive number of bytes, got {workspace!r}")
     _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
     normalizer = _normalizer(framework, normalizer)
     return LinearCall(
@@ -127,6 +126,14 @@ def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
             )
 
 
+def check_shift_and_workspace(shift: int, workspace: int | None) -> None:
+    """Raise ValueError for a shift or a workspace that cannot be one."""
+    if not _is_int(shift) or shift < 0:
+        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    if workspace is not None and (not _is_int(workspace) or workspace <= 0):
+        raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
+
+
 def check_numbers(
     label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, normalizer: float | None
 ) -> None:
@@ -142,7 +149,7 @@ def check_numbers(
 
 def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number ({allowed}), got {describe(value)}")
+        raise TypeError(f"{name} must be a number, {allowed}; got {describe(value)}")
     if not holds(value):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
@@ -159,14 +166,16 @@ def loss_spec(
     stats: Any,
 ) -> LossSpec:
     """Check the options that both functions share and that need no array."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not _is_int(ignore_index):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     if isinstance(stats, str) or not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}")
+        raise TypeError(
+            f"stats must be a tuple, list or set of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}"
+        )
     unknown = [name for name in stats if name not in STAT_NAMES]
     if unknown:
         raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
@@ -212,7 +221,7 @@ def _one_framework(**arrays: Any) -> str:
         owner = framework_of(array)
         if owner is not None:
             met[name] = owner
-        elif array is not None and name != "normalizer":
+        elif name in _REQUIRED or (array is not None and name != "normalizer"):
             raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
     first, framework = next(iter(met.items()))
     for name, owner in met.items():
@@ -220,7 +229,24 @@ def _one_framework(**arrays: Any) -> str:
             raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
     if framework == "torch":
         _one_device({name: arrays[name] for name in met})
+    for name in met:
+        _check_plain(name, framework, arrays[name])
     return framework
+
+
+def _check_plain(name: str, framework: str, array: Any) -> None:
+    """Raise TypeError for an array that is more than its elements: sparse, nested, sharded, masked."""
+    kind = type(array).__name__
+    if framework == "numpy" and hasattr(array, "mask"):
+        raise TypeError(f"{name} must be a plain array, got a {kind}, whose mask would be lost: use ignore_index")
+    if framework != "torch":
+        return
+    if array.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
+    if str(array.layout) != "torch.strided":
+        raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
+    if hasattr(array, "full_tensor"):
+        raise TypeError(f"{name} must be a plain tensor, got a {kind}: pass {name}.to_local() or {name}.full_tensor()")
 
 
 def _one_device(tensors: dict[str, Any]) -> None:
@@ -248,8 +274,10 @@ def _check_rows(
     dtype, shape = dtype_name(target), tuple(target.shape)
     if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework_of(target) == "numpy"):
         if shape != rows:
+            other = source == "logits" and shape == source_shape[:1] + source_shape[2:]
             raise ValueError(
                 f"target of class indices must have shape {rows} for {source} of shape {source_shape}, got {shape}"
+                + ("; if the classes are on axis 1, pass axis=1" if other else "")
             )
     elif dtype in FLOAT_DTYPES:
         if shape != probabilities:
