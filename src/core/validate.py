@@ -8,19 +8,17 @@ import math
 import numbers
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing, one_framework
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = ["check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
-
-_REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
 def logits_call(
     logits: Any, target: Any, *, weight: Any, sample_weight: Any, normalizer: Any, axis: int, inplace: bool, **loss: Any
 ) -> LogitsCall:
     """Check the arguments of `xent.cross_entropy` and describe the call."""
-    framework = _one_framework(
+    framework = one_framework(
         logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
     )
     spec = loss_spec(framework, **loss)
@@ -55,7 +53,7 @@ def linear_call(
     **loss: Any,
 ) -> LinearCall:
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
-    framework = _one_framework(
+    framework = one_framework(
         input=input,
         **_parts_of(linear_weight),
         target=target,
@@ -141,7 +139,7 @@ def check_numbers(
     _check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
     _check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
     if softcap is not None:
-        _check_number("softcap", softcap, "None, or finite and > 0", lambda value: 0 < value < math.inf)
+        _check_number("softcap", softcap, "finite and > 0, or None", lambda value: 0 < value < math.inf)
     _check_number("logit_scale", logit_scale, "finite", math.isfinite)
     if normalizer is not None:
         _check_number("normalizer", normalizer, "finite and >= 0", lambda value: 0 <= value < math.inf)
@@ -212,50 +210,6 @@ def _normalizer(framework: str, normalizer: Any) -> Any:
     if not is_tracing(framework):
         check_numbers(0.0, 0.0, None, 1.0, normalizer)
     return normalizer
-
-
-def _one_framework(**arrays: Any) -> str:
-    """Return the framework that all arrays share. A `normalizer` may be a plain number."""
-    met = {}
-    for name, array in arrays.items():
-        owner = framework_of(array)
-        if owner is not None:
-            met[name] = owner
-        elif name in _REQUIRED or (array is not None and name != "normalizer"):
-            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
-    first, framework = next(iter(met.items()))
-    for name, owner in met.items():
-        if owner != framework:
-            raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
-    if framework == "torch":
-        _one_device({name: arrays[name] for name in met})
-    for name in met:
-        _check_plain(name, framework, arrays[name])
-    return framework
-
-
-def _check_plain(name: str, framework: str, array: Any) -> None:
-    """Raise TypeError for an array that is more than its elements: sparse, nested, sharded, masked."""
-    kind = type(array).__name__
-    if framework == "numpy" and hasattr(array, "mask"):
-        raise TypeError(f"{name} must be a plain array, got a {kind}, whose mask would be lost: use ignore_index")
-    if framework != "torch":
-        return
-    if array.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
-    if str(array.layout) != "torch.strided":
-        raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
-    if hasattr(array, "full_tensor"):
-        raise TypeError(f"{name} must be a plain tensor, got a {kind}: pass {name}.to_local() or {name}.full_tensor()")
-
-
-def _one_device(tensors: dict[str, Any]) -> None:
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
-    for name, tensor in tensors.items():
-        if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
-            raise ValueError(
-                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}"
-            )
 
 
 def _check_rows(

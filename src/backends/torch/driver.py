@@ -119,12 +119,12 @@ def _refuse_transforms(tensors: dict[str, Tensor]) -> None:
     """Raise for forward mode, in which the operations would pass for constants, and for torch.vmap."""
     for name, tensor in tensors.items():
         if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"{name} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, "
                 "hessian, forward_ad): use reverse mode, or the plain framework loss"
             )
         if torch._C._functorch.is_batchedtensor(tensor):
-            raise RuntimeError(
+            raise NotImplementedError(
                 f"{name} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, "
                 'with reduction="none" if the losses are wanted apart'
             )
