@@ -155,7 +155,7 @@ def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
 def loss_spec(
     framework: str,
     *,
-    reduction: str,
+    reduction: Any,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
