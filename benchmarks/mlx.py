@@ -76,7 +76,7 @@ Step = Callable[[mx.array, mx.array], Any]
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON lines; 1 if a goal was missed."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.mlx", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mlx", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small sizes and few repeats")
     parser.add_argument("--repeats", type=int, help="rounds (5, quick: 2)")
     parser.add_argument("--out", type=Path, help="a file for JSON lines")

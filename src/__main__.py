@@ -1,6 +1,7 @@
 """`python -m xent` lists the backends; `python -m xent check` proves the gradients of those this machine can run."""
 
 import argparse
+import os
 import sys
 
 from xent import __version__
@@ -27,6 +28,9 @@ def _list() -> int:
         versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())
         rows.append((info.name, info.framework, info.reason or "yes", ", ".join(info.devices), versions))
     print(table(rows))
+    chosen = os.environ.get("XENT_BACKEND")
+    if chosen:
+        print(f'XENT_BACKEND={chosen} takes the place of backend="auto"')
     return 0
 
 

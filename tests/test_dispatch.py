@@ -79,7 +79,9 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
     monkeypatch.setenv("XENT_BACKEND", "")
     assert loss() == -7.0
     monkeypatch.setenv("XENT_BACKEND", "nonsense")
-    with pytest.raises(xent.BackendError, match="there is no backend 'nonsense'"):
+    with pytest.raises(
+        xent.BackendError, match=r"no backend 'nonsense' \(from the environment variable XENT_BACKEND\)"
+    ):
         loss()
 
 
@@ -109,6 +111,14 @@ def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     for info in xent.backends():
         assert info.name in printed
+
+
+def test_command_tells_of_the_environment(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main([]) == 0
+    assert "XENT_BACKEND" not in capsys.readouterr().out
+    monkeypatch.setenv("XENT_BACKEND", "numpy")
+    assert main([]) == 0
+    assert 'XENT_BACKEND=numpy takes the place of backend="auto"' in capsys.readouterr().out
 
 
 def test_check_passes_and_prints_a_table(

@@ -15,6 +15,7 @@ CLASSES = np.zeros((2, 3), dtype=np.int64)
 BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"reduction": "average"}, ValueError, r"reduction must be one of 'mean', 'sum', 'none', got 'average'"),
     ({"reduction": None}, ValueError, "reduction must be one of"),
+    ({"reduction": np.array([0, 1])}, ValueError, "reduction must be one of"),
     ({"label_smoothing": 1.5}, ValueError, r"label_smoothing must be in \[0, 1\], got 1.5"),
     ({"label_smoothing": -0.1}, ValueError, r"label_smoothing must be in \[0, 1\], got -0.1"),
     ({"label_smoothing": float("nan")}, ValueError, "label_smoothing must be in"),
@@ -22,9 +23,9 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"label_smoothing": True}, TypeError, "label_smoothing must be a number"),
     ({"z_loss": -1e-4}, ValueError, "z_loss must be finite and >= 0, got -0.0001"),
     ({"z_loss": float("inf")}, ValueError, "z_loss must be finite"),
-    ({"softcap": 0}, ValueError, "softcap must be None, or finite and > 0, got 0"),
-    ({"softcap": -30.0}, ValueError, "softcap must be None, or finite and > 0, got -30.0"),
-    ({"softcap": float("inf")}, ValueError, "softcap must be None, or finite and > 0, got inf"),
+    ({"softcap": 0}, ValueError, "softcap must be finite and > 0, or None, got 0"),
+    ({"softcap": -30.0}, ValueError, "softcap must be finite and > 0, or None, got -30.0"),
+    ({"softcap": float("inf")}, ValueError, "softcap must be finite and > 0, or None, got inf"),
     ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
     ({"logit_scale": None}, TypeError, "logit_scale must be a number"),
     ({"normalizer": -1}, ValueError, "normalizer must be finite and >= 0, got -1"),
@@ -34,9 +35,9 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"ignore_index": 2**63}, ValueError, "ignore_index must fit in 64 bits, got 9223372036854775808"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
     ({"stats": ("lse", "perplexity")}, ValueError, "stats must be names out of .*'lse'.*, got 'perplexity'"),
-    ({"stats": "lse"}, TypeError, "stats must be a tuple of names"),
+    ({"stats": "lse"}, TypeError, "stats must be a tuple, list or set of names"),
     ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'; there are 'auto'"),
-    ({"backend": None}, TypeError, "backend must be a string"),
+    ({"backend": None}, TypeError, "backend must be 'auto' or one of 'triton', .*'numpy', got None"),
     ({"weight": np.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class; got \(4,\)"),
     ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have a dtype out of float64"),
     (
@@ -64,6 +65,8 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": np.zeros((3, 2, 5))}, ValueError, r"target of class probabilities .* must have shape \(2, 3, 5\)"),
     ({"target": np.zeros((2, 3), dtype=bool)}, TypeError, "target must hold class indices .* got dtype bool"),
     ({"target": [[0, 0, 0], [0, 0, 0]]}, TypeError, "target must be a torch, MLX or NumPy array, got list"),
+    ({"target": list(range(1000))}, TypeError, r"got list \[0, 1, 2, 3, 4, 5, ...\]$"),
+    ({"target": None}, TypeError, "target must be a torch, MLX or NumPy array, got None$"),
 ]
 
 LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
@@ -73,6 +76,10 @@ LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"axis": 3}, ValueError, r"axis must be in \[-3, 2\] for logits of shape \(2, 3, 5\), got 3"),
     ({"axis": 1.0}, TypeError, "axis must be an int"),
     ({"axis": 1}, ValueError, r"target of class indices must have shape \(2, 5\)"),
+    ({"target": np.zeros((2, 5), int)}, ValueError, r"must have shape \(2, 3\) .*, got \(2, 5\); .* pass axis=1$"),
+    ({"logits": None}, TypeError, "logits must be a torch, MLX or NumPy array, got None$"),
+    ({"logits": None, "target": None}, TypeError, "logits must be a torch, MLX or NumPy array, got None$"),
+    ({"logits": np.ma.masked_array(LOGITS, LOGITS == 0)}, TypeError, "logits must be a plain array, got a MaskedArray"),
     ({"inplace": 1}, TypeError, "inplace must be a bool, got 1"),
     ({"inplace": True}, xent.BackendError, "NumPy arrays get no gradient"),
 ]
@@ -85,8 +92,9 @@ LINEAR_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"linear_bias": np.zeros(4)}, ValueError, r"linear_bias must have shape \(5,\).*got \(4,\)"),
     ({"shift": -1}, ValueError, "shift must be an int >= 0, got -1"),
     ({"shift": True}, ValueError, "shift must be an int >= 0, got True"),
-    ({"workspace": 0}, ValueError, "workspace must be None or a positive number of bytes, got 0"),
-    ({"workspace": 1.5}, ValueError, "workspace must be None or a positive number of bytes, got 1.5"),
+    ({"linear_weight": None}, TypeError, "linear_weight must be a torch, MLX or NumPy array, got None$"),
+    ({"workspace": 0}, ValueError, "workspace must be None or a positive int, a number of bytes; got 0"),
+    ({"workspace": 1e9}, ValueError, "workspace must be None or a positive int, a number of bytes; got 1000000000.0"),
     ({"input": np.zeros(4), "target": np.array(0), "shift": 1}, ValueError, "shift=1 needs a sequence axis"),
 ]
 

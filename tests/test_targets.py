@@ -46,6 +46,13 @@ def test_narrow_targets_are_compared_as_wide_ones(
         xent.cross_entropy(logits, wrong, backend=target.name)
 
 
+def test_index_error_of_a_single_row(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    for arrays in (target.arrays(LOGITS[0, 0], np.array(-1)), (LOGITS[0, 0], np.array(-1))):
+        with pytest.raises(IndexError, match=r"^target is -1; classes are 0 to 4, or ignore_index=-100$"):
+            xent.cross_entropy(*arrays)
+
+
 def test_reference_raises_the_same(target: Target) -> None:
     with pytest.raises(IndexError, match=r"target\[1, 1\] is 7; classes are 0 to 4"):
         xent.cross_entropy(LOGITS, np.array([[0, 1, 2], [-100, 7, 3]]))

@@ -53,12 +53,13 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), help="the GPU if there is one")
-    parser.add_argument("--model", choices=tuple(MODELS))
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"))
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS")
-    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median counts")
+    parser.add_argument("--model", choices=tuple(MODELS), help="1b on a GPU, mid on a CPU, if not given")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="the first on a GPU, the second on a CPU")
+    lengths = "; ".join(f"{', '.join(map(str, each))} on {device}" for device, each in _LENGTHS.items())
+    parser.add_argument("--lengths", type=int, nargs="+", metavar="TOKENS", help=f"sequence lengths: {lengths}")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps, of which the median counts (5)")
     parser.add_argument("--checkpointing", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "out")
+    parser.add_argument("--out", type=Path, default=_ROOT / "benchmarks" / "out", help="folder (benchmarks/out)")
     options = parser.parse_args()
     if options.device is None:
         import torch

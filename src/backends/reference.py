@@ -182,7 +182,8 @@ def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignor
         if shift:
             position[-1] += shift
         raise IndexError(
-            f"target{position} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
+            f"target{position or ''} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
         )
 
 

@@ -58,7 +58,7 @@ def cross_entropy(
         What becomes of the rows' losses.
     label_smoothing : float in [0, 1]
         Share e of the target that is spread over all classes. For MLX this and the next three may be 0-d arrays, whose
-        values are not checked and may change from call to call of a compiled function.
+        values are not checked and may change from call to call of a compiled function; they get no gradient.
     z_loss : float >= 0
         Factor of the squared log normaliser, which keeps logits from drifting (PaLM, section 5).
     softcap : float > 0, optional
@@ -68,8 +68,8 @@ def cross_entropy(
     sample_weight : array with the shape of index targets, optional
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional
-        What "mean" divides by: the token count over all micro-batches and ranks, say. The other reductions divide by
-        nothing and do not look at it.
+        What "mean" divides by: the token count over all micro-batches and ranks, say; an array's value is not checked.
+        The other reductions divide by nothing and do not look at it. No gradient.
     axis : int
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
@@ -84,7 +84,7 @@ def cross_entropy(
     Returns
     -------
     loss : array
-        0-d, or the shape of index targets with reduction "none"; float32, or float64 for float64 logits.
+        0-d, or the shape of index targets with reduction "none"; float32, or float64 for float64 logits and for NumPy.
     stats : Stats
         Only where ``stats`` names any.
 
@@ -98,6 +98,8 @@ def cross_entropy(
         and with XENT_CHECK_TARGETS=1 in the environment it is this IndexError (not while mx.compile traces).
     BackendError
         The named backend cannot serve the call.
+    RuntimeError, NotImplementedError
+        Second derivatives; forward-mode derivatives; torch.vmap and mx.vmap.
 
     References
     ----------
@@ -183,20 +185,21 @@ def linear_cross_entropy(
     shift : int >= 0
         Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
         its labels as they are with shift=1 and no hidden state is copied. ``sample_weight`` goes with ``target``: entry
-        t + shift weighs row t. The last ``shift`` rows have no target and count as ignored.
+        t + shift weighs row t. The last ``shift`` rows have no target and count as ignored; in a sequence that is no
+        longer than ``shift``, all of them.
     workspace : int, optional
         How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device.
 
     Returns
     -------
     loss : array
-        0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input.
+        0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input and for NumPy.
     stats : Stats
         Only where ``stats`` names any. Entry t of a per-row statistic belongs to row t of input.
 
     Raises
     ------
-    TypeError, ValueError, IndexError, BackendError
+    TypeError, ValueError, IndexError, BackendError, RuntimeError, NotImplementedError
         As `xent.cross_entropy` does.
 
     References

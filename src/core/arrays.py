@@ -1,13 +1,15 @@
-"""Which framework owns an array, and facts about the array, without importing a framework."""
+"""Which framework owns an array, facts about arrays, and what those of one call must share; imports no framework."""
 
+import reprlib
 from typing import Any
 
 import numpy as np
 
-__all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framework_of", "is_tracing"]
+__all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framework_of", "is_tracing", "one_framework"]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+_REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
 def framework_of(value: Any) -> str | None:
@@ -40,7 +42,7 @@ def describe(value: Any) -> str:
     """Say what came, for error messages: shape, dtype and framework of an array, the type of anything else."""
     framework = framework_of(value)
     if framework is None:
-        return f"{type(value).__name__} {value!r}"
+        return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
     return f"{framework} array of shape {tuple(value.shape)}, dtype {dtype_name(value)}"
 
 
@@ -51,3 +53,47 @@ def is_tracing(framework: str | None) -> bool:
     import torch
 
     return torch.compiler.is_compiling()
+
+
+def one_framework(**arrays: Any) -> str:
+    """Return the framework that all arrays share. A `normalizer` may be a plain number."""
+    met = {}
+    for name, array in arrays.items():
+        owner = framework_of(array)
+        if owner is not None:
+            met[name] = owner
+        elif name in _REQUIRED or (array is not None and name != "normalizer"):
+            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
+    first, framework = next(iter(met.items()))
+    for name, owner in met.items():
+        if owner != framework:
+            raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
+    if framework == "torch":
+        _one_device({name: arrays[name] for name in met})
+    for name in met:
+        _check_plain(name, framework, arrays[name])
+    return framework
+
+
+def _check_plain(name: str, framework: str, array: Any) -> None:
+    """Raise TypeError for an array that is more than its elements: sparse, nested, sharded, masked."""
+    kind = type(array).__name__
+    if framework == "numpy" and hasattr(array, "mask"):
+        raise TypeError(f"{name} must be a plain array, got a {kind}, whose mask would be lost: use ignore_index")
+    if framework != "torch":
+        return
+    if array.is_nested:
+        raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
+    if str(array.layout) != "torch.strided":
+        raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
+    if hasattr(array, "full_tensor"):
+        raise TypeError(f"{name} must be a plain tensor, got a {kind}: pass {name}.to_local() or {name}.full_tensor()")
+
+
+def _one_device(tensors: dict[str, Any]) -> None:
+    first, device = next((name, tensor.device) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
+            raise ValueError(
+                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}"
+            )

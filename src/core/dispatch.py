@@ -36,12 +36,13 @@ def backends() -> list[BackendInfo]:
 def select(name: str, call: LogitsCall | LinearCall) -> Backend:
     """Return the backend called `name`, or for "auto" the best that serves the call; BackendError if there is none."""
     if not isinstance(name, str):
-        raise TypeError(f"backend must be a string, got {name!r}")
-    if name == "auto":
-        name = os.environ.get("XENT_BACKEND") or "auto"
+        raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {name!r}")
     framework, device = _home(call)
     if name != "auto":
-        return _named(name, framework, call)
+        return _named(name, f"backend {name!r}", framework, call)
+    name = os.environ.get("XENT_BACKEND") or "auto"
+    if name != "auto":
+        return _named(name, f"backend {name!r} (from the environment variable XENT_BACKEND)", framework, call)
     refusals = []
     for candidate, load in TABLE.items():
         backend = load()
@@ -56,19 +57,20 @@ def select(name: str, call: LogitsCall | LinearCall) -> Backend:
     raise BackendError(f"no backend serves this call on {framework} arrays. " + "; ".join(refusals))
 
 
-def _named(name: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
+def _named(name: str, title: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
+    """Return the backend of that name; `title` is what errors call it."""
     if name not in TABLE:
-        raise BackendError(f"there is no backend {name!r}; there are 'auto', {', '.join(map(repr, TABLE))}")
+        raise BackendError(f"there is no {title}; there are 'auto', {', '.join(map(repr, TABLE))}")
     backend = TABLE[name]()
     if backend.framework != framework:
         others = [repr(other) for other, load in TABLE.items() if load().framework == framework]
         raise BackendError(
-            f"backend {name!r} serves {backend.framework} arrays and got {framework} arrays, which "
+            f"{title} serves {backend.framework} arrays and got {framework} arrays, which "
             f"{' or '.join(others) or 'no backend'} serves"
         )
     reason = _refusal(backend, call)
     if reason is not None:
-        raise BackendError(f"backend {name!r} cannot serve this call: {reason}")
+        raise BackendError(f"{title} cannot serve this call: {reason}")
     return backend
 
 

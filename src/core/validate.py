@@ -8,17 +8,17 @@ import math
 import numbers
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing, one_framework
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
-__all__ = ["check_numbers", "linear_call", "logits_call", "loss_spec"]
+__all__ = ["check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
 
 
 def logits_call(
     logits: Any, target: Any, *, weight: Any, sample_weight: Any, normalizer: Any, axis: int, inplace: bool, **loss: Any
 ) -> LogitsCall:
     """Check the arguments of `xent.cross_entropy` and describe the call."""
-    framework = _one_framework(
+    framework = one_framework(
         logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
     )
     spec = loss_spec(framework, **loss)
@@ -53,7 +53,7 @@ def linear_call(
     **loss: Any,
 ) -> LinearCall:
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
-    framework = _one_framework(
+    framework = one_framework(
         input=input,
         **_parts_of(linear_weight),
         target=target,
@@ -80,13 +80,10 @@ def linear_call(
         raise ValueError(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
-    if not _is_int(shift) or shift < 0:
-        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    check_shift_and_workspace(shift, workspace)
     rows = tuple(input.shape[:-1])
     if shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
-    if workspace is not None and (not _is_int(workspace) or workspace <= 0):
-        raise ValueError(f"workspace must be None or a positive number of bytes, got {workspace!r}")
     _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
     normalizer = _normalizer(framework, normalizer)
     return LinearCall(
@@ -127,6 +124,14 @@ def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
             )
 
 
+def check_shift_and_workspace(shift: int, workspace: int | None) -> None:
+    """Raise ValueError for a shift or a workspace that cannot be one."""
+    if not _is_int(shift) or shift < 0:
+        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    if workspace is not None and (not _is_int(workspace) or workspace <= 0):
+        raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
+
+
 def check_numbers(
     label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, normalizer: float | None
 ) -> None:
@@ -134,7 +139,7 @@ def check_numbers(
     _check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
     _check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
     if softcap is not None:
-        _check_number("softcap", softcap, "None, or finite and > 0", lambda value: 0 < value < math.inf)
+        _check_number("softcap", softcap, "finite and > 0, or None", lambda value: 0 < value < math.inf)
     _check_number("logit_scale", logit_scale, "finite", math.isfinite)
     if normalizer is not None:
         _check_number("normalizer", normalizer, "finite and >= 0", lambda value: 0 <= value < math.inf)
@@ -142,7 +147,7 @@ def check_numbers(
 
 def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number ({allowed}), got {describe(value)}")
+        raise TypeError(f"{name} must be a number, {allowed}; got {describe(value)}")
     if not holds(value):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
@@ -150,7 +155,7 @@ def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
 def loss_spec(
     framework: str,
     *,
-    reduction: str,
+    reduction: Any,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
@@ -159,14 +164,16 @@ def loss_spec(
     stats: Any,
 ) -> LossSpec:
     """Check the options that both functions share and that need no array."""
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not _is_int(ignore_index):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}")
+        raise TypeError(
+            f"stats must be a tuple, list or set of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}"
+        )
     unknown = [name for name in stats if name not in STAT_NAMES]
     if unknown:
         raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
@@ -205,33 +212,6 @@ def _normalizer(framework: str, normalizer: Any) -> Any:
     return normalizer
 
 
-def _one_framework(**arrays: Any) -> str:
-    """Return the framework that all arrays share. A `normalizer` may be a plain number."""
-    met = {}
-    for name, array in arrays.items():
-        owner = framework_of(array)
-        if owner is not None:
-            met[name] = owner
-        elif array is not None and name != "normalizer":
-            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
-    first, framework = next(iter(met.items()))
-    for name, owner in met.items():
-        if owner != framework:
-            raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
-    if framework == "torch":
-        _one_device({name: arrays[name] for name in met})
-    return framework
-
-
-def _one_device(tensors: dict[str, Any]) -> None:
-    first, device = next((name, tensor.device) for name, tensor in tensors.items())
-    for name, tensor in tensors.items():
-        if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
-            raise ValueError(
-                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}"
-            )
-
-
 def _check_rows(
     source: str,
     source_shape: tuple[int, ...],
@@ -248,8 +228,10 @@ def _check_rows(
     dtype, shape = dtype_name(target), tuple(target.shape)
     if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework_of(target) == "numpy"):
         if shape != rows:
+            other = source == "logits" and shape == source_shape[:1] + source_shape[2:]
             raise ValueError(
                 f"target of class indices must have shape {rows} for {source} of shape {source_shape}, got {shape}"
+                + ("; if the classes are on axis 1, pass axis=1" if other else "")
             )
     elif dtype in FLOAT_DTYPES:
         if shape != probabilities:

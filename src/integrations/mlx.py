@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
-from xent.core.validate import loss_spec
+from xent.core.validate import check_shift_and_workspace, loss_spec
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
 
@@ -168,6 +168,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         self._options = _options(
             weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
         )
+        check_shift_and_workspace(shift, workspace)
         self.shift, self.workspace = shift, workspace
 
     def __call__(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.validate import loss_spec
+from xent.core.validate import check_shift_and_workspace, loss_spec
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 
@@ -140,6 +140,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
         self.shift, self.workspace, self.stats, self.backend = shift, workspace, stats, backend
         _check(self)
+        check_shift_and_workspace(shift, workspace)
 
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None

@@ -108,7 +108,7 @@ def test_linear_loss_loads_what_torchs_saved() -> None:
     [
         ({"reduction": "average"}, "reduction must be one of"),
         ({"label_smoothing": 2.0}, "label_smoothing must be in"),
-        ({"softcap": -1.0}, "softcap must be None"),
+        ({"softcap": -1.0}, "softcap must be finite"),
         ({"weight": torch.ones(3)}, r"weight must have shape \(11,\)"),
         ({"out_features": (2,)}, r"out_features must be \(\)"),
     ],

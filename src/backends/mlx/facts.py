@@ -187,6 +187,6 @@ def _check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: 
     if wrong.any():
         position = [int(index) for index in np.argwhere(wrong)[0]]
         raise IndexError(
-            f"target{position} is {values[tuple(position)]}; classes are 0 to {vocabulary - 1}, or "
+            f"target{position or ''} is {values[tuple(position)]}; classes are 0 to {vocabulary - 1}, or "
             f"ignore_index={ignore_index}"
         )

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy
@@ -18,9 +19,11 @@ _PER_ROW = ("lse", "nll", "entropy", "predictions")
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a call with the row kernel of that name."""
-    _refuse_gradients(
-        target=call.target, weight=call.weight, sample_weight=call.sample_weight, normalizer=call.normalizer
-    )
+    without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer")
+    _refuse_gradients(without_gradient)
+    _refuse_transforms(without_gradient)
+    names = ("logits",) if isinstance(call, LogitsCall) else ("input", "linear_weight", "linear_bias")
+    _refuse_transforms(_tensors(call, *names))
     return _run_logits(call, kernel) if isinstance(call, LogitsCall) else _run_linear(call, kernel)
 
 
@@ -100,10 +103,31 @@ def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch
     return source.dtype
 
 
-def _refuse_gradients(**tensors: Any) -> None:
+def _tensors(call: LogitsCall | LinearCall, *names: str) -> dict[str, Tensor]:
+    """Return those arguments that are tensors: a `normalizer` may be a number, and others None."""
+    found = {name: getattr(call, name) for name in names}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
+        if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
+
+
+def _refuse_transforms(tensors: dict[str, Tensor]) -> None:
+    """Raise for forward mode, in which the operations would pass for constants, and for torch.vmap."""
+    for name, tensor in tensors.items():
+        if forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{name} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, "
+                "hessian, forward_ad): use reverse mode, or the plain framework loss"
+            )
+        if torch._C._functorch.is_batchedtensor(tensor):
+            raise NotImplementedError(
+                f"{name} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, "
+                'with reduction="none" if the losses are wanted apart'
+            )
 
 
 def _check_inplace(logits: Tensor) -> None:

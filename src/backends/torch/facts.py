@@ -172,7 +172,7 @@ def check_targets(options: Options, vocabulary: int, shift: int) -> None:
     if bool(wrong.any()):
         position = wrong.nonzero()[0].tolist()
         raise IndexError(
-            f"target{position} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
+            f"target{position or ''} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
             f"ignore_index={options.ignore_index}"
         )
 

@@ -8,6 +8,7 @@ An operation returns `kept`, what its backward needs: the gradient itself for th
 where nobody asked for one), the (2, N) norm for "none"; and `deferred`, the factor that a kept gradient still lacks.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -58,8 +59,11 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
 
 
 def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Options) -> Any:
-    """Return (loss, deferred, stats) without values; per-row results are flat."""
-    count = shape.numel()
+    """Return (loss, deferred, stats) without values; per-row results are flat.
+
+    Sizes may be symbols, which `math.prod` keeps; `shape.numel()` would fix their values and compile anew for each.
+    """
+    count = math.prod(shape)
 
     def one(names_rows: bool, dtype: torch.dtype = acc) -> Tensor:
         return torch.empty((count,) if names_rows else (), dtype=dtype, device=device)
@@ -89,7 +93,7 @@ def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     if not needs_grad:
         kept = logits.new_empty(0)
     elif options.reduction == "none":
-        kept = logits.new_empty((2, shape.numel()), dtype=acc)
+        kept = logits.new_empty((2, math.prod(shape)), dtype=acc)
     else:
         kept = gradient_like(logits)
     return loss, kept, deferred, stats
@@ -164,7 +168,7 @@ def _fake_linear(*args: Any) -> Any:
     acc, shape = accumulation_dtype(linear.compute), linear.input.shape[:-1]
     loss, deferred, stats = _fake_results(shape, acc, linear.input.device, options)
     each_row = options.reduction == "none" and any(linear.needs)
-    norm = linear.input.new_empty((2, shape.numel()) if each_row else 0, dtype=acc)
+    norm = linear.input.new_empty((2, math.prod(shape)) if each_row else 0, dtype=acc)
     return loss, norm, deferred, _fake_gradients(linear, not each_row), stats
 
 
