@@ -186,9 +186,9 @@ def test_operations_do_what_their_schemas_and_fakes_say(target: Target, reductio
             if asking:
                 loss.sum().backward()
         for inplace in (False, True):
-            classes_first = x.t().contiguous().t()
-            loss, _ = xent.cross_entropy(classes_first, y % 8, inplace=inplace, **options)
-            loss.sum().backward()
+            for strided in (x.t().contiguous().t(), (x * 1)[:, :7]):
+                loss, _ = xent.cross_entropy(strided, y % 7, inplace=inplace, **options)
+                loss.sum().backward()
         xent.cross_entropy(x.detach(), y % 8, **options)
     assert len({operation for operation, _ in recorder.calls}) == (4 if reduction == "mean" else 5)
     for operation, args in recorder.calls:
@@ -218,6 +218,16 @@ def test_autocast_multiplies_as_linear_does_and_keeps_the_weight_gradient_wide(
     for one, other, true in zip(found, expected, truth, strict=True):
         assert one.dtype == torch.float32
         assert (one - true).norm() <= 1.2 * (other - true).norm()
+
+
+def test_autocast_leaves_float64_alone(target: Target) -> None:
+    if not target.takes("float64"):
+        return
+    x, w, y = drawn(target)
+    with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
+        assert xent.linear_cross_entropy(x.double(), w.double(), y, backend=target.name).dtype == torch.float64
+        with pytest.raises(TypeError, match="linear_weight must have the dtype of input"):
+            xent.linear_cross_entropy(x, w.double(), y, backend=target.name)
 
 
 def test_mixed_dtypes_outside_autocast_are_refused(target: Target) -> None:
