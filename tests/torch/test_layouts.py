@@ -11,6 +11,7 @@ from torch import Tensor
 import xent
 from tests.targets import Target
 from xent.backends.torch.rows import Rows
+from xent.backends.torch.steps import scale_
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -197,6 +198,12 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded classes": lambda b: b[:5].view(5, 1, 1).expand(5, 1, 3),
     "everything is one number": lambda b: b[:1].expand(4, 3, 2),
 }
+
+
+def test_gradient_without_features_is_scaled_on_accelerators() -> None:
+    """Tensors on the meta device take the branch of those whose values the CPU cannot look at."""
+    one = torch.ones((), device="meta")
+    scale_(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one)
 
 
 @pytest.mark.parametrize("strange", STRANGE)

@@ -32,7 +32,7 @@ def scale_(grad: Tensor, upstream: Tensor, deferred: Tensor) -> None:
     if factor.device.type == "cpu":
         if float(factor) != 1:
             grad.mul_(factor)
-    elif grad.dtype == factor.dtype:
+    elif grad.dtype == factor.dtype or not grad.numel():
         grad.mul_(factor)
     else:
         # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
