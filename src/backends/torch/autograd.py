@@ -196,7 +196,8 @@ def _memory_is_needed(upstream: Tensor) -> bool:
     """
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
         return True
-    if torch._C._functorch.is_legacy_batchedtensor(upstream):  # torch.autograd.grad(is_grads_batched=True)
+    # torch.autograd.grad(is_grads_batched=True)
+    if torch._C._functorch.is_legacy_batchedtensor(upstream):  # pyright: ignore[reportAttributeAccessIssue]
         return True
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
 

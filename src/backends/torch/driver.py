@@ -123,7 +123,7 @@ def _refuse_transforms(tensors: dict[str, Tensor]) -> None:
                 f"{name} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, "
                 "hessian, forward_ad): use reverse mode, or the plain framework loss"
             )
-        if torch._C._functorch.is_batchedtensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
             raise NotImplementedError(
                 f"{name} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, "
                 'with reduction="none" if the losses are wanted apart'
