@@ -73,7 +73,7 @@ def test_every_gradient_is_judged_on_the_backend_and_with_the_workspace_that_wer
     logits_case = replace(case, function="cross_entropy", bias=False)
     judged = [comparison.output for comparison in judge_case(target.backend, target.harness, logits_case)]
     assert judged == ["loss", "logits"]
-    with pytest.raises(ValueError, match="workspace must be None or a positive number of bytes, got 0"):
+    with pytest.raises(ValueError, match="workspace must be None or a positive int, a number of bytes; got 0"):
         judge_case(target.backend, target.harness, case, workspace=0)
 
 

@@ -131,7 +131,7 @@ def gather_facts(
         else:
             scale = weight * inverse
     if upstream is not None:
-        scale = scale * upstream.to(acc)
+        scale = scale * upstream.to(acc).flatten()
     class_weight = None if options.weight is None else options.weight.to(acc)
     return Facts(
         spec=spec,
