@@ -146,6 +146,9 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
         drawn.options[name] = np.zeros(5 if name == "weight" else 4)
     else:
         drawn = make_inputs(case)
+    if reduction == "mean" or nothing != {"options": {"weight": "zero"}}:
+        # Classes without weight leave a sum or a row 0 times what it is.
+        next(iter(drawn.differentiable.values()))[:1] = np.nan
     call, arrays = call_of(target, case, drawn)
     loss, gradients = target.harness.gradients(call, arrays, target.arrays(np.asarray(drawn.upstream))[0])
     loss = target.harness.numpy(loss)
