@@ -31,7 +31,7 @@ def test_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     reason, versions, devices = machine.find()
     assert reason is not None
     assert "triton" in reason.partition(";")[0]
-    assert reason.endswith("; pip install triton, or use backend 'torch'")
+    assert reason.endswith("; pip install triton for an NVIDIA GPU, or use backend 'torch'")
     assert (versions, devices) == ({"torch": torch.__version__}, ())
 
 

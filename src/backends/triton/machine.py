@@ -18,7 +18,7 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         versions["torch"] = str(torch.__version__)
         import triton
     except ImportError as error:
-        return f"{error}; pip install triton, or use backend 'torch'", versions, ()
+        return f"{error}; pip install triton for an NVIDIA GPU, or use backend 'torch'", versions, ()
     versions["triton"] = str(triton.__version__)
     if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
