@@ -4,7 +4,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.mlx import linear, logits
+from xent.backends.mlx import empty, linear, logits
 from xent.backends.mlx.facts import gather_facts, is_float
 from xent.backends.mlx.kernels import kernels
 from xent.backends.mlx.results import stats_of
@@ -20,11 +20,15 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
         values = mx.moveaxis(call.logits, call.axis, -1)
         target = mx.moveaxis(call.target, call.axis, -1) if is_float(call.target) else call.target
         shape = values.shape[:-1]
+        if 0 in shape:
+            return empty.run([call.logits], call.loss, shape)
         facts = gather_facts(call, target, values.shape[-1], values.dtype)
         loss, found = logits.run(values, facts, chosen)
     else:
         _check_dtypes(call)
         shape = call.input.shape[:-1]
+        if 0 in shape:
+            return empty.run([*linear.differentiable(call).values()], call.loss, shape)
         facts = gather_facts(call, call.target, call.linear_weight.shape[0], call.input.dtype)
         loss, found = linear.run(call, facts, chosen)
     return loss.reshape(shape) if call.loss.reduction == "none" else loss, stats_of(found, facts, shape)

@@ -144,7 +144,7 @@ def _scale(
     if divisor is None:
         return weight, one
     inverse = mx.where(divisor == 0, 0, 1 / divisor)
-    if dtype != mx.float16 or not weight.size:
+    if dtype != mx.float16:
         return weight * inverse, one
     # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and row
     # weights could push them over the largest: what is stored has rows of size 1.

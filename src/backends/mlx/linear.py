@@ -15,12 +15,12 @@ from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.gradients import Gradients
 from xent.backends.mlx.kernels import Found, Kernels, RowFacts, joined
-from xent.backends.mlx.results import asked_for, nothing_found, reduced
+from xent.backends.mlx.results import asked_for, reduced
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.chunks import rows_per_chunk
 from xent.core.spec import LinearCall, QuantizedWeight
 
-__all__ = ["run"]
+__all__ = ["differentiable", "run"]
 
 
 def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Found]:
@@ -29,17 +29,13 @@ def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
     The gradients of a mean or sum that may be asked for are made with the loss. Others, and those of reduction "none",
     are made from logits that are computed again.
     """
-    frozen = isinstance(call.linear_weight, QuantizedWeight)
-    inputs = {"input": call.input, "weight": None if frozen else call.linear_weight, "bias": call.linear_bias}
-    given = {name: array for name, array in inputs.items() if array is not None}
+    given = differentiable(call)
     expected = [name for name, array in given.items() if is_differentiated(array)]
     reduces = facts.spec.reduction != "none"
     chunks = _Chunks(call, facts, kernels)
     found, kept = chunks.forward(expected if reduces else [])
 
     def gradients(upstream: mx.array) -> list[mx.array]:
-        if not facts.count:
-            return [mx.zeros_like(array) for array in given.values()]
         made, now = dict(kept), facts
         kept.clear()
         if not reduces:
@@ -51,6 +47,13 @@ def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
         return [scaled(made.pop(name), upstream, facts.deferred, array.dtype) for name, array in given.items()]
 
     return with_gradients(reduced(found.loss, facts), list(given.values()), gradients), found
+
+
+def differentiable(call: LinearCall) -> dict[str, mx.array]:
+    """Return what may have a gradient: "input", "weight" unless it is quantized, and "bias" if there is one."""
+    frozen = isinstance(call.linear_weight, QuantizedWeight)
+    inputs = {"input": call.input, "weight": None if frozen else call.linear_weight, "bias": call.linear_bias}
+    return {name: array for name, array in inputs.items() if array is not None}
 
 
 class _Chunks:
@@ -68,8 +71,6 @@ class _Chunks:
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
         """Return what is found out about all rows, and the gradients that `needs` names."""
         asked = asked_for(self._facts.spec, grad=bool(needs), norm=True)
-        if not self._parts:
-            return nothing_found(self._facts, asked), {}
         sums, every, tie = self._sums(needs), list[Found](), list[mx.array]()
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(self._facts, start, stop, tie)

@@ -7,7 +7,7 @@ import mlx.core as mx
 from xent.backends.mlx.autograd import scaled, with_gradients
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Found, Kernels
-from xent.backends.mlx.results import asked_for, nothing_found, reduced
+from xent.backends.mlx.results import asked_for, reduced
 from xent.backends.mlx.tracing import is_differentiated
 
 __all__ = ["run"]
@@ -18,16 +18,14 @@ def run(logits: mx.array, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
 
     The gradient of a mean or sum is made with the loss if it may be asked for, else from the norm.
     """
-    count, reduces = facts.count, facts.spec.reduction != "none"
+    reduces = facts.spec.reduction != "none"
     asked = asked_for(facts.spec, grad=reduces and is_differentiated(logits), norm=True)
-    block = mx.stop_gradient(logits).reshape(count, facts.vocabulary)
-    found = kernels.forward(block, facts.all_rows(), asked) if count else nothing_found(facts, asked)
+    block = mx.stop_gradient(logits).reshape(facts.count, facts.vocabulary)
+    found = kernels.forward(block, facts.all_rows(), asked)
     kept = [] if found.grad is None else [found.grad]
     found = replace(found, grad=None)  # what is kept here alone gives its memory to what is made of it
 
     def gradients(upstream: mx.array) -> list[mx.array]:
-        if not count:
-            return [mx.zeros_like(logits)]
         now = facts
         if not reduces:
             now, upstream = facts.with_upstream(upstream), mx.array(1.0)

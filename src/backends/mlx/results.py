@@ -6,7 +6,7 @@ from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Asked, Found
 from xent.core.spec import LossSpec, Stats
 
-__all__ = ["asked_for", "nothing_found", "reduced", "stats_of"]
+__all__ = ["asked_for", "reduced", "stats_of"]
 
 
 def asked_for(spec: LossSpec, grad: bool, norm: bool) -> Asked:
@@ -19,21 +19,6 @@ def asked_for(spec: LossSpec, grad: bool, norm: bool) -> Asked:
         entropy="entropy" in names,
         predictions="predictions" in names or "accuracy" in names,
         dead=bool(names),
-    )
-
-
-def nothing_found(facts: Facts, asked: Asked) -> Found:
-    """Return the results of no rows."""
-
-    def none(dtype: mx.Dtype = facts.rows.weight.dtype) -> mx.array:
-        return mx.array([], dtype=dtype)  # one for each: mx.compile fails over results that it finds to be the same
-
-    return Found(
-        loss=none(),
-        norm=none().reshape(0, 2) if asked.norm else None,
-        nll=none() if asked.nll else None,
-        entropy=none() if asked.entropy else None,
-        predictions=none(mx.int32) if asked.predictions else None,
     )
 
 
@@ -94,8 +79,6 @@ def _truth(facts: Facts) -> mx.array:
     """Return the class that each row should have, (N,); the most probable for probabilities."""
     if facts.rows.target is not None:
         return facts.rows.target
-    if not facts.count:  # of nothing MLX takes no argmax
-        return mx.zeros(0, dtype=mx.int32)
     given = facts.probability_block(0, facts.count)
     assert given is not None
     return mx.argmax(given, axis=-1).astype(mx.int32)

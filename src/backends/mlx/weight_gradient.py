@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 
-from xent.backends.mlx.devices import device_type
+from xent.backends.mlx.devices import chunk_device
 
 __all__ = ["WeightGradient", "kept_dtype"]
 
@@ -16,20 +16,22 @@ def kept_dtype(dtype: mx.Dtype) -> mx.Dtype:
 
 
 class WeightGradient:
-    """Sums grad_logits^T @ hidden over chunks, in slices of the vocabulary that are put together at the end.
+    """Sums grad_logits^T @ hidden over chunks, on Apple's GPUs in slices of the vocabulary, put together at the end.
 
-    `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least, and there is one
-    slice. On a GPU it never does, and slices keep small what is alive twice; there a bfloat16 gradient of few chunks is
-    summed in bfloat16, which takes half the memory, most of what the call takes, for at most a fifth more error.
+    `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least. On a GPU it never
+    does. There a bfloat16 gradient of few chunks is summed in bfloat16, which takes half the memory, most of what the
+    call takes, for at most a fifth more error; and slices keep small what is alive twice. Not on NVIDIA: a slice of the
+    logits' columns would be copied, transposed, before it is multiplied, which takes longer than the product.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
-        on_cpu = device_type() == "cpu"
+        device = chunk_device()
+        on_cpu = device == "cpu"
         rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= _ROUNDED_SUMS
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
         self._casts = on_cpu and dtype != self._wide
         rows, width = shape
-        step = rows if on_cpu else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
+        step = rows if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
         self.sums: list[mx.array] = []
 

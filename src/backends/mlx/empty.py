@@ -1,0 +1,43 @@
+"""A call of no rows. On NVIDIA some of MLX's operations crash on an empty array, so none is done."""
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from xent.backends.mlx.autograd import with_gradients
+from xent.backends.mlx.facts import accumulation_dtype
+from xent.core.spec import LossSpec, Stats
+
+__all__ = ["run"]
+
+
+def run(inputs: Sequence[mx.array], spec: LossSpec, shape: tuple[int, ...]) -> tuple[mx.array, Stats]:
+    """Return the loss of rows of an empty `shape`, with gradients of 0 for `inputs`, and the statistics."""
+    acc = accumulation_dtype(inputs[0].dtype)
+
+    def rows(dtype: mx.Dtype = acc) -> mx.array:
+        return _filled(shape, dtype)
+
+    def number(dtype: mx.Dtype = acc) -> mx.array:
+        return _filled((), dtype)
+
+    reduced = rows if spec.reduction == "none" else number
+    made: dict[str, Callable[[], mx.array]] = {
+        "lse": rows,
+        "nll": rows,
+        "entropy": rows,
+        "predictions": lambda: rows(mx.int32),
+        "z_loss": reduced,
+        "accuracy": number,
+        "count": lambda: number(mx.int32),
+    }
+    zeros = [_filled(array.shape, array.dtype) for array in inputs]
+    loss = with_gradients(reduced(), inputs, lambda _: zeros)
+    return loss, Stats(**{name: made[name]() for name in spec.stats})
+
+
+def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
+    """Return zeros, each time new ones: mx.compile fails over results that it finds to be the same."""
+    if shape and all(shape):
+        return mx.zeros(shape, dtype)
+    return mx.array([] if shape else [0], dtype).reshape(shape)
