@@ -9,8 +9,10 @@ _MIB = 2**20
 _ROWS_WANTED = 256
 _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
-# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing.
-_ROWS_WANTED_ACCELERATOR = 2048
+# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a short
+# batch, whose gradient is most of what is alive, a chunk is a quarter, if that is enough rows for a product.
+_ROWS_WANTED_ACCELERATOR = (1024, 2048)
+_CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
 # MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller. On Apple silicon the
 # logits are what memory is short for, and a few hundred rows keep its matrix units busy.
@@ -40,8 +42,10 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
     elif device in _CHUNK_ELEMENTS:
         most = max(_CHUNK_ELEMENTS[device] // vocabulary, _ROWS_WANTED)
     else:
+        fewest, enough = _ROWS_WANTED_ACCELERATOR
+        wanted = min(max(rows // _CHUNKS_WANTED_ACCELERATOR, fewest), enough)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
-        elements = min(max(_ROWS_WANTED_ACCELERATOR * vocabulary, least), largest)
+        elements = min(max(wanted * vocabulary, least), largest)
         most = max(elements // vocabulary, _ROWS_WANTED)
     chunks = max(math.ceil(rows / most), 1)
     even = max(math.ceil(rows / chunks), 1)
