@@ -9,6 +9,7 @@ where they have to be added up, multiplied by the number of processes. In a mode
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,10 @@ def main() -> None:
 
     dist.init_process_group()
     rank, processes = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
 
     model = make_model().to(device)
     if not options.plain:

@@ -8,6 +8,7 @@ The count of tokens is that over all processes, as in `ddp.py`.
 """
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,10 @@ def main() -> None:
 
     dist.init_process_group()
     rank, processes = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
     mesh = init_device_mesh(device.type, (processes,))
 
     model = make_model().to(device)

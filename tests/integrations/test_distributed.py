@@ -3,6 +3,7 @@
 They run as scripts under torchrun: on two GPUs where there are two, or else on the CPU, through gloo.
 """
 
+import os
 import re
 import shutil
 import subprocess
@@ -37,10 +38,16 @@ def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple
 
 
 def launch(processes: int, module: str, *arguments: str) -> str:
-    """Return what a module that several processes run has printed."""
+    """Return what a module that several processes run has printed.
+
+    Fewer than two GPUs are hidden from it, and from what it is compared with.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", module, *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(
+        command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=180, check=False
+    )
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout
 
