@@ -5,6 +5,7 @@ With XENT_TEST_INTEGRATIONS=1, which nox sets, a missing library fails the run.
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,19 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if missing and os.environ.get("XENT_TEST_INTEGRATIONS") == "1":
         raise pytest.UsageError(f"XENT_TEST_INTEGRATIONS=1, and there is no {', '.join(missing)}")
     return True if missing else None
+
+
+@pytest.fixture(autouse=True)
+def float32_products() -> Iterator[None]:
+    """Take back the TF32 that the Trainer turns on for good where it compiles."""
+    from torch import backends
+
+    place, name = (
+        (backends, "fp32_precision") if hasattr(backends, "fp32_precision") else (backends.cuda.matmul, "allow_tf32")
+    )
+    before = getattr(place, name)
+    yield
+    setattr(place, name, before)
 
 
 @pytest.fixture

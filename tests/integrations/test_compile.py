@@ -35,6 +35,7 @@ def test_step(name: str) -> None:
         torch.testing.assert_close(outputs.logits.detach(), plain.logits)
 
 
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_inductor_and_steps() -> None:
     """Training goes on without compiling anew, and logits of a step that is over are refused."""
     model = make("llama")

@@ -60,9 +60,10 @@ def run(folder: Path, fuse: bool, name: str = "llama", **settings: Any) -> tuple
         "seed": 3,
     } | settings
     metrics = arguments.pop("compute_metrics", None)
-    trainer = Trainer(
-        model, TrainingArguments(**arguments), train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics
-    )
+    chosen = TrainingArguments(**arguments)
+    if chosen.n_gpu > 1:
+        chosen._n_gpu = 1  # or the Trainer takes DataParallel by itself
+    trainer = Trainer(model, chosen, train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics)
     trainer.train()
     history = trainer.state.log_history
     return trainer, [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]

@@ -6,7 +6,8 @@ the arguments of `xent.linear_cross_entropy` that mean the same loss.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 __all__ = ["Product", "Recipe", "Step", "autocast_dtype", "follow", "run", "sum_up", "unchanged_since", "versions"]
 
 
-class Product(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Product:
     """One term of the logits: scale * hidden @ weight.T."""
 
     hidden: Tensor
@@ -25,14 +27,16 @@ class Product(NamedTuple):
     scale: float = 1.0
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype."""
 
     name: str
     value: Any = None
 
 
-class Recipe(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Recipe:
     """sum of products + bias, computed under autocast to that dtype if there is one, then the steps in order."""
 
     products: tuple[Product, ...]
@@ -52,22 +56,22 @@ class Recipe(NamedTuple):
         products = [
             Product(tensors[2 * i], tensors[2 * i + 1], product.scale) for i, product in enumerate(self.products)
         ]
-        return self._replace(products=tuple(products), bias=None if self.bias is None else tensors[-1])
+        return replace(self, products=tuple(products), bias=None if self.bias is None else tensors[-1])
 
     def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
         """Return the recipe for other rows, which `change` takes from hidden states."""
-        return self._replace(
-            products=tuple([product._replace(hidden=change(product.hidden)) for product in self.products])
+        return replace(
+            self, products=tuple([replace(product, hidden=change(product.hidden)) for product in self.products])
         )
 
     def on_classes(self, stop: int) -> "Recipe":
         """Return the recipe for the classes in front of `stop`."""
-        products = tuple([product._replace(weight=product.weight[:stop]) for product in self.products])
-        return self._replace(products=products, bias=None if self.bias is None else self.bias[:stop])
+        products = tuple([replace(product, weight=product.weight[:stop]) for product in self.products])
+        return replace(self, products=products, bias=None if self.bias is None else self.bias[:stop])
 
     def then(self, name: str, value: Any = None) -> "Recipe":
         """Return the recipe with one more step."""
-        return self._replace(steps=(*self.steps, Step(name, value)))
+        return replace(self, steps=(*self.steps, Step(name, value)))
 
 
 def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Tensor]) -> Tensor:

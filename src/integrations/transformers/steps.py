@@ -6,6 +6,7 @@ cannot record.
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -64,8 +65,8 @@ def add(function: Any, logits: Any, other: Any) -> Any:
     if not alike or not simple or mine.head is not None or theirs.head is not None:
         return NotImplemented
     scale = math.prod(factors)
-    added = [product._replace(scale=product.scale * scale) for product in theirs.products]
-    return _same_rows(logits, mine._replace(products=(*mine.products, *added)), sources=(logits, other))
+    added = [replace(product, scale=product.scale * scale) for product in theirs.products]
+    return _same_rows(logits, replace(mine, products=(*mine.products, *added)), sources=(logits, other))
 
 
 def to_float(function: Any, logits: Any) -> Any:
