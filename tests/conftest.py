@@ -16,6 +16,7 @@ from xent.backends import TABLE
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuse to start without a backend that was asked for."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # which MLX reads once, at its first product
     if os.environ.get("TRITON_INTERPRET") == "1":
         prepare()
     if "metal" in asked_for() and TABLE["metal"]().missing():

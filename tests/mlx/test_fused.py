@@ -12,7 +12,7 @@ import pytest
 import xent
 from tests.cases import FUNCTIONS, all_cases
 from tests.targets import Target
-from xent.backends.mlx import devices, fused, plain, weight_gradient
+from xent.backends.mlx import block, devices, fused, plain, weight_gradient
 from xent.core.check.cases import Case
 from xent.core.check.judge import judge_case
 
@@ -50,7 +50,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy, raising=False)  # MLX before 0.32.2 has none
     monkeypatch.setattr(fused, "has_fused_loss", lambda: True)
-    monkeypatch.setattr(plain, "device_type", lambda: "gpu")
+    for module in (block, plain):
+        monkeypatch.setattr(module, "device_type", lambda: "gpu")
     monkeypatch.setattr(weight_gradient, "chunk_device", lambda: "mlx-cuda")
     monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
 

@@ -9,6 +9,7 @@ import pytest
 
 import xent
 from tests.targets import Target
+from xent.backends.mlx.devices import chunk_device
 
 MIB = 2**20
 N, D, V, ROWS = 1024, 32, 16384, 64
@@ -25,6 +26,8 @@ def arrays() -> tuple[mx.array, mx.array, mx.array]:
 
 def peak(call: Callable[[], Any]) -> int:
     """Return how many bytes a call takes above what was there before, at most; the second call, all being compiled."""
+    if chunk_device() == "mlx-cuda":
+        pytest.skip("on NVIDIA MLX holds all that a graph of a hundred operations uses until it is done")
     mx.eval(call())
     mx.clear_cache()
     before = mx.get_active_memory()

@@ -54,6 +54,8 @@ class MlxHarness:
 
     def linear(self, input: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         """Return the logits that the unfused computation holds."""
+        if 0 in input.shape:  # on NVIDIA MLX crashes over such a product
+            return mx.zeros((*input.shape[:-1], weight.shape[0]), input.dtype)
         return input @ weight.T if bias is None else mx.addmm(bias, input, weight.T)
 
     def unfused_loss(
