@@ -28,10 +28,9 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
 
 
 def _run_logits(call: LogitsCall, kernel: str) -> tuple[Tensor, Stats]:
-    logits = call.logits.movedim(call.axis, -1)
-    target = call.target
+    logits, target = _classes_last(call.logits, call.axis), call.target
     if target.is_floating_point():
-        target = target.movedim(call.axis, -1)
+        target = _classes_last(target, call.axis)
     options = _options(call, target, kernel)
     needs_grad = torch.is_grad_enabled() and logits.requires_grad
     if not needs_grad:
@@ -43,6 +42,10 @@ def _run_logits(call: LogitsCall, kernel: str) -> tuple[Tensor, Stats]:
         # A compiler plans memory by itself, and cannot see that an operation before this one saved the logits.
         loss, _, _, *stats = CrossEntropy.apply(logits, True, *options)
     return _shaped(loss, stats, call.loss, logits.shape[:-1])
+
+
+def _classes_last(tensor: Tensor, axis: int) -> Tensor:
+    return tensor if axis == tensor.dim() - 1 else tensor.movedim(axis, -1)
 
 
 def _run_linear(call: LinearCall, kernel: str) -> tuple[Tensor, Stats]:

@@ -136,14 +136,11 @@ def gather_facts(
     plain.check_targets(options, vocabulary, shift)
     spec, device, count = options.spec(), target.device, target.numel()
     number, normalizer = plain.normalizer(options, device)
-    # All rows begin on boundaries of 16 bytes, whatever their number: else the kernel would be compiled again.
-    padded = triton.cdiv(count, 16) * 16
-    floats = torch.empty(2, padded, dtype=torch.float32, device=device)[:, :count]
-    flags = torch.empty(3, padded, dtype=torch.bool, device=device)[:, :count]
-    divisor, deferred = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
+    # Each in memory of its own, which begins on a boundary of 16 bytes: else the kernel would be compiled again.
     clean = torch.empty(count, dtype=torch.int64, device=device)
-    weight, scale = floats.unbind()
-    ignored, dead, invalid = flags.unbind()
+    weight, scale = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
+    ignored, dead, invalid = (torch.empty(count, dtype=torch.bool, device=device) for _ in range(3))
+    divisor, deferred = (torch.empty((), dtype=torch.float32, device=device) for _ in range(2))
     mean = spec.reduction == "mean"
     class_weight: Any = None if options.weight is None else options.weight.float().contiguous()
     flat_upstream = None if upstream is None else upstream.reshape(-1)
