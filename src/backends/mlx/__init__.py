@@ -2,7 +2,8 @@
 
 How a call flows: `driver` makes the arguments ready -> `facts`, what is known about each row -> `logits`, or `linear`
 with its loop over chunks -> a row kernel (`plain` here; `kernels` is the contract) -> `results`, the loss and the
-statistics -> `autograd`, which gives the loss its gradients. `tracing` tells which gradients may be asked for.
+statistics -> `autograd`, which gives the loss its gradients. `tracing` tells which gradients may be asked for. A call
+of no rows goes from `driver` to `empty` and no further.
 """
 
 from typing import Any
