@@ -4,6 +4,7 @@ On a GPU nothing is played, and the file runs what is there.
 """
 
 import math
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -80,6 +81,26 @@ def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) 
     x, w = mx.full((rows, 8), large, mx.float16), mx.zeros((5, 8), mx.float16)
     grad = mx.grad(lambda w: xent.linear_cross_entropy(x, w, mx.zeros((rows,), mx.int32), backend=target.name))(w)
     np.testing.assert_allclose(np.array(grad)[:, 0], [-0.8 * large, *[0.2 * large] * 4], rtol=1e-3)
+
+
+def test_float32_takes_no_rough_exponentials(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the fused loss and of softmax fail the matrix on NVIDIA."""
+    monkeypatch.setattr(mx.fast, "cross_entropy", None, raising=False)
+    monkeypatch.setattr(mx, "softmax", None)
+    loss = partial(xent.cross_entropy, target=mx.array([0, 2]), label_smoothing=0.1, backend=target.name)
+    assert mx.isfinite(mx.grad(loss)(mx.zeros((2, 3)))).all()
+
+
+@pytest.mark.parametrize(("device", "pieces"), [("mlx-cuda", 1), ("metal", 313)])
+def test_pieces_of_the_classifier_gradient(
+    target: Target, device: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_gradient, "chunk_device", lambda: device)
+    monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
+    sums = weight_gradient.WeightGradient((5000, 64), mx.bfloat16, chunks=2)
+    sums.add(mx.ones((3, 5000), mx.bfloat16), mx.ones((3, 64), mx.bfloat16))
+    assert len(sums.sums) == pieces
+    assert mx.array_equal(sums.result(), mx.full((5000, 64), 3, mx.bfloat16))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

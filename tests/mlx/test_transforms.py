@@ -10,6 +10,7 @@ import pytest
 
 import xent
 from tests.targets import Target
+from xent.backends.mlx import driver
 
 V, D = 23, 8
 RNG = np.random.default_rng(5)
@@ -173,3 +174,14 @@ def test_statistics_come_out_of_compiled_functions(
     function = mx.value_and_grad(loss) if differentiated else loss
     found, expected = mx.compile(function)(X[:count]), function(X[:count])
     close(*(made[0] if differentiated else made for made in (found, expected)))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_nothing_is_done_with_no_rows(target: Target, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NVIDIA MLX crashes in some operations on empty arrays."""
+    monkeypatch.setattr(driver, "gather_facts", None)
+    options = {"reduction": reduction, "stats": xent.core.spec.STAT_NAMES, "backend": target.name}
+    found, stats = xent.linear_cross_entropy(X[:0], W, Y[:0], **options)
+    assert found.shape == stats.z_loss.shape == ((0,) if reduction == "none" else ())
+    assert stats.lse.shape == stats.predictions.shape == (0,)
+    assert stats.count.item() == stats.accuracy.item() == 0
