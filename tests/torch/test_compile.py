@@ -91,6 +91,7 @@ def test_exports_for_any_number_of_rows(target: Target) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
+@pytest.mark.filterwarnings("ignore:Skipping serialization")  # PyTorch 2.6
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 def test_compiles_with_inductor(target: Target, function: str) -> None:
     loss = losses(target)[function]

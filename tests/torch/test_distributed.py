@@ -19,6 +19,8 @@ import xent
 
 PROCESSES, STEPS, ROWS, CLASSES = 2, 10, 12, 50
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= PROCESSES
+# PyTorch 2.6 has no FSDP2 for CPUs, whose streams have no events there.
+KINDS = ("ddp", "fsdp2") if GPUS or hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
 
 
 class Model(nn.Module):
@@ -81,11 +83,8 @@ def _work(rank: int, folder: str) -> None:
         world_size=PROCESSES,
         timeout=datetime.timedelta(seconds=60),
     )
-    trained = {
-        "ddp": train("ddp", rank, PROCESSES),
-        "fsdp2": train("fsdp2", rank, PROCESSES),
-        "means of each": train("ddp", rank, PROCESSES, share=False),
-    }
+    trained = {kind: train(kind, rank, PROCESSES) for kind in KINDS}
+    trained["means of each"] = train("ddp", rank, PROCESSES, share=False)
     if rank == 0:
         torch.save(trained, f"{folder}/trained.pt")
     time.sleep(1)  # PyTorch 2.13 can wait forever for gloo's threads if they still hold tensors
@@ -98,7 +97,7 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
     trained = torch.load(tmp_path / "trained.pt")
     expected = train("alone", 0, 1)
     for name, value in expected.items():
-        for kind in ("ddp", "fsdp2"):
+        for kind in KINDS:
             torch.testing.assert_close(trained[kind][name], value, rtol=1e-5, atol=1e-5)
     wrong = trained["means of each"]["classifier.weight"]
     assert not torch.allclose(wrong, expected["classifier.weight"], rtol=1e-3, atol=1e-3)  # the test would see it

@@ -78,6 +78,7 @@ def test_nested_tensors_raise(target: Target, tensors: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch was built without torch.distributed")
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # PyTorch 2.6
 def test_sharded_tensors_raise() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
