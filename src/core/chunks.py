@@ -9,8 +9,9 @@ _MIB = 2**20
 _ROWS_WANTED = 256
 _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
-# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a short
-# batch, whose gradient is most of what is alive, a chunk is a quarter, if that is enough rows for a product.
+# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a batch of
+# fewer than four such chunks one is a quarter, if that is enough rows for a product; but a batch that fits into one is
+# one, for which the host has nothing to wait for.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
@@ -43,7 +44,7 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
         most = max(_CHUNK_ELEMENTS[device] // vocabulary, _ROWS_WANTED)
     else:
         fewest, enough = _ROWS_WANTED_ACCELERATOR
-        wanted = min(max(rows // _CHUNKS_WANTED_ACCELERATOR, fewest), enough)
+        wanted = enough if rows <= enough else min(max(rows // _CHUNKS_WANTED_ACCELERATOR, fewest), enough)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
         elements = min(max(wanted * vocabulary, least), largest)
         most = max(elements // vocabulary, _ROWS_WANTED)
