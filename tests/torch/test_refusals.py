@@ -57,9 +57,11 @@ def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str
 
 
 @pytest.mark.parametrize("name", ["logits", "input"])
-def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str, compiled: bool) -> None:
+    mapped = torch.vmap(loss_of(tensors, target, name))
     with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
-        torch.vmap(loss_of(tensors, target, name))(tensors[name].expand(3, -1, -1))
+        (torch.compile(mapped, backend="aot_eager") if compiled else mapped)(tensors[name].expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight", "target", "sample_weight"])

@@ -120,14 +120,14 @@ def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
 
 def _refuse_transforms(tensors: dict[str, Tensor]) -> None:
     """Raise for forward mode, in which the operations would pass for constants, and for torch.vmap."""
-    tracing = torch.compiler.is_compiling()  # Dynamo of PyTorch 2.6 cannot follow the second question
+    transformed = torch._C._are_functorch_transforms_active()
     for name, tensor in tensors.items():
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
                 f"{name} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, "
                 "hessian, forward_ad): use reverse mode, or the plain framework loss"
             )
-        if not tracing and torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
+        if transformed and torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
             raise NotImplementedError(
                 f"{name} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, "
                 'with reduction="none" if the losses are wanted apart'

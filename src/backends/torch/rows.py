@@ -21,13 +21,13 @@ class Rows:
         pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor] if self.count else []
         while pieces and not _merges(pieces[0]):
             pieces = [part for piece in pieces for part in piece.unbind(0)]
-        self._pieces = [piece.view(-1, piece.shape[-1]) for piece in pieces]
+        self._pieces = [piece if piece.dim() == 2 else piece.view(-1, piece.shape[-1]) for piece in pieces]
 
     def blocks(self, most: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, (R, V) view) with R at most `most`, over all rows."""
         start = 0
         for piece in self._pieces:
-            for block in piece.split(most):
+            for block in (piece,) if len(piece) <= most else piece.split(most):
                 yield start, block
                 start += block.shape[0]
 
@@ -38,7 +38,8 @@ class Rows:
         while start < stop:
             piece, first = divmod(start, length)
             last = min(first + stop - start, length)
-            parts.append(self._pieces[piece][first:last])
+            whole = self._pieces[piece]
+            parts.append(whole if last - first == length else whole[first:last])
             start += last - first
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -49,6 +50,8 @@ class Rows:
 
 def _merges(tensor: Tensor) -> bool:
     """Whether all leading axes merge into one without a copy."""
+    if tensor.is_contiguous():
+        return True
     expected = None
     for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
         if size == 1:
