@@ -29,14 +29,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(autouse=True)
 def float32_products() -> Iterator[None]:
     """Take back the TF32 that the Trainer turns on for good where it compiles."""
-    from torch import backends
+    from tests.integrations.precision import multiply_in_float32
 
-    place, name = (
-        (backends, "fp32_precision") if hasattr(backends, "fp32_precision") else (backends.cuda.matmul, "allow_tf32")
-    )
-    before = getattr(place, name)
     yield
-    setattr(place, name, before)
+    multiply_in_float32()
 
 
 @pytest.fixture

@@ -34,11 +34,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {**SMALL, "head_dim": 8, "lm_head_multiplier": 3.0}
         | {"mamba_d_ssm": 64, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4},
     ),
-    "divided, with another loss added": (
-        "GraniteMoeForCausalLM",
-        {**SMALL, "logits_scaling": 0.125, "num_local_experts": 4, "output_router_logits": True},
-    ),
-    "sinks and experts": (
+    "divided": ("GraniteMoeForCausalLM", {**SMALL, "logits_scaling": 0.125, "num_local_experts": 4}),
+    "sinks and experts, with another loss added": (
         "GptOssForCausalLM",
         {**SMALL, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
     ),

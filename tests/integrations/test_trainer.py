@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from tests.integrations.models import VOCABULARY, batch, device, make
+from tests.integrations.precision import multiply_in_float32
 from xent.integrations.transformers import patch
 
 pytestmark = [
@@ -64,6 +65,7 @@ def run(folder: Path, fuse: bool, name: str = "llama", **settings: Any) -> tuple
     if chosen.n_gpu > 1:
         chosen._n_gpu = 1  # or the Trainer takes DataParallel by itself
     trainer = Trainer(model, chosen, train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics)
+    multiply_in_float32()
     trainer.train()
     history = trainer.state.log_history
     return trainer, [entry[key] for entry in history for key in ("loss", "eval_loss") if key in entry]
