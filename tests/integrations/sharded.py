@@ -4,6 +4,7 @@ A script for torchrun, which prints a line for each way to shard. A loss taken o
 do not come through the model's outputs, on which FSDP waits to gather weights for the backward pass.
 """
 
+import os
 import time
 import warnings
 from typing import Any
@@ -65,8 +66,10 @@ def step(way: str, outside: bool, patched: bool, device: torch.device) -> tuple[
 def main() -> None:
     """Compare, and print what was seen."""
     warnings.filterwarnings("error", message=".*returned a view tensor")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)  # or all processes would gather weights on the first
     dist.init_process_group()
-    device = torch.device("cuda", dist.get_rank()) if kind == "cuda" else torch.device("cpu")
     for way in WAYS:
         for outside in (False, True):
             expected, wanted, _ = step(way, outside, False, device)

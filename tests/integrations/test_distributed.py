@@ -34,7 +34,11 @@ def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple
     arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
     printed = launch(processes, "tests.integrations.watched", *arguments)
     losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", printed, flags=re.MULTILINE)]
-    return torch.load(weights), losses, [int(count) for count in re.findall(r"fused losses: (\d+)", printed)]
+    return (
+        torch.load(weights, map_location="cpu"),
+        losses,
+        [int(count) for count in re.findall(r"fused losses: (\d+)", printed)],
+    )
 
 
 def launch(processes: int, module: str, *arguments: str) -> str:
