@@ -4,7 +4,8 @@
 
 Everything runs in this process: MLX counts its memory exactly. In each round every contender makes one call that nobody
 times and one that is timed, so that what slows the machine down for a while slows all of them down. The ratio is that
-of a round's two times; its median is reported. Needs MLX and xent, nothing else.
+of a round's two times; its median is reported. Needs MLX and xent, nothing else. On NVIDIA MLX compiles its kernels at
+their first use: the first run on a machine begins with a minute of that.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -83,19 +85,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     device = "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
     rounds = options.repeats or (2 if options.quick else 5)
-    lines = []
-    for case in QUICK if options.quick else CASES[device]:
-        print(f"\n{case.title}")
-        print(f"{'':24}{'ms':>10}{'x unfused':>11}{'peak MiB':>10}{'loss error':>12}{'dInput':>9}{'dWeight':>9}")
-        for line in _measure(case, rounds):
-            lines.append(
-                line | {"case": asdict(case), "device": device, "mlx": mx.__version__, "xent": xent.__version__}
-            )
-            _print(line)
-    if options.out:
-        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    missed = [line for line in lines if line["missed"]]
-    return int(bool(missed))
+    missed = 0
+    with options.out.open("w", encoding="utf-8") if options.out else nullcontext() as file:
+        for case in QUICK if options.quick else CASES[device]:
+            print(f"\n{case.title}")
+            print(f"{'':24}{'ms':>10}{'x unfused':>11}{'peak MiB':>10}{'loss error':>12}{'dInput':>9}{'dWeight':>9}")
+            for line in _measure(case, rounds):
+                line |= {"case": asdict(case), "device": device, "mlx": mx.__version__, "xent": xent.__version__}
+                missed += bool(line["missed"])
+                _print(line)
+                if file:
+                    print(json.dumps(line), file=file, flush=True)
+    return int(missed > 0)
 
 
 def _measure(case: Case, rounds: int) -> list[dict[str, Any]]:

@@ -196,7 +196,10 @@ class Curve(TrainingCallback):
 
 
 def test_trainer_takes_it(tmp_path: Path) -> None:
-    """A short fine-tuning run with mlx-lm's own trainer: the curve that default_loss gives."""
+    """A short fine-tuning run with mlx-lm's own trainer: the curve that default_loss gives.
+
+    With SGD: Adam divides a gradient by its size, so that the rounding of one near 0 decides where its weight goes.
+    """
     rng = np.random.default_rng(2)
     data = [([int(token) for token in (np.arange(20) * rng.integers(1, 4) + rng.integers(5)) % V], 0) for _ in range(8)]
     curves = []
@@ -210,7 +213,7 @@ def test_trainer_takes_it(tmp_path: Path) -> None:
             max_seq_length=64, adapter_file=str(tmp_path / "adapters.safetensors"),
         )  # fmt: skip
         np.random.seed(0)  # noqa: NPY002  what mlx-lm draws batches with
-        train(model, optim.Adam(5e-3), data, data, arguments, loss=chosen, training_callback=curve)
+        train(model, optim.SGD(0.02), data, data, arguments, loss=chosen, training_callback=curve)
         curves.append([*curve.losses, evaluate(model, data, 4, 2, 64, loss=chosen)])
-    np.testing.assert_allclose(curves[0], curves[1], rtol=2e-3)
+    np.testing.assert_allclose(curves[0], curves[1], rtol=1e-5)
     assert curves[0][-1] < curves[0][0] - 0.2

@@ -7,7 +7,7 @@ indices)::
     p     = softmax(x)                     one operation, the only pass with exponentials
     lse   = m + log_sum,   log_sum = -log(max p)
     l     = a [ (1-e) w_y (m - x_y + log_sum) + (e/V) sum_c w_c (m - x_c + log_sum) + zeta lse^2 ]
-    dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ],   W = sum_c w_c
+    dl/dx = r [ ((1-e) w_y + more) (p - [c==y]) + more [c==y] - (e/V) w_c ],   more = (e/V) sum_c w_c + 2 zeta lse
     dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without
 
 Differences to m are taken before anything is added up, so that logits far from 0 lose nothing.
@@ -37,7 +37,7 @@ class Block:
         """Return the losses and what else is asked for."""
         x, facts = self.x, self.facts
         peak = x.max(-1)
-        p, log_sum = _softmax(x, peak)
+        p, log_sum, gap = self._softmax(peak)
         below = peak[:, None] - x
         share = self._share()
         if self.target is None:
@@ -51,7 +51,7 @@ class Block:
             loss = loss + self.z_loss * mx.square(peak + log_sum)
         return Found(
             loss=mx.where(facts.dead, 0, facts.weight * loss),
-            grad=self._gradient(p, share, peak + log_sum) if asked.grad else None,
+            grad=self._gradient(p, gap, share, peak + log_sum) if asked.grad else None,
             norm=mx.stack([peak, log_sum], axis=-1) if asked.norm else None,
             nll=self._nll(peak, below, log_sum) if asked.nll else None,
             entropy=product(p, below).sum(-1) + log_sum if asked.entropy else None,
@@ -62,7 +62,8 @@ class Block:
         """Return the gradient from the norm (R, 2)."""
         peak, log_sum = norm[:, 0], norm[:, 1]
         p = _exp((self.x - peak[:, None]) - log_sum[:, None])
-        return self._gradient(p, self._share(), peak + log_sum)
+        gap = None if self.target is None else _expm1(-(self._below_target(peak) + log_sum))
+        return self._gradient(p, gap, self._share(), peak + log_sum)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x (R, V), and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
@@ -80,6 +81,10 @@ class Block:
         """Return the targets (R, 1) of rows that have class indices."""
         assert self.target is not None
         return self.target
+
+    def _at_target(self, values: mx.array) -> mx.array:
+        """Return each row's element (R,) of (R, V) values."""
+        return mx.take_along_axis(values, self._classes(), -1)[:, 0]
 
     def _share(self) -> mx.array:
         """Return what multiplies -log p of the target, (R, 1), for indices; of each class, (R, V), for probabilities.
@@ -99,7 +104,7 @@ class Block:
 
     def _below_target(self, peak: mx.array) -> mx.array:
         """Return m - x_y (R,)."""
-        return peak - mx.take_along_axis(self.x, self._classes(), -1)[:, 0]
+        return peak - self._at_target(self.x)
 
     def _nll(self, peak: mx.array, below: mx.array, log_sum: mx.array) -> mx.array:
         if self.target is not None:
@@ -113,20 +118,43 @@ class Block:
         z = mx.sign(self.scale).astype(self.z.dtype) * self.z if self.terms.scale else self.z
         return mx.argmax(z, axis=-1).astype(mx.int32)
 
-    def _gradient(self, p: mx.array, share: mx.array, lse: mx.array) -> mx.array:
+    def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return p (R, V), log sum_c exp(x_c - peak) (R,), and p_y - 1 (R,) where it is known better than from p."""
+        if self.acc != mx.float64 and device_type() == "cpu":
+            p = mx.softmax(self.x, axis=-1, precise=True)
+            return p, -mx.log(p.max(-1)), None
+        powers = _exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
+        if self.target is None or self.acc == mx.float64:
+            total = powers.sum(-1)
+            return powers / total[:, None], mx.log(total), None
+        # The others apart: a sum with the target's 1 would round away what a sure row has left.
+        power = self._at_target(powers)
+        rest = mx.put_along_axis(powers, self._classes(), mx.array(0, self.acc), -1).sum(-1)
+        total = rest + power
+        log_sum = mx.where(power == 1, mx.log1p(rest), mx.log(total))
+        return powers / total[:, None], log_sum, -rest / total
+
+    def _gradient(self, p: mx.array, gap: mx.array | None, share: mx.array, lse: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
         facts = self.facts
         factor = facts.scale * self.scale if self.terms.scale else facts.scale
-        total = share.sum(-1)
+        total, more = share.sum(-1), None
         if self.target is not None and self.terms.smoothing:
-            total = total + self.spread * self.total_weight
+            more = self.spread * self.total_weight
         if self.terms.z_loss:
-            total = total + 2 * self.z_loss * lse
-        grad = p * (factor * total)[:, None]
+            squared = 2 * self.z_loss * lse
+            more = squared if more is None else more + squared
+        if more is not None:
+            total = total + more
         if self.target is None:
-            grad = grad - factor[:, None] * share
+            grad = p * (factor * total)[:, None] - factor[:, None] * share
         else:
-            grad = grad.at[mx.arange(len(grad)), facts.target].add(-factor * share[:, 0])
+            # p_y - 1 before any product is rounded: where p_y is near 1, the whole row is small.
+            place = mx.arange(len(p)), facts.target
+            p = p.at[place].add(-1) if gap is None else p.at[place].multiply(0).at[place].add(gap)
+            grad = p * (factor * total)[:, None]
+            if more is not None:
+                grad = grad.at[place].add(factor * more)
             if self.terms.smoothing:
                 each = (factor * self.spread)[:, None]
                 grad = grad - (each if facts.class_weight is None else each * facts.class_weight)
@@ -137,19 +165,14 @@ class Block:
         return grad.astype(self.z.dtype)
 
 
-def _softmax(x: mx.array, peak: mx.array) -> tuple[mx.array, mx.array]:
-    """Return p (R, V), and log sum_c exp(x_c - peak) (R,)."""
-    if x.dtype == mx.float64 or device_type() == "gpu":  # whose softmax has rougher exponentials than mx.exp
-        powers = _exp(x - peak[:, None])
-        total = powers.sum(-1)
-        return powers / total[:, None], mx.log(total)
-    p = mx.softmax(x, axis=-1, precise=True)
-    return p, -mx.log(p.max(-1))
-
-
 def _exp(x: mx.array) -> mx.array:
     """Return exp(x); MLX's own has no more than float32's precision even for float64."""
     return mx.power(mx.array(math.e, dtype=mx.float64), x) if x.dtype == mx.float64 else mx.exp(x)
+
+
+def _expm1(x: mx.array) -> mx.array:
+    """Return exp(x) - 1."""
+    return _exp(x) - 1 if x.dtype == mx.float64 else mx.expm1(x)
 
 
 def product(weights: mx.array, values: mx.array) -> mx.array:

@@ -35,7 +35,7 @@ class FusedBlock(Block):
         """Return the losses and what else is asked for."""
         facts, terms, x = self.facts, self.terms, self.x
         share = self._share()[:, 0]
-        x_y = mx.take_along_axis(x, self._classes(), -1)[:, 0].astype(self.acc)
+        x_y = self._at_target(x).astype(self.acc)
         grad = None
         if asked.grad and not terms.z_loss:
             surprise, grad = self._pass(share, None)
@@ -108,7 +108,7 @@ class FusedBlock(Block):
         more = total - share if self.terms.smoothing or self.terms.z_loss else None
         if self.facts.target_logits is None or needs_memory(self.facts):
             return more
-        x_y = mx.take_along_axis(self.x, self._classes(), -1)[:, 0].astype(self.acc)
+        x_y = self._at_target(self.x).astype(self.acc)
         taken = total * (mx.expm1(-self._exact(surprise, x_y)) - mx.expm1(-surprise))
         return taken if more is None else taken + more
 

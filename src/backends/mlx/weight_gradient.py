@@ -21,7 +21,8 @@ class WeightGradient:
     `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least. On a GPU it never
     does. There a bfloat16 gradient of few chunks is summed in bfloat16, which takes half the memory, most of what the
     call takes, for at most a fifth more error; and slices keep small what is alive twice. Not on NVIDIA: a slice of the
-    logits' columns would be copied, transposed, before it is multiplied, which takes longer than the product.
+    logits' columns would be copied, transposed, before it is multiplied, which takes longer than the product. There the
+    sum is hidden^T @ grad_logits, the product of MLX's own gradient, and its transpose is what is returned.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
@@ -30,6 +31,7 @@ class WeightGradient:
         rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= _ROUNDED_SUMS
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
         self._casts = on_cpu and dtype != self._wide
+        self._transposed = device == "mlx-cuda"
         rows, width = shape
         step = rows if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._parts = [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
@@ -39,21 +41,24 @@ class WeightGradient:
         """Add a chunk's (R, V)^T @ (R, D)."""
         if self._casts:
             grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
-        transposed = [grad_logits[:, part].T for part in self._parts]
-        if self.sums and hidden.dtype == self._wide:
-            self.sums = [mx.addmm(total, rows, hidden) for total, rows in zip(self.sums, transposed, strict=True)]
-            return
         factor = _overflow(hidden) if hidden.dtype == mx.float16 and hidden.size else None
         if factor is not None:
             hidden = (hidden / factor).astype(mx.float16)
-        made = [(rows @ hidden).astype(self._wide) for rows in transposed]
+        pairs = [(hidden.T, grad_logits)]
+        if not self._transposed:
+            pairs = [(grad_logits[:, part].T, hidden) for part in self._parts]
+        if self.sums and hidden.dtype == self._wide:
+            self.sums = [mx.addmm(total, *pair) for total, pair in zip(self.sums, pairs, strict=True)]
+            return
+        made = [(one @ other).astype(self._wide) for one, other in pairs]
         if factor is not None:
             made = [part * factor for part in made]
         self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
 
     def result(self) -> mx.array:
         """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
-        return self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
+        made = self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
+        return made.T if self._transposed else made
 
 
 def _overflow(hidden: mx.array) -> mx.array:
