@@ -11,10 +11,12 @@ _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
 # vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a batch of
 # fewer than four such chunks one is a quarter, if that is enough rows for a product; but a batch that fits into one is
-# one, for which the host has nothing to wait for.
+# one, for which the host has nothing to wait for. Every further sum rounds the gradient once more, so the chunks of a
+# large batch are up to twice as large.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
+_MOST_GROWTH_ACCELERATOR = 2
 # MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller. On Apple silicon the
 # logits are what memory is short for, and a few hundred rows keep its matrix units busy.
 _CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
@@ -44,9 +46,11 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
         most = max(_CHUNK_ELEMENTS[device] // vocabulary, _ROWS_WANTED)
     else:
         fewest, enough = _ROWS_WANTED_ACCELERATOR
-        wanted = enough if rows <= enough else min(max(rows // _CHUNKS_WANTED_ACCELERATOR, fewest), enough)
+        quarter = rows // _CHUNKS_WANTED_ACCELERATOR
+        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR)
+        wanted = enough if rows <= enough else max(min(quarter, int(enough * growth)), fewest)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
-        elements = min(max(wanted * vocabulary, least), largest)
+        elements = min(max(wanted * vocabulary, least), int(largest * growth))
         most = max(elements // vocabulary, _ROWS_WANTED)
     chunks = max(math.ceil(rows / most), 1)
     even = max(math.ceil(rows / chunks), 1)

@@ -20,7 +20,7 @@ class WeightGradient:
 
     `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least. On a GPU it never
     does. There a bfloat16 gradient of few chunks is summed in bfloat16, which takes half the memory, most of what the
-    call takes, for at most a fifth more error; and slices keep small what is alive twice. Not on NVIDIA: a slice of the
+    call takes, for up to twice the error; and slices keep small what is alive twice. Not on NVIDIA: a slice of the
     logits' columns would be copied, transposed, before it is multiplied, which takes longer than the product. There the
     sum is hidden^T @ grad_logits, the product of MLX's own gradient, and its transpose is what is returned.
     """

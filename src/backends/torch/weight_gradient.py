@@ -26,8 +26,10 @@ class WeightGradient:
     as the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of
     the whole.
 
-    On CUDA a bfloat16 gradient of few chunks is summed in bfloat16, the sum being rounded once a chunk instead of once
-    at the end: half the memory, which is most of what the call takes, for at most a fifth more error.
+    On CUDA a bfloat16 gradient of few chunks is summed in bfloat16: half the memory, which is most of what the call
+    takes. The sum is then rounded once a chunk. Where every chunk adds to every class, that makes 1.3 to 1.6 times the
+    error of the unfused computation with 4 chunks and up to 3 times with 16; where most classes are nobody's target,
+    1.2 times.
     """
 
     def __init__(
