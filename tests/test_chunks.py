@@ -2,7 +2,7 @@
 
 import pytest
 
-from xent.core.chunks import rows_per_block, rows_per_chunk, tile_shape
+from xent.core.chunks import classes_per_slice, rows_per_block, rows_per_chunk, tile_shape
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 100, 4096, 100_003])
@@ -39,6 +39,19 @@ def test_chunk_of_a_large_vocabulary_grows_as_others_do() -> None:
 
 def test_chunks_are_even() -> None:
     assert rows_per_chunk(1025, 1000, 4, 1024 * 4000, "cpu") == 513
+
+
+@pytest.mark.parametrize(
+    ("rows", "chunk", "classes"),
+    [
+        (8192, 523, None),  # 16 sums
+        (8192, 261, 3840),
+        (65536, 1024, None),  # larger chunks than sums take long for
+        (10**6, 261, None),  # too few classes for a product
+    ],
+)
+def test_slices_of_classes_take_the_place_of_small_chunks(rows: int, chunk: int, classes: int | None) -> None:
+    assert classes_per_slice(rows, 128_256, chunk) == classes
 
 
 def test_block_is_at_least_a_row() -> None:

@@ -189,8 +189,9 @@ def linear_cross_entropy(
         longer than ``shift``, all of them.
     workspace : int, optional
         How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device. The
-        less, the more often the classifier's gradient is added to. On a GPU a bfloat16 gradient is rounded each time,
-        or, from 17 chunks on (9 in MLX), summed in float32, which takes more memory than so small a workspace saves.
+        less, the more often the classifier's gradient is added to, and a bfloat16 one on a GPU is rounded each time: up
+        to 16 times (8 in MLX). From there on it is summed in float32, or, where chunks would have fewer than 1024 rows,
+        backend "triton" makes the logits twice, some classes of all rows at a time, and adds nothing up.
 
     Returns
     -------

@@ -2,7 +2,10 @@
 
 import math
 
-__all__ = ["rows_per_block", "rows_per_chunk", "tile_shape"]
+__all__ = ["MOST_ROUNDED_SUMS", "classes_per_slice", "rows_per_block", "rows_per_chunk", "tile_shape"]
+
+MOST_ROUNDED_SUMS = 16
+"""Over how many chunks a bfloat16 gradient may be summed in bfloat16."""
 
 _MIB = 2**20
 # A chunk's matrix products want hundreds of rows; below that the classifier is read too often for the work it brings.
@@ -21,6 +24,8 @@ _MOST_GROWTH_ACCELERATOR = 2
 # logits are what memory is short for, and a few hundred rows keep its matrix units busy.
 _CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
 _CHUNK_ELEMENTS_METAL = 2**26
+# Below this a float32 sum of the classifier's gradient takes longer than making the logits twice.
+_ROWS_WORTH_A_SUM = 1024
 # Matrix products work on tiles of this many rows.
 _ROWS_MULTIPLE = 128
 # A block should stay in the caches of the cores through the passes over it, each core having its share.
@@ -56,6 +61,17 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
     even = max(math.ceil(rows / chunks), 1)
     rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
     return rounded if device != "cpu" and rounded <= min(most, rows) else even
+
+
+def classes_per_slice(rows: int, vocabulary: int, chunk: int) -> int | None:
+    """Return how many classes of all `rows` rows take the memory of `chunk` rows of all classes; None to use chunks.
+
+    Slices of classes are better where chunks are so many that their sum has to be float32, and so small that it takes
+    long.
+    """
+    if rows <= MOST_ROUNDED_SUMS * chunk or chunk >= _ROWS_WORTH_A_SUM:
+        return None
+    return chunk * vocabulary // rows // _TILE_CLASSES * _TILE_CLASSES or None
 
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:

@@ -63,6 +63,18 @@ class Facts:
             scale=self.scale[rows],
         )
 
+    def of_classes(self, first: int, stop: int) -> "Facts":
+        """Return the facts for logits of classes [first, stop) alone, where class `first` is 0.
+
+        A target outside is then none of the logits' columns. `class_weight` begins with that of `first`, so that entry
+        `target` of it is the target's wherever that is: for kernels, which read memory, not for PyTorch's indexing.
+        """
+        return replace(
+            self,
+            target=None if self.target is None else self.target - first,
+            class_weight=None if self.class_weight is None else self.class_weight[first:stop],
+        )
+
     def probability_block(self, start: int, stop: int) -> Tensor:
         """Return the target probabilities of rows [start, stop), (R, V), in the caller's dtype."""
         assert self.probabilities is not None

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.schedule import Part, Schedule
-from xent.backends.torch.weight_gradient import WeightGradient, kept_dtype
 
 if TYPE_CHECKING:
     from xent.backends.torch.linear import Linear
@@ -36,7 +36,8 @@ class Gradients:
         if self._needs_input:
             self._input = torch.empty(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
         if self._needs_weight:
-            self._weight = WeightGradient(weight.shape, linear.compute, weight.dtype, weight.device, schedule)
+            chunks = -(-schedule.count // schedule.step)
+            self._weight = ProductSum(weight.shape, linear.compute, weight.dtype, weight.device, chunks)
         if self._needs_bias:
             wide = torch.float64 if linear.compute == torch.float64 else torch.float32
             self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
@@ -49,7 +50,7 @@ class Gradients:
             if self._dead is not None:
                 # Hidden states of dead rows must not reach the weight's gradient, not even as 0 * NaN.
                 hidden = hidden.masked_fill(self._dead[part.start : part.stop, None], 0)
-            self._weight.add(grad_logits, hidden, part.last)
+            self._weight.add(grad_logits.t(), hidden, part.last)
         if self._needs_bias:
             self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
 

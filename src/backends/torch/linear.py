@@ -1,19 +1,20 @@
 """`linear_cross_entropy` in PyTorch: make a chunk's logits, overwrite them with their gradient, multiply it back."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from xent.backends.torch import slices
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
 from xent.backends.torch.options import Options
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.schedule import Part, Schedule
-from xent.core.chunks import rows_per_chunk, tile_shape
+from xent.core.chunks import classes_per_slice, rows_per_chunk, tile_shape
 
 __all__ = ["Linear", "backward", "forward"]
 
@@ -46,6 +47,14 @@ class Linear:
         """(V,), in the compute dtype."""
         return None if self.bias is None else self.bias.to(self.compute)
 
+    def write_logits(self, hidden: Tensor, out: Tensor, classes: slice = slice(None)) -> None:
+        """Write the logits (R, C) of those classes to `out`, for hidden (R, D), all in the compute dtype."""
+        columns = self.classifier[classes].t()
+        if self.classifier_bias is None:
+            torch.mm(hidden, columns, out=out)
+        else:
+            torch.addmm(self.classifier_bias[classes], hidden, columns, out=out)
+
     def rows_per_chunk(self) -> int:
         """Return how many rows of logits are alive at one time."""
         return rows_per_chunk(
@@ -75,6 +84,13 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     chosen = kernels(options.kernel)
     facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift)
     wanted = not keep_norm and any(linear.needs)
+    classes = _classes_per_slice(linear, chosen, facts) if wanted else None
+    if classes is not None:
+        results, schedule = new_results(facts, True), _schedule_of_gradients(linear, facts)
+        _forward_in_tiles(linear, chosen, facts, results)
+        assert results.norm is not None
+        made = slices.gradients(linear, chosen, schedule, results.norm, classes)
+        return facts, replace(results, norm=None), made
     if not wanted:
         results = new_results(facts, keep_norm)
         if _forward_in_tiles(linear, chosen, facts, results):
@@ -95,6 +111,9 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     """Return the gradients for `upstream`, that of the rows' losses, from logits made again chunk by chunk."""
     chosen = kernels(options.kernel)
     facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift, upstream)
+    classes = _classes_per_slice(linear, chosen, facts)
+    if classes is not None:
+        return slices.gradients(linear, chosen, _schedule_of_gradients(linear, facts), norm, classes)
     schedule = Schedule(facts, linear.rows_per_chunk())
     run = chosen.row_pass(schedule.facts, Results(schedule.facts.weight, schedule.ordered(norm)))
     gradients = Gradients(linear, schedule)
@@ -111,14 +130,24 @@ def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule) -> Iterator[_Ch
     for part in schedule:
         hidden = part.take(linear.hidden).to(compute)
         logits = memory[: len(hidden)]
-        if bias is None:
-            torch.mm(hidden, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, hidden, weight.t(), out=logits)
+        linear.write_logits(hidden, logits)
         target_logits = None
         if target is not None and (compute in (torch.bfloat16, torch.float16) or chosen.tile_pass is not None):
             target_logits = chosen.target_logits(hidden, weight, bias, target[part.start : part.stop])
         yield _Chunk(part, hidden, logits, target_logits)
+
+
+def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | None:
+    """Return how many classes a slice of all rows has, None where gradients are better made of chunks of rows."""
+    adds_up = linear.needs[1] and linear.compute == torch.bfloat16
+    if not adds_up or chosen.tile_pass is None or facts.target is None:
+        return None
+    return classes_per_slice(len(linear.hidden), len(linear.weight), linear.rows_per_chunk())
+
+
+def _schedule_of_gradients(linear: Linear, facts: Facts) -> Schedule:
+    """Return the rows that have a gradient; others are computed for their statistics alone."""
+    return Schedule(replace(facts, spec=replace(facts.spec, stats=())), linear.rows_per_chunk())
 
 
 def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Results) -> bool:
@@ -132,13 +161,9 @@ def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Re
     for start in range(0, len(hidden), rows):
         some = hidden[start : start + rows]
         for first in range(0, len(weight), classes):
-            part = slice(first, first + classes)
-            columns = weight[part].t()
-            tile = memory[: len(some) * columns.shape[1]].view(len(some), -1)
-            if bias is None:
-                torch.mm(some, columns, out=tile)
-            else:
-                torch.addmm(bias[part], some, columns, out=tile)
+            part = slice(first, min(first + classes, len(weight)))
+            tile = memory[: len(some) * (part.stop - first)].view(len(some), -1)
+            linear.write_logits(some, tile, part)
             run.add(tile, start, first)
     run.finish()
     return True

@@ -21,9 +21,9 @@ from xent.backends.torch.facts import Facts, accumulation_dtype
 from xent.backends.torch.kernels import kernels
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import SCHEMA, Options
+from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.results import Results
 from xent.backends.torch.rows import gradient_like
-from xent.backends.torch.weight_gradient import kept_dtype
 
 __all__: list[str] = []
 

@@ -89,6 +89,12 @@ class Schedule:
             start = stop
             self._learn_count()
 
+    def whole(self) -> Part:
+        """Return all rows that are computed as one part. The host waits for their number, where that is on its way."""
+        self._learn_count()
+        rows = None if self._order is None else self._order[: self.count]
+        return Part(0, self.count, rows, True, self._idle)
+
     def ordered(self, values: Tensor) -> Tensor:
         """Return (..., N) values of the call in the schedule's order."""
         return values if self._order is None else values[..., self._order]

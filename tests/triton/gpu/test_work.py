@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import xent
 from xent.backends.torch import linear as linear_driver
-from xent.backends.torch import weight_gradient
+from xent.backends.torch import product_sum
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import Options, pack_numbers
 from xent.core.spec import LossSpec
@@ -95,6 +95,21 @@ def test_linear_takes_its_workspace_and_the_gradients(chunks: int, options: dict
     assert gradients + workspace / 2 < peak(call) <= workspace + gradients + 6 * MIB
 
 
+def test_small_workspace_takes_no_wide_sum_of_the_classifier() -> None:
+    """Nor its time: 32 chunks would be summed in float32."""
+    rows, hidden, vocabulary = 4096, 256, 64_000
+    source, weight, target = draw(rows, hidden, vocabulary)
+    workspace = rows // 32 * vocabulary * 2
+    leaves = [source.requires_grad_(), weight.requires_grad_()]
+
+    def call() -> Any:
+        loss = xent.linear_cross_entropy(*leaves, target, workspace=workspace, backend="triton")
+        return torch.autograd.grad(loss, leaves)
+
+    gradients = (rows + vocabulary) * hidden * 2
+    assert peak(call) <= workspace + gradients + 3 * rows * hidden * 2 + 6 * MIB
+
+
 def test_linear_of_a_frozen_classifier() -> None:
     source, weight, target = draw(2048, 256, 64_000)
     source.requires_grad_()
@@ -142,7 +157,7 @@ def test_weight_gradient_without_wide_products(dtype: torch.dtype, monkeypatch: 
         return torch.autograd.grad(loss, master)[0]
 
     expected = gradient()
-    monkeypatch.setattr(weight_gradient, "_WIDE_PRODUCTS", False)
+    monkeypatch.setattr(product_sum, "_WIDE_PRODUCTS", False)
     found = gradient()
     assert not torch.equal(found, expected)
     assert (found - expected).norm() <= torch.finfo(dtype).eps * expected.norm()

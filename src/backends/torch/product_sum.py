@@ -1,15 +1,14 @@
-"""The classifier's gradient, added up over chunks without losing what a low-precision sum would round off."""
+"""A gradient that is added up over chunks, without losing what a low-precision sum would round off."""
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.schedule import Schedule
+from xent.core.chunks import MOST_ROUNDED_SUMS
 
-__all__ = ["WeightGradient", "kept_dtype"]
+__all__ = ["ProductSum", "kept_dtype"]
 
 _SLICE_BYTES = 8 * 2**20
 _FLOAT16_ROWS = 1024
-_ROUNDED_SUMS = 16
 _WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
@@ -18,8 +17,8 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
-class WeightGradient:
-    """Sums grad_logits^T @ hidden over chunks.
+class ProductSum:
+    """Sums left @ right over chunks: the classifier's gradient over chunks of rows, the input's over slices of classes.
 
     In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
     2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
@@ -33,29 +32,28 @@ class WeightGradient:
     """
 
     def __init__(
-        self, shape: torch.Size, compute: torch.dtype, out: torch.dtype, device: torch.device, schedule: Schedule
+        self, shape: torch.Size, compute: torch.dtype, out: torch.dtype, device: torch.device, chunks: int
     ) -> None:
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
         on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
         self._fused = on_cuda and _WIDE_PRODUCTS
-        chunks = -(-schedule.count // schedule.step)
-        rounds = self._out == torch.bfloat16 == compute and chunks <= _ROUNDED_SUMS
+        rounds = self._out == torch.bfloat16 == compute and chunks <= MOST_ROUNDED_SUMS
         self._wide = compute if compute.itemsize >= 4 or (on_cuda and rounds) else torch.float32
 
-    def add(self, grad_logits: Tensor, hidden: Tensor, last: bool) -> None:
-        """Add a chunk's (R, V)^T @ (R, D); `last` says that none follows."""
+    def add(self, left: Tensor, right: Tensor, last: bool) -> None:
+        """Add a chunk's (M, R) @ (R, D); `last` says that none follows."""
         if self._wide == self._compute or (self._compute == torch.bfloat16 and last and self._sum is None):
-            self._add_in_place(grad_logits.t(), hidden)
+            self._add_in_place(left, right)
         elif self._fused:
-            self._add_wide(grad_logits.t(), hidden)
+            self._add_wide(left, right)
         elif self._compute == torch.float16:
             # So few rows that the rounded product of one step stays in float16's range.
-            for start in range(0, len(hidden), _FLOAT16_ROWS):
+            for start in range(0, len(right), _FLOAT16_ROWS):
                 rows = slice(start, start + _FLOAT16_ROWS)
-                self._add_rounded(grad_logits[rows].t(), hidden[rows])
+                self._add_rounded(left[:, rows], right[rows])
         else:
-            self._add_rounded(grad_logits.t(), hidden)
+            self._add_rounded(left, right)
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""
@@ -63,26 +61,26 @@ class WeightGradient:
             return torch.zeros(self._shape, dtype=self._out, device=self._device)
         return self._sum.to(self._out)
 
-    def _add_in_place(self, transposed: Tensor, hidden: Tensor) -> None:
+    def _add_in_place(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:
-            self._sum = transposed @ hidden
+            self._sum = left @ right
         else:
-            torch.addmm(self._sum, transposed, hidden, out=self._sum)
+            torch.addmm(self._sum, left, right, out=self._sum)
 
-    def _add_wide(self, transposed: Tensor, hidden: Tensor) -> None:
+    def _add_wide(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:
-            self._sum = torch.mm(transposed, hidden, out_dtype=torch.float32)
+            self._sum = torch.mm(left, right, out_dtype=torch.float32)
         else:
-            torch.addmm(self._sum, transposed, hidden, out_dtype=torch.float32, out=self._sum)
+            torch.addmm(self._sum, left, right, out_dtype=torch.float32, out=self._sum)
 
-    def _add_rounded(self, transposed: Tensor, hidden: Tensor) -> None:
+    def _add_rounded(self, left: Tensor, right: Tensor) -> None:
         """Add a product in slices, so that its rounded form takes little memory."""
         total, first = self._sum, self._sum is None
         if total is None:
             total = self._sum = torch.empty(self._shape, dtype=torch.float32, device=self._device)
-        step = max(_SLICE_BYTES // max(self._shape[1] * hidden.itemsize, 1), 1)
+        step = max(_SLICE_BYTES // max(self._shape[1] * right.itemsize, 1), 1)
         for start in range(0, self._shape[0], step):
-            product, place = transposed[start : start + step] @ hidden, total[start : start + step]
+            product, place = left[start : start + step] @ right, total[start : start + step]
             if first:
                 place.copy_(product)
             else:
