@@ -1,10 +1,13 @@
 """In low precision the loss does not have the rounding of the target's logit."""
 
+from typing import Any
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import xent
+from tests.mlx.quantized import expect_right_products
 from tests.targets import Target
 
 
@@ -14,7 +17,10 @@ def test_loss_is_more_exact_than_its_logits(target: Target, dtype: mx.Dtype, qua
     rng = np.random.default_rng(0)
     x, w = mx.array(rng.normal(size=(40, 64)), dtype), mx.array(rng.normal(size=(500, 64)) / 8, dtype)
     y = mx.array(rng.integers(0, 500, 40))
-    weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=8), bits=8) if quantized else w
+    weight: Any = w
+    if quantized:
+        weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=8), bits=8)
+        expect_right_products(x, weight, group_size=64, bits=8)
     w = mx.dequantize(weight.packed, weight.scales, weight.biases, group_size=64, bits=8) if quantized else w
     found = xent.linear_cross_entropy(x, weight, y, reduction="none", backend=target.name)
     wide = (np.array(array.astype(mx.float32)).astype(np.float64) for array in (x, w))

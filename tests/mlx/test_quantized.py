@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import xent
+from tests.mlx.quantized import expect_right_products
 from tests.mlx.test_work import peak
 from tests.targets import Target
 
@@ -42,6 +43,7 @@ def test_is_the_loss_of_the_unpacked_weight(
     weight, unpacked = packed(form, dtype)
     assert weight.shape == (V, D)
     x, b = X.astype(dtype), B.astype(dtype)
+    expect_right_products(x, weight, **form)
     options = {"reduction": reduction, "workspace": 3 * V * 4, "backend": target.name, "stats": ("lse",)}
 
     def fused(w: Any) -> Any:
