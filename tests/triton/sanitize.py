@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import xent
+from xent.core.chunks import classes_per_slice
 from xent.core.spec import STAT_NAMES
 
 __all__ = ["main"]
@@ -36,6 +37,8 @@ def main(*vocabularies: int) -> None:
         for dtype, options in VARIANTS:
             for reduction in ("mean", "none"):
                 count += sum(1 for _ in calls(vocabulary, dtype, reduction, options))
+        for reduction in ("mean", "none"):
+            count += slices(vocabulary, reduction)
     torch.cuda.synchronize()
     print(f"{count} calls came out right")
 
@@ -69,6 +72,25 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
         with torch.no_grad():
             xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
         yield
+
+
+def slices(vocabulary: int, reduction: str) -> bool:
+    """Make a call that is cut into slices of classes, where there are enough of them for that; return whether."""
+    rows, classes = 28, torch.rand(vocabulary, device="cuda")
+    if classes_per_slice(rows, vocabulary, 1) is None:
+        return False
+    hidden = torch.randn(rows, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocabulary, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(vocabulary, (rows,), device="cuda")
+    target[0] = -100
+    for row, wrong in WRONG.items():
+        target[row] = wrong
+    loss = xent.linear_cross_entropy(
+        hidden, weight, target, workspace=2 * vocabulary, reduction=reduction, weight=classes, label_smoothing=0.1,
+        backend="triton",
+    )  # fmt: skip
+    judge(loss, hidden)
+    return True
 
 
 def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
