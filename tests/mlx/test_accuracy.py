@@ -34,3 +34,22 @@ def test_loss_is_more_exact_than_its_logits(target: Target, dtype: mx.Dtype, qua
     plain = mx.logsumexp(rounded, axis=-1) - mx.take_along_axis(rounded, y[:, None], -1)[:, 0]
     errors = [np.abs(np.array(values) - truth).mean() for values in (found, plain)]
     assert errors[0] < 0.5 * errors[1]
+
+
+@pytest.mark.parametrize("options", [{"weight": [0.0, 1.0, 1.0], "label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
+def test_targets_of_small_probability_keep_their_element(target: Target, options: dict[str, Any]) -> None:
+    """Where 1 - p_y is rounded to 1, what p_y times the other terms adds must not be lost with it."""
+    z, y = np.array([[-20.0, 0.0, 0.0], [0.0, 30.0, 0.0]], np.float32), np.array([0, 0])
+    options = dict(options)
+    weight = options.pop("weight", None)
+
+    def gradient(dtype: mx.Dtype, device: Any, backend: str) -> np.ndarray:
+        with mx.stream(device):
+            w = None if weight is None else mx.array(weight, dtype)
+            made = mx.grad(
+                lambda x: xent.cross_entropy(x, mx.array(y), weight=w, reduction="sum", backend=backend, **options)
+            )(mx.array(z, dtype))
+            return np.array(made)[:, 0]
+
+    expected = gradient(mx.float64, mx.cpu, "mlx")
+    np.testing.assert_allclose(gradient(mx.float32, getattr(mx, target.device), target.name), expected, rtol=1e-5)

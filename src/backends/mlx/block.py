@@ -37,7 +37,7 @@ class Block:
         """Return the losses and what else is asked for."""
         x, facts = self.x, self.facts
         peak = x.max(-1)
-        p, log_sum, gap = self._softmax(peak)
+        p, log_sum = self._softmax(peak)
         below = peak[:, None] - x
         share = self._share()
         if self.target is None:
@@ -51,10 +51,10 @@ class Block:
             loss = loss + self.z_loss * mx.square(peak + log_sum)
         return Found(
             loss=mx.where(facts.dead, 0, facts.weight * loss),
-            grad=self._gradient(p, gap, share, peak + log_sum) if asked.grad else None,
+            grad=self._gradient(p, share, peak, log_sum, self._target_apart()) if asked.grad else None,
             norm=mx.stack([peak, log_sum], axis=-1) if asked.norm else None,
             nll=self._nll(peak, below, log_sum) if asked.nll else None,
-            entropy=product(p, below).sum(-1) + log_sum if asked.entropy else None,
+            entropy=self._entropy_of(p, below, log_sum) if asked.entropy else None,
             predictions=self._predictions() if asked.predictions else None,
         )
 
@@ -62,8 +62,7 @@ class Block:
         """Return the gradient from the norm (R, 2)."""
         peak, log_sum = norm[:, 0], norm[:, 1]
         p = _exp((self.x - peak[:, None]) - log_sum[:, None])
-        gap = None if self.target is None else _expm1(-(self._below_target(peak) + log_sum))
-        return self._gradient(p, gap, self._share(), peak + log_sum)
+        return self._gradient(p, self._share(), peak, log_sum, exact=True)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x (R, V), and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
@@ -85,6 +84,10 @@ class Block:
     def _at_target(self, values: mx.array) -> mx.array:
         """Return each row's element (R,) of (R, V) values."""
         return mx.take_along_axis(values, self._classes(), -1)[:, 0]
+
+    def _place(self) -> tuple[mx.array, mx.array]:
+        """Return the indices of the targets in (R, V)."""
+        return mx.arange(len(self.x)), self._classes()[:, 0]
 
     def _share(self) -> mx.array:
         """Return what multiplies -log p of the target, (R, 1), for indices; of each class, (R, V), for probabilities.
@@ -118,43 +121,58 @@ class Block:
         z = mx.sign(self.scale).astype(self.z.dtype) * self.z if self.terms.scale else self.z
         return mx.argmax(z, axis=-1).astype(mx.int32)
 
-    def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return p (R, V), log sum_c exp(x_c - peak) (R,), and p_y - 1 (R,) where it is known better than from p."""
+    def _target_apart(self) -> bool:
+        """Whether `_softmax` leaves the target out of p, since its own comes better from log_sum."""
+        return self.target is not None and self.acc != mx.float64 and device_type() == "gpu"
+
+    def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
+        """Return p (R, V), 0 for the target where `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
         if self.acc != mx.float64 and device_type() == "cpu":
             p = mx.softmax(self.x, axis=-1, precise=True)
-            return p, -mx.log(p.max(-1)), None
+            return p, -mx.log(p.max(-1))
         powers = _exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
-        if self.target is None or self.acc == mx.float64:
+        if not self._target_apart():
             total = powers.sum(-1)
-            return powers / total[:, None], mx.log(total), None
+            return powers / total[:, None], mx.log(total)
         # The others apart: a sum with the target's 1 would round away what a sure row has left.
-        power = self._at_target(powers)
-        rest = mx.put_along_axis(powers, self._classes(), mx.array(0, self.acc), -1).sum(-1)
+        power = _exp(-self._below_target(peak))
+        powers = powers.at[self._place()].multiply(0)
+        rest = powers.sum(-1)
         total = rest + power
-        log_sum = mx.where(power == 1, mx.log1p(rest), mx.log(total))
-        return powers / total[:, None], log_sum, -rest / total
+        return powers / total[:, None], mx.where(power == 1, mx.log1p(rest), mx.log(total))
 
-    def _gradient(self, p: mx.array, gap: mx.array | None, share: mx.array, lse: mx.array) -> mx.array:
-        """Return the gradient with respect to z."""
+    def _entropy_of(self, p: mx.array, below: mx.array, log_sum: mx.array) -> mx.array:
+        found = product(p, below).sum(-1) + log_sum
+        if not self._target_apart():
+            return found
+        below_y = self._at_target(below)
+        return found + product(mx.exp(-(below_y + log_sum)), below_y)
+
+    def _gradient(self, p: mx.array, share: mx.array, peak: mx.array, log_sum: mx.array, exact: bool) -> mx.array:
+        """Return the gradient with respect to z; `exact` where log_sum says more of the target's p than p does."""
         facts = self.facts
         factor = facts.scale * self.scale if self.terms.scale else facts.scale
         total, more = share.sum(-1), None
         if self.target is not None and self.terms.smoothing:
             more = self.spread * self.total_weight
         if self.terms.z_loss:
-            squared = 2 * self.z_loss * lse
+            squared = 2 * self.z_loss * (peak + log_sum)
             more = squared if more is None else more + squared
         if more is not None:
             total = total + more
         if self.target is None:
             grad = p * (factor * total)[:, None] - factor[:, None] * share
         else:
-            # p_y - 1 before any product is rounded: where p_y is near 1, the whole row is small.
-            place = mx.arange(len(p)), facts.target
-            p = p.at[place].add(-1) if gap is None else p.at[place].multiply(0).at[place].add(gap)
-            grad = p * (factor * total)[:, None]
-            if more is not None:
-                grad = grad.at[place].add(factor * more)
+            # Where p_y is near 1 the whole row is small: p_y - 1 comes before any product is rounded.
+            if more is None and not exact:
+                grad = p.at[self._place()].add(-1) * (factor * total)[:, None]
+            else:
+                log_p_y = -(self._below_target(peak) + log_sum)
+                bracket = share[:, 0] * _expm1(log_p_y)
+                if more is not None:
+                    bracket = bracket + product(more, _exp(log_p_y))
+                grad = p.at[self._place()].multiply(0) * (factor * total)[:, None]
+                grad = grad.at[self._place()].add(factor * bracket)
             if self.terms.smoothing:
                 each = (factor * self.spread)[:, None]
                 grad = grad - (each if facts.class_weight is None else each * facts.class_weight)
