@@ -14,8 +14,8 @@ _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
 # vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a batch of
 # fewer than four such chunks one is a quarter, if that is enough rows for a product; but a batch that fits into one is
-# one, for which the host has nothing to wait for. Every further sum rounds the gradient once more, so the chunks of a
-# large batch are up to twice as large.
+# one, for which the host has nothing to wait for. Where every further sum rounds the gradient once more, the chunks of
+# a large batch are up to twice as large.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
@@ -39,10 +39,13 @@ _TILE_CLASSES = 256
 _CHUNK_ELEMENTS = {"cpu": _CHUNK_ELEMENTS_CPU, "mlx-cuda": _CHUNK_ELEMENTS_MLX_CUDA, "metal": _CHUNK_ELEMENTS_METAL}
 
 
-def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str) -> int:
+def rows_per_chunk(
+    rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str, rounds: bool = False
+) -> int:
     """Return how many of `rows` rows of logits a chunk of `linear_cross_entropy` holds, at least 1.
 
-    `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda".
+    `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda". `rounds`: whether each chunk rounds the
+    classifier's gradient once more.
     `workspace` bytes are never exceeded (but for one row). Chunks are made equal, so that none is much smaller.
     """
     if workspace is not None:
@@ -52,7 +55,7 @@ def rows_per_chunk(rows: int, vocabulary: int, itemsize: int, workspace: int | N
     else:
         fewest, enough = _ROWS_WANTED_ACCELERATOR
         quarter = rows // _CHUNKS_WANTED_ACCELERATOR
-        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR)
+        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR if rounds else 1)
         wanted = enough if rows <= enough else max(min(quarter, int(enough * growth)), fewest)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
         elements = min(max(wanted * vocabulary, least), int(largest * growth))
@@ -67,9 +70,9 @@ def classes_per_slice(rows: int, vocabulary: int, chunk: int) -> int | None:
     """Return how many classes of all `rows` rows take the memory of `chunk` rows of all classes; None to use chunks.
 
     Slices of classes are better where chunks are so many that their sum has to be float32, and so small that it takes
-    long.
+    long; unless the sum over slices, that of the input's gradient, is not much smaller.
     """
-    if rows <= MOST_ROUNDED_SUMS * chunk or chunk >= _ROWS_WORTH_A_SUM:
+    if rows <= MOST_ROUNDED_SUMS * chunk or chunk >= _ROWS_WORTH_A_SUM or 2 * rows > vocabulary:
         return None
     return chunk * vocabulary // rows // _TILE_CLASSES * _TILE_CLASSES or None
 

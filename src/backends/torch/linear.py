@@ -12,6 +12,7 @@ from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
 from xent.backends.torch.options import Options
+from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.schedule import Part, Schedule
 from xent.core.chunks import classes_per_slice, rows_per_chunk, tile_shape
@@ -57,9 +58,9 @@ class Linear:
 
     def rows_per_chunk(self) -> int:
         """Return how many rows of logits are alive at one time."""
-        return rows_per_chunk(
-            len(self.hidden), len(self.weight), self.compute.itemsize, self.workspace, self.weight.device.type
-        )
+        rounds = self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
+        rows, vocabulary, itemsize = len(self.hidden), len(self.weight), self.compute.itemsize
+        return rows_per_chunk(rows, vocabulary, itemsize, self.workspace, self.weight.device.type, rounds)
 
 
 @dataclass(frozen=True, eq=False)

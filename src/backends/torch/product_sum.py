@@ -5,7 +5,7 @@ from torch import Tensor
 
 from xent.core.chunks import MOST_ROUNDED_SUMS
 
-__all__ = ["ProductSum", "kept_dtype"]
+__all__ = ["ProductSum", "kept_dtype", "rounds_sums"]
 
 _SLICE_BYTES = 8 * 2**20
 _FLOAT16_ROWS = 1024
@@ -17,13 +17,18 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float16 else dtype
 
 
+def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) -> bool:
+    """Whether a sum of few products is rounded to the compute dtype each time."""
+    return device.type == "cuda" and compute == out == torch.bfloat16
+
+
 class ProductSum:
     """Sums left @ right over chunks: the classifier's gradient over chunks of rows, the input's over slices of classes.
 
     In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
     2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
     as the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of
-    the whole.
+    the whole, unless the parts cancel.
 
     On CUDA a bfloat16 gradient of few chunks is summed in bfloat16: half the memory, which is most of what the call
     takes. The sum is then rounded once a chunk. Where every chunk adds to every class, that makes 1.3 to 1.6 times the
@@ -32,14 +37,15 @@ class ProductSum:
     """
 
     def __init__(
-        self, shape: torch.Size, compute: torch.dtype, out: torch.dtype, device: torch.device, chunks: int
+        self, shape: torch.Size, compute: torch.dtype, out: torch.dtype, device: torch.device, chunks: int | None
     ) -> None:
+        """Begin a sum of so many products; None where it may not be rounded, however many they are."""
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
         on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
         self._fused = on_cuda and _WIDE_PRODUCTS
-        rounds = self._out == torch.bfloat16 == compute and chunks <= MOST_ROUNDED_SUMS
-        self._wide = compute if compute.itemsize >= 4 or (on_cuda and rounds) else torch.float32
+        rounds = chunks is not None and chunks <= MOST_ROUNDED_SUMS and rounds_sums(compute, out, device)
+        self._wide = compute if compute.itemsize >= 4 or rounds else torch.float32
 
     def add(self, left: Tensor, right: Tensor, last: bool) -> None:
         """Add a chunk's (M, R) @ (R, D); `last` says that none follows."""

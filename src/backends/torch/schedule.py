@@ -3,7 +3,8 @@
 How many rows are left has to be known before a matrix product starts. On the CPU that is a look at memory. On CUDA the
 number comes from the device: rows to compute are put first, the first chunk starts without knowing how many there
 are, and only before the second does the host wait for the number, while the device has the first chunk to work on and
-never idles. One chunk alone, or a CUDA graph that is being captured, computes all rows and waits for nothing.
+never idles. Slices of classes ask for all rows at once (`whole`). One chunk alone, or a CUDA graph that is being
+captured, computes all rows and waits for nothing.
 """
 
 from collections.abc import Iterator
