@@ -5,7 +5,7 @@
 Everything runs in this process: MLX counts its memory exactly. In each round every contender makes one call that nobody
 times and one that is timed, so that what slows the machine down for a while slows all of them down. The ratio is that
 of a round's two times; its median is reported. Needs MLX and xent, nothing else. On NVIDIA MLX compiles its kernels at
-their first use: the first run on a machine begins with a minute of that.
+their first use: the first run on a machine begins with more than a minute of that.
 """
 
 from __future__ import annotations

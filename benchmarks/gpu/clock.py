@@ -1,9 +1,8 @@
 """How long the work of a call takes on its device, from its first kernel to its last, as it would in a training step.
 
 There the host runs ahead of a GPU. So before every timed call comes work that nobody times: fresh inputs, and memory
-that is written over, which also leaves nothing of the inputs in the caches. On an H100 it takes 1.5 ms, longer than the
-host needs for any contender's launches. Whoever waits for the GPU in the middle of a call gives up that lead, and is
-charged for it.
+that is written over, which also leaves nothing of the inputs in the caches. Whoever waits for the GPU in the middle of
+a call gives up that lead, and is charged for it.
 """
 
 from __future__ import annotations

@@ -191,9 +191,10 @@ def linear_cross_entropy(
     workspace : int, optional
         How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device. The
         less, the more often the classifier's gradient is added to, and a bfloat16 one on a GPU is rounded each time:
-        1.3 to 1.6 times the unfused error with 4 chunks, up to 3 times with 16 (MLX: 8). From there on it is summed in
-        float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many classes as
-        rows, 256 of them in the workspace), slices of all rows and some classes are made instead, twice each.
+        1.3 to 1.6 times the unfused error with 4 chunks, up to 3 times with 16. With more (MLX: more than 8) it is
+        summed in float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many
+        classes as rows, 256 of them in the workspace), slices of all rows and some classes are made instead, each of
+        them twice.
 
     Returns
     -------

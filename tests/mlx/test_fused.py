@@ -75,6 +75,15 @@ def test_rows_that_are_sure_of_their_target(target: Target, seed: int) -> None:
                 assert comparison.passed or comparison.output == "linear_weight", comparison
 
 
+def test_entropy_counts_the_target(target: Target) -> None:
+    """Which float32's p leaves out, whether it is the most probable class or not."""
+    logits, classes = np.array([[2.0, 1.0, -1.0], [0.0, 3.0, 2.0], [5.0, -4.0, 5.0]]), np.array([0, 2, 1])
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    options = {"stats": ("entropy",), "backend": target.name}
+    _, stats = xent.cross_entropy(mx.array(logits, mx.float32), mx.array(classes), **options)
+    np.testing.assert_allclose(np.array(stats.entropy), -(p * np.log(p)).sum(-1), rtol=1e-6)
+
+
 @pytest.mark.parametrize("workspace", [67 * 2 * 3, 67 * 2 * 20])
 @pytest.mark.parametrize("device", ["metal", "mlx-cuda"])
 def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,7 +104,6 @@ class TritonPass:
             results.predictions,
             results.z_term,
             vocabulary,
-            facts.vocabulary,
             1 - spec.label_smoothing,
             spec.label_smoothing / facts.vocabulary,
             spec.z_loss,

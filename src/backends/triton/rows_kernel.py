@@ -100,7 +100,6 @@ def rows_kernel(
     predictions,
     z_term,
     vocabulary,
-    classes,  # V where the block has a slice of all classes, with their norm and their weights; else the same
     keep,  # 1 - e
     spread,  # e / V
     z_loss,
@@ -152,7 +151,7 @@ def rows_kernel(
         return
 
     a = tl.load(weight + row)
-    total_share = keep + spread * classes
+    total_share = 1.0  # of all V classes, of which the block may have a slice
     z_y = 0.0
     x_y = 0.0
     share_y = keep
