@@ -20,8 +20,8 @@ def test_chunk_keeps_to_its_workspace(rows: int, vocabulary: int, workspace: int
 def test_default_does_not_grow_with_tokens(device: str) -> None:
     sizes = {rows_per_chunk(rows, 128_256, 4, None, device) for rows in (2**13, 2**15, 2**17, 2**20)}
     assert max(sizes) <= 1.1 * min(sizes)
-    rounded = {rows_per_chunk(rows, 128_256, 2, None, device, rounds=True) for rows in (2**14, 2**17, 2**20)}
-    assert max(rounded) <= 2.2 * min(sizes)
+    summed = {rows_per_chunk(rows, 128_256, 2, None, device, sums=True) for rows in (2**13, 2**15, 2**17, 2**20)}
+    assert max(summed) <= 2.2 * min(summed)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "metal", "mlx-cuda"])
@@ -31,14 +31,30 @@ def test_default_has_hundreds_of_rows_however_many_classes(device: str) -> None:
 
 def test_chunk_on_an_accelerator_is_all_of_a_small_batch_and_a_quarter_of_a_larger_one() -> None:
     expected = {1024: 1024, 2048: 2048, 4096: 1024, 6144: 1536, 8192: 2048, 12288: 3072, 16384: 4096, 2**20: 4096}
-    assert {rows: rows_per_chunk(rows, 128_256, 2, None, "cuda", rounds=True) for rows in expected} == expected
+    assert {rows: rows_per_chunk(rows, 128_256, 2, None, "cuda", sums=True) for rows in expected} == expected
     fixed = {rows: min(chunk, 2048) for rows, chunk in expected.items()}
     assert {rows: rows_per_chunk(rows, 128_256, 2, None, "cuda") for rows in expected} == fixed
 
 
 def test_chunk_of_a_large_vocabulary_grows_as_others_do() -> None:
-    sizes = [rows_per_chunk(rows, 256_000, 2, None, "cuda", rounds=True) for rows in (8192, 16384, 65536)]
+    sizes = [rows_per_chunk(rows, 256_000, 2, None, "cuda", sums=True) for rows in (8192, 16384, 65536)]
     assert sizes == [1664, 3328, 3328]
+
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "itemsize", "chunk"),
+    [
+        (8192, 128_256, 2, 4096),
+        (8192, 128_256, 4, 2048),
+        (8192, 256_000, 2, 2048),
+        (32768, 256_000, 2, 4096),  # 8 sums, where 16 would be in float32
+        (2**17, 256_000, 2, 4096),
+        (8192, 32_000, 2, 8192),
+    ],
+)
+def test_chunks_of_mlx_on_nvidia_are_few(rows: int, vocabulary: int, itemsize: int, chunk: int) -> None:
+    assert rows_per_chunk(rows, vocabulary, itemsize, None, "mlx-cuda", sums=True) == chunk
+    assert rows_per_chunk(rows, vocabulary, itemsize, None, "mlx-cuda") <= chunk
 
 
 def test_chunks_are_even() -> None:

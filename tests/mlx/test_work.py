@@ -155,4 +155,5 @@ def test_an_upstream_of_one_is_not_multiplied(target: Target) -> None:
     def loss(w: mx.array) -> mx.array:
         return xent.linear_cross_entropy(mx.ones((6, 8)), w, mx.zeros((6,), mx.int32), backend=target.name)
 
-    assert primitives(lambda w: 2 * loss(w)) > primitives(loss)
+    more = 3  # the upstream gradient, what is deferred, the gradient
+    assert primitives(lambda w: 2 * loss(w)) == primitives(loss) + more

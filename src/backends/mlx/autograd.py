@@ -5,13 +5,17 @@ differentiate, has these gradients with respect to these arrays.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, cast
 
 import mlx.core as mx
 
+from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.tracing import is_one
 
 __all__ = ["scaled", "with_gradients"]
+
+_Multiply = Callable[[mx.array, mx.array], mx.array]
 
 _NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
@@ -35,7 +39,9 @@ def with_gradients(
 
     def vjp(primals: Any, upstream: mx.array, _: mx.array) -> Any:
         arrays = list(primals) if isinstance(primals, (tuple, list)) else [primals]
-        return _first_order(gradients(mx.stop_gradient(upstream)), [upstream, *arrays])
+        # Cut off from its graph it would no longer be known to be 1.
+        constant = upstream if is_one(upstream) else mx.stop_gradient(upstream)
+        return _first_order(gradients(constant), [upstream, *arrays])
 
     given.vjp(vjp)
     given.jvp(_refuse(NotImplementedError, _NO_FORWARD))
@@ -48,8 +54,20 @@ def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dty
     """Return grad * upstream * deferred as `dtype`, rounded once; no pass over it where both are known to be 1."""
     if is_one(upstream) and is_one(deferred):
         return grad.astype(dtype)
-    factor = upstream.astype(deferred.dtype) * deferred
-    return (grad.astype(deferred.dtype) * factor).astype(dtype)
+    return _multiply_as(dtype, device_type())(grad, upstream.astype(deferred.dtype) * deferred)
+
+
+@cache
+def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
+    """Return what multiplies an array by a 0-d factor, in the factor's dtype, and rounds to `dtype`.
+
+    On a GPU it is one pass, with nothing of the wider dtype in memory. On a CPU mx.compile would need a C++ compiler.
+    """
+
+    def multiply(grad: mx.array, factor: mx.array) -> mx.array:
+        return (grad.astype(factor.dtype) * factor).astype(dtype)
+
+    return multiply if device == "cpu" else cast(_Multiply, mx.compile(multiply, shapeless=True))
 
 
 def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:

@@ -32,7 +32,7 @@ def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
     given = differentiable(call)
     expected = [name for name, array in given.items() if is_differentiated(array)]
     reduces = facts.spec.reduction != "none"
-    chunks = _Chunks(call, facts, kernels)
+    chunks = _Chunks(call, facts, kernels, sums="weight" in expected)
     found, kept = chunks.forward(expected if reduces else [])
 
     def gradients(upstream: mx.array) -> list[mx.array]:
@@ -59,13 +59,13 @@ def differentiable(call: LinearCall) -> dict[str, mx.array]:
 class _Chunks:
     """The rows of a call, a chunk at a time."""
 
-    def __init__(self, call: LinearCall, facts: Facts, kernels: Kernels) -> None:
+    def __init__(self, call: LinearCall, facts: Facts, kernels: Kernels, sums: bool) -> None:
         self._facts, self._kernels = facts, kernels
         self._input = mx.stop_gradient(call.input)
         self._hidden = self._input.reshape(facts.count, self._input.shape[-1])
         self._classifier = classifier_of(call)
         itemsize, vocabulary = self._input.dtype.size, facts.vocabulary
-        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device())
+        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), sums)
         self._parts = [(start, min(start + step, facts.count)) for start in range(0, facts.count, step)]
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:

@@ -3,10 +3,10 @@
 import mlx.core as mx
 
 from xent.backends.mlx.devices import chunk_device
+from xent.core.chunks import MOST_ROUNDED_SUMS_MLX
 
 __all__ = ["WeightGradient", "kept_dtype"]
 
-_ROUNDED_SUMS = 8
 _SLICE_BYTES = 32 * 2**20
 
 
@@ -28,7 +28,7 @@ class WeightGradient:
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
         device = chunk_device()
         on_cpu = device == "cpu"
-        rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= _ROUNDED_SUMS
+        rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= MOST_ROUNDED_SUMS_MLX
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
         self._casts = on_cpu and dtype != self._wide
         self._transposed = device == "mlx-cuda"
