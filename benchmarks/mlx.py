@@ -122,8 +122,10 @@ def _limited(mib: int | None) -> Iterator[None]:
         yield
         return
     before = mx.set_memory_limit(mx.get_active_memory() + mib * _MIB)
-    yield
-    mx.set_memory_limit(before)
+    try:
+        yield
+    finally:
+        mx.set_memory_limit(before)
 
 
 def _compare(case: Case, rounds: int, x: mx.array, w: mx.array, y: mx.array) -> list[dict[str, Any]]:
