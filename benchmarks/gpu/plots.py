@@ -72,11 +72,14 @@ def _frontier(records: Sequence[Record]) -> Figure | None:
         return None
     columns = min(len(panels), _MOST_COLUMNS)
     rows = ceil(len(panels) / columns)
-    figure, all_axes = _figure(rows, columns, (5.2 * columns, 4.6 * rows + 0.5))
+    figure, all_axes = _figure(rows, columns, (5.2 * columns, 4.4 * rows + 1))
     for axes, panel in zip(all_axes, panels, strict=False):
         _draw_head(axes, panel)
     for axes in all_axes[len(panels) :]:
         axes.set_visible(False)
+    drawn = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
+    handles = {label: handle for handle, label in drawn}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
     return figure
 
 
@@ -89,39 +92,28 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
     case = panel[0].case
     curve = []
     for record in panel:
-        kind = find_contender("linear", record.contender).kind
+        name = record.contender
         if record.milliseconds is None:
             continue
         if record.peak_bytes is None:
-            axes.axhline(record.milliseconds, color="black", linewidth=0.8, linestyle=":")
-            axes.annotate(
-                "the three products alone",
-                (1, record.milliseconds),
-                (-3, -3),
-                xycoords=("axes fraction", "data"),
-                textcoords="offset points",
-                ha="right",
-                va="top",
-                size=7,
-            )
+            line = {"color": "black", "linewidth": 0.8, "linestyle": ":"}
+            axes.axhline(record.milliseconds, label="the three products alone", **line)
             continue
         point = (record.peak_bytes / 2**20, record.milliseconds)
-        if kind == "ours":
-            curve.append((*point, record.contender))
+        if name == "xent":
+            axes.plot(*point, "D", color=_OURS, markersize=7, zorder=3, label=name)
+        elif find_contender("linear", name).kind == "ours":
+            curve.append((*point, name.removeprefix("xent ").removesuffix(" MiB")))
+        elif name.startswith("quack "):
+            axes.plot(*point, "o", color=_QUACK_COLOR, markersize=5, label="quack, by its chunk")
+            _write(axes, name.removeprefix("quack "), point, _QUACK_COLOR)
         else:
-            is_quack = record.contender.startswith("quack")
-            color = _QUACK_COLOR if is_quack else _COLORS.get(record.contender, "black")
-            axes.plot(*point, "o", color=color, markersize=5)
-            place = (-6, 7) if is_quack else (5, 3)
-            axes.annotate(record.contender, point, place, textcoords="offset points", size=7, color=color)
+            axes.plot(*point, "o", color=_COLORS.get(name, "black"), markersize=5, label=name)
     if curve:
-        across, up, names = zip(*sorted(curve), strict=True)
-        axes.plot(across, up, "-", color=_OURS, linewidth=1.2)
-        for x, y, name in zip(across, up, names, strict=True):
-            default = name == "xent"
-            axes.plot(x, y, "D" if default else "o", color=_OURS, markersize=6 if default else 3.5)
-            text = "xent" if default else name.removeprefix("xent ").removesuffix(" MiB")
-            axes.annotate(text, (x, y), (0, -11), textcoords="offset points", size=8 if default else 6, color=_OURS)
+        across, up, workspaces = zip(*curve, strict=True)
+        axes.plot(across, up, "o-", color=_OURS, linewidth=1.2, markersize=3.5, label="xent, by its workspace in MiB")
+        for x, y, workspace in zip(across, up, workspaces, strict=True):
+            _write(axes, workspace, (x, y), _OURS)
     axes.axvline(case.gradient_bytes / 2**20, color="lightgray", linewidth=0.8, zorder=0)
     head = f"{case.model}, " if case.model else ""
     axes.set_title(f"{head}{case.tokens}x{case.hidden}x{case.vocabulary}", size=10)
@@ -129,11 +121,15 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.22, y=0.12)
+    axes.margins(x=0.1, y=0.1)
     axes.set_xlabel("peak MiB above the inputs (grey line: the gradients alone)", size=8)
     axes.set_ylabel("ms, forward + backward", size=8)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def _write(axes: Axes, text: str, point: tuple[float, float], color: str) -> None:
+    axes.annotate(text, point, (4, 4), textcoords="offset points", size=7, color=color)
 
 
 def _bandwidth(records: Sequence[Record]) -> Figure | None:
