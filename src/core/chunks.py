@@ -56,8 +56,8 @@ def rows_per_chunk(
     """Return how many of `rows` rows of logits a chunk of `linear_cross_entropy` holds, at least 1.
 
     `device` is PyTorch's name for one, or for MLX "cpu", "metal" or "mlx-cuda". `sums`: whether each chunk rounds the
-    classifier's gradient once more, or with MLX on NVIDIA writes another.
-    `workspace` bytes are never exceeded (but for one row). Chunks are made equal, so that none is much smaller.
+    classifier's gradient once more, or with MLX on NVIDIA writes another. `workspace` bytes are never exceeded (but for
+    one row). Chunks are made equal, so that none is much smaller.
     """
     if workspace is not None:
         most = max(workspace // (vocabulary * itemsize), 1)

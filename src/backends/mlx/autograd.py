@@ -26,11 +26,12 @@ _NO_VMAP = "xent's losses cannot be vectorised by mx.vmap: they take any leading
 
 
 def with_gradients(
-    loss: mx.array, inputs: Sequence[mx.array], gradients: Callable[[mx.array], list[mx.array]]
+    loss: mx.array, inputs: Sequence[mx.array], gradients: Callable[[mx.array | None], list[mx.array]]
 ) -> mx.array:
     """Return `loss`, whose gradients with respect to `inputs` are what `gradients` returns for an upstream gradient.
 
-    The gradients are called for while MLX traces, and are evaluated only if something needs them.
+    They get None for an upstream gradient that is known to be 1, as that of the loss itself is. They are called for
+    while MLX traces, and evaluated only if something needs them.
     """
 
     @mx.custom_function
@@ -39,8 +40,7 @@ def with_gradients(
 
     def vjp(primals: Any, upstream: mx.array, _: mx.array) -> Any:
         arrays = list(primals) if isinstance(primals, (tuple, list)) else [primals]
-        # Cut off from its graph it would no longer be known to be 1.
-        constant = upstream if is_one(upstream) else mx.stop_gradient(upstream)
+        constant = None if is_one(upstream) else mx.stop_gradient(upstream)
         return _first_order(gradients(constant), [upstream, *arrays])
 
     given.vjp(vjp)
@@ -50,11 +50,9 @@ def with_gradients(
     return cast(mx.array, made)
 
 
-def scaled(grad: mx.array, upstream: mx.array, deferred: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Return grad * upstream * deferred as `dtype`, rounded once; no pass over it where both are known to be 1."""
-    if is_one(upstream) and is_one(deferred):
-        return grad.astype(dtype)
-    return _multiply_as(dtype, device_type())(grad, upstream.astype(deferred.dtype) * deferred)
+def scaled(grad: mx.array, factor: mx.array | None, dtype: mx.Dtype) -> mx.array:
+    """Return grad * factor as `dtype`, rounded once; None for a factor of 1, which takes no pass."""
+    return grad.astype(dtype) if factor is None else _multiply_as(dtype, device_type())(grad, factor)
 
 
 @cache

@@ -171,8 +171,8 @@ class Block:
                 bracket = share[:, 0] * _expm1(log_p_y)
                 if more is not None:
                     bracket = bracket + product(more, _exp(log_p_y))
-                grad = p.at[self._place()].multiply(0) * (factor * total)[:, None]
-                grad = grad.at[self._place()].add(factor * bracket)
+                grad = p * (factor * total)[:, None]
+                grad = mx.put_along_axis(grad, self._classes(), (factor * bracket)[:, None], -1)
             if self.terms.smoothing:
                 each = (factor * self.spread)[:, None]
                 grad = grad - (each if facts.class_weight is None else each * facts.class_weight)

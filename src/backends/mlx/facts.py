@@ -30,8 +30,8 @@ class Facts:
     """(N,) bool: rows without a target."""
     invalid: mx.array | None
     """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None for probabilities."""
-    deferred: mx.array
-    """0-d factor that the gradient still lacks; the driver multiplies it in. Not 1 for float16 only."""
+    deferred: mx.array | None
+    """0-d factor that a float16 gradient still lacks; the driver multiplies it in."""
     divisor: mx.array | None
     """0-d, what "mean" divides by; None for the other reductions."""
 
@@ -68,8 +68,17 @@ class Facts:
             return None if self.probabilities is None else self.probabilities[start:stop]
         return self.probabilities[self.probability_rows[start:stop]]
 
-    def with_upstream(self, upstream: mx.array) -> "Facts":
+    def factor(self, upstream: mx.array | None) -> mx.array | None:
+        """Return what a gradient still lacks for an upstream gradient, 0-d; None for 1 in both places."""
+        if upstream is None:
+            return self.deferred
+        factor = upstream.astype(self.rows.weight.dtype)
+        return factor if self.deferred is None else factor * self.deferred
+
+    def with_upstream(self, upstream: mx.array | None) -> "Facts":
         """Return the facts for the gradient of rows whose losses have the gradients `upstream`, of N elements."""
+        if upstream is None:
+            return self
         scale = self.rows.scale * upstream.reshape(-1).astype(self.rows.scale.dtype)
         return replace(self, rows=replace(self.rows, scale=scale))
 
@@ -138,18 +147,17 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
 
 def _scale(
     weight: mx.array, row_weight: mx.array | None, divisor: mx.array | None, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array]:
+) -> tuple[mx.array, mx.array | None]:
     """Return the rows' factors of the gradient, and the factor that is deferred."""
-    one = mx.array(1.0, dtype=weight.dtype)
     if divisor is None:
-        return weight, one
+        return weight, None
     inverse = mx.where(divisor == 0, 0, 1 / divisor)
     if dtype != mx.float16:
-        return weight * inverse, one
+        return weight * inverse, None
     # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and row
     # weights could push them over the largest: what is stored has rows of size 1.
     largest = mx.nan_to_num(mx.abs(weight if row_weight is None else weight * row_weight)).max()
-    size = mx.where(largest == 0, one, largest)
+    size = mx.where(largest == 0, 1, largest)
     return weight / size, inverse * size
 
 

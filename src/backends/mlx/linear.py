@@ -35,16 +35,17 @@ def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
     chunks = _Chunks(call, facts, kernels, sums="weight" in expected)
     found, kept = chunks.forward(expected if reduces else [])
 
-    def gradients(upstream: mx.array) -> list[mx.array]:
+    def gradients(upstream: mx.array | None) -> list[mx.array]:
         made, now = dict(kept), facts
         kept.clear()
         if not reduces:
-            now, upstream = facts.with_upstream(upstream), mx.array(1.0)
+            now, upstream = facts.with_upstream(upstream), None
         # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
         for names in (expected, *([name] for name in given if name not in expected)):
             if not made.keys() >= set(names):
                 made |= chunks.backward(now, found, names)
-        return [scaled(made.pop(name), upstream, facts.deferred, array.dtype) for name, array in given.items()]
+        factor = facts.factor(upstream)
+        return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
 
     return with_gradients(reduced(found.loss, facts), list(given.values()), gradients), found
 

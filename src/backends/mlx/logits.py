@@ -25,12 +25,12 @@ def run(logits: mx.array, facts: Facts, kernels: Kernels) -> tuple[mx.array, Fou
     kept = [] if found.grad is None else [found.grad]
     found = replace(found, grad=None)  # what is kept here alone gives its memory to what is made of it
 
-    def gradients(upstream: mx.array) -> list[mx.array]:
+    def gradients(upstream: mx.array | None) -> list[mx.array]:
         now = facts
         if not reduces:
-            now, upstream = facts.with_upstream(upstream), mx.array(1.0)
+            now, upstream = facts.with_upstream(upstream), None
         assert found.norm is not None
         grad = kept.pop() if kept else kernels.backward(block, now.all_rows(), found.norm)
-        return [scaled(grad, upstream, facts.deferred, logits.dtype).reshape(logits.shape)]
+        return [scaled(grad, facts.factor(upstream), logits.dtype).reshape(logits.shape)]
 
     return with_gradients(reduced(found.loss, facts), [logits], gradients), found
