@@ -70,7 +70,8 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
         judge(xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options), leaf)
         yield
         with torch.no_grad():
-            xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
+            result = xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
+        judge_rows(result, WRONG)
         yield
 
 
@@ -95,10 +96,17 @@ def slices(vocabulary: int, reduction: str) -> bool:
 
 def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
     """Go backward; the rows of the gradient with a wrong target must be NaN, and no other."""
-    loss = result[0] if isinstance(result, tuple) else result
+    loss = judge_rows(result, wrong)
     (grad,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))
     assert grad.isnan().any(-1).nonzero()[:, 0].tolist() == sorted(wrong)
+
+
+def judge_rows(result: Any, wrong: Any) -> torch.Tensor:
+    """Return the loss, which is NaN for rows with a wrong target and no other."""
+    loss: torch.Tensor = result[0] if isinstance(result, tuple) else result
     assert bool(loss.isnan().any()) == bool(wrong)
+    assert not loss.ndim or loss.isnan().nonzero()[:, 0].tolist() == sorted(wrong)
+    return loss
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ import torch
 
 from tests.triton.gpu import calls
 from tests.triton.sanitize import VOCABULARIES
-from xent.backends.triton import ring
-from xent.backends.triton.ring import _multiprocessors as multiprocessors
+from xent.backends.triton import hopper, ring
 from xent.core.spec import LossSpec
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -19,9 +18,9 @@ RESULTS: dict[str, Any] = dict.fromkeys(("norm", "lse", "nll", "entropy", "predi
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have 132 multiprocessors."""
-    monkeypatch.setattr(ring, "_multiprocessors", lambda index: 132)
+    monkeypatch.setattr(ring, "multiprocessors", lambda index: 132)
 
 
 def block(vocabulary: int, dtype: torch.dtype = BF16, stride: int | None = None, address: int = 4096) -> Any:
@@ -48,7 +47,8 @@ def asked(logits: Any, grad: Any = None, results: dict[str, Any] | None = None, 
         (9, "3.6.0", ("cuda",), 132),
         (9, "3.6.0+git1234", ("cuda",), 132),
         (9, "3.5.1", ("cuda",), 0),
-        (9, "3.7.1", ("cuda",), 0),
+        (9, "3.7.1", ("cuda",), 132),
+        (9, "3.8.0", ("cuda",), 0),
         (8, "3.6.0", ("cuda",), 0),
         (10, "3.6.0", ("cuda",), 0),
         (9, "3.6.0", ("cuda", "cpu"), 0),
@@ -59,9 +59,9 @@ def test_machines(
 ) -> None:
     gpu = SimpleNamespace(major=major, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(ring.triton, "__version__", version)
-    monkeypatch.setattr(ring, "DEVICES", devices)
-    assert multiprocessors.__wrapped__(0) == count
+    monkeypatch.setattr(hopper.triton, "__version__", version)
+    monkeypatch.setattr(hopper, "DEVICES", devices)
+    assert hopper.multiprocessors.__wrapped__(0) == count
 
 
 @pytest.mark.parametrize(

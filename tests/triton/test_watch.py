@@ -3,7 +3,7 @@
 from tests.triton.watch import COMPILERS_OWN, KERNELS, unexplained
 
 SOURCE = (KERNELS / "ring_kernel.py").read_text(encoding="utf-8").splitlines()
-BEGINNING, AROUND = (next(n for n, line in enumerate(SOURCE, 1) if own in line) for own in COMPILERS_OWN)
+BEGINNING, AROUND = (n for n, line in enumerate(SOURCE, 1) if any(own in line for own in COMPILERS_OWN))
 
 
 def race(*lines: int, name: str = "ring_kernel") -> list[str]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -157,14 +158,19 @@ def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Re
         return False
     weight, bias, hidden = linear.classifier, linear.classifier_bias, linear.hidden.to(linear.compute)
     run = chosen.tile_pass(facts, results, chosen.target_logits(hidden, weight, bias, facts.target))
-    rows, classes = tile_shape(len(hidden), len(weight), linear.compute.itemsize, linear.workspace)
-    memory = torch.empty(rows * classes, dtype=linear.compute, device=weight.device)
+    if bias is not None or not run.multiply(hidden, weight):
+        _add_tiles(linear, hidden, run)
+    run.finish()
+    return True
+
+
+def _add_tiles(linear: Linear, hidden: Tensor, run: Any) -> None:
+    rows, classes = tile_shape(len(hidden), len(linear.weight), linear.compute.itemsize, linear.workspace)
+    memory = torch.empty(rows * classes, dtype=linear.compute, device=hidden.device)
     for start in range(0, len(hidden), rows):
         some = hidden[start : start + rows]
-        for first in range(0, len(weight), classes):
-            part = slice(first, min(first + classes, len(weight)))
+        for first in range(0, len(linear.weight), classes):
+            part = slice(first, min(first + classes, len(linear.weight)))
             tile = memory[: len(some) * (part.stop - first)].view(len(some), -1)
             linear.write_logits(some, tile, part)
             run.add(tile, start, first)
-    run.finish()
-    return True

@@ -1,8 +1,9 @@
 """Backend "triton": row kernels for NVIDIA GPUs, which the PyTorch driver calls in place of its plain one.
 
-`machine` says whether this machine can run them; `kernels` is what the driver takes. `facts`, `rows`, `ring`, `tiles`
-and `steps` launch kernels, one file a purpose; those of `rows`, `ring` and `tiles` are in `rows_kernel`, `ring_kernel`
-(with `ring_parts`) and `tile_kernels`, and `maths` is what kernels share.
+`machine` says whether this machine can run them, `hopper` whether those that are for one chip; `kernels` is what the
+driver takes. `facts`, `rows`, `ring`, `tiles`, `product` and `steps` launch kernels, one file a purpose; those of
+`rows`, `ring`, `tiles` and `product` are in `rows_kernel`, `ring_kernel` (with `ring_parts`), `tile_kernels` and
+`product_kernel`, and `maths` is what kernels share.
 """
 
 from typing import Any

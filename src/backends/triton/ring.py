@@ -1,22 +1,17 @@
 """Whether the ring kernel serves a call, how it is launched, and the rule by which its sizes are chosen."""
 
-import re
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from xent.backends.triton.machine import DEVICES
+from xent.backends.triton.hopper import multiprocessors
 
-__all__ = ["launch_ring", "programs_a_row"]
+__all__ = ["LARGEST_SOFTCAP", "launch_ring", "programs_a_row"]
 
-# Gluon, the language of that kernel, is not yet stable: these are the releases of Triton on which it was run.
-_RELEASES = ((3, 6),)
-_HOPPER = 9
 _SMALLEST_ROW = 84 * 1024  # bytes; of rows up to that, three fit into an L1 cache, where plain Triton finds them again
-_LARGEST_SOFTCAP = 256  # the kernel finds k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
+LARGEST_SOFTCAP = 256  # the kernel finds k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
 _SLOT = 16384  # bytes
 _SLOTS = 14
 _SPARE = 3  # of the slots: what loads the next row during the reduction
@@ -24,25 +19,16 @@ _WARPS = 8
 _REGISTERS = 168
 
 
-@cache
-def _multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton or its interpreter."""
-    release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
-    device = torch.cuda.get_device_properties(index)
-    serves = device.major == _HOPPER and release in _RELEASES and DEVICES == ("cuda",)
-    return device.multi_processor_count if serves else 0
-
-
 def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> int | None:
     """Return how many programs of the ring kernel share a row of a block, or None where plain Triton has to serve."""
-    if logits.device.type != "cuda" or not _multiprocessors(logits.device.index):
+    if logits.device.type != "cuda" or not multiprocessors(logits.device.index):
         return None
     if facts.target is None or facts.class_weight is not None or not _has_results(results):
         return None
     spec, size, vocabulary = facts.spec, logits.itemsize, logits.shape[1]
     if size == 4 and (spec.softcap is not None or spec.label_smoothing):
         return None  # exact enough for 16 bits only
-    if spec.softcap is not None and spec.softcap > _LARGEST_SOFTCAP:
+    if spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP:
         return None
     if vocabulary * size <= _SMALLEST_ROW or logits.data_ptr() % 16 or grad.data_ptr() % 16:
         return None
@@ -51,7 +37,7 @@ def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> in
     if logits.stride(0) < vocabulary:
         return None  # expanded rows or windows: the copy engine is not said to take rows that share memory
     group = triton.cdiv(triton.cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
-    return group if group <= _multiprocessors(logits.device.index) else None
+    return group if group <= multiprocessors(logits.device.index) else None
 
 
 def _has_results(results: Any) -> bool:
@@ -72,7 +58,7 @@ def launch_ring(
     spec, part, unit = facts.spec, slice(start, start + rows), 16 // logits.itemsize
     block = _SLOT // logits.itemsize
     smoothed = spec.label_smoothing != 0
-    groups = min(rows, _multiprocessors(logits.device.index) // group)
+    groups = min(rows, multiprocessors(logits.device.index) // group)
     loss = results.loss[part]
     words = loss
     if group > 1:

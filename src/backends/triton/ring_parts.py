@@ -1,4 +1,7 @@
-"""What the ring kernel is made of, in Gluon: its arithmetic, a block in a slot, and a row's sum among programs."""
+"""What the ring kernel is made of, in Gluon: its arithmetic, a block in a slot, and a row's sum among programs.
+
+The product kernel takes the arithmetic.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

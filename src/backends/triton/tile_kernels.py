@@ -27,7 +27,7 @@ from xent.backends.triton.maths import (
     with_target,
 )
 
-__all__ = ["finish_kernel", "tile_kernel"]
+__all__ = ["finish_kernel", "join_kernel", "tile_kernel"]
 
 
 _PER_ROW = ["target", "peaks", "totals", "best", "predictions", "mixed", "below", "seen"]
@@ -122,6 +122,29 @@ def tile_kernel(
     if best is not None:
         tl.store(best + row, top)
         tl.store(predictions + row, tl.cast(prediction, tl.int64))
+
+
+@triton.jit(do_not_specialize=["rows", "parts"], do_not_specialize_on_alignment=["peaks", "totals"])
+def join_kernel(
+    part_peaks,  # (parts, R)
+    part_totals,
+    peaks,  # (R,)
+    totals,
+    rows,
+    parts,
+    BLOCK: tl.constexpr,
+):
+    """Make the sums of a block of rows from those over parts of the classes."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(parts):
+        place = part * rows + row
+        part_peak = tl.load(part_peaks + place, mask=inside, other=-float("inf"))
+        peak, total = merge(peak, total, part_peak, tl.load(part_totals + place, mask=inside, other=0.0))
+    tl.store(peaks + row, peak, mask=inside)
+    tl.store(totals + row, total, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=_PER_ROW + ["log_sums"])

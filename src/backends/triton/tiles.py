@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from xent.backends.triton.product import launch_product, serves
 from xent.backends.triton.tile_kernels import finish_kernel, tile_kernel
 
 __all__ = ["TilePass"]
@@ -29,6 +30,18 @@ class TilePass:
         self._below = target_logits.new_empty(count) if smoothed else None
         self._seen = target_logits.new_empty(count) if smoothed else None
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
+
+    def multiply(self, hidden: Tensor, classifier: Tensor) -> bool:
+        """Take all logits, those of hidden (N, D) and classifier (V, D), storing none; False where that is not served.
+
+        Where the norm is kept, logits are rounded as those are that will be made again: of rows that are sure of
+        a wrong class, p is then right to far more bits.
+        """
+        if not serves(hidden, classifier, self.facts, self.results):
+            return False
+        rounded = self.results.norm is not None
+        launch_product(hidden, classifier, self.facts, rounded, self._norm[0], self._totals)
+        return True
 
     def add(self, tile: Tensor, start: int, first: int) -> None:
         """Take contiguous logits (R, W) of rows [start, start + R) and classes [first, first + W)."""

@@ -1,0 +1,123 @@
+"""Whether the product kernel serves a forward pass, and how it is launched."""
+
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from xent.backends.triton.hopper import multiprocessors
+from xent.backends.triton.ring import LARGEST_SOFTCAP
+from xent.backends.triton.tile_kernels import join_kernel
+
+__all__ = ["launch_product", "serves"]
+
+_BAND = 128  # rows of a tile
+_CLASSES = 256  # of a tile
+_DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
+_SLOTS = 4
+_WARPS = 4
+_ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
+_REGISTERS = 240
+_MOST_BANDS = 12  # side by side: their rows and the classes that other programs read with them stay in L2
+_JOINED = 128  # rows
+
+
+def serves(hidden: Tensor, classifier: Tensor, facts: Any, results: Any) -> bool:
+    """Whether it finds all results that are asked for from hidden (N, D) and classifier (V, D)."""
+    if hidden.device.type != "cuda" or not multiprocessors(hidden.device.index):
+        return False
+    spec = facts.spec
+    if spec.label_smoothing or facts.class_weight is not None or not _has_results(results):
+        return False
+    if spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP:
+        return False
+    return len(classifier) >= _CLASSES and _can_be_copied(hidden) and _can_be_copied(classifier)
+
+
+def launch_product(
+    hidden: Tensor, classifier: Tensor, facts: Any, rounded: bool, peaks: Tensor, totals: Tensor
+) -> None:
+    """Write the largest x (N,) of each row without its target, and the sum of e^(x - largest).
+
+    `rounded`: logits are rounded to their dtype first, as those are that another pass makes again.
+    """
+    programs = multiprocessors(hidden.device.index)
+    start = 0
+    for bands, group in _groups(triton.cdiv(len(hidden), _BAND), programs):
+        rows = slice(start, min(start + bands * _BAND, len(hidden)))
+        _launch(
+            programs, group, hidden[rows], classifier, facts, facts.target[rows], rounded, peaks[rows], totals[rows]
+        )
+        start = rows.stop
+
+
+def _launch(
+    programs: int,
+    group: int,
+    hidden: Tensor,
+    classifier: Tensor,
+    facts: Any,
+    target: Tensor,
+    rounded: bool,
+    peaks: Tensor,
+    totals: Tensor,
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from xent.backends.triton.product_kernel import product_kernel
+
+    spec, (rows, width), vocabulary = facts.spec, hidden.shape, len(classifier)
+    class_tiles = triton.cdiv(vocabulary, _CLASSES)
+    parts = peaks.new_empty(2, min(programs // group, class_tiles), rows)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    product_kernel[(programs,)](
+        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [_BAND // 2, _DEPTH], layout),
+        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [_CLASSES, _DEPTH], layout),
+        target,
+        parts[0],
+        parts[1],
+        rows,
+        vocabulary,
+        triton.cdiv(rows, _BAND) * class_tiles,
+        group,
+        class_tiles,
+        triton.cdiv(width, _DEPTH),
+        spec.softcap or 0.0,
+        spec.logit_scale,
+        SLOTS=_SLOTS,
+        SCALED=spec.logit_scale != 1,
+        CAPPED=spec.softcap is not None,
+        ROUNDED=rounded,
+        REGISTERS=_REGISTERS,
+        num_warps=_WARPS,
+        maxnreg=_ENTRY_REGISTERS,
+    )
+    join_kernel[(triton.cdiv(rows, _JOINED),)](
+        parts[0], parts[1], peaks, totals, rows, parts.shape[1], BLOCK=_JOINED, num_warps=_JOINED // 32
+    )
+
+
+def _groups(bands: int, programs: int) -> list[tuple[int, int]]:
+    """Return (bands, group) of each launch: groups divide the programs, and the bands of a launch are whole groups."""
+    found = []
+    while bands:
+        group = max(size for size in range(1, min(bands, _MOST_BANDS) + 1) if programs % size == 0)
+        found.append((bands // group * group, group))
+        bands %= group
+    return found
+
+
+def _has_results(results: Any) -> bool:
+    """Whether the kernel finds all results that are asked for."""
+    return results.entropy is None and results.predictions is None
+
+
+def _can_be_copied(factor: Tensor) -> bool:
+    """Whether the copy engine takes the rows: 16 bits an element, on boundaries of 16 bytes, none sharing memory."""
+    if factor.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    pitch, width = factor.stride(0), factor.shape[1]
+    aligned = factor.stride(1) == 1 and pitch * factor.itemsize % 16 == 0 and factor.data_ptr() % 16 == 0
+    return aligned and 0 < width <= pitch

@@ -1,0 +1,68 @@
+"""The product kernel: no logits are stored, and none are rounded."""
+
+import pytest
+import torch
+
+import xent
+from tests.triton.gpu.test_work import MIB, peak
+from xent.backends.torch.linear import Linear
+from xent.backends.triton.hopper import multiprocessors
+
+
+@pytest.fixture(autouse=True)
+def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse to make logits, where the kernel runs; elsewhere tiles do, as they should."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("logits were stored")
+
+    if multiprocessors(0):
+        monkeypatch.setattr(Linear, "write_logits", refuse)
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"z_loss": 1e-3, "logit_scale": 0.7}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sums_are_those_of_logits_that_are_not_rounded(dtype: torch.dtype, options: dict[str, float]) -> None:
+    torch.manual_seed(0)
+    hidden = torch.randn(1000, 2000, device="cuda").to(dtype)
+    weight = (3 * torch.randn(50_000, 2000, device="cuda") / 2000**0.5).to(dtype)
+    target = torch.randint(50_000, (1000,), device="cuda")
+    kinds = {"reduction": "none", "stats": ("lse", "nll"), **options}
+    loss, stats = xent.linear_cross_entropy(hidden, weight, target, backend="triton", **kinds)
+    exact = hidden.double() @ weight.double().t()
+    expected, expected_stats = xent.cross_entropy(exact, target, backend="torch", **kinds)
+    close = 1e-4 if multiprocessors(0) else 2e-2
+    for found, right in ((loss, expected), (stats.lse, expected_stats.lse), (stats.nll, expected_stats.nll)):
+        torch.testing.assert_close(found.double(), right, rtol=0, atol=close)
+
+
+def test_same_bits_each_time() -> None:
+    """More bands than are worked on at a time, and a last one that is not whole."""
+    torch.manual_seed(0)
+    hidden = torch.randn(1700, 512, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(40_009, 512, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(40_009, (1700,), device="cuda")
+    first, *others = (
+        xent.linear_cross_entropy(hidden, weight, target, reduction="none", backend="triton") for _ in range(5)
+    )
+    assert first.isfinite().all()
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_memory() -> None:
+    hidden = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(64_000, 256, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(64_000, (8192,), device="cuda")
+    most = 3 if multiprocessors(0) else 36
+    assert peak(lambda: xent.linear_cross_entropy(hidden, weight, target, backend="triton")) <= most * MIB
+
+
+def test_rows_beyond_int32() -> None:
+    """No tensor of logits is that large, but its number of elements is."""
+    hidden = torch.randn(70_000, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(40_000, 64, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(40_000, (70_000,), device="cuda")
+    loss = xent.linear_cross_entropy(hidden, weight, target, reduction="none", backend="triton")
+    logits = hidden[-100:].float() @ weight.float().t()
+    expected = torch.nn.functional.cross_entropy(logits, target[-100:], reduction="none")
+    torch.testing.assert_close(loss[-100:], expected, rtol=1e-3, atol=1e-3 if multiprocessors(0) else 5e-2)
