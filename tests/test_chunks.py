@@ -2,7 +2,9 @@
 
 import pytest
 
-from xent.core.chunks import classes_per_slice, rows_per_block, rows_per_chunk, tile_shape
+from xent.core.chunks import classes_per_slice, rows_in_gradient, rows_per_block, rows_per_chunk, tile_shape
+
+MIB = 2**20
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7, 100, 4096, 100_003])
@@ -73,6 +75,32 @@ def test_chunks_are_even() -> None:
 )
 def test_slices_of_classes_take_the_place_of_small_chunks(rows: int, chunk: int, classes: int | None) -> None:
     assert classes_per_slice(rows, 128_256, chunk) == classes
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "chunk", "workspace", "expected"),
+    [
+        (4096, 4096, 1024, None, (4096, 8192)),
+        (4000, 7168, 1024, None, (4000, 16384)),
+        (2048, 4096, 2048, None, (0, 0)),  # one chunk, no sum
+        (8192, 4096, 2048, None, (0, 0)),  # sums are left, of chunks that are large enough
+        (8192, 4096, 512, 128 * MIB, (4096, 8192)),
+        (8192, 7168, 512, 128 * MIB, (2304, 8192)),  # of more the input's gradient would outgrow the workspace
+        (4096, 4096, 128, 8 * MIB, (0, 0)),  # so few are not worth it
+    ],
+)
+def test_rows_whose_logits_lie_in_the_gradient(
+    rows: int, columns: int, chunk: int, workspace: int | None, expected: tuple[int, int]
+) -> None:
+    assert rows_in_gradient(rows, columns, 2, chunk, workspace) == expected
+
+
+@pytest.mark.parametrize("workspace", [64 * MIB, 128 * MIB, 500 * MIB])
+@pytest.mark.parametrize("columns", [512, 2304, 4096])
+def test_rows_in_the_gradient_keep_to_the_workspace(columns: int, workspace: int) -> None:
+    rows, classes = rows_in_gradient(columns, columns, 2, 100, workspace)
+    assert rows
+    assert rows * classes * 2 + rows * columns * 4 <= workspace
 
 
 def test_block_is_at_least_a_row() -> None:

@@ -36,21 +36,33 @@ class Gradients:
         if self._needs_input:
             self._input = torch.empty(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
         if self._needs_weight:
-            chunks = -(-schedule.count // schedule.step)
+            chunks = schedule.chunks()
             self._weight = ProductSum(weight.shape, linear.compute, weight.dtype, weight.device, chunks)
         if self._needs_bias:
             wide = torch.float64 if linear.compute == torch.float64 else torch.float32
             self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
+
+    def begin(self, part: Part, input: Tensor | None, weight: Tensor, bias: Tensor | None) -> None:
+        """Take the gradients that the first part has made, those that are asked for."""
+        if self._needs_input and input is not None:
+            part.put(input, self._input)
+        self._weight.begin(weight)
+        if self._needs_bias and bias is not None:
+            self._bias = bias.to(self._bias.dtype)
+
+    def trained(self, part: Part, hidden: Tensor) -> Tensor:
+        """Return the hidden states (R, D) as the weight's gradient may see them."""
+        if self._dead is None:
+            return hidden
+        # Those of dead rows must not reach it, not even as 0 * NaN.
+        return hidden.masked_fill(self._dead[part.start : part.stop, None], 0)
 
     def add(self, part: Part, hidden: Tensor, grad_logits: Tensor) -> None:
         """Take the hidden states (R, D) and the gradient of the logits (R, V) of a part."""
         if self._needs_input:
             self._add_input(part, grad_logits)
         if self._needs_weight:
-            if self._dead is not None:
-                # Hidden states of dead rows must not reach the weight's gradient, not even as 0 * NaN.
-                hidden = hidden.masked_fill(self._dead[part.start : part.stop, None], 0)
-            self._weight.add(grad_logits.t(), hidden, part.last)
+            self._weight.add(grad_logits.t(), self.trained(part, hidden), part.last)
         if self._needs_bias:
             self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import slices
+from xent.backends.torch.borrowed import Borrowed, fits
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
@@ -16,7 +17,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.schedule import Part, Schedule
-from xent.core.chunks import classes_per_slice, rows_per_chunk, tile_shape
+from xent.core.chunks import classes_per_slice, rows_in_gradient, rows_per_chunk, tile_shape
 
 __all__ = ["Linear", "backward", "forward"]
 
@@ -57,10 +58,10 @@ class Linear:
         else:
             torch.addmm(self.classifier_bias[classes], hidden, columns, out=out)
 
-    def rows_per_chunk(self) -> int:
-        """Return how many rows of logits are alive at one time."""
+    def rows_per_chunk(self, first: int = 0) -> int:
+        """Return how many rows of logits are alive at one time, but for those `first`."""
         rounds = self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
-        rows, vocabulary, itemsize = len(self.hidden), len(self.weight), self.compute.itemsize
+        rows, vocabulary, itemsize = len(self.hidden) - first, len(self.weight), self.compute.itemsize
         return rows_per_chunk(rows, vocabulary, itemsize, self.workspace, self.weight.device.type, rounds)
 
 
@@ -97,11 +98,22 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
         results = new_results(facts, keep_norm)
         if _forward_in_tiles(linear, chosen, facts, results):
             return facts, results, no_gradients(linear)
-    schedule = Schedule(facts, linear.rows_per_chunk())
+    first, piece = _borrows(linear, chosen, facts) if wanted else (0, 0)
+    schedule = Schedule(facts, linear.rows_per_chunk(first), first)
     results = new_results(schedule.facts, keep_norm)
     run = chosen.row_pass(schedule.facts, results)
     gradients = Gradients(linear, schedule) if wanted else None
-    for chunk in _chunks(linear, chosen, schedule):
+    parts = iter(schedule)
+    if gradients is not None and first:
+        borrowed = Borrowed(linear, chosen, schedule.facts, results, first, piece)
+        for part in parts:
+            borrowed.add(part, part.take(linear.hidden).to(linear.compute))
+            if part.stop == first:
+                break
+        schedule.learn_count()
+        borrowed.finish(schedule.until(first), gradients)
+        del borrowed
+    for chunk in _chunks(linear, chosen, schedule, parts):
         run.forward(chunk.logits, chunk.part.start, chunk.logits if wanted else None, chunk.target_logits)
         if gradients is not None:
             gradients.add(chunk.part, chunk.hidden, chunk.logits)
@@ -119,17 +131,18 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     schedule = Schedule(facts, linear.rows_per_chunk())
     run = chosen.row_pass(schedule.facts, Results(schedule.facts.weight, schedule.ordered(norm)))
     gradients = Gradients(linear, schedule)
-    for chunk in _chunks(linear, chosen, schedule):
+    for chunk in _chunks(linear, chosen, schedule, iter(schedule)):
         run.backward(chunk.logits, chunk.part.start, chunk.logits, chunk.target_logits)
         gradients.add(chunk.part, chunk.hidden, chunk.logits)
     return gradients.result()
 
 
-def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule) -> Iterator[_Chunk]:
+def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule, parts: Iterator[Part]) -> Iterator[_Chunk]:
     compute, weight, bias = linear.compute, linear.classifier, linear.classifier_bias
-    memory = torch.empty(min(schedule.step, schedule.count), len(weight), dtype=compute, device=weight.device)
+    rows = min(schedule.step, schedule.count - schedule.first)
+    memory = torch.empty(max(rows, 0), len(weight), dtype=compute, device=weight.device)
     target = schedule.facts.target
-    for part in schedule:
+    for part in parts:
         hidden = part.take(linear.hidden).to(compute)
         logits = memory[: len(hidden)]
         linear.write_logits(hidden, logits)
@@ -137,6 +150,14 @@ def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule) -> Iterator[_Ch
         if target is not None and (compute in (torch.bfloat16, torch.float16) or chosen.tile_pass is not None):
             target_logits = chosen.target_logits(hidden, weight, bias, target[part.start : part.stop])
         yield _Chunk(part, hidden, logits, target_logits)
+
+
+def _borrows(linear: Linear, chosen: Kernels, facts: Facts) -> tuple[int, int]:
+    """Return how many first rows' logits lie in the classifier's gradient, 0 for none, and how many classes a piece."""
+    if not fits(linear) or chosen.tile_pass is None or facts.target is None:
+        return 0, 0
+    rows, columns = linear.hidden.shape
+    return rows_in_gradient(rows, columns, linear.compute.itemsize, linear.rows_per_chunk(), linear.workspace)
 
 
 def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | None:

@@ -47,6 +47,10 @@ class ProductSum:
         rounds = chunks is not None and chunks <= MOST_ROUNDED_SUMS and rounds_sums(compute, out, device)
         self._wide = compute if compute.itemsize >= 4 or rounds else torch.float32
 
+    def begin(self, total: Tensor) -> None:
+        """Begin with a sum that is there, in the output dtype, and whose memory may be written to."""
+        self._sum = total.to(self._wide)
+
     def add(self, left: Tensor, right: Tensor, last: bool) -> None:
         """Add a chunk's (M, R) @ (R, D); `last` says that none follows."""
         if self._wide == self._compute or (self._compute == torch.bfloat16 and last and self._sum is None):
@@ -66,6 +70,11 @@ class ProductSum:
         if self._sum is None:
             return torch.zeros(self._shape, dtype=self._out, device=self._device)
         return self._sum.to(self._out)
+
+    def unrounded(self) -> Tensor:
+        """Return the sum of at least one product in the dtype in which it was made."""
+        assert self._sum is not None
+        return self._sum
 
     def _add_in_place(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:

@@ -18,6 +18,8 @@ from xent.backends.torch.results import Results, scattered
 
 __all__ = ["Part", "Schedule"]
 
+_STEP_OF_FIRST = 2048
+
 
 @dataclass(frozen=True)
 class Part:
@@ -49,10 +51,10 @@ class Part:
 
 
 class Schedule:
-    """The rows of a call in the order in which they are computed, `step` at a time."""
+    """The rows of a call in the order in which they are computed, `step` at a time but for the `first` of them."""
 
-    def __init__(self, facts: Facts, step: int) -> None:
-        self.step, self._all = step, len(facts.weight)
+    def __init__(self, facts: Facts, step: int, first: int = 0) -> None:
+        self.step, self.first, self._all = step, first, len(facts.weight)
         # Statistics are due for every row with a target, even one of weight 0.
         idle = facts.ignored if facts.spec.stats or facts.dead is None else facts.dead
         self._idle: Tensor | None = idle
@@ -66,7 +68,7 @@ class Schedule:
                 self._order = idle.argsort(stable=True)
                 self.count = int((~idle).sum())
                 facts = facts.select(self._order[: self.count])
-        elif idle.device.type == "cuda" and self._all > self.step and not torch.cuda.is_current_stream_capturing():
+        elif idle.device.type == "cuda" and self._all > self._step(0) and not torch.cuda.is_current_stream_capturing():
             self._order = idle.argsort(stable=True)
             self._await_count(idle)
             facts = facts.select(self._order)
@@ -81,20 +83,32 @@ class Schedule:
         """Yield the parts, one at least once the count is known to be more than 0."""
         start = 0
         while start < self.count:
-            stop = min(start + self.step, self.count)
+            stop = min(start + self._step(start), self.count)
             rows = None if self._order is None else self._order[start:stop]
             idle = self._idle
             if idle is not None:
                 idle = idle[start:stop] if rows is None else idle[rows]
             yield Part(start, stop, rows, stop == self.count, idle)
             start = stop
-            self._learn_count()
+            self.learn_count()
 
     def whole(self) -> Part:
         """Return all rows that are computed as one part. The host waits for their number, where that is on its way."""
-        self._learn_count()
-        rows = None if self._order is None else self._order[: self.count]
-        return Part(0, self.count, rows, True, self._idle)
+        self.learn_count()
+        return self.until(self.count)
+
+    def until(self, stop: int) -> Part:
+        """Return the first rows that are computed, up to `stop` of them, as one part, once their number is known."""
+        stop = min(stop, self.count)
+        rows = None if self._order is None else self._order[:stop]
+        idle = self._idle
+        if idle is not None:
+            idle = idle[:stop] if rows is None else idle[rows]
+        return Part(0, stop, rows, stop == self.count, idle)
+
+    def chunks(self) -> int:
+        """Return how many parts there are after the first rows, as far as is known."""
+        return -(-max(self.count - self.first, 0) // self.step)
 
     def ordered(self, values: Tensor) -> Tensor:
         """Return (..., N) values of the call in the schedule's order."""
@@ -104,6 +118,9 @@ class Schedule:
         """Return results of the computed rows as results of all rows of the call."""
         return results if self._order is None else scattered(results, self._order[: self.count], self._all)
 
+    def _step(self, start: int) -> int:
+        return min(self.first - start, _STEP_OF_FIRST) if start < self.first else self.step
+
     def _await_count(self, idle: Tensor) -> None:
         number = torch.empty((), dtype=torch.int64, pin_memory=True)
         number.copy_((~idle).sum(), non_blocking=True)
@@ -111,7 +128,8 @@ class Schedule:
         event.record()
         self._awaited = event, number
 
-    def _learn_count(self) -> None:
+    def learn_count(self) -> None:
+        """Wait for the number of rows that are computed, if it is on its way."""
         if self._awaited is None:
             return
         event, number = self._awaited

@@ -36,6 +36,7 @@ _PER_ROW = ["target", "peaks", "totals", "best", "predictions", "mixed", "below"
 @triton.jit(do_not_specialize=["start", "first"], do_not_specialize_on_alignment=_PER_ROW)
 def tile_kernel(
     tile,  # (R, width): classes first, first + 1, ... of rows start, start + 1, ...
+    tile_stride,
     width,
     start,
     first,
@@ -56,7 +57,7 @@ def tile_kernel(
     LANES: tl.constexpr,
 ):
     """Carry one row's sums over a tile."""
-    tile += tl.program_id(0).to(tl.int64) * width
+    tile += tl.program_id(0).to(tl.int64) * tile_stride
     row = start + tl.program_id(0).to(tl.int64)
     y = tl.load(target + row) - first
     peak = -float("inf")

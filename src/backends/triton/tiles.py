@@ -44,11 +44,12 @@ class TilePass:
         return True
 
     def add(self, tile: Tensor, start: int, first: int) -> None:
-        """Take contiguous logits (R, W) of rows [start, start + R) and classes [first, first + W)."""
+        """Take logits (R, W), each row contiguous, of rows [start, start + R) and classes [first, first + W)."""
         count, width = tile.shape
         spec, block = self.facts.spec, min(triton.next_power_of_2(width), 1024)
         tile_kernel[(count,)](
             tile,
+            tile.stride(0),
             width,
             start,
             first,

@@ -110,6 +110,33 @@ def test_small_workspace_takes_no_wide_sum_of_the_classifier() -> None:
     assert peak(call) <= workspace + gradients + 3 * rows * hidden * 2 + 6 * MIB
 
 
+@pytest.mark.parametrize(
+    ("rows", "hidden", "workspace", "beyond", "rounding"),
+    [
+        (3000, 4096, None, 128 * MIB + 3000 * 4096 * (4 + 2), 1.05),  # all rows, and no sum
+        (4096, 2048, 64 * MIB, 64 * MIB, 1.5),  # half of them, then four chunks
+    ],
+)
+def test_first_rows_take_the_memory_of_the_gradient(
+    rows: int, hidden: int, workspace: int | None, beyond: int, rounding: float
+) -> None:
+    vocabulary = 64_000
+    source, weight, target = draw(rows, hidden, vocabulary)
+    leaves = [source.requires_grad_(), (weight / hidden**0.5).detach().requires_grad_()]
+
+    def call() -> Any:
+        loss = xent.linear_cross_entropy(*leaves, target, workspace=workspace, backend="triton")
+        return torch.autograd.grad(loss, leaves)
+
+    gradients = (rows + vocabulary) * hidden * 2
+    assert peak(call) <= beyond + gradients + 6 * MIB
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), target), wide)
+    plain = torch.autograd.grad(torch.nn.functional.cross_entropy((leaves[0] @ leaves[1].t()).float(), target), leaves)
+    for found, unfused, right in zip(call(), plain, exact, strict=True):
+        assert (found.float() - right).norm() <= rounding * (unfused.float() - right).norm()
+
+
 def test_linear_of_a_frozen_classifier() -> None:
     source, weight, target = draw(2048, 256, 64_000)
     source.requires_grad_()
