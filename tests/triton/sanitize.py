@@ -39,6 +39,8 @@ def main(*vocabularies: int) -> None:
                 count += sum(1 for _ in calls(vocabulary, dtype, reduction, options))
         for reduction in ("mean", "none"):
             count += slices(vocabulary, reduction)
+        chunks_and_sums(vocabulary)
+        count += 1
     torch.cuda.synchronize()
     print(f"{count} calls came out right")
 
@@ -73,6 +75,16 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
             result = xent.linear_cross_entropy(leaf, weight, target, workspace=workspace, **options)
         judge_rows(result, WRONG)
         yield
+
+
+def chunks_and_sums(vocabulary: int) -> None:
+    """Make a call of three chunks, with enough rows each for the kernel that adds to the classifier's gradient."""
+    hidden = torch.randn(300, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    weight = torch.randn(vocabulary, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    target = torch.randint(vocabulary, (300,), device="cuda")
+    loss = xent.linear_cross_entropy(hidden, weight, target, workspace=128 * vocabulary * 2, backend="triton")
+    _, grad = torch.autograd.grad(loss, (hidden, weight))
+    assert grad.isfinite().all()
 
 
 def slices(vocabulary: int, reduction: str) -> bool:

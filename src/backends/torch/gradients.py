@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xent.backends.torch.kernels import Kernels
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.schedule import Part, Schedule
 
@@ -27,7 +28,7 @@ def no_gradients(linear: "Linear") -> list[Tensor]:
 class Gradients:
     """The gradients of input, classifier and bias, added up over chunks."""
 
-    def __init__(self, linear: "Linear", schedule: Schedule) -> None:
+    def __init__(self, linear: "Linear", schedule: Schedule, chosen: Kernels) -> None:
         self._linear, self._schedule = linear, schedule
         # Rows without weight that are computed for their statistics.
         self._dead = schedule.facts.dead if schedule.facts.spec.stats else None
@@ -37,7 +38,9 @@ class Gradients:
             self._input = torch.empty(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
         if self._needs_weight:
             chunks = schedule.chunks()
-            self._weight = ProductSum(weight.shape, linear.compute, weight.dtype, weight.device, chunks)
+            self._weight = ProductSum(
+                weight.shape, linear.compute, weight.dtype, weight.device, chunks, chosen.add_product
+            )
         if self._needs_bias:
             wide = torch.float64 if linear.compute == torch.float64 else torch.float32
             self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)

@@ -24,6 +24,8 @@ class Kernels:
     scale_: Callable[[Tensor, Tensor, Tensor], None]
     tile_pass: Callable[[Facts, Results, Tensor], Any] | None = None
     """Starts a forward pass over tiles of classes, from the target logits; None where a device has no kernel for it."""
+    add_product: Callable[[Tensor, Tensor, Tensor], bool] | None = None
+    """Adds (M, R) @ (R, D) to a sum (M, D) in place, or returns False; None where PyTorch always does it."""
 
 
 def kernels(name: str) -> Kernels:

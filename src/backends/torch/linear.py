@@ -102,7 +102,7 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     schedule = Schedule(facts, linear.rows_per_chunk(first), first)
     results = new_results(schedule.facts, keep_norm)
     run = chosen.row_pass(schedule.facts, results)
-    gradients = Gradients(linear, schedule) if wanted else None
+    gradients = Gradients(linear, schedule, chosen) if wanted else None
     parts = iter(schedule)
     if gradients is not None and first:
         borrowed = Borrowed(linear, chosen, schedule.facts, results, first, piece)
@@ -130,7 +130,7 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
         return slices.gradients(linear, chosen, _schedule_of_gradients(linear, facts), norm, classes)
     schedule = Schedule(facts, linear.rows_per_chunk())
     run = chosen.row_pass(schedule.facts, Results(schedule.facts.weight, schedule.ordered(norm)))
-    gradients = Gradients(linear, schedule)
+    gradients = Gradients(linear, schedule, chosen)
     for chunk in _chunks(linear, chosen, schedule, iter(schedule)):
         run.backward(chunk.logits, chunk.part.start, chunk.logits, chunk.target_logits)
         gradients.add(chunk.part, chunk.hidden, chunk.logits)

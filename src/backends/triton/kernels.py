@@ -4,8 +4,9 @@ from xent.backends.torch.kernels import Kernels
 from xent.backends.triton.facts import gather_facts
 from xent.backends.triton.rows import TritonPass
 from xent.backends.triton.steps import reduced, scale_, target_logits
+from xent.backends.triton.sums import add_product
 from xent.backends.triton.tiles import TilePass
 
 __all__ = ["KERNELS"]
 
-KERNELS = Kernels(TritonPass, gather_facts, reduced, target_logits, scale_, TilePass)
+KERNELS = Kernels(TritonPass, gather_facts, reduced, target_logits, scale_, TilePass, add_product)

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 import triton
 from torch import Tensor
 
-from xent.backends.triton.hopper import multiprocessors
+from xent.backends.triton.hopper import can_be_copied, multiprocessors
 from xent.backends.triton.ring import LARGEST_SOFTCAP
 from xent.backends.triton.tile_kernels import join_kernel
 
@@ -32,7 +31,7 @@ def serves(hidden: Tensor, classifier: Tensor, facts: Any, results: Any) -> bool
         return False
     if spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP:
         return False
-    return len(classifier) >= _CLASSES and _can_be_copied(hidden) and _can_be_copied(classifier)
+    return len(classifier) >= _CLASSES and can_be_copied(hidden) and can_be_copied(classifier)
 
 
 def launch_product(
@@ -112,12 +111,3 @@ def _groups(bands: int, programs: int) -> list[tuple[int, int]]:
 def _has_results(results: Any) -> bool:
     """Whether the kernel finds all results that are asked for."""
     return results.entropy is None and results.predictions is None
-
-
-def _can_be_copied(factor: Tensor) -> bool:
-    """Whether the copy engine takes the rows: 16 bits an element, on boundaries of 16 bytes, none sharing memory."""
-    if factor.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    pitch, width = factor.stride(0), factor.shape[1]
-    aligned = factor.stride(1) == 1 and pitch * factor.itemsize % 16 == 0 and factor.data_ptr() % 16 == 0
-    return aligned and 0 < width <= pitch
