@@ -17,23 +17,23 @@ def chip(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(total: Any = None, left: Any = None, right: Any = None) -> bool:
-    return sums._serves(total or Factor(1000, 64), left or Factor(512, 1000), right or Factor(512, 64))
+    return sums._serves(total or Factor(1000, 64), left or Factor(2048, 1000), right or Factor(2048, 64))
 
 
 def test_kinds() -> None:
     assert asked()
     for kind in (torch.float16, torch.float32):
-        assert not asked(Factor(1000, 64, dtype=kind), Factor(512, 1000, dtype=kind), Factor(512, 64, dtype=kind))
+        assert not asked(Factor(1000, 64, dtype=kind), Factor(2048, 1000, dtype=kind), Factor(2048, 64, dtype=kind))
     assert not asked(total=Factor(1000, 64, dtype=torch.float32))
     assert not asked(total=Factor(1000, 64, kind="cpu"))
 
 
 def test_sizes() -> None:
-    assert not asked(left=Factor(127, 1000), right=Factor(127, 64))
-    assert not asked(left=Factor(512, 1001), total=Factor(1001, 64))
-    assert not asked(right=Factor(512, 60), total=Factor(1000, 60))
+    assert not asked(left=Factor(1535, 1000), right=Factor(1535, 64))
+    assert not asked(left=Factor(2048, 1001), total=Factor(1001, 64))
+    assert not asked(right=Factor(2048, 60), total=Factor(1000, 60))
     assert asked(total=Factor(1000, 64, (72, 1)))
-    assert not asked(left=Factor(512, 1000, address=4098))
+    assert not asked(left=Factor(2048, 1000, address=4098))
 
 
 @pytest.mark.parametrize("serves", [True, False])

@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+import xent
+from xent.backends.triton import sums
 from xent.backends.triton.hopper import multiprocessors
 from xent.backends.triton.sums import add_product
 
@@ -14,6 +16,12 @@ SHAPES = [  # rows, vocabulary, width: whole tiles, ragged ones, fewer tiles tha
     (130, 40_008, 264),
     (128, 128, 256),
 ]
+
+
+@pytest.fixture(autouse=True)
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the kernel serve products of few rows too, which take less time here."""
+    monkeypatch.setattr(sums, "_FEWEST_ROWS", 1)
 
 
 def draw(rows: int, vocabulary: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,3 +81,23 @@ def test_nan_stays_in_its_row_and_column() -> None:
     assert odd[:, 300].all()
     odd[700], odd[:, 300] = False, False
     assert not odd.any()
+
+
+def test_chunks_are_added_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less error than sums of rounded products would have: each chunk adds to each class."""
+    torch.manual_seed(0)
+    hidden = torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(1024, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
+    target = torch.randint(1024, (2048,), device="cuda")
+    wide = weight.detach().float().requires_grad_()
+    logits = hidden.float() @ wide.t()
+    (exact,) = torch.autograd.grad(torch.nn.functional.cross_entropy(logits, target), wide)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a library added")
+
+    if multiprocessors(0):
+        monkeypatch.setattr(torch, "addmm", refuse)
+    loss = xent.linear_cross_entropy(hidden, weight, target, workspace=512 * 1024 * 2, backend="triton")
+    (found,) = torch.autograd.grad(loss, weight)
+    assert (found.float() - exact).norm() <= 5e-3 * exact.norm()
