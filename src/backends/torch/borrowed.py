@@ -24,13 +24,32 @@ from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.kernels import Kernels
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.results import Results
-from xent.backends.torch.schedule import Part
+from xent.backends.torch.schedule import Part, Schedule
 from xent.core.chunks import tile_shape
 
 if TYPE_CHECKING:
     from xent.backends.torch.linear import Linear
 
-__all__ = ["Borrowed"]
+__all__ = ["Borrowed", "add_first_rows", "fits"]
+
+
+def add_first_rows(
+    linear: "Linear",
+    chosen: Kernels,
+    schedule: Schedule,
+    parts: Iterator[Part],
+    results: Results,
+    gradients: Gradients,
+    classes: int,
+) -> None:
+    """Compute the schedule's first rows, whose parts come from `parts`, with pieces of so many classes."""
+    first = Borrowed(linear, chosen, schedule.facts, results, schedule.first, classes)
+    for part in parts:
+        first.add(part, part.take(linear.hidden).to(linear.compute))
+        if part.stop == schedule.first:
+            break
+    schedule.learn_count()
+    first.finish(schedule.until(schedule.first), gradients)
 
 
 class Borrowed:

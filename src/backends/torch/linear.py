@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import slices
-from xent.backends.torch.borrowed import Borrowed, fits
+from xent.backends.torch.borrowed import add_first_rows, fits
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
@@ -105,14 +105,7 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     gradients = Gradients(linear, schedule, chosen) if wanted else None
     parts = iter(schedule)
     if gradients is not None and first:
-        borrowed = Borrowed(linear, chosen, schedule.facts, results, first, piece)
-        for part in parts:
-            borrowed.add(part, part.take(linear.hidden).to(linear.compute))
-            if part.stop == first:
-                break
-        schedule.learn_count()
-        borrowed.finish(schedule.until(first), gradients)
-        del borrowed
+        add_first_rows(linear, chosen, schedule, parts, results, gradients, piece)
     for chunk in _chunks(linear, chosen, schedule, parts):
         run.forward(chunk.logits, chunk.part.start, chunk.logits if wanted else None, chunk.target_logits)
         if gradients is not None:

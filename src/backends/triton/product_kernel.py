@@ -14,14 +14,9 @@ few bands and a few hundred classes each, comes from the L2 cache.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from xent.backends.triton.product_parts import last_product, multiply, next_slot
 from xent.backends.triton.ring_parts import activate, exp, fade, finite
 
 __all__ = ["product_kernel"]
@@ -33,14 +28,6 @@ def _place(tile, group, class_tiles):
     whole = group * class_tiles
     rest = tile % whole
     return tile // whole * group + rest % group, rest // group
-
-
-@gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot after this one, and the phase of its barrier."""
-    slot += 1
-    wrapped = slot == SLOTS
-    return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
 
 
 @gluon.jit
@@ -64,7 +51,7 @@ def _produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
             tma.async_copy_global_to_shared(hidden, [row, at], full.index(slot), upper.index(slot))
             tma.async_copy_global_to_shared(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
             tma.async_copy_global_to_shared(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
-            slot, phase = _next(slot, phase, SLOTS)
+            slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -128,17 +115,10 @@ def _consume(
             s = nothing
             y = gl.load(target + row, mask=row < rows, other=-1).to(gl.int32)
         z = gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)
-        for step in range(steps):
-            mbarrier.wait(full.index(slot), phase)
-            z = warpgroup_mma(halves.index(slot), columns.index(slot).permute([1, 0]), z, is_async=True)
-            # The slot before is no longer read. Its number is found anew: Triton 3.6 loses a variable for it.
-            z = warpgroup_mma_wait(1, deps=[z])
-            mbarrier.arrive(empty.index(gl.where(slot == 0, SLOTS - 1, slot - 1)), pred=step > 0)
-            slot, phase = _next(slot, phase, SLOTS)
+        z, slot, phase = multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS, False)
         first = part * CLASSES
         with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
-        z = warpgroup_mma_wait(0, deps=[z])
-        mbarrier.arrive(empty.index(gl.where(slot == 0, SLOTS - 1, slot - 1)))
+        z = last_product(z, empty, slot, SLOTS)
         if ROUNDED:
             z = z.to(columns.dtype).to(gl.float32)
         x = activate(z, bend, SCALED, CAPPED)

@@ -12,23 +12,11 @@ its registers to it, and the copy engine writes it back while the next tile is b
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from xent.backends.triton.product_parts import last_product, multiply, next_slot
 
 __all__ = ["sum_kernel"]
-
-
-@gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot after this one, and the phase of its barrier."""
-    slot += 1
-    wrapped = slot == SLOTS
-    return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
 
 
 @gluon.jit
@@ -57,7 +45,7 @@ def _produce(slots, totals, left, right, total, walk, SLOTS: gl.constexpr):
             tma.async_copy_global_to_shared(left, [at, row], full.index(slot), upper.index(slot))
             tma.async_copy_global_to_shared(left, [at, row + HALF], full.index(slot), lower.index(slot))
             tma.async_copy_global_to_shared(right, [at, column], full.index(slot), columns.index(slot))
-            slot, phase = _next(slot, phase, SLOTS)
+            slot, phase = next_slot(slot, phase, SLOTS)
             now = step == late
             for half in gl.static_range(2):
                 mbarrier.wait(free.index(half), part_phase, pred=now)
@@ -87,15 +75,8 @@ def _consume(slots, totals, total, walk, half: gl.constexpr, SLOTS: gl.constexpr
     part_phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         z = gl.zeros([HALF, WIDTH], gl.float32, LAYOUT)
-        for step in range(steps):
-            mbarrier.wait(full.index(slot), phase)
-            z = warpgroup_mma(halves.index(slot).permute([1, 0]), columns.index(slot), z, is_async=True)
-            # The slot before is no longer read. Its number is found anew: Triton 3.6 loses a variable for it.
-            z = warpgroup_mma_wait(1, deps=[z])
-            mbarrier.arrive(empty.index(gl.where(slot == 0, SLOTS - 1, slot - 1)), pred=step > 0)
-            slot, phase = _next(slot, phase, SLOTS)
-        z = warpgroup_mma_wait(0, deps=[z])
-        mbarrier.arrive(empty.index(gl.where(slot == 0, SLOTS - 1, slot - 1)))
+        z, slot, phase = multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS, True)
+        z = last_product(z, empty, slot, SLOTS)
         mbarrier.wait(there.index(half), part_phase)
         part.store((z + part.load(LAYOUT).to(gl.float32)).to(columns.dtype))
         fence_async_shared()
