@@ -82,25 +82,39 @@ def test_slices_of_classes_take_the_place_of_small_chunks(rows: int, chunk: int,
     [
         (4096, 4096, 1024, None, (4096, 8192)),
         (4000, 7168, 1024, None, (4000, 16384)),
+        (2880, 2880, 1024, None, (2880, 8192)),  # all of them, no multiple of 128
         (2048, 4096, 2048, None, (0, 0)),  # one chunk, no sum
         (8192, 4096, 2048, None, (0, 0)),  # sums are left, of chunks that are large enough
         (8192, 4096, 512, 128 * MIB, (4096, 8192)),
         (8192, 7168, 512, 128 * MIB, (2304, 8192)),  # of more the input's gradient would outgrow the workspace
         (4096, 4096, 128, 8 * MIB, (0, 0)),  # so few are not worth it
+        (5000, 0, 512, MIB, (0, 0)),
+        (5000, 4096, 512, 1, (0, 0)),
     ],
 )
 def test_rows_whose_logits_lie_in_the_gradient(
     rows: int, columns: int, chunk: int, workspace: int | None, expected: tuple[int, int]
 ) -> None:
-    assert rows_in_gradient(rows, columns, 2, chunk, workspace) == expected
+    assert rows_in_gradient(rows, columns, 128_256, 2, chunk, workspace) == expected
 
 
 @pytest.mark.parametrize("workspace", [64 * MIB, 128 * MIB, 500 * MIB])
 @pytest.mark.parametrize("columns", [512, 2304, 4096])
 def test_rows_in_the_gradient_keep_to_the_workspace(columns: int, workspace: int) -> None:
-    rows, classes = rows_in_gradient(columns, columns, 2, 100, workspace)
+    rows, classes = rows_in_gradient(columns, columns, 128_256, 2, 100, workspace)
     assert rows
     assert rows * classes * 2 + rows * columns * 4 <= workspace
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("vocabulary", [1000, 32_000, 50_257, 128_256, 262_144])
+@pytest.mark.parametrize("columns", [2048, 4096, 8192, 12_288, 16_384])
+def test_rows_in_the_gradient_take_no_more_than_a_chunk(columns: int, vocabulary: int, itemsize: int) -> None:
+    for rows in (columns // 2, columns):
+        chunk = rows_per_chunk(rows, vocabulary, itemsize, None, "cuda", sums=itemsize == 2)
+        first, classes = rows_in_gradient(rows, columns, vocabulary, itemsize, chunk, None)
+        assert first * classes * itemsize + first * columns * 4 <= chunk * vocabulary * itemsize
+        assert classes < vocabulary
 
 
 def test_block_is_at_least_a_row() -> None:

@@ -153,7 +153,7 @@ def linear_cross_entropy(
     stats: Collection[str] = (),
     backend: str = "auto",
 ) -> Any:
-    """Compute the cross entropy of a linear classifier without holding its (tokens x vocabulary) logits.
+    """Compute the cross entropy of a linear classifier without memory for its (tokens x vocabulary) logits.
 
     This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: one chunk's
     logits are made, turned into losses and into their own gradient, and multiplied back before the next chunk's. In
@@ -195,7 +195,7 @@ def linear_cross_entropy(
         summed in float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many
         classes as rows, 256 of them in the workspace), slices of all rows and some classes are made instead, each of
         them twice, beside a float32 sum of the input's gradient. On CUDA the logits of up to D rows may lie in the
-        memory of the classifier's gradient, which then has no sum over these rows.
+        memory of the classifier's gradient, which is none of the workspace, and which then has no sum over these rows.
 
     Returns
     -------

@@ -93,23 +93,26 @@ def classes_per_slice(rows: int, vocabulary: int, chunk: int) -> int | None:
     return chunk * vocabulary // rows // _TILE_CLASSES * _TILE_CLASSES or None
 
 
-def rows_in_gradient(rows: int, columns: int, itemsize: int, chunk: int, workspace: int | None) -> tuple[int, int]:
+def rows_in_gradient(
+    rows: int, columns: int, vocabulary: int, itemsize: int, chunk: int, workspace: int | None
+) -> tuple[int, int]:
     """Return of how many first rows the logits should lie in the classifier's gradient, in pieces of how many classes.
 
     (0, 0) for none. That gradient's memory holds `columns` rows. It is worth it where no sum is left, or where chunks
-    are so small that sums take long. One half of the workspace is for a piece, the other for the gradient of the input,
-    a float32 sum over pieces. Powers of two, which fill an accelerator's multiprocessors evenly, and by default so
-    large that the sum is read and written less than the logits.
+    are so small that sums take long. A piece and the gradient of the input, a float32 sum over pieces, take no more
+    than a chunk would have taken, or half the workspace each. Pieces are powers of two, which fill an accelerator's
+    multiprocessors evenly, and not larger than it takes for that sum to be read and written less than the logits.
     """
-    if chunk >= rows or (rows > columns and chunk >= _ROWS_WORTH_A_SUM):
+    if not columns or chunk >= rows or (rows > columns and chunk >= _ROWS_WORTH_A_SUM):
         return 0, 0
     most = columns if workspace is None else min(workspace // 2 // (4 * columns), columns)
-    first = min(rows, most // _ROWS_MULTIPLE * _ROWS_MULTIPLE)
-    if 4 * first < min(rows, columns):
+    first = rows if rows <= most else most // _ROWS_MULTIPLE * _ROWS_MULTIPLE
+    if 4 * first < min(rows, columns) or not first:
         return 0, 0
-    wanted = 4 * columns - 1 if workspace is None else workspace // 2 // itemsize // first
-    classes = 1 << wanted.bit_length() - 1
-    return (first, classes) if classes >= _TILE_CLASSES else (0, 0)
+    piece = chunk * vocabulary * itemsize - 4 * first * columns if workspace is None else workspace // 2
+    wanted = min(piece // (itemsize * first), 4 * columns - 1)
+    classes = 1 << wanted.bit_length() - 1 if wanted > 0 else 0
+    return (first, classes) if _TILE_CLASSES <= classes < vocabulary else (0, 0)
 
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:

@@ -16,6 +16,7 @@ import torch
 
 import xent
 from xent.backends.triton import sums
+from xent.backends.triton.hopper import hopper_multiprocessors
 from xent.core.chunks import classes_per_slice
 from xent.core.spec import STAT_NAMES
 
@@ -81,13 +82,21 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
 
 def chunks_and_sums(vocabulary: int) -> None:
     """Make a call of three chunks, whose products the sum kernel adds up, though they are few rows for it."""
+    vocabulary = -(-vocabulary // 8) * 8
     hidden = torch.randn(300, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
     weight = torch.randn(vocabulary, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(vocabulary, (300,), device="cuda")
-    with patch.object(sums, "_FEWEST_ROWS", 1):
+    serves, served = sums._serves, []
+
+    def noted(*factors: torch.Tensor) -> bool:
+        served.append(serves(*factors))
+        return served[-1]
+
+    with patch.object(sums, "_FEWEST_ROWS", 1), patch.object(sums, "_serves", noted):
         loss = xent.linear_cross_entropy(hidden, weight, target, workspace=128 * vocabulary * 2, backend="triton")
     _, grad = torch.autograd.grad(loss, (hidden, weight))
     assert grad.isfinite().all()
+    assert served == [hopper_multiprocessors(0, sums.RELEASES) > 0] * 2
 
 
 def slices(vocabulary: int, reduction: str) -> bool:

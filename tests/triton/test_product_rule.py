@@ -16,7 +16,7 @@ RESULTS: dict[str, Any] = dict.fromkeys(("norm", "lse", "nll", "entropy", "predi
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have 132 multiprocessors."""
-    monkeypatch.setattr(product, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(product, "hopper_multiprocessors", lambda *_: 132)
 
 
 class Factor(SimpleNamespace):
@@ -61,7 +61,7 @@ def test_what_it_finds() -> None:
 
 def test_where_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not asked(hidden=Factor(300, 64, kind="cpu"))
-    monkeypatch.setattr(product, "multiprocessors", lambda index: 0)
+    monkeypatch.setattr(product, "hopper_multiprocessors", lambda *_: 0)
     assert not asked()
 
 

@@ -20,7 +20,7 @@ RESULTS: dict[str, Any] = dict.fromkeys(("norm", "lse", "nll", "entropy", "predi
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have 132 multiprocessors."""
-    monkeypatch.setattr(ring, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(ring, "hopper_multiprocessors", lambda *_: 132)
 
 
 def block(vocabulary: int, dtype: torch.dtype = BF16, stride: int | None = None, address: int = 4096) -> Any:
@@ -61,7 +61,7 @@ def test_machines(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setattr(hopper.triton, "__version__", version)
     monkeypatch.setattr(hopper, "DEVICES", devices)
-    assert hopper.multiprocessors.__wrapped__(0) == count
+    assert hopper.hopper_multiprocessors.__wrapped__(0, ring.RELEASES) == count
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from xent.backends.triton import sums
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have 132 multiprocessors."""
-    monkeypatch.setattr(sums, "multiprocessors", lambda index: 132)
+    monkeypatch.setattr(sums, "hopper_multiprocessors", lambda *_: 132)
 
 
 def asked(total: Any = None, left: Any = None, right: Any = None) -> bool:

@@ -69,12 +69,12 @@ class Borrowed:
         norm = facts.weight.new_empty(2, count) if results.norm is None else results.norm
         self._results = replace(results, norm=norm)
         self._target_logits = facts.weight.new_zeros(count)
-        self._tiles = chosen.tile_pass(facts, self._results, self._target_logits) if chosen.tile_pass else None
+        assert chosen.tile_pass is not None
+        self._tiles = chosen.tile_pass(facts, self._results, self._target_logits)
 
     def add(self, part: Part, hidden: Tensor) -> None:
         """Make the logits of a part from its hidden states (R, D)."""
         linear, rows = self._linear, slice(part.start, part.stop)
-        assert self._tiles is not None
         assert self._facts.target is not None
         target = self._facts.target[rows]
         self._target_logits[rows] = self._chosen.target_logits(
@@ -90,7 +90,6 @@ class Borrowed:
 
     def finish(self, part: Part, gradients: Gradients) -> None:
         """Turn the logits of all parts, which are now one, into gradients, and begin the sums with them."""
-        assert self._tiles is not None
         self._tiles.finish()
         linear, facts, norm = self._linear, self._facts, self._results.norm
         hidden = part.take(linear.hidden).to(linear.compute)

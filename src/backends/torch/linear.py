@@ -150,7 +150,8 @@ def _borrows(linear: Linear, chosen: Kernels, facts: Facts) -> tuple[int, int]:
     if not fits(linear) or chosen.tile_pass is None or facts.target is None:
         return 0, 0
     rows, columns = linear.hidden.shape
-    return rows_in_gradient(rows, columns, linear.compute.itemsize, linear.rows_per_chunk(), linear.workspace)
+    size, chunk = linear.compute.itemsize, linear.rows_per_chunk()
+    return rows_in_gradient(rows, columns, len(linear.weight), size, chunk, linear.workspace)
 
 
 def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | None:

@@ -68,7 +68,9 @@ class Schedule:
                 self._order = idle.argsort(stable=True)
                 self.count = int((~idle).sum())
                 facts = facts.select(self._order[: self.count])
-        elif idle.device.type == "cuda" and self._all > self._step(0) and not torch.cuda.is_current_stream_capturing():
+        elif (
+            idle.device.type == "cuda" and (first or self._all > step) and not torch.cuda.is_current_stream_capturing()
+        ):
             self._order = idle.argsort(stable=True)
             self._await_count(idle)
             facts = facts.select(self._order)

@@ -1,4 +1,4 @@
-"""Where the kernels written in Gluon run, on Hopper GPUs by releases of Triton that were tried, and what they take."""
+"""Where the kernels written in Gluon run, on Hopper GPUs by the releases of Triton that each was tried on."""
 
 import re
 from functools import cache
@@ -9,19 +9,21 @@ from torch import Tensor
 
 from xent.backends.triton.machine import DEVICES
 
-__all__ = ["can_be_copied", "multiprocessors"]
+__all__ = ["Releases", "can_be_copied", "hopper_multiprocessors"]
 
-# Gluon, Triton's lower-level language, is not yet stable.
-_RELEASES = ((3, 6), (3, 7))
+Releases = tuple[tuple[int, int], ...]
 _HOPPER = 9
 
 
 @cache
-def multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has, 0 for another GPU, an untried Triton or its interpreter."""
+def hopper_multiprocessors(index: int, releases: Releases) -> int:
+    """Return how many a Hopper GPU has, 0 for another GPU, Triton's interpreter or another release than these.
+
+    Gluon, Triton's lower-level language, is not yet stable.
+    """
     release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
     device = torch.cuda.get_device_properties(index)
-    serves = device.major == _HOPPER and release in _RELEASES and DEVICES == ("cuda",)
+    serves = device.major == _HOPPER and release in releases and DEVICES == ("cuda",)
     return device.multi_processor_count if serves else 0
 
 

@@ -5,12 +5,13 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from xent.backends.triton.hopper import can_be_copied, multiprocessors
+from xent.backends.triton.hopper import can_be_copied, hopper_multiprocessors
 from xent.backends.triton.ring import LARGEST_SOFTCAP
 from xent.backends.triton.tile_kernels import join_kernel
 
-__all__ = ["launch_product", "serves"]
+__all__ = ["RELEASES", "launch_product", "serves"]
 
+RELEASES = ((3, 6),)
 _BAND = 128  # rows of a tile
 _CLASSES = 256  # of a tile
 _DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
@@ -24,7 +25,7 @@ _JOINED = 128  # rows
 
 def serves(hidden: Tensor, classifier: Tensor, facts: Any, results: Any) -> bool:
     """Whether it finds all results that are asked for from hidden (N, D) and classifier (V, D)."""
-    if hidden.device.type != "cuda" or not multiprocessors(hidden.device.index):
+    if hidden.device.type != "cuda" or not hopper_multiprocessors(hidden.device.index, RELEASES):
         return False
     spec = facts.spec
     if spec.label_smoothing or facts.class_weight is not None or not _has_results(results):
@@ -41,7 +42,7 @@ def launch_product(
 
     `rounded`: logits are rounded to their dtype first, as those are that another pass makes again.
     """
-    programs = multiprocessors(hidden.device.index)
+    programs = hopper_multiprocessors(hidden.device.index, RELEASES)
     start = 0
     for bands, group in _groups(triton.cdiv(len(hidden), _BAND), programs):
         rows = slice(start, min(start + bands * _BAND, len(hidden)))

@@ -6,10 +6,11 @@ import torch
 import triton
 from torch import Tensor
 
-from xent.backends.triton.hopper import multiprocessors
+from xent.backends.triton.hopper import hopper_multiprocessors
 
-__all__ = ["LARGEST_SOFTCAP", "launch_ring", "programs_a_row"]
+__all__ = ["LARGEST_SOFTCAP", "RELEASES", "launch_ring", "programs_a_row"]
 
+RELEASES = ((3, 6), (3, 7))
 _SMALLEST_ROW = 84 * 1024  # bytes; of rows up to that, three fit into an L1 cache, where plain Triton finds them again
 LARGEST_SOFTCAP = 256  # the kernel finds k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
 _SLOT = 16384  # bytes
@@ -21,7 +22,7 @@ _REGISTERS = 168
 
 def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> int | None:
     """Return how many programs of the ring kernel share a row of a block, or None where plain Triton has to serve."""
-    if logits.device.type != "cuda" or not multiprocessors(logits.device.index):
+    if logits.device.type != "cuda" or not hopper_multiprocessors(logits.device.index, RELEASES):
         return None
     if facts.target is None or facts.class_weight is not None or not _has_results(results):
         return None
@@ -37,7 +38,7 @@ def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> in
     if logits.stride(0) < vocabulary:
         return None  # expanded rows or windows: the copy engine is not said to take rows that share memory
     group = triton.cdiv(triton.cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
-    return group if group <= multiprocessors(logits.device.index) else None
+    return group if group <= hopper_multiprocessors(logits.device.index, RELEASES) else None
 
 
 def _has_results(results: Any) -> bool:
@@ -58,7 +59,7 @@ def launch_ring(
     spec, part, unit = facts.spec, slice(start, start + rows), 16 // logits.itemsize
     block = _SLOT // logits.itemsize
     smoothed = spec.label_smoothing != 0
-    groups = min(rows, multiprocessors(logits.device.index) // group)
+    groups = min(rows, hopper_multiprocessors(logits.device.index, RELEASES) // group)
     loss = results.loss[part]
     words = loss
     if group > 1:

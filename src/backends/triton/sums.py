@@ -4,10 +4,11 @@ import torch
 import triton
 from torch import Tensor
 
-from xent.backends.triton.hopper import can_be_copied, multiprocessors
+from xent.backends.triton.hopper import can_be_copied, hopper_multiprocessors
 
-__all__ = ["add_product"]
+__all__ = ["RELEASES", "add_product"]
 
+RELEASES = ((3, 6),)
 _HALF = 64  # rows of a tile that a consumer has
 _WIDTH = 256  # of a tile
 _DEPTH = 64  # rows of both factors in a slot
@@ -35,7 +36,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     across = triton.cdiv(width, _WIDTH)
     tiles = triton.cdiv(vocabulary, 2 * _HALF) * across
-    sum_kernel[(min(multiprocessors(total.device.index), tiles),)](
+    sum_kernel[(min(hopper_multiprocessors(total.device.index, RELEASES), tiles),)](
         TensorDescriptor(left, [rows, vocabulary], [left.stride(0), 1], [_DEPTH, _HALF], layout),
         TensorDescriptor(right, [rows, width], [right.stride(0), 1], [_DEPTH, _WIDTH], layout),
         TensorDescriptor(total, [vocabulary, width], [total.stride(0), 1], [_HALF, _WIDTH], layout),
@@ -52,7 +53,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
 
 def _serves(total: Tensor, left: Tensor, right: Tensor) -> bool:
     """Whether total (V, D), left (R, V) and right (R, D) are of a kind and size for the kernel."""
-    if total.device.type != "cuda" or not multiprocessors(total.device.index):
+    if total.device.type != "cuda" or not hopper_multiprocessors(total.device.index, RELEASES):
         return False
     if not total.dtype == left.dtype == right.dtype == torch.bfloat16:
         return False

@@ -1,7 +1,8 @@
-"""The forward pass where nothing needs the logits again: tiles of them, small enough to stay in the L2 cache.
+"""The forward pass over tiles of logits, as they are made, small enough to be in the L2 cache still.
 
-A tile has all rows and a few thousand classes. It is made by a matrix product and read once, from cache, to carry on
-each row's sums; then the next tile takes its memory. With m the largest x so far, the sums are::
+A tile has some thousand rows and classes. It is made by a matrix product and read once, from cache, to carry on each
+row's sums; then, where nothing needs its logits again, the next tile takes its memory. With m the largest x so far, the
+sums are::
 
     total = sum_c exp(x_c - m)
     mixed = sum_c exp(x_c - m) (m - x_c)                    entropy = log total + mixed / total

@@ -1,4 +1,4 @@
-"""A pass over tiles of logits, for calls that need no logits again: see `xent.backends.triton.tile_kernels`."""
+"""A pass over tiles of logits, or over none that are stored: see `xent.backends.triton.tile_kernels` and `product`."""
 
 from typing import Any
 

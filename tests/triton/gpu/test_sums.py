@@ -6,7 +6,7 @@ from torch import Tensor
 
 import xent
 from xent.backends.triton import sums
-from xent.backends.triton.hopper import multiprocessors
+from xent.backends.triton.hopper import hopper_multiprocessors
 from xent.backends.triton.sums import add_product
 
 SHAPES = [  # rows, vocabulary, width: whole tiles, ragged ones, fewer tiles than programs, fewer rows than slots have
@@ -39,7 +39,7 @@ def test_one_rounding_of_the_exact_sum(shape: tuple[int, int, int]) -> None:
     total, left, right = draw(*shape)
     exact = total.double() + left.double().t() @ right.double()
     if not add_product(total, left.t(), right):
-        assert not multiprocessors(0)
+        assert not hopper_multiprocessors(0, sums.RELEASES)
         return
     # Float32 terms may tip a value that lies halfway between two.
     assert ((total.double() - exact).abs() <= 2.0**-8 * 1.01 * exact.abs() + 1e-3).all()
@@ -52,7 +52,7 @@ def test_same_bits_each_time(shape: tuple[int, int, int]) -> None:
     for _ in range(5):
         found.append(total.clone())
         if not add_product(found[-1], left.t(), right):
-            assert not multiprocessors(0)
+            assert not hopper_multiprocessors(0, sums.RELEASES)
             return
     assert all(torch.equal(one, found[0]) for one in found)
     assert not torch.equal(found[0], total)
@@ -63,7 +63,7 @@ def test_memory_around_the_sum_is_left_alone() -> None:
     left = torch.randn(300, 1000, device="cuda", dtype=torch.bfloat16)
     right = torch.randn(300, 72, device="cuda", dtype=torch.bfloat16)
     if not add_product(memory[1:1001, 8:80], left.t(), right):
-        assert not multiprocessors(0)
+        assert not hopper_multiprocessors(0, sums.RELEASES)
         return
     memory[1:1001, 8:80] = 7.0
     assert (memory == 7).all()
@@ -74,7 +74,7 @@ def test_nan_stays_in_its_row_and_column() -> None:
     left[3, 700] = torch.nan
     right[4, 300] = torch.inf
     if not add_product(total, left.t(), right):
-        assert not multiprocessors(0)
+        assert not hopper_multiprocessors(0, sums.RELEASES)
         return
     odd = ~total.isfinite()
     assert odd[700].all()
@@ -84,7 +84,7 @@ def test_nan_stays_in_its_row_and_column() -> None:
 
 
 def test_chunks_are_added_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With less error than sums of rounded products would have: each chunk adds to each class."""
+    """Chunks add to every class, so that errors would show."""
     torch.manual_seed(0)
     hidden = torch.randn(2048, 512, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(1024, 512, device="cuda") / 512**0.5).bfloat16().requires_grad_()
@@ -96,7 +96,7 @@ def test_chunks_are_added_up_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a library added")
 
-    if multiprocessors(0):
+    if hopper_multiprocessors(0, sums.RELEASES):
         monkeypatch.setattr(torch, "addmm", refuse)
     loss = xent.linear_cross_entropy(hidden, weight, target, workspace=512 * 1024 * 2, backend="triton")
     (found,) = torch.autograd.grad(loss, weight)

@@ -113,7 +113,7 @@ def test_small_workspace_takes_no_wide_sum_of_the_classifier() -> None:
 @pytest.mark.parametrize(
     ("rows", "hidden", "workspace", "beyond", "rounding"),
     [
-        (3000, 4096, None, 128 * MIB + 3000 * 4096 * (4 + 2), 1.05),  # all rows, and no sum
+        (3000, 4096, None, 3000 * (8192 * 2 + 4096 * (4 + 2)), 1.05),  # all rows, and no sum
         (4096, 2048, 64 * MIB, 64 * MIB, 1.5),  # half of them, then four chunks
     ],
 )
