@@ -187,6 +187,18 @@ def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, An
     assert np.abs(gradient[:, columns:]).sum() > 0
 
 
+def test_row_of_minus_infinity(target: Target) -> None:
+    """It has no probabilities, but a log-sum-exp: log 0, as every framework's own logsumexp has it."""
+    values = np.array([[-np.inf, -np.inf, -np.inf], [0.0, 1.0, 2.0]])
+    logits, classes = target.arrays(values, np.array([1, 1]))
+    loss, stats = xent.cross_entropy(logits, classes, reduction="none", stats=("lse", "nll"), backend=target.name)
+    lse, nll = target.harness.numpy(stats.lse), target.harness.numpy(stats.nll)
+    assert lse[0] == -np.inf
+    assert np.isnan(nll[0])
+    np.testing.assert_allclose(lse[1], np.log(np.exp(values[1]).sum()), rtol=1e-6)
+    np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss)), [True, False])
+
+
 def test_impossible_target_has_infinite_loss_and_finite_gradient(target: Target) -> None:
     values = np.array([[0.0, -np.inf, 1.0], [0.0, 1.0, 2.0]])
     logits, classes = target.arrays(values, np.array([1, 1]))

@@ -109,6 +109,7 @@ class _Rows:
                 x = spec.softcap * tanh
                 self.slope = spec.logit_scale * (1 - tanh**2)
             largest = x.max(-1, keepdims=True)
+            largest = np.where(largest == -np.inf, 0, largest)
             self.lse = np.log(np.exp(x - largest).sum(-1)) + largest[:, 0]
             self.surprise = self.lse[:, None] - x
             self.p = np.exp(-self.surprise)

@@ -40,7 +40,8 @@ def stats_of(found: Found, facts: Facts, shape: tuple[int, ...]) -> Stats:
 
 def _lse(found: Found, facts: Facts) -> mx.array:
     assert found.norm is not None
-    return mx.where(facts.ignored, 0, found.norm.sum(-1))
+    peak, log_sum = found.norm[:, 0], found.norm[:, 1]
+    return mx.where(facts.ignored, 0, mx.where(peak == -mx.inf, peak, peak + log_sum))
 
 
 def _nll(found: Found, facts: Facts) -> mx.array:

@@ -92,7 +92,7 @@ class _Block:
         lse = None
         if peak is not None:
             log_sum = -self.work.amax(-1)
-            lse = peak + log_sum
+            lse = torch.where(peak == -torch.inf, peak, peak + log_sum)
             if results.norm is not None:
                 results.norm[0, rows], results.norm[1, rows] = peak, log_sum
             if results.lse is not None:
