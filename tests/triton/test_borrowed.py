@@ -8,6 +8,7 @@ import torch
 
 import xent
 from tests.targets import Target
+from xent.backends.torch import borrowed as borrowing
 from xent.backends.torch import linear, schedule
 from xent.backends.torch.borrowed import Borrowed
 from xent.core import chunks
@@ -38,7 +39,7 @@ def borrowed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(schedule, "_STEP_OF_FIRST", 5)
     monkeypatch.setattr(chunks, "_TILE_CLASSES", 1)
     monkeypatch.setattr(chunks, "_TILE_BYTES", 5 * 7 * 2)
-    monkeypatch.setattr(linear, "rows_in_gradient", lambda rows, columns, *_: (min(rows, columns), 20))
+    monkeypatch.setattr(borrowing, "rows_in_gradient", lambda rows, columns, *_: (min(rows, columns), 20))
     monkeypatch.setattr(linear, "classes_per_slice", lambda *_: None)
     return found
 

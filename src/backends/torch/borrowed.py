@@ -25,12 +25,25 @@ from xent.backends.torch.kernels import Kernels
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.results import Results
 from xent.backends.torch.schedule import Part, Schedule
-from xent.core.chunks import tile_shape
+from xent.core.chunks import rows_in_gradient, tile_shape
 
 if TYPE_CHECKING:
     from xent.backends.torch.linear import Linear
 
-__all__ = ["Borrowed", "add_first_rows", "fits"]
+__all__ = ["Borrowed", "add_first_rows", "first_rows"]
+
+
+def first_rows(linear: "Linear", chosen: Kernels, facts: Facts) -> tuple[int, int]:
+    """Return how many first rows' logits lie in the classifier's gradient, 0 for none, and how many classes a piece.
+
+    None unless that gradient is made in the dtype of the logits, and a device has kernels for tiles.
+    """
+    same_dtype = linear.needs[1] and kept_dtype(linear.weight.dtype) == linear.compute
+    if not same_dtype or chosen.tile_pass is None or facts.target is None:
+        return 0, 0
+    rows, columns = linear.hidden.shape
+    size, chunk = linear.compute.itemsize, linear.rows_per_chunk()
+    return rows_in_gradient(rows, columns, len(linear.weight), size, chunk, linear.workspace)
 
 
 def add_first_rows(
@@ -114,8 +127,3 @@ class Borrowed:
             memory = self._apart if behind is None else self._gradient[behind].view(-1)
             width = here.stop - here.start
             yield here, memory[rows.start * width : rows.stop * width].view(-1, width)
-
-
-def fits(linear: "Linear") -> bool:
-    """Whether the classifier's gradient is made in the dtype of the logits."""
-    return linear.needs[1] and kept_dtype(linear.weight.dtype) == linear.compute

@@ -23,7 +23,10 @@ class Kernels:
     target_logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     scale_: Callable[[Tensor, Tensor, Tensor], None]
     tile_pass: Callable[[Facts, Results, Tensor], Any] | None = None
-    """Starts a forward pass over tiles of classes, from the target logits; None where a device has no kernel for it."""
+    """Starts a forward pass over tiles of classes, from the target logits; None where a device has no kernel for it.
+
+    What it returns has `multiply`, which takes all tiles at once or returns False, `add` for one, and `finish`.
+    """
     add_product: Callable[[Tensor, Tensor, Tensor], bool] | None = None
     """Adds (M, R) @ (R, D) to a sum (M, D) in place, or returns False; None where PyTorch always does it."""
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import slices
-from xent.backends.torch.borrowed import add_first_rows, fits
+from xent.backends.torch.borrowed import add_first_rows, first_rows
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.kernels import Kernels, kernels
@@ -17,7 +17,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.results import Results, new_results
 from xent.backends.torch.schedule import Part, Schedule
-from xent.core.chunks import classes_per_slice, rows_in_gradient, rows_per_chunk, tile_shape
+from xent.core.chunks import classes_per_slice, rows_per_chunk, tile_shape
 
 __all__ = ["Linear", "backward", "forward"]
 
@@ -98,7 +98,7 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
         results = new_results(facts, keep_norm)
         if _forward_in_tiles(linear, chosen, facts, results):
             return facts, results, no_gradients(linear)
-    first, piece = _borrows(linear, chosen, facts) if wanted else (0, 0)
+    first, piece = first_rows(linear, chosen, facts) if wanted else (0, 0)
     schedule = Schedule(facts, linear.rows_per_chunk(first), first)
     results = new_results(schedule.facts, keep_norm)
     run = chosen.row_pass(schedule.facts, results)
@@ -145,15 +145,6 @@ def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule, parts: Iterator
         yield _Chunk(part, hidden, logits, target_logits)
 
 
-def _borrows(linear: Linear, chosen: Kernels, facts: Facts) -> tuple[int, int]:
-    """Return how many first rows' logits lie in the classifier's gradient, 0 for none, and how many classes a piece."""
-    if not fits(linear) or chosen.tile_pass is None or facts.target is None:
-        return 0, 0
-    rows, columns = linear.hidden.shape
-    size, chunk = linear.compute.itemsize, linear.rows_per_chunk()
-    return rows_in_gradient(rows, columns, len(linear.weight), size, chunk, linear.workspace)
-
-
 def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | None:
     """Return how many classes a slice of all rows has, None where gradients are better made of chunks of rows."""
     adds_up = linear.needs[1] and linear.compute == torch.bfloat16
@@ -168,7 +159,7 @@ def _schedule_of_gradients(linear: Linear, facts: Facts) -> Schedule:
 
 
 def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Results) -> bool:
-    """Fill the results from tiles of classes, if the device has a kernel for that and each row one class for target."""
+    """Fill the results without all logits, if the device has kernels for that and each row has one class for target."""
     if chosen.tile_pass is None or facts.target is None or not len(facts.weight):
         return False
     weight, bias, hidden = linear.classifier, linear.classifier_bias, linear.hidden.to(linear.compute)
