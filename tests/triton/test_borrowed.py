@@ -8,6 +8,7 @@ import torch
 
 import xent
 from tests.targets import Target
+from tests.triton.sure import check_sure_targets
 from xent.backends.torch import borrowed as borrowing
 from xent.backends.torch import linear, schedule
 from xent.backends.torch.borrowed import Borrowed
@@ -74,3 +75,8 @@ def test_ignored_rows_and_statistics(target: Target, borrowed: list[int], ignore
     for ours, expected in zip(found(target.name), found("torch"), strict=True):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert borrowed == [min(24, 40 - len(ignored))]
+
+
+def test_gradient_of_sure_targets(target: Target, borrowed: list[int]) -> None:
+    check_sure_targets(target, 24, workspace=5 * ROW)
+    assert borrowed == [24]

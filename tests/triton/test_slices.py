@@ -8,6 +8,7 @@ import torch
 
 import xent
 from tests.targets import Target
+from tests.triton.sure import check_sure_targets
 from xent.backends.torch import slices
 from xent.core import chunks
 from xent.core.check.cases import Case, option_cases
@@ -71,6 +72,11 @@ def test_what_needs_no_gradient_and_what_nobody_may_see(target: Target, sliced: 
     for ours, expected in zip(found, gradient(None), strict=True):
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, expected, rtol=2.0**-7, atol=1e-4)
+    assert len(sliced) == 1
+
+
+def test_gradient_of_sure_targets(target: Target, sliced: list[int]) -> None:
+    check_sure_targets(target, 20, workspace=ROW)
     assert len(sliced) == 1
 
 

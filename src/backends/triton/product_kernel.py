@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from xent.backends.triton.product_parts import last_product, multiply, next_slot
-from xent.backends.triton.ring_parts import activate, exp, fade, finite
+from xent.backends.triton.ring_parts import activate, barriers, exp, fade, finite
 
 __all__ = ["product_kernel"]
 
@@ -166,12 +166,8 @@ def product_kernel(
     upper = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
     lower = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
     columns = gl.allocate_shared_memory(classifier.dtype, [SLOTS, CLASSES, DEPTH], classifier.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    fence_async_shared()  # or the copy engine might come upon a barrier that is not there yet
+    full, empty = barriers(SLOTS, 2)
+    fence_async_shared()
     slots = (upper, lower, columns, full, empty)
     walk = (tiles, group, class_tiles, steps)
     sums = (peaks, totals)

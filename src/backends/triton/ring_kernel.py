@@ -21,7 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from xent.backends.triton.ring_parts import activate, exchange, exp, fade, finite, fold, read
+from xent.backends.triton.ring_parts import activate, barriers, exchange, exp, fade, finite, fold, read
 
 __all__ = ["ring_kernel"]
 
@@ -330,12 +330,8 @@ def ring_kernel(
     dtype: gl.constexpr = descriptor.dtype
     VEC: gl.constexpr = 128 // dtype.primitive_bitwidth
     ring = gl.allocate_shared_memory(dtype, [SLOTS, 1, BLOCK], descriptor.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
-    fence_async_shared()  # or the copy engine might come upon a barrier that is not there yet
+    full, empty = barriers(SLOTS, 1)
+    fence_async_shared()
     vocabulary = vocabulary_units * VEC
     stride = stride_units.to(gl.int64) * VEC
     grad_stride = grad_stride_units.to(gl.int64) * VEC

@@ -1,14 +1,29 @@
-"""What the ring kernel is made of, in Gluon: its arithmetic, a block in a slot, and a row's sum among programs.
+"""What the ring kernel is made of, in Gluon: its barriers and arithmetic, a block in a slot, a row among programs.
 
-The product kernel takes the arithmetic.
+The product and the sum kernel take the first two as well.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["activate", "exchange", "exp", "fade", "finite", "fold", "read"]
+__all__ = ["activate", "barriers", "exchange", "exp", "fade", "finite", "fold", "read"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """Return the barriers of so many places in shared memory: one each for "full", one for "empty", READERS to say so.
+
+    Before the copy engine uses them there has to be a fence, or it might come upon a barrier that is not there yet.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=READERS)
+    return full, empty
 
 
 @gluon.jit

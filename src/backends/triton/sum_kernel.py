@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from xent.backends.triton.product_parts import last_product, multiply, next_slot
+from xent.backends.triton.ring_parts import barriers
 
 __all__ = ["sum_kernel"]
 
@@ -105,17 +106,9 @@ def sum_kernel(
     lower = gl.allocate_shared_memory(left.dtype, [SLOTS, DEPTH, HALF], left.layout)
     columns = gl.allocate_shared_memory(right.dtype, [SLOTS, DEPTH, WIDTH], right.layout)
     parts = gl.allocate_shared_memory(total.dtype, [2, HALF, WIDTH], total.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    there = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
-    for half in gl.static_range(2):
-        mbarrier.init(there.index(half), count=1)
-        mbarrier.init(free.index(half), count=1)
-    fence_async_shared()  # or the copy engine might come upon a barrier that is not there yet
+    full, empty = barriers(SLOTS, 2)
+    there, free = barriers(2, 1)
+    fence_async_shared()
     slots = (upper, lower, columns, full, empty)
     totals = (parts, there, free)
     walk = (tiles, across, steps)
