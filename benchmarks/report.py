@@ -112,7 +112,7 @@ def _verdict(goal: Goal, record: Record) -> str:
     if value is None:
         return f"[yellow]unknown[/yellow]  {limit}"
     verdict = "[green]met    [/green]" if value <= goal.at_most else "[red]missed [/red]"
-    return f"{verdict}  {limit}, measured {value:.4g}"
+    return f"{verdict}  {limit}, measured {value:.6g}"
 
 
 def _disturbance(records: Sequence[Record]) -> Iterator[str]:
