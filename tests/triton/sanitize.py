@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 import xent
-from xent.backends.triton import sums
+from xent.backends.triton import exponentials
 from xent.backends.triton.hopper import hopper_multiprocessors
 from xent.core.chunks import classes_per_slice
 from xent.core.spec import STAT_NAMES
@@ -42,8 +42,8 @@ def main(*vocabularies: int) -> None:
                 count += sum(1 for _ in calls(vocabulary, dtype, reduction, options))
         for reduction in ("mean", "none"):
             count += slices(vocabulary, reduction)
-        chunks_and_sums(vocabulary)
-        count += 1
+            exponentials_of_chunks(vocabulary, reduction)
+            count += 1
     torch.cuda.synchronize()
     print(f"{count} calls came out right")
 
@@ -80,23 +80,31 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
         yield
 
 
-def chunks_and_sums(vocabulary: int) -> None:
-    """Make a call of three chunks, whose products the sum kernel adds up, though they are few rows for it."""
-    vocabulary = -(-vocabulary // 8) * 8
-    hidden = torch.randn(300, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
+def exponentials_of_chunks(vocabulary: int, reduction: str) -> None:
+    """Make a call of three chunks of exponentials, one of which has to be made again."""
+    hidden = torch.randn(300, 16, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(vocabulary, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(vocabulary, (300,), device="cuda")
-    serves, served = sums._serves, []
+    hidden[7] = 30 * (weight[target[7] - 1] - weight[target[7]]).detach()
+    launch, launched = exponentials._launch, []
 
-    def noted(*factors: torch.Tensor) -> bool:
-        served.append(serves(*factors))
-        return served[-1]
+    def noted(*given: Any) -> None:
+        launched.append(len(given[0]))
+        launch(*given)
 
-    with patch.object(sums, "_FEWEST_ROWS", 1), patch.object(sums, "_serves", noted):
-        loss = xent.linear_cross_entropy(hidden, weight, target, workspace=128 * vocabulary * 2, backend="triton")
-    _, grad = torch.autograd.grad(loss, (hidden, weight))
-    assert grad.isfinite().all()
-    assert served == [hopper_multiprocessors(0, sums.RELEASES) > 0] * 2
+    with patch.object(exponentials, "_launch", noted):
+        loss = xent.linear_cross_entropy(
+            hidden.requires_grad_(),
+            weight,
+            target,
+            workspace=130 * vocabulary * 2,
+            reduction=reduction,
+            backend="triton",
+        )
+        made = torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
+    assert all(grad.isfinite().all() for grad in made)
+    hopper = hopper_multiprocessors(0, exponentials.RELEASES) > 0
+    assert bool(launched) == (hopper and vocabulary >= exponentials.CLASSES)
 
 
 def slices(vocabulary: int, reduction: str) -> bool:

@@ -10,8 +10,6 @@ import torch
 from xent.backends.triton import product
 from xent.core.spec import LossSpec
 
-RESULTS: dict[str, Any] = dict.fromkeys(("norm", "lse", "nll", "entropy", "predictions", "z_term"))
-
 
 @pytest.fixture(autouse=True)
 def chip(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,23 +35,17 @@ class Factor(SimpleNamespace):
         return int(self.address)
 
 
-def asked(
-    hidden: Any = None,
-    classifier: Any = None,
-    results: dict[str, Any] | None = None,
-    weight: Any = None,
-    **options: Any,
-) -> bool:
+def asked(hidden: Any = None, classifier: Any = None, weight: Any = None, **options: Any) -> bool:
     facts = SimpleNamespace(target=0, class_weight=weight, spec=replace(LossSpec(), **options))
-    found = SimpleNamespace(**(RESULTS | (results or {})))
-    return product.serves(hidden or Factor(300, 64), classifier or Factor(1000, 64), facts, found)
+    return product.serves(hidden or Factor(300, 64), classifier or Factor(1000, 64), facts)
 
 
 def test_what_it_finds() -> None:
     assert asked()
-    assert asked(results={"norm": 0, "lse": 0, "nll": 0, "z_term": 0}, z_loss=0.1, softcap=30.0, logit_scale=-2.0)
-    assert not asked(results={"entropy": 0})
-    assert not asked(results={"predictions": 0})
+    assert asked(stats=("count", "lse", "nll", "z_loss"), z_loss=0.1, softcap=30.0, logit_scale=-2.0)
+    assert not asked(stats=("lse", "entropy"))
+    assert not asked(stats=("predictions",))
+    assert not asked(stats=("accuracy",))
     assert not asked(weight=0)
     assert not asked(label_smoothing=0.1)
     assert not asked(softcap=1e4)

@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["main", "unexplained"]
 
 KERNELS = Path(__file__).parents[2] / "src" / "backends" / "triton"
-COMPILERS_OWN = ("def ring_kernel(", "def product_kernel(", "def sum_kernel(", "gl.warp_specialize(")
+COMPILERS_OWN = ("def ring_kernel(", "def product_kernel(", "def exponentials_kernel(", "gl.warp_specialize(")
 
 
 def main(tool: str, *vocabularies: str) -> int:

@@ -8,7 +8,8 @@ but one piece, and their part of the gradient no sum::
     gradient  | slice 0 | slice 1 | slice 2 | ... | slice n |
     logits              | piece 0 | piece 1 | ... | piece n - 1 |   piece n: apart
 
-A row's norm comes from the pieces as they are made, like that of tiles; its gradient when all are there.
+A row's norm comes from the pieces as they are made, like that of tiles; its gradient when all are there. Exponentials
+take the place of both where a device makes them.
 """
 
 import math
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients
-from xent.backends.torch.kernels import Kernels
+from xent.backends.torch.kernels import Exponentials, Factors, Kernels, joined
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.results import Results
 from xent.backends.torch.schedule import Part, Schedule
@@ -53,10 +54,11 @@ def add_first_rows(
     parts: Iterator[Part],
     results: Results,
     gradients: Gradients,
+    exponentials: Exponentials | None,
     classes: int,
 ) -> None:
     """Compute the schedule's first rows, whose parts come from `parts`, with pieces of so many classes."""
-    first = Borrowed(linear, chosen, schedule.facts, results, schedule.first, classes)
+    first = Borrowed(linear, chosen, schedule.facts, results, exponentials, schedule.first, classes)
     for part in parts:
         first.add(part, part.take(linear.hidden).to(linear.compute))
         if part.stop == schedule.first:
@@ -69,7 +71,14 @@ class Borrowed:
     """Up to `rows` first rows of a schedule with these facts and results, `classes` classes a piece."""
 
     def __init__(
-        self, linear: "Linear", chosen: Kernels, facts: Facts, results: Results, rows: int, classes: int
+        self,
+        linear: "Linear",
+        chosen: Kernels,
+        facts: Facts,
+        results: Results,
+        exponentials: Exponentials | None,
+        rows: int,
+        classes: int,
     ) -> None:
         self._linear, self._chosen, self._facts = linear, chosen, facts
         weight, count = linear.weight, len(facts.weight)
@@ -82,17 +91,26 @@ class Borrowed:
         norm = facts.weight.new_empty(2, count) if results.norm is None else results.norm
         self._results = replace(results, norm=norm)
         self._target_logits = facts.weight.new_zeros(count)
+        # A piece's rows have its classes alone, and have to be on boundaries of 16 bytes.
+        self._exponentials = exponentials if vocabulary % 8 == 0 else None
+        self._factors: list[Factors] = []
         assert chosen.tile_pass is not None
         self._tiles = chosen.tile_pass(facts, self._results, self._target_logits)
 
     def add(self, part: Part, hidden: Tensor) -> None:
-        """Make the logits of a part from its hidden states (R, D)."""
+        """Make the logits of a part from its hidden states (R, D), or their exponentials."""
         linear, rows = self._linear, slice(part.start, part.stop)
         assert self._facts.target is not None
         target = self._facts.target[rows]
         self._target_logits[rows] = self._chosen.target_logits(
             hidden, linear.classifier, linear.classifier_bias, target
         )
+        if self._exponentials is not None:
+            places = [(classes.start, linear.classifier[classes], piece) for classes, piece in self._pieces(rows)]
+            facts = self._facts.between(part.start, part.stop)
+            results = self._results.between(part.start, part.stop)
+            self._factors.append(self._exponentials.make(hidden, places, facts, results, self._target_logits[rows]))
+            return
         width = tile_shape(len(hidden), len(linear.weight), linear.compute.itemsize, None)[1]
         for classes, piece in self._pieces(rows):
             for first in range(classes.start, classes.stop, width):
@@ -103,23 +121,26 @@ class Borrowed:
 
     def finish(self, part: Part, gradients: Gradients) -> None:
         """Turn the logits of all parts, which are now one, into gradients, and begin the sums with them."""
-        self._tiles.finish()
+        factors = joined(self._factors).between(0, part.stop) if self._factors else None
+        if factors is None:
+            self._tiles.finish()
         linear, facts, norm = self._linear, self._facts, self._results.norm
         hidden = part.take(linear.hidden).to(linear.compute)
-        trained = gradients.trained(part, hidden)
+        trained = gradients.trained(part, hidden, factors)
         target_logits = self._target_logits[: part.stop]
         needs_input, _, needs_bias = linear.needs
         total = ProductSum(hidden.shape, linear.compute, linear.input.dtype, hidden.device, chunks=None)
         bias = facts.weight.new_empty(len(linear.weight)) if needs_bias else None
         for classes, piece in self._pieces(slice(0, part.stop)):
-            run = self._chosen.row_pass(facts.of_classes(classes.start, classes.stop), Results(facts.weight, norm))
-            run.backward(piece, 0, piece, target_logits)
+            if factors is None:
+                run = self._chosen.row_pass(facts.of_classes(classes.start, classes.stop), Results(facts.weight, norm))
+                run.backward(piece, 0, piece, target_logits)
             if needs_input:
                 total.add(piece, linear.classifier[classes], classes.stop == len(linear.weight))
             if bias is not None:
                 bias[classes] = piece.sum(0, dtype=bias.dtype)
             torch.mm(piece.t(), trained, out=self._gradient[classes])
-        gradients.begin(part, total.unrounded() if needs_input else None, self._gradient, bias)
+        gradients.begin(part, total.unrounded() if needs_input else None, self._gradient, bias, factors)
 
     def _pieces(self, rows: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield classes and the logits (R, C) of those rows."""

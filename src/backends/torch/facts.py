@@ -63,6 +63,19 @@ class Facts:
             scale=self.scale[rows],
         )
 
+    def between(self, start: int, stop: int) -> "Facts":
+        """Return the facts of rows [start, stop) alone, of classes for targets."""
+        rows = slice(start, stop)
+        return replace(
+            self,
+            target=None if self.target is None else self.target[rows],
+            ignored=self.ignored[rows],
+            dead=None if self.dead is None else self.dead[rows],
+            invalid=None if self.invalid is None else self.invalid[rows],
+            weight=self.weight[rows],
+            scale=self.scale[rows],
+        )
+
     def of_classes(self, first: int, stop: int) -> "Facts":
         """Return the facts for logits of classes [first, stop) alone, where class `first` is 0.
 

@@ -1,6 +1,5 @@
-"""`linear_cross_entropy` in PyTorch: make a chunk's logits, overwrite them with their gradient, multiply it back."""
+"""`linear_cross_entropy` in PyTorch: fill chunks with the gradients of their logits, and multiply them back."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,13 +9,14 @@ from torch import Tensor
 
 from xent.backends.torch import slices
 from xent.backends.torch.borrowed import add_first_rows, first_rows
+from xent.backends.torch.chunk import chunk_maker, chunks, row_pitch
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients, no_gradients
-from xent.backends.torch.kernels import Kernels, kernels
+from xent.backends.torch.kernels import Exponentials, Kernels, kernels
 from xent.backends.torch.options import Options
 from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.results import Results, new_results
-from xent.backends.torch.schedule import Part, Schedule
+from xent.backends.torch.schedule import Schedule
 from xent.core.chunks import classes_per_slice, rows_per_chunk, tile_shape
 
 __all__ = ["Linear", "backward", "forward"]
@@ -58,28 +58,17 @@ class Linear:
         else:
             torch.addmm(self.classifier_bias[classes], hidden, columns, out=out)
 
-    def rows_per_chunk(self, first: int = 0) -> int:
-        """Return how many rows of logits are alive at one time, but for those `first`."""
+    def exponentials(self, chosen: Kernels, facts: Facts) -> Exponentials | None:
+        """Return what makes exponentials that stand for the gradients of logits; None where nothing does."""
+        if chosen.exponentials is None or self.bias is not None:
+            return None
+        return chosen.exponentials(self.classifier, facts)
+
+    def rows_per_chunk(self, first: int = 0, pitch: int | None = None) -> int:
+        """Return how many rows of logits are alive at one time, but for those `first`, each `pitch` elements long."""
         rounds = self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
-        rows, vocabulary, itemsize = len(self.hidden) - first, len(self.weight), self.compute.itemsize
-        return rows_per_chunk(rows, vocabulary, itemsize, self.workspace, self.weight.device.type, rounds)
-
-
-@dataclass(frozen=True, eq=False)
-class _Chunk:
-    """R rows, in the compute dtype."""
-
-    part: Part
-    hidden: Tensor
-    """(R, D)"""
-    logits: Tensor
-    """(R, V), memory that the next chunk uses again."""
-    target_logits: Tensor | None
-    """(R,) float32, where the compute dtype rounds: most of the loss's error is the rounding of this one logit.
-
-    Also where the forward pass may have come from tiles: other products round otherwise, and this one logit must be
-    the same in both passes if p of a sure target, or of an only class, is to be 1.
-    """
+        rows, length, itemsize = len(self.hidden) - first, pitch or len(self.weight), self.compute.itemsize
+        return rows_per_chunk(rows, length, itemsize, self.workspace, self.weight.device.type, rounds)
 
 
 def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, Results, list[Tensor]]:
@@ -99,17 +88,19 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
         if _forward_in_tiles(linear, chosen, facts, results):
             return facts, results, no_gradients(linear)
     first, piece = first_rows(linear, chosen, facts) if wanted else (0, 0)
-    schedule = Schedule(facts, linear.rows_per_chunk(first), first)
+    exponentials = linear.exponentials(chosen, facts) if wanted else None
+    pitch = row_pitch(linear, exponentials)
+    schedule = Schedule(facts, linear.rows_per_chunk(first, pitch), first)
     results = new_results(schedule.facts, keep_norm)
-    run = chosen.row_pass(schedule.facts, results)
-    gradients = Gradients(linear, schedule, chosen) if wanted else None
+    maker = chunk_maker(linear, chosen, exponentials, schedule.facts, results, wanted)
+    gradients = Gradients(linear, schedule, exponentials) if wanted else None
     parts = iter(schedule)
     if gradients is not None and first:
-        add_first_rows(linear, chosen, schedule, parts, results, gradients, piece)
-    for chunk in _chunks(linear, chosen, schedule, parts):
-        run.forward(chunk.logits, chunk.part.start, chunk.logits if wanted else None, chunk.target_logits)
+        add_first_rows(linear, chosen, schedule, parts, results, gradients, exponentials, piece)
+    for chunk in chunks(linear, chosen, schedule, parts, pitch):
+        factors = maker.forward(chunk)
         if gradients is not None:
-            gradients.add(chunk.part, chunk.hidden, chunk.logits)
+            gradients.add(chunk.part, chunk.hidden, chunk.logits, factors)
     made = no_gradients(linear) if gradients is None else gradients.result()
     return facts, schedule.in_callers_order(results), made
 
@@ -121,28 +112,15 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     classes = _classes_per_slice(linear, chosen, facts)
     if classes is not None:
         return slices.gradients(linear, chosen, _schedule_of_gradients(linear, facts), norm, classes)
-    schedule = Schedule(facts, linear.rows_per_chunk())
-    run = chosen.row_pass(schedule.facts, Results(schedule.facts.weight, schedule.ordered(norm)))
-    gradients = Gradients(linear, schedule, chosen)
-    for chunk in _chunks(linear, chosen, schedule, iter(schedule)):
-        run.backward(chunk.logits, chunk.part.start, chunk.logits, chunk.target_logits)
-        gradients.add(chunk.part, chunk.hidden, chunk.logits)
+    exponentials = linear.exponentials(chosen, facts)
+    pitch = row_pitch(linear, exponentials)
+    schedule = Schedule(facts, linear.rows_per_chunk(pitch=pitch))
+    results = Results(schedule.facts.weight, schedule.ordered(norm))
+    maker = chunk_maker(linear, chosen, exponentials, schedule.facts, results)
+    gradients = Gradients(linear, schedule, exponentials)
+    for chunk in chunks(linear, chosen, schedule, iter(schedule), pitch):
+        gradients.add(chunk.part, chunk.hidden, chunk.logits, maker.backward(chunk))
     return gradients.result()
-
-
-def _chunks(linear: Linear, chosen: Kernels, schedule: Schedule, parts: Iterator[Part]) -> Iterator[_Chunk]:
-    compute, weight, bias = linear.compute, linear.classifier, linear.classifier_bias
-    rows = min(schedule.step, schedule.count - schedule.first)
-    memory = torch.empty(max(rows, 0), len(weight), dtype=compute, device=weight.device)
-    target = schedule.facts.target
-    for part in parts:
-        hidden = part.take(linear.hidden).to(compute)
-        logits = memory[: len(hidden)]
-        linear.write_logits(hidden, logits)
-        target_logits = None
-        if target is not None and (compute in (torch.bfloat16, torch.float16) or chosen.tile_pass is not None):
-            target_logits = chosen.target_logits(hidden, weight, bias, target[part.start : part.stop])
-        yield _Chunk(part, hidden, logits, target_logits)
 
 
 def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | None:
@@ -158,13 +136,19 @@ def _schedule_of_gradients(linear: Linear, facts: Facts) -> Schedule:
     return Schedule(replace(facts, spec=replace(facts.spec, stats=())), linear.rows_per_chunk())
 
 
+def _rounds_again(linear: Linear, chosen: Kernels, facts: Facts) -> bool:
+    """Whether the logits that backward makes again are rounded: those that become exponentials are not."""
+    return linear.exponentials(chosen, facts) is None or _classes_per_slice(linear, chosen, facts) is not None
+
+
 def _forward_in_tiles(linear: Linear, chosen: Kernels, facts: Facts, results: Results) -> bool:
     """Fill the results without all logits, if the device has kernels for that and each row has one class for target."""
     if chosen.tile_pass is None or facts.target is None or not len(facts.weight):
         return False
     weight, bias, hidden = linear.classifier, linear.classifier_bias, linear.hidden.to(linear.compute)
     run = chosen.tile_pass(facts, results, chosen.target_logits(hidden, weight, bias, facts.target))
-    if bias is not None or not run.multiply(hidden, weight):
+    rounded = results.norm is not None and _rounds_again(linear, chosen, facts)
+    if bias is not None or not run.multiply(hidden, weight, rounded):
         _add_tiles(linear, hidden, run)
     run.finish()
     return True

@@ -1,7 +1,5 @@
 """A gradient that is added up over chunks, without losing what a low-precision sum would round off."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -45,13 +43,8 @@ class ProductSum:
         out: torch.dtype,
         device: torch.device,
         chunks: int | None,
-        add_product: Callable[[Tensor, Tensor, Tensor], bool] | None = None,
     ) -> None:
-        """Begin a sum of so many products; None where it may not be rounded, however many they are.
-
-        `add_product` is that of `xent.backends.torch.kernels.Kernels`.
-        """
-        self._add_product = add_product
+        """Begin a sum of so many products; None where it may not be rounded, however many they are."""
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
         on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
@@ -91,7 +84,7 @@ class ProductSum:
     def _add_in_place(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:
             self._sum = left @ right
-        elif self._add_product is None or not self._add_product(self._sum, left, right):
+        else:
             torch.addmm(self._sum, left, right, out=self._sum)
 
     def _add_wide(self, left: Tensor, right: Tensor) -> None:

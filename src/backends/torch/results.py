@@ -31,6 +31,22 @@ class Results:
             found["z_loss"] = reduced(found["z_loss"], facts)
         return list(found.values())
 
+    def between(self, start: int, stop: int) -> "Results":
+        """Return the results of rows [start, stop) alone, in the same memory."""
+
+        def some(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[..., start:stop]
+
+        return Results(
+            self.loss[start:stop],
+            some(self.norm),
+            some(self.lse),
+            some(self.nll),
+            some(self.entropy),
+            some(self.predictions),
+            some(self.z_term),
+        )
+
     def _lse(self, facts: Facts) -> Tensor:
         return _counted(self.lse, facts)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xent.backends.triton.machine import DEVICES
 
-__all__ = ["Releases", "can_be_copied", "hopper_multiprocessors"]
+__all__ = ["Releases", "can_be_copied", "copyable", "hopper_multiprocessors"]
 
 Releases = tuple[tuple[int, int], ...]
 _HOPPER = 9
@@ -34,3 +34,8 @@ def can_be_copied(matrix: Tensor) -> bool:
     pitch, width = matrix.stride(0), matrix.shape[1]
     aligned = matrix.stride(1) == 1 and pitch * matrix.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
     return aligned and 0 < width <= pitch
+
+
+def copyable(matrix: Tensor) -> Tensor:
+    """Return a matrix that the copy engine takes, if it takes one of that width: itself, or a copy."""
+    return matrix if can_be_copied(matrix) else matrix.clone(memory_format=torch.contiguous_format)

@@ -9,12 +9,13 @@ from xent.backends.triton.hopper import can_be_copied, hopper_multiprocessors
 from xent.backends.triton.ring import LARGEST_SOFTCAP
 from xent.backends.triton.tile_kernels import join_kernel
 
-__all__ = ["RELEASES", "launch_product", "serves"]
+__all__ = ["BAND", "CLASSES", "DEPTH", "RELEASES", "can_be_summed", "launch_product", "serves"]
 
-RELEASES = ((3, 6),)
-_BAND = 128  # rows of a tile
-_CLASSES = 256  # of a tile
-_DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
+RELEASES = ((3, 6), (3, 7))
+BAND = 128  # rows of a tile
+CLASSES = 256  # of a tile
+DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
+_SUMMED = {"count", "lse", "nll", "z_loss"}  # statistics
 _SLOTS = 4
 _WARPS = 4
 _ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
@@ -23,16 +24,11 @@ _MOST_BANDS = 12  # side by side: their rows and the classes that other programs
 _JOINED = 128  # rows
 
 
-def serves(hidden: Tensor, classifier: Tensor, facts: Any, results: Any) -> bool:
+def serves(hidden: Tensor, classifier: Tensor, facts: Any) -> bool:
     """Whether it finds all results that are asked for from hidden (N, D) and classifier (V, D)."""
     if hidden.device.type != "cuda" or not hopper_multiprocessors(hidden.device.index, RELEASES):
         return False
-    spec = facts.spec
-    if spec.label_smoothing or facts.class_weight is not None or not _has_results(results):
-        return False
-    if spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP:
-        return False
-    return len(classifier) >= _CLASSES and can_be_copied(hidden) and can_be_copied(classifier)
+    return can_be_summed(facts) and len(classifier) >= CLASSES and can_be_copied(hidden) and can_be_copied(classifier)
 
 
 def launch_product(
@@ -44,8 +40,8 @@ def launch_product(
     """
     programs = hopper_multiprocessors(hidden.device.index, RELEASES)
     start = 0
-    for bands, group in _groups(triton.cdiv(len(hidden), _BAND), programs):
-        rows = slice(start, min(start + bands * _BAND, len(hidden)))
+    for bands, group in _groups(triton.cdiv(len(hidden), BAND), programs):
+        rows = slice(start, min(start + bands * BAND, len(hidden)))
         _launch(
             programs, group, hidden[rows], classifier, facts, facts.target[rows], rounded, peaks[rows], totals[rows]
         )
@@ -69,21 +65,21 @@ def _launch(
     from xent.backends.triton.product_kernel import product_kernel
 
     spec, (rows, width), vocabulary = facts.spec, hidden.shape, len(classifier)
-    class_tiles = triton.cdiv(vocabulary, _CLASSES)
+    class_tiles = triton.cdiv(vocabulary, CLASSES)
     parts = peaks.new_empty(2, min(programs // group, class_tiles), rows)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     product_kernel[(programs,)](
-        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [_BAND // 2, _DEPTH], layout),
-        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [_CLASSES, _DEPTH], layout),
+        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [BAND // 2, DEPTH], layout),
+        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [CLASSES, DEPTH], layout),
         target,
         parts[0],
         parts[1],
         rows,
         vocabulary,
-        triton.cdiv(rows, _BAND) * class_tiles,
+        triton.cdiv(rows, BAND) * class_tiles,
         group,
         class_tiles,
-        triton.cdiv(width, _DEPTH),
+        triton.cdiv(width, DEPTH),
         spec.softcap or 0.0,
         spec.logit_scale,
         SLOTS=_SLOTS,
@@ -109,6 +105,9 @@ def _groups(bands: int, programs: int) -> list[tuple[int, int]]:
     return found
 
 
-def _has_results(results: Any) -> bool:
-    """Whether the kernel finds all results that are asked for."""
-    return results.entropy is None and results.predictions is None
+def can_be_summed(facts: Any) -> bool:
+    """Whether sums of exponentials, of logits that are in registers, are all that is asked for."""
+    spec = facts.spec
+    if spec.label_smoothing or facts.class_weight is not None or not _SUMMED.issuperset(spec.stats):
+        return False
+    return spec.softcap is None or spec.softcap <= LARGEST_SOFTCAP

@@ -14,56 +14,18 @@ few bands and a few hundred classes each, comes from the L2 cache.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from xent.backends.triton.product_parts import last_product, multiply, next_slot
+from xent.backends.triton.product_parts import by_lane, last_product, multiply, place, produce
 from xent.backends.triton.ring_parts import activate, barriers, exp, fade, finite
 
 __all__ = ["product_kernel"]
 
 
 @gluon.jit
-def _place(tile, group, class_tiles):
-    """Return which band of rows and which classes a tile has, both counted in tiles."""
-    whole = group * class_tiles
-    rest = tile % whole
-    return tile // whole * group + rest % group, rest // group
-
-
-@gluon.jit
-def _produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
-    """One warp: every free slot starts to load the next slices at once."""
-    upper, lower, columns, full, empty = slots
-    tiles, group, class_tiles, steps = walk
-    HALF: gl.constexpr = upper.shape[1]
-    CLASSES: gl.constexpr = columns.shape[1]
-    DEPTH: gl.constexpr = columns.shape[2]
-    BYTES: gl.constexpr = (2 * HALF + CLASSES) * DEPTH * columns.dtype.primitive_bitwidth // 8
-    slot = 0
-    phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        band, part = _place(tile, group, class_tiles)
-        row = band * (2 * HALF)
-        for step in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(full.index(slot), BYTES)
-            at = step * DEPTH
-            tma.async_copy_global_to_shared(hidden, [row, at], full.index(slot), upper.index(slot))
-            tma.async_copy_global_to_shared(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
-            tma.async_copy_global_to_shared(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
-            slot, phase = next_slot(slot, phase, SLOTS)
-
-
-@gluon.jit
-def _by_lane(x):
-    """Return a tile (R, C) as (R, C / 8, 4, 2), of which the second and last axes lie within a thread."""
-    return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
-
-
-@gluon.jit
 def _fold(m, s, x):
     """Return the largest x so far of each row and lane, (R, 4), and the sum of e^(x - largest), with a tile (R, C)."""
-    x = _by_lane(x)
+    x = by_lane(x)
     larger = gl.maximum(m, gl.max(gl.max(x, 3), 1))
     ref = finite(larger)
     e = exp(x - ref[:, None, :, None])
@@ -103,19 +65,19 @@ def _consume(
     members = gl.num_programs(0) // group
     slot = 0
     phase = 0
-    nothing = gl.sum(gl.sum(_by_lane(gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)), 3), 1)
+    nothing = gl.sum(gl.sum(by_lane(gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)), 3), 1)
     m = nothing + float("-inf")
     s = nothing
     y = gl.full([HALF], -1, gl.int32, PER_ROW)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        band, part = _place(tile, group, class_tiles)
+        band, part = place(tile, walk)
         row = band * (2 * HALF) + HALF_INDEX * HALF + inside
         if part < members:
             m = nothing + float("-inf")
             s = nothing
             y = gl.load(target + row, mask=row < rows, other=-1).to(gl.int32)
         z = gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)
-        z, slot, phase = multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS, False)
+        z, slot, phase = multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS)
         first = part * CLASSES
         with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
         z = last_product(z, empty, slot, SLOTS)
@@ -176,7 +138,7 @@ def product_kernel(
         [
             (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 0, SLOTS, SCALED, CAPPED, ROUNDED)),
             (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 1, SLOTS, SCALED, CAPPED, ROUNDED)),
-            (_produce, (slots, hidden, classifier, walk, SLOTS)),
+            (produce, (slots, hidden, classifier, walk, SLOTS)),
         ],
         [4, 1],  # warps of the second consumer and of the producer
         [REGISTERS, 24],  # and their registers

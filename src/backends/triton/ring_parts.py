@@ -1,6 +1,6 @@
 """What the ring kernel is made of, in Gluon: its barriers and arithmetic, a block in a slot, a row among programs.
 
-The product and the sum kernel take the first two as well.
+The kernels that multiply take the first two as well.
 """
 
 from triton.experimental import gluon

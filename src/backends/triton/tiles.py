@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from xent.backends.triton.hopper import copyable
 from xent.backends.triton.product import launch_product, serves
 from xent.backends.triton.tile_kernels import finish_kernel, tile_kernel
 
@@ -23,7 +24,7 @@ class TilePass:
         count = len(facts.weight)
         self._target_logits = target_logits
         self._norm = results.norm if results.norm is not None else target_logits.new_empty(2, count)
-        self._totals = target_logits.new_empty(count)
+        self.totals = target_logits.new_empty(count)
         self._best = None if results.predictions is None else target_logits.new_empty(count)
         self._mixed = None if results.entropy is None else target_logits.new_empty(count)
         smoothed = bool(facts.spec.label_smoothing)
@@ -31,16 +32,16 @@ class TilePass:
         self._seen = target_logits.new_empty(count) if smoothed else None
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
 
-    def multiply(self, hidden: Tensor, classifier: Tensor) -> bool:
+    def multiply(self, hidden: Tensor, classifier: Tensor, rounded: bool) -> bool:
         """Take all logits, those of hidden (N, D) and classifier (V, D), storing none; False where that is not served.
 
-        Where the norm is kept, logits are rounded as those are that will be made again: of rows that are sure of
-        a wrong class, p is then right to far more bits.
+        `rounded`: as those are that will be made again. Of rows that are sure of a wrong class, p is then right to far
+        more bits.
         """
-        if not serves(hidden, classifier, self.facts, self.results):
+        hidden = copyable(hidden)
+        if not serves(hidden, classifier, self.facts):
             return False
-        rounded = self.results.norm is not None
-        launch_product(hidden, classifier, self.facts, rounded, self._norm[0], self._totals)
+        launch_product(hidden, classifier, self.facts, rounded, self._norm[0], self.totals)
         return True
 
     def add(self, tile: Tensor, start: int, first: int) -> None:
@@ -55,7 +56,7 @@ class TilePass:
             first,
             self.facts.target,
             self._norm[0],
-            self._totals,
+            self.totals,
             self._best,
             self.results.predictions,
             self._mixed,
@@ -78,7 +79,7 @@ class TilePass:
         finish_kernel[(triton.cdiv(count, 256),)](
             count,
             self._norm[0],
-            self._totals,
+            self.totals,
             self._mixed,
             self._below,
             self._seen,

@@ -1,0 +1,278 @@
+"""The steps around the exponentials kernel, in plain Triton: what a row is given before, and what is made of its sums.
+
+`xent.backends.triton.exponentials` has the formulas.
+"""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.maths import activate, exp, expm1
+
+__all__ = [
+    "add_targets_kernel",
+    "factors_kernel",
+    "finish_input_kernel",
+    "place_targets_kernel",
+    "scale_rows_kernel",
+    "settle_kernel",
+    "start_kernel",
+]
+
+# How far the reference is above the target's x, and how far below the row's largest x it may be.
+MARGIN = tl.constexpr(20.0)
+LIMIT = tl.constexpr(40.0)
+# Sums are relative to no less below the reference, where next to nothing is left.
+FLOOR = tl.constexpr(60.0)
+LOWEST = tl.constexpr(-1e30)
+RARE = tl.constexpr(4)  # rows that have a class for target, at most
+PLACEABLE = tl.constexpr(1e30)  # among the exponentials, of which nothing may overflow
+
+
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["target_logits", "references", "todo"])
+def start_kernel(
+    target_logits,  # (R,)
+    references,  # (2, R), of which the second is not written yet
+    todo,  # (2,) int32: whether there is a first and a second attempt
+    rows,
+    softcap,
+    logit_scale,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Give a block of rows its references."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    x_y, _slope = activate(tl.load(target_logits + row, mask=inside, other=0.0), logit_scale, softcap, SCALED, CAPPED)
+    tl.store(references + row, tl.maximum(x_y, LOWEST) + MARGIN, mask=inside)
+    if tl.program_id(0) == 0:
+        tl.store(todo, 1)
+        tl.store(todo + 1, 0)
+
+
+@triton.jit
+def _reduce(tile_peaks, tile_totals, row, inside, rows, tiles, BLOCK: tl.constexpr):
+    """Return peak and total of a block of rows over all tiles of classes."""
+    TILES: tl.constexpr = 4096 // BLOCK
+    peak = tl.full([TILES, BLOCK], -float("inf"), tl.float32)
+    total = tl.zeros([TILES, BLOCK], tl.float32)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
+        place = tile[:, None] * rows + row[None, :]
+        there = (tile < tiles)[:, None] & inside[None, :]
+        peak = tl.maximum(peak, tl.load(tile_peaks + place, mask=there, other=-float("inf")))
+        total += tl.load(tile_totals + place, mask=there, other=0.0)
+    return tl.max(peak, 0), tl.sum(total, 0)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "tiles"],
+    do_not_specialize_on_alignment=["tile_peaks", "tile_totals", "references", "todo", "peaks", "totals"],
+)
+def settle_kernel(
+    tile_peaks,  # (T, R)
+    tile_totals,
+    references,
+    todo,
+    peaks,  # (R,) what tiles of logits would have found, for `finish_kernel`
+    totals,
+    rows,
+    tiles,
+    LAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """After an attempt: add up a block of rows. Those far above their reference get another, for a second attempt."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    if LAST:
+        if tl.load(todo + 1) == 0:
+            return
+        references += rows
+    peak, total = _reduce(tile_peaks, tile_totals, row, inside, rows, tiles, BLOCK)
+    reference = tl.load(references + row, mask=inside, other=float("inf"))
+    if not LAST:
+        far = (peak - reference > LIMIT) & (peak < float("inf"))
+        tl.store(references + rows + row, tl.where(far, peak, reference), mask=inside)
+        if tl.max(far.to(tl.int32), 0) != 0:
+            tl.store(todo + 1, 1)
+    largest = tl.maximum(peak, reference - FLOOR)
+    tl.store(peaks + row, largest, mask=inside)
+    tl.store(totals + row, total * exp(reference - largest), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["rows"],
+    do_not_specialize_on_alignment=[
+        "references",
+        "todo",
+        "peaks",
+        "log_sums",
+        "target_logits",
+        "factors",
+        "dead",
+        "scale",
+        "at_target",
+    ],
+)
+def factors_kernel(
+    references,  # (R,), or with `todo` (2, R)
+    todo,
+    peaks,  # (R,), the norm, like all below
+    log_sums,
+    target_logits,
+    factors,  # r
+    dead,
+    scale,  # s
+    at_target,  # g_y
+    rows,
+    z_loss,
+    softcap,
+    logit_scale,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Write what the gradients of a block of rows still lack."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    if todo is not None:
+        references += tl.load(todo + 1) * rows
+    reference = tl.load(references + row, mask=inside, other=0.0)
+    peak = tl.load(peaks + row, mask=inside, other=0.0)
+    log_sum = tl.load(log_sums + row, mask=inside, other=0.0)
+    z_y = tl.load(target_logits + row, mask=inside, other=0.0)
+    x_y, slope_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+    r = tl.load(factors + row, mask=inside, other=0.0)
+    alive = tl.load(dead + row, mask=inside, other=1) == 0
+    pull = tl.zeros([BLOCK], tl.float32)
+    if Z_LOSS:
+        pull = 2 * z_loss * (peak + log_sum)
+    log_p_y = (x_y - peak) - log_sum
+    s = r * (1 + pull) * exp((reference - peak) - log_sum)
+    g_y = r * (expm1(log_p_y) + pull * exp(log_p_y)) * slope_y
+    tl.store(scale + row, tl.where(alive, s * logit_scale if SCALED else s, 0.0), mask=inside)
+    tl.store(at_target + row, tl.where(alive, g_y, 0.0), mask=inside)
+
+
+@triton.jit(
+    do_not_specialize=["rows", "first", "classes"],
+    do_not_specialize_on_alignment=["target", "scale", "at_target"],
+)
+def place_targets_kernel(
+    exponentials,  # (R, C), rows `pitch` apart, of classes first, first + 1, ...
+    pitch,
+    target,  # (R,)
+    counts,  # (V,) int32: of how many rows a class is the target
+    scale,  # (R,)
+    at_target,  # (R,)
+    rows,
+    first,
+    classes,  # C
+    BLOCK: tl.constexpr,
+):
+    """Write the targets that are not rare to their place among the exponentials, and 0 to `at_target`."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    y = tl.load(target + row, mask=inside, other=0)
+    g_y = tl.load(at_target + row, mask=inside, other=0.0)
+    s = tl.load(scale + row, mask=inside, other=0.0)
+    often = tl.load(counts + y, mask=inside, other=0) > RARE
+    e_y = tl.div_rn(g_y, tl.where(s == 0, 1.0, s))
+    placed = inside & often & (y >= first) & (y < first + classes) & (s != 0) & (tl.abs(e_y) < PLACEABLE)
+    tl.store(exponentials + row.to(tl.int64) * pitch + (y - first), e_y.to(exponentials.dtype.element_ty), mask=placed)
+    tl.store(at_target + row, 0.0, mask=placed)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale"])
+def scale_rows_kernel(hidden, hidden_row, hidden_column, scale, out, out_row, out_column, width, BLOCK: tl.constexpr):
+    """Write s hidden of one row, 0 where s is 0; `out` may be `hidden`."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.load(scale + row)
+    for first in range(0, width, BLOCK):
+        column = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = column < width
+        h = tl.load(hidden + row * hidden_row + column * hidden_column, mask=inside, other=0.0)
+        scaled = tl.where(s == 0, 0.0, s * h.to(tl.float32))
+        tl.store(out + row * out_row + column * out_column, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize_on_alignment=["scale", "at_target", "target", "rows"])
+def finish_input_kernel(
+    product,  # (R, C) float32, rows `product_row` apart: E @ C columns of the classifier
+    product_row,
+    scale,  # (R,), like those that follow
+    at_target,
+    target,
+    classifier,  # (V, C), rows `classifier_row` apart
+    classifier_row,
+    grad,  # (N, C), rows `grad_row` apart
+    grad_row,
+    rows,  # (R,) int64, which rows of it these are; None for the first
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Write the gradient of one row of hidden states."""
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.load(scale + row)
+    g_y = tl.load(at_target + row)
+    product += row * product_row
+    classifier += tl.load(target + row) * classifier_row
+    place = row
+    if rows is not None:
+        place = tl.load(rows + row)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = column < width
+        of_others = tl.load(product + column, mask=inside, other=0.0)
+        of_target = tl.load(classifier + column, mask=inside, other=0.0).to(tl.float32)
+        found = tl.where(s == 0, 0.0, s * of_others) + tl.where(g_y == 0, 0.0, g_y * of_target)
+        tl.store(grad + place * grad_row + column, found.to(grad.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _as_computed(hidden):
+    """Return hidden states as the products had them."""
+    return hidden.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["count", "vocabulary"])
+def add_targets_kernel(
+    total,  # (V, D), rows `total_row` apart
+    total_row,
+    hidden,  # (N, D), then its strides
+    hidden_row,
+    hidden_column,
+    targets,  # (N,) int32, sorted; `vocabulary` where there is nothing to add
+    order,  # (N,) int64, which rows these are
+    at_target,  # (N,) in the order of `hidden`
+    count,
+    vocabulary,
+    width,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Add the hidden states of all rows that have one class for target, times g_y: the program of their first row."""
+    place = tl.program_id(0)
+    y = tl.load(targets + place)
+    before = tl.load(targets + place - 1, mask=place > 0, other=-1)
+    if (y == before) | (y == vocabulary):
+        return
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    hidden += column.to(tl.int64) * hidden_column
+    total += y.to(tl.int64) * total_row + column
+    first = tl.load(order + place)
+    of_first = _as_computed(tl.load(hidden + first * hidden_row, mask=inside, other=0.0))
+    found = tl.load(total, mask=inside, other=0.0).to(tl.float32) + tl.load(at_target + first) * of_first
+    places = place + 1 + tl.arange(0, ROWS)
+    same = tl.load(targets + places, mask=places < count, other=-1) == y
+    while tl.max(same.to(tl.int32), 0) != 0:
+        row = tl.load(order + places, mask=same, other=0)
+        g = tl.load(at_target + row, mask=same, other=0.0)
+        address = hidden[None, :] + row[:, None] * hidden_row
+        h = _as_computed(tl.load(address, mask=same[:, None] & inside[None, :], other=0.0))
+        found += tl.sum(g[:, None] * h, 0)
+        places += ROWS
+        same = tl.load(targets + places, mask=places < count, other=-1) == y
+    tl.store(total, found.to(total.dtype.element_ty), mask=inside)

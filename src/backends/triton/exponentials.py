@@ -1,0 +1,294 @@
+"""Exponentials of logits in place of gradients: whether they are served, their launches, and what is made of them.
+
+With x and r as in `xent.backends.triton.rows_kernel`, y a row's target, and a reference c that a row is given before
+anything is known of its other classes::
+
+    E_v = e^(x_v - c) dx/dz,  0 for v = y
+    g_v = s E_v,  s = r (1 + 2 zeta lse) e^(c - lse)          the gradient of logit z_v, for v != y
+
+So a product that knows no norm yet can store E, and all that a gradient still lacks is a number for each row: s, and
+that of its target, g_y. Of the products that follow, s scales the rows of one and the factor of the other::
+
+    dl/d hidden = s (E @ classifier) + g_y classifier_y
+    dl/d classifier = E^T @ (s hidden), and g_y hidden added to row y
+
+The last term is added when the sum over chunks is complete, so that a row which is most of a class's gradient is
+rounded once, and not as s hidden either. But where a class is the target of many rows its two terms cancel, as they
+must once a model knows how frequent the class is; they belong into one float32 sum, where the roundings of many s
+hidden average out besides. There g_y / s is written to the target's place among the exponentials. The first sum is
+rounded once, when its target is in it: what all rows of the classifier share cancels there.
+
+A bfloat16 has the exponents of a float32, so that E is as precise as a gradient would be. c is a little more than the
+target's x, which is known: e^(x - c) then adds up to about the exponential of the row's loss. A row whose largest x is
+far above that might overflow. Its chunk is made once more, relative to the largest x; the kernel finds that on the
+device, so that nobody waits to know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from xent.backends.torch.kernels import Factors, Piece
+from xent.backends.triton.exponential_steps import (
+    add_targets_kernel,
+    factors_kernel,
+    finish_input_kernel,
+    place_targets_kernel,
+    scale_rows_kernel,
+    settle_kernel,
+    start_kernel,
+)
+from xent.backends.triton.hopper import can_be_copied, copyable, hopper_multiprocessors
+from xent.backends.triton.product import BAND, CLASSES, DEPTH, can_be_summed
+from xent.backends.triton.tiles import TilePass
+
+__all__ = ["RELEASES", "Exponentials", "start"]
+
+RELEASES = ((3, 6),)
+_SLOTS = 4
+_WARPS = 4
+_ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
+_REGISTERS = 240
+_BANDS = 16  # side by side
+_ROWS = 32  # that a program of the steps has
+_SETTLED_ROWS = 16
+_COLUMNS = 1024
+_ADDED_ROWS = 8  # of one target, at a time
+
+
+def start(classifier: Tensor, facts: Any) -> "Exponentials | None":
+    """Return what makes the exponentials of a call, from its classifier (V, D) and the facts of all its rows.
+
+    None where they cannot take the place of the gradients of logits.
+    """
+    if classifier.device.type != "cuda" or not hopper_multiprocessors(classifier.device.index, RELEASES):
+        return None
+    return Exponentials(classifier, facts) if _fits(classifier, facts) else None
+
+
+class Exponentials:
+    """A `xent.backends.torch.kernels.Exponentials`."""
+
+    def __init__(self, classifier: Tensor, facts: Any) -> None:
+        self._classifier, self._facts = classifier, facts
+
+    @cached_property
+    def _counts(self) -> Tensor:
+        """(V,) int32: of how many rows with a gradient each class is the target."""
+        counts = torch.zeros(len(self._classifier), dtype=torch.int32, device=self._classifier.device)
+        return counts.index_add_(0, self._facts.target, (~_dead(self._facts)).to(torch.int32))
+
+    def make(self, hidden: Tensor, pieces: Sequence[Piece], facts: Any, results: Any, target_logits: Tensor) -> Factors:
+        """See `xent.backends.torch.kernels.Exponentials.make`. Returns s, and g_y where it is not among them."""
+        hidden = copyable(hidden)
+        rows, spec = len(hidden), facts.spec
+        norm, references = target_logits.new_empty(2, 2, rows)
+        tile_sums = norm.new_empty(2, sum(triton.cdiv(len(classifier), CLASSES) for _, classifier, _ in pieces), rows)
+        todo = norm.new_empty(2, dtype=torch.int32)
+        tiles = TilePass(facts, replace(results, norm=norm), target_logits)
+        start_kernel[(triton.cdiv(rows, _ROWS),)](
+            target_logits,
+            references,
+            todo,
+            rows,
+            spec.softcap or 0.0,
+            spec.logit_scale,
+            CAPPED=spec.softcap is not None,
+            SCALED=spec.logit_scale != 1,
+            BLOCK=_ROWS,
+            num_warps=1,
+        )
+        for attempt in range(2):
+            first_tile = 0
+            for piece in pieces:
+                _launch(hidden, piece, facts, references[attempt], todo[attempt], tile_sums, first_tile)
+                first_tile += triton.cdiv(len(piece[1]), CLASSES)
+            settle_kernel[(triton.cdiv(rows, _SETTLED_ROWS),)](
+                *tile_sums,
+                references,
+                todo,
+                norm[0],
+                tiles.totals,
+                rows,
+                first_tile,
+                LAST=attempt == 1,
+                BLOCK=_SETTLED_ROWS,
+                num_warps=8,
+            )
+        tiles.finish()
+        factors = _factors(references, todo, norm, facts, target_logits)
+        _place_targets(pieces, facts, factors, self._counts)
+        return factors
+
+    def make_again(
+        self, hidden: Tensor, pieces: Sequence[Piece], facts: Any, norm: Tensor, target_logits: Tensor
+    ) -> Factors:
+        """Do the same relative to the rows' lse, from their norm (2, R)."""
+        hidden = copyable(hidden)
+        reference = norm.sum(0)
+        for piece in pieces:
+            _launch(hidden, piece, facts, reference)
+        factors = _factors(reference, None, norm, facts, target_logits)
+        _place_targets(pieces, facts, factors, self._counts)
+        return factors
+
+    def scale_rows(self, hidden: Tensor, factors: Factors, out: Tensor) -> None:
+        """Write s hidden (R, D) to `out`, which may be `hidden`."""
+        rows, width = hidden.shape
+        scale_rows_kernel[(rows,)](
+            hidden, *hidden.stride(), factors.scale, out, *out.stride(), width, BLOCK=_COLUMNS, num_warps=4
+        )
+
+    def finish_input(
+        self, product: Tensor, factors: Factors, target: Tensor, columns: slice, grad: Tensor, rows: Tensor | None
+    ) -> None:
+        """Write s product + g_y classifier_y to some columns of the gradient, rounding once."""
+        classifier, grad = self._classifier[:, columns], grad[:, columns]
+        count, width = product.shape
+        finish_input_kernel[(count,)](
+            product,
+            product.stride(0),
+            factors.scale,
+            factors.at_target,
+            target,
+            classifier,
+            classifier.stride(0),
+            grad,
+            grad.stride(0),
+            rows,
+            width,
+            BLOCK=_COLUMNS,
+            num_warps=4,
+        )
+
+    def add_targets(self, total: Tensor, hidden: Tensor, at_target: Tensor) -> None:
+        """Add g_y hidden of each of N rows to its target's row of the classifier's gradient (V, D), rounding once.
+
+        Rows of one target are added up in a fixed order.
+        """
+        (count, width), vocabulary = hidden.shape, len(total)
+        targets, order = torch.where(at_target == 0, vocabulary, self._facts.target).to(torch.int32).sort(stable=True)
+        block = min(triton.next_power_of_2(max(width, 1)), _COLUMNS)
+        add_targets_kernel[(count, triton.cdiv(width, block))](
+            total,
+            total.stride(0),
+            hidden,
+            *hidden.stride(),
+            targets,
+            order,
+            at_target,
+            count,
+            vocabulary,
+            width,
+            ROWS=_ADDED_ROWS,
+            BLOCK=block,
+            num_warps=4,
+        )
+
+
+def _fits(classifier: Tensor, facts: Any) -> bool:
+    """Whether the kernel is for this call; float16 has not the range for exponentials."""
+    if facts.target is None or not can_be_summed(facts):
+        return False
+    vocabulary, width = classifier.shape
+    aligned = width * classifier.itemsize % 16 == 0 and can_be_copied(classifier)
+    return vocabulary >= CLASSES and classifier.dtype == torch.bfloat16 and aligned
+
+
+def _factors(references: Tensor, todo: Tensor | None, norm: Tensor, facts: Any, target_logits: Tensor) -> Factors:
+    rows, spec = len(target_logits), facts.spec
+    factors = Factors(*norm.new_empty(2, rows))
+    factors_kernel[(triton.cdiv(rows, _ROWS),)](
+        references,
+        todo,
+        *norm,
+        target_logits,
+        facts.scale,
+        _dead(facts),
+        factors.scale,
+        factors.at_target,
+        rows,
+        spec.z_loss,
+        spec.softcap or 0.0,
+        spec.logit_scale,
+        CAPPED=spec.softcap is not None,
+        SCALED=spec.logit_scale != 1,
+        Z_LOSS=spec.z_loss != 0,
+        BLOCK=_ROWS,
+        num_warps=1,
+    )
+    return factors
+
+
+def _place_targets(pieces: Sequence[Piece], facts: Any, factors: Factors, counts: Tensor) -> None:
+    for first, classifier, out in pieces:
+        place_targets_kernel[(triton.cdiv(len(out), _ROWS),)](
+            out,
+            out.stride(0),
+            facts.target,
+            counts,
+            factors.scale,
+            factors.at_target,
+            len(out),
+            first,
+            len(classifier),
+            BLOCK=_ROWS,
+            num_warps=1,
+        )
+
+
+def _launch(
+    hidden: Tensor,
+    piece: Piece,
+    facts: Any,
+    reference: Tensor,
+    todo: Tensor | None = None,
+    tile_sums: Tensor | None = None,
+    first_tile: int = 0,
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from xent.backends.triton.exponentials_kernel import exponentials_kernel
+
+    (first, classifier, out), spec = piece, facts.spec
+    (rows, width), vocabulary = hidden.shape, len(classifier)
+    bands, class_tiles = triton.cdiv(rows, BAND), triton.cdiv(vocabulary, CLASSES)
+    programs = min(hopper_multiprocessors(hidden.device.index, RELEASES), bands * class_tiles)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    exponentials_kernel[(programs,)](
+        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [BAND // 2, DEPTH], layout),
+        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [CLASSES, DEPTH], layout),
+        TensorDescriptor(out, [rows, vocabulary], [out.stride(0), 1], [BAND // 2, CLASSES // 2], layout),
+        facts.target,
+        reference,
+        _dead(facts),
+        reference if todo is None else todo,
+        *((reference, reference) if tile_sums is None else tile_sums),
+        rows,
+        vocabulary,
+        first,
+        first_tile,
+        bands * class_tiles,
+        _BANDS,
+        class_tiles,
+        triton.cdiv(width, DEPTH),
+        spec.softcap or 0.0,
+        spec.logit_scale,
+        SLOTS=_SLOTS,
+        SUMMED=tile_sums is not None,
+        SCALED=spec.logit_scale != 1,
+        CAPPED=spec.softcap is not None,
+        REGISTERS=_REGISTERS,
+        num_warps=_WARPS,
+        maxnreg=_ENTRY_REGISTERS,
+    )
+
+
+def _dead(facts: Any) -> Tensor:
+    return torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
