@@ -14,6 +14,7 @@ import xent
 from tests.targets import Target
 from tests.triton.sure import check_sure_targets
 from xent.backends.torch import borrowed, linear, schedule
+from xent.backends.torch import gradients as sums
 from xent.backends.torch.gradients import Gradients
 from xent.backends.triton import exponentials, kernels, tiles
 from xent.backends.triton.hopper import can_be_copied
@@ -173,6 +174,26 @@ def test_rows_that_are_not_finite_stay_alone(target: Target, value: float, launc
     result, made = gradients(target.name, (hidden, weight), classes, (True, False), reduction="none")
     assert result.isnan().nonzero()[:, 0].tolist() == [7]
     assert made[0].isnan().any(1).nonzero()[:, 0].tolist() == [7]
+
+
+def test_backward_takes_the_norm_of_the_same_logits(target: Target, chunks: list[int]) -> None:
+    """Not of rounded ones, of which a row that is sure of one class would make quite another p."""
+    *factors, classes = draw(target)
+    kinds: dict[str, Any] = {"reduction": "none", "logit_scale": 30.0}
+    _, made = gradients(target.name, tuple(factors), classes, workspace=15 * ROW, **kinds)
+    _, right = gradients("torch", tuple(factor.double() for factor in factors), classes, **kinds)
+    assert chunks
+    for found, exact in zip(made, right, strict=True):
+        assert (found.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+def test_products_in_halves(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    *factors, classes = draw(target)
+    _, whole = gradients(target.name, tuple(factors), classes, workspace=15 * ROW)
+    monkeypatch.setattr(sums, "_WIDE", 24)
+    monkeypatch.setattr(sums, "_UNIT", 8)
+    _, halves = gradients(target.name, tuple(factors), classes, workspace=15 * ROW)
+    assert all(torch.equal(*pair) for pair in zip(whole, halves, strict=True))
 
 
 def test_sure_targets(target: Target, chunks: list[int]) -> None:
