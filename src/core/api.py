@@ -191,8 +191,9 @@ def linear_cross_entropy(
     workspace : int, optional
         How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device. The
         less, the more often the classifier's gradient is added to, and a bfloat16 one on a GPU is rounded each time:
-        1.3 to 1.6 times the unfused error with 4 chunks, up to 3 times with 16. With more (MLX: more than 8) it is
-        summed in float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many
+        1.3 to 1.6 times the unfused error with 4 chunks, up to 3 times with 16 (on Hopper, without bias, class
+        weights and label smoothing, mostly no more than that error). With more (MLX: more than 8) it is summed in
+        float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many
         classes as rows, 256 of them in the workspace), slices of all rows and some classes are made instead, each of
         them twice, beside a float32 sum of the input's gradient. On CUDA the logits of up to D rows may lie in the
         memory of the classifier's gradient, which is none of the workspace, and which then has no sum over these rows.

@@ -81,7 +81,7 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
 
 
 def exponentials_of_chunks(vocabulary: int, reduction: str) -> None:
-    """Make a call of three chunks of exponentials, one of which has to be made again."""
+    """Make a call of three chunks of exponentials, one with a row far above its target."""
     hidden = torch.randn(300, 16, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(vocabulary, 16, device="cuda", dtype=torch.bfloat16).requires_grad_()
     target = torch.randint(vocabulary, (300,), device="cuda")
