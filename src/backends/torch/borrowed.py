@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from xent.backends.torch.chunk import row_pitch
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.kernels import Exponentials, Factors, Kernels, joined
@@ -91,8 +92,8 @@ class Borrowed:
         norm = facts.weight.new_empty(2, count) if results.norm is None else results.norm
         self._results = replace(results, norm=norm)
         self._target_logits = facts.weight.new_zeros(count)
-        # A piece's rows have its classes alone, and have to be on boundaries of 16 bytes.
-        self._exponentials = exponentials if vocabulary % 8 == 0 else None
+        # The rows of a piece lie one after the other, with no room between them.
+        self._exponentials = exponentials if row_pitch(linear, exponentials) == vocabulary else None
         self._factors: list[Factors] = []
         assert chosen.tile_pass is not None
         self._tiles = chosen.tile_pass(facts, self._results, self._target_logits)

@@ -66,7 +66,7 @@ def chunk_maker(
     results: Results,
     wanted: bool = True,
 ) -> "_ByRowPass | _ByExponentials":
-    """Return what fills chunks of these rows, with gradients if they are wanted: where there are exponentials."""
+    """Return what fills chunks of these rows, and with gradients if they are wanted, as exponentials always are."""
     if exponentials is None:
         return _ByRowPass(linear, chosen.row_pass(facts, results), wanted)
     return _ByExponentials(linear, exponentials, facts, results)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Gradients", "no_gradients"]
 
-_WIDE = 4096  # columns
-_UNIT = 128  # columns
+_WIDE = 4096  # columns, from which on products are made in halves, of whole units
+_UNIT = 128
 
 
 def no_gradients(linear: "Linear") -> list[Tensor]:

@@ -43,17 +43,14 @@ from xent.backends.triton.exponential_steps import (
     settle_kernel,
     start_kernel,
 )
-from xent.backends.triton.hopper import can_be_copied, copyable, hopper_multiprocessors
-from xent.backends.triton.product import BAND, CLASSES, DEPTH, can_be_summed
+from xent.backends.triton.hopper import can_be_copied, copyable, descriptor, hopper_multiprocessors
+from xent.backends.triton.product import BAND, CLASSES, DEPTH, ENTRY_REGISTERS, REGISTERS, WARPS, can_be_summed
 from xent.backends.triton.tiles import TilePass
 
 __all__ = ["RELEASES", "Exponentials", "start"]
 
 RELEASES = ((3, 6),)
 _SLOTS = 4
-_WARPS = 4
-_ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
-_REGISTERS = 240
 _BANDS = 16  # side by side
 _ROWS = 32  # that a program of the steps has
 _SETTLED_ROWS = 16
@@ -251,20 +248,16 @@ def _launch(
     tile_sums: Tensor | None = None,
     first_tile: int = 0,
 ) -> None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from xent.backends.triton.exponentials_kernel import exponentials_kernel
 
     (first, classifier, out), spec = piece, facts.spec
     (rows, width), vocabulary = hidden.shape, len(classifier)
     bands, class_tiles = triton.cdiv(rows, BAND), triton.cdiv(vocabulary, CLASSES)
     programs = min(hopper_multiprocessors(hidden.device.index, RELEASES), bands * class_tiles)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     exponentials_kernel[(programs,)](
-        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [BAND // 2, DEPTH], layout),
-        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [CLASSES, DEPTH], layout),
-        TensorDescriptor(out, [rows, vocabulary], [out.stride(0), 1], [BAND // 2, CLASSES // 2], layout),
+        descriptor(hidden, [BAND // 2, DEPTH]),
+        descriptor(classifier, [CLASSES, DEPTH]),
+        descriptor(out, [BAND // 2, CLASSES // 2]),
         facts.target,
         reference,
         _dead(facts),
@@ -284,9 +277,9 @@ def _launch(
         SUMMED=tile_sums is not None,
         SCALED=spec.logit_scale != 1,
         CAPPED=spec.softcap is not None,
-        REGISTERS=_REGISTERS,
-        num_warps=_WARPS,
-        maxnreg=_ENTRY_REGISTERS,
+        REGISTERS=REGISTERS,
+        num_warps=WARPS,
+        maxnreg=ENTRY_REGISTERS,
     )
 
 

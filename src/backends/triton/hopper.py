@@ -2,6 +2,7 @@
 
 import re
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from xent.backends.triton.machine import DEVICES
 
-__all__ = ["Releases", "can_be_copied", "copyable", "hopper_multiprocessors"]
+__all__ = ["Releases", "can_be_copied", "copyable", "descriptor", "hopper_multiprocessors"]
 
 Releases = tuple[tuple[int, int], ...]
 _HOPPER = 9
@@ -39,3 +40,12 @@ def can_be_copied(matrix: Tensor) -> bool:
 def copyable(matrix: Tensor) -> Tensor:
     """Return a matrix that the copy engine takes, if it takes one of that width: itself, or a copy."""
     return matrix if can_be_copied(matrix) else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def descriptor(matrix: Tensor, block: list[int]) -> Any:
+    """Return a matrix as the copy engine takes it, in blocks whose rows are swizzled by 128 bytes in shared memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, layout)

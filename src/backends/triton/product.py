@@ -5,11 +5,22 @@ from typing import Any
 import triton
 from torch import Tensor
 
-from xent.backends.triton.hopper import can_be_copied, hopper_multiprocessors
+from xent.backends.triton.hopper import can_be_copied, descriptor, hopper_multiprocessors
 from xent.backends.triton.ring import LARGEST_SOFTCAP
 from xent.backends.triton.tile_kernels import join_kernel
 
-__all__ = ["BAND", "CLASSES", "DEPTH", "RELEASES", "can_be_summed", "launch_product", "serves"]
+__all__ = [
+    "BAND",
+    "CLASSES",
+    "DEPTH",
+    "ENTRY_REGISTERS",
+    "REGISTERS",
+    "RELEASES",
+    "WARPS",
+    "can_be_summed",
+    "launch_product",
+    "serves",
+]
 
 RELEASES = ((3, 6), (3, 7))
 BAND = 128  # rows of a tile
@@ -17,9 +28,9 @@ CLASSES = 256  # of a tile
 DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
 _SUMMED = {"count", "lse", "nll", "z_loss"}  # statistics
 _SLOTS = 4
-_WARPS = 4
-_ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
-_REGISTERS = 240
+WARPS = 4
+ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
+REGISTERS = 240
 _MOST_BANDS = 12  # side by side: their rows and the classes that other programs read with them stay in L2
 _JOINED = 128  # rows
 
@@ -59,18 +70,14 @@ def _launch(
     peaks: Tensor,
     totals: Tensor,
 ) -> None:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     from xent.backends.triton.product_kernel import product_kernel
 
     spec, (rows, width), vocabulary = facts.spec, hidden.shape, len(classifier)
     class_tiles = triton.cdiv(vocabulary, CLASSES)
     parts = peaks.new_empty(2, min(programs // group, class_tiles), rows)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     product_kernel[(programs,)](
-        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [BAND // 2, DEPTH], layout),
-        TensorDescriptor(classifier, [vocabulary, width], [classifier.stride(0), 1], [CLASSES, DEPTH], layout),
+        descriptor(hidden, [BAND // 2, DEPTH]),
+        descriptor(classifier, [CLASSES, DEPTH]),
         target,
         parts[0],
         parts[1],
@@ -86,9 +93,9 @@ def _launch(
         SCALED=spec.logit_scale != 1,
         CAPPED=spec.softcap is not None,
         ROUNDED=rounded,
-        REGISTERS=_REGISTERS,
-        num_warps=_WARPS,
-        maxnreg=_ENTRY_REGISTERS,
+        REGISTERS=REGISTERS,
+        num_warps=WARPS,
+        maxnreg=ENTRY_REGISTERS,
     )
     join_kernel[(triton.cdiv(rows, _JOINED),)](
         parts[0], parts[1], peaks, totals, rows, parts.shape[1], BLOCK=_JOINED, num_warps=_JOINED // 32
