@@ -44,6 +44,11 @@ class Facts:
     class_weight_total: Any
     """sum_c w_c."""
 
+    @property
+    def idle(self) -> Tensor:
+        """(N,) bool: rows that need not be computed. Statistics are due for every row with a target, dead or not."""
+        return self.ignored if self.spec.stats or self.dead is None else self.dead
+
     def select(self, rows: Tensor) -> "Facts":
         """Return the facts of these rows alone, (M,) int64."""
         mapped = None

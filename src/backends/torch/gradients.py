@@ -34,7 +34,7 @@ class Gradients:
     def __init__(self, linear: "Linear", schedule: Schedule, exponentials: Exponentials | None = None) -> None:
         """Begin with nothing; `exponentials` made what comes with factors."""
         self._linear, self._schedule, self._exponentials = linear, schedule, exponentials
-        # Rows without weight that are computed for their statistics.
+        # Those of weight 0 may be computed for their statistics.
         self._dead = schedule.facts.dead if schedule.facts.spec.stats else None
         self._needs_input, self._needs_weight, self._needs_bias = linear.needs
         source, weight = linear.input, linear.weight
@@ -65,18 +65,21 @@ class Gradients:
     def trained(self, part: Part, hidden: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the hidden states (R, D) as the weight's gradient may see them, times the scale of the factors.
 
-        The scaled ones are in memory that the part's gradient will take, or in place where `hidden` is a copy.
+        In place where `hidden` is a copy, or in memory that the part's gradient will take.
         """
+        linear, rows = self._linear, slice(part.start, part.stop)
+        copied = part.rows is not None or linear.input.dtype != linear.compute
         if factors is not None and self._exponentials is not None:
-            linear, memory = self._linear, hidden
-            if part.rows is None and part.idle is None and linear.input.dtype == linear.compute:
-                memory = self._input[part.start : part.stop] if self._needs_input else torch.empty_like(hidden)
+            memory = hidden
+            if not copied:
+                memory = self._input[rows] if self._needs_input else hidden.new_empty(hidden.shape)
             self._exponentials.scale_rows(hidden, factors, memory)
             return memory
-        if self._dead is None:
+        dead = part.idle if self._dead is None else self._dead[rows]
+        if dead is None:
             return hidden
         # Those of dead rows must not reach it, not even as 0 * NaN.
-        return hidden.masked_fill(self._dead[part.start : part.stop, None], 0)
+        return hidden.masked_fill_(dead[:, None], 0) if copied else hidden.masked_fill(dead[:, None], 0)
 
     def add(self, part: Part, hidden: Tensor, grad_logits: Tensor, factors: Factors | None = None) -> None:
         """Take the hidden states (R, D) and the gradient of the logits (R, V) of a part, but for its factors."""

@@ -32,15 +32,11 @@ class Part:
     last: bool
     """Whether nothing follows for certain."""
     idle: Tensor | None
-    """(R,) bool, rows that need not be computed, whatever they hold; None where it is known that there are none."""
+    """(R,) bool, rows that need not be computed; None where it is known that there are none."""
 
     def take(self, values: Tensor) -> Tensor:
-        """Return these rows of (N, D) values of the call; 0 for those that need not be computed."""
-        if self.rows is not None:
-            taken = values[self.rows]
-            return taken if self.idle is None else taken.masked_fill_(self.idle[:, None], 0)
-        taken = values[self.start : self.stop]
-        return taken if self.idle is None else taken.masked_fill(self.idle[:, None], 0)
+        """Return these rows of (N, D) values of the call, whatever those hold that need not be computed."""
+        return values[self.start : self.stop] if self.rows is None else values[self.rows]
 
     def put(self, values: Tensor, place: Tensor) -> None:
         """Write (R, ...) values to these rows of (N, ...) `place`."""
@@ -55,8 +51,7 @@ class Schedule:
 
     def __init__(self, facts: Facts, step: int, first: int = 0) -> None:
         self.step, self.first, self._all = step, first, len(facts.weight)
-        # Statistics are due for every row with a target, even one of weight 0.
-        idle = facts.ignored if facts.spec.stats or facts.dead is None else facts.dead
+        idle = facts.idle
         self._idle: Tensor | None = idle
         self._order: Tensor | None = None
         self._awaited: tuple[torch.cuda.Event, Tensor] | None = None

@@ -32,6 +32,8 @@ def gradients(linear: "Linear", chosen: Kernels, schedule: Schedule, norm: Tenso
     part, facts = schedule.whole(), schedule.facts
     norm = schedule.ordered(norm)
     hidden = part.take(linear.hidden).to(linear.compute)
+    if part.idle is not None:
+        hidden = hidden.masked_fill(part.idle[:, None], 0)
     weight = linear.classifier
     assert facts.target is not None
     target_logits = chosen.target_logits(hidden, weight, linear.classifier_bias, facts.target[: part.stop])

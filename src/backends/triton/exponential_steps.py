@@ -67,7 +67,7 @@ def _reduce(tile_peaks, tile_totals, row, inside, rows, tiles, BLOCK: tl.constex
 
 @triton.jit(
     do_not_specialize=["rows", "tiles"],
-    do_not_specialize_on_alignment=["tile_peaks", "tile_totals", "references", "todo", "peaks", "totals"],
+    do_not_specialize_on_alignment=["tile_peaks", "tile_totals", "references", "todo", "peaks", "totals", "idle"],
 )
 def settle_kernel(
     tile_peaks,  # (T, R)
@@ -76,6 +76,7 @@ def settle_kernel(
     todo,
     peaks,  # (R,) what tiles of logits would have found, for `finish_kernel`
     totals,
+    idle,  # (R,) bool: rows that no second attempt is made for
     rows,
     tiles,
     LAST: tl.constexpr,
@@ -91,7 +92,8 @@ def settle_kernel(
     peak, total = _reduce(tile_peaks, tile_totals, row, inside, rows, tiles, BLOCK)
     reference = tl.load(references + row, mask=inside, other=float("inf"))
     if not LAST:
-        far = (peak - reference > LIMIT) & (peak < float("inf"))
+        wanted = tl.load(idle + row, mask=inside, other=1) == 0
+        far = wanted & (peak - reference > LIMIT) & (peak < float("inf"))
         tl.store(references + rows + row, tl.where(far, peak, reference), mask=inside)
         if tl.max(far.to(tl.int32), 0) != 0:
             tl.store(todo + 1, 1)

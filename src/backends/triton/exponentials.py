@@ -111,6 +111,7 @@ class Exponentials:
                 todo,
                 norm[0],
                 tiles.totals,
+                facts.idle,
                 rows,
                 first_tile,
                 LAST=attempt == 1,
