@@ -7,7 +7,7 @@ from xent.core.chunks import MOST_ROUNDED_SUMS
 
 __all__ = ["ProductSum", "kept_dtype", "rounds_sums"]
 
-_SLICE_BYTES = 8 * 2**20
+_SLICE_BYTES = 2 * 2**20
 _FLOAT16_ROWS = 1024
 _WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
@@ -58,8 +58,11 @@ class ProductSum:
 
     def add(self, left: Tensor, right: Tensor, last: bool) -> None:
         """Add a chunk's (M, R) @ (R, D); `last` says that none follows."""
-        if self._wide == self._compute or (self._compute == torch.bfloat16 and last and self._sum is None):
+        alone = last and self._sum is None and self._compute == torch.bfloat16
+        if self._wide == self._compute or (alone and self._device.type != "cpu"):
             self._add_in_place(left, right)
+        elif alone:
+            self._add_rounded(left, right, torch.bfloat16)
         elif self._fused:
             self._add_wide(left, right)
         elif self._compute == torch.float16:
@@ -93,11 +96,14 @@ class ProductSum:
         else:
             torch.addmm(self._sum, left, right, out_dtype=torch.float32, out=self._sum)
 
-    def _add_rounded(self, left: Tensor, right: Tensor) -> None:
-        """Add a product in slices, so that its rounded form takes little memory."""
+    def _add_rounded(self, left: Tensor, right: Tensor, kept: torch.dtype = torch.float32) -> None:
+        """Add a product in slices, so that its rounded form takes little memory, and what a CPU may need beside that.
+
+        Without instructions for bfloat16 that is the whole product in float32. `kept`: the dtype of a sum that begins.
+        """
         total, first = self._sum, self._sum is None
         if total is None:
-            total = self._sum = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            total = self._sum = torch.empty(self._shape, dtype=kept, device=self._device)
         step = max(_SLICE_BYTES // max(self._shape[1] * right.itemsize, 1), 1)
         for start in range(0, self._shape[0], step):
             product, place = left[start : start + step] @ right, total[start : start + step]
