@@ -16,6 +16,7 @@ from xent.backends.torch.facts import gather_facts
 from xent.backends.torch.linear import Linear
 from xent.backends.torch.options import Options, pack_numbers
 from xent.backends.torch.schedule import Schedule
+from xent.backends.torch.steps import computed_first
 from xent.core.spec import LossSpec
 
 N, D, V = 64, 16, 40
@@ -94,7 +95,8 @@ def test_no_gradient_of_logits_is_made_without_grad_mode(reduction: str, monkeyp
 def test_schedule_takes_rows_where_they_lie_and_knows_its_last_part(ignored: int) -> None:
     target = torch.randint(V, (N,))
     target[5 : 5 + ignored] = -100
-    parts = list(Schedule(gather_facts(plain_options(target, "mean"), V, torch.float32), 30))
+    facts = gather_facts(plain_options(target, "mean"), V, torch.float32)
+    parts = list(Schedule(facts, 30, computed_first))
     assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
     assert all((part.rows is None) == (ignored == 0) for part in parts)
 

@@ -13,12 +13,13 @@ from tests.targets import Target
 from xent.backends.torch import facts as plain
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.options import Options, pack_numbers
+from xent.backends.triton import facts as in_triton
 from xent.backends.triton.facts import gather_facts
 from xent.core.spec import LossSpec
 
 V = 37
-# One row, part of a block of 2048, a block, one row more than a block, several blocks.
-ROWS = [(1,), (3, 5), (2048,), (2049,), (4, 1541)]
+# One row, part of a block of 1024, a block, one row more than a block, several; more than 8192, which are added at once.
+ROWS = [(1,), (3, 5), (1024,), (1025,), (4, 1541), (2, 4097)]
 
 
 def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
@@ -62,6 +63,11 @@ def check(options: Options, dtype: torch.dtype = torch.float32, **more: Any) -> 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_sizes(target: Target, rows: tuple[int, ...], dtype: torch.dtype, reduction: str) -> None:
     check(make_options(target, rows, reduction=reduction), dtype)
+
+
+def test_more_blocks_than_programs(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_triton, "_PROGRAMS", 2)
+    check(make_options(target, (4, 1541)))
 
 
 @pytest.mark.parametrize("rows", [(3, 5), (2, 1500)])

@@ -75,6 +75,7 @@ class Kernels:
 
     row_pass: RowKernel
     gather_facts: Callable[..., Facts]
+    computed_first: Callable[[Facts], tuple[Tensor, Tensor, Facts]]
     reduced: Callable[[Tensor, Facts], Tensor]
     target_logits: Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
     scale_: Callable[[Tensor, Tensor, Tensor], None]

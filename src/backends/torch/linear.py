@@ -78,7 +78,7 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     wanted = not keep_norm and any(linear.needs)
     classes = _classes_per_slice(linear, chosen, facts) if wanted else None
     if classes is not None:
-        results, schedule = new_results(facts, True), _schedule_of_gradients(linear, facts)
+        results, schedule = new_results(facts, True), _schedule_of_gradients(linear, chosen, facts)
         _forward_in_tiles(linear, chosen, facts, results)
         assert results.norm is not None
         made = slices.gradients(linear, chosen, schedule, results.norm, classes)
@@ -90,7 +90,7 @@ def forward(linear: Linear, options: Options, keep_norm: bool) -> tuple[Facts, R
     first, piece = first_rows(linear, chosen, facts) if wanted else (0, 0)
     exponentials = linear.exponentials(chosen, facts) if wanted else None
     pitch = row_pitch(linear, exponentials)
-    schedule = Schedule(facts, linear.rows_per_chunk(first, pitch), first)
+    schedule = Schedule(facts, linear.rows_per_chunk(first, pitch), chosen.computed_first, first)
     results = new_results(schedule.facts, keep_norm)
     maker = chunk_maker(linear, chosen, exponentials, schedule.facts, results, wanted)
     gradients = Gradients(linear, schedule, exponentials) if wanted else None
@@ -111,10 +111,10 @@ def backward(upstream: Tensor, linear: Linear, norm: Tensor, options: Options) -
     facts = chosen.gather_facts(options, linear.weight.shape[0], linear.compute, linear.shift, upstream)
     classes = _classes_per_slice(linear, chosen, facts)
     if classes is not None:
-        return slices.gradients(linear, chosen, _schedule_of_gradients(linear, facts), norm, classes)
+        return slices.gradients(linear, chosen, _schedule_of_gradients(linear, chosen, facts), norm, classes)
     exponentials = linear.exponentials(chosen, facts)
     pitch = row_pitch(linear, exponentials)
-    schedule = Schedule(facts, linear.rows_per_chunk(pitch=pitch))
+    schedule = Schedule(facts, linear.rows_per_chunk(pitch=pitch), chosen.computed_first)
     results = Results(schedule.facts.weight, schedule.ordered(norm))
     maker = chunk_maker(linear, chosen, exponentials, schedule.facts, results)
     gradients = Gradients(linear, schedule, exponentials)
@@ -131,9 +131,10 @@ def _classes_per_slice(linear: Linear, chosen: Kernels, facts: Facts) -> int | N
     return classes_per_slice(len(linear.hidden), len(linear.weight), linear.rows_per_chunk())
 
 
-def _schedule_of_gradients(linear: Linear, facts: Facts) -> Schedule:
+def _schedule_of_gradients(linear: Linear, chosen: Kernels, facts: Facts) -> Schedule:
     """Return the rows that have a gradient; others are computed for their statistics alone."""
-    return Schedule(replace(facts, spec=replace(facts.spec, stats=())), linear.rows_per_chunk())
+    facts = replace(facts, spec=replace(facts.spec, stats=()))
+    return Schedule(facts, linear.rows_per_chunk(), chosen.computed_first)
 
 
 def _rounds_again(linear: Linear, chosen: Kernels, facts: Facts) -> bool:

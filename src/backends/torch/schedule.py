@@ -7,8 +7,9 @@ never idles. Slices of classes ask for all rows at once (`whole`). One chunk alo
 captured, computes all rows and waits for nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ class Part:
 class Schedule:
     """The rows of a call in the order in which they are computed, `step` at a time but for the `first` of them."""
 
-    def __init__(self, facts: Facts, step: int, first: int = 0) -> None:
+    def __init__(self, facts: Facts, step: int, computed_first: Callable[[Facts], Any], first: int = 0) -> None:
+        """`computed_first` is the step of that name (`xent.backends.torch.steps`), for this device."""
         self.step, self.first, self._all = step, first, len(facts.weight)
         idle = facts.idle
         self._idle: Tensor | None = idle
@@ -66,9 +68,8 @@ class Schedule:
         elif (
             idle.device.type == "cuda" and (first or self._all > step) and not torch.cuda.is_current_stream_capturing()
         ):
-            self._order = idle.argsort(stable=True)
-            self._await_count(idle)
-            facts = facts.select(self._order)
+            self._order, number, facts = computed_first(facts)
+            self._await_count(number)
         self.facts = facts
 
     @property
@@ -118,12 +119,12 @@ class Schedule:
     def _step(self, start: int) -> int:
         return min(self.first - start, _STEP_OF_FIRST) if start < self.first else self.step
 
-    def _await_count(self, idle: Tensor) -> None:
-        number = torch.empty((), dtype=torch.int64, pin_memory=True)
-        number.copy_((~idle).sum(), non_blocking=True)
+    def _await_count(self, number: Tensor) -> None:
+        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        on_host.copy_(number, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._awaited = event, number
+        self._awaited = event, on_host
 
     def learn_count(self) -> None:
         """Wait for the number of rows that are computed, if it is on its way."""

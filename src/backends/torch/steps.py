@@ -1,4 +1,4 @@
-"""The steps around the row kernel in PyTorch's own operations: sum of the rows' losses, target logits, scaling."""
+"""The steps around the row kernel in PyTorch's own operations: order of rows, target logits, sum of losses, scaling."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,17 @@ from xent.backends.torch.facts import Facts
 from xent.backends.torch.rows import Rows
 from xent.core.chunks import rows_per_block
 
-__all__ = ["reduced", "scale_", "target_logits"]
+__all__ = ["computed_first", "reduced", "scale_", "target_logits"]
+
+
+def computed_first(facts: Facts) -> tuple[Tensor, Tensor, Facts]:
+    """Return the order (N,) int64 of one row or more in which those to compute come first, their number, and the facts.
+
+    The number is () int64; the facts are in that order. Else rows stay in the order of the call.
+    """
+    idle = facts.idle
+    order = idle.argsort(stable=True)
+    return order, (~idle).sum(), facts.select(order)
 
 
 def reduced(values: Tensor, facts: Facts) -> Tensor:

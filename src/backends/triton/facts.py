@@ -1,4 +1,8 @@
-"""What is known about each row before its logits are, found in one launch by one program; sums in a fixed order."""
+"""What is known about each row before its logits are, found in one launch.
+
+Programs take blocks of rows. Each of them adds up all rows for itself, in a fixed order: that takes no longer than if
+one did and the others waited.
+"""
 
 from typing import Any
 
@@ -13,7 +17,9 @@ from xent.backends.torch.options import Options
 
 __all__ = ["gather_facts"]
 
-_BLOCK = 2048
+_ADDED = 8192  # rows at a time
+_BLOCK = 1024
+_PROGRAMS = 64  # at most
 _WARPS = 16
 
 
@@ -65,16 +71,16 @@ def _facts_kernel(
     NUMBER: tl.constexpr,
     SHIFTED: tl.constexpr,
     NARROW: tl.constexpr,  # float16 logits
+    ADDED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    lanes = tl.arange(0, BLOCK)
-    sums = tl.zeros([BLOCK], tl.float32)
-    sizes = tl.zeros([BLOCK], tl.float32)
+    sums = tl.zeros([ADDED], tl.float32)
+    sizes = tl.zeros([ADDED], tl.float32)
     SUMS: tl.constexpr = MEAN and ((normalizer is None and not NUMBER) or NARROW)
     if SUMS:
-        for first in range(0, count, BLOCK):
+        for first in range(0, count, ADDED):
             _, a, weighted, _, wrong = _row_facts(
-                first + lanes,
+                first + tl.arange(0, ADDED),
                 count,
                 target,
                 sample_weight,
@@ -105,10 +111,12 @@ def _facts_kernel(
             largest = tl.where(largest == 0, 1.0, largest)
             rest = inverse * largest
             inverse = tl.div_rn(one, largest)
-        tl.store(divisor, d)
-    tl.store(deferred, rest)
-    for first in range(0, count, BLOCK):
-        rows = first + lanes
+        if tl.program_id(0) == 0:
+            tl.store(divisor, d)
+    if tl.program_id(0) == 0:
+        tl.store(deferred, rest)
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        rows = first + tl.arange(0, BLOCK)
         inside = rows < count
         y, a, _, without, wrong = _row_facts(
             rows, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED
@@ -144,7 +152,7 @@ def gather_facts(
     mean = spec.reduction == "mean"
     class_weight: Any = None if options.weight is None else options.weight.float().contiguous()
     flat_upstream = None if upstream is None else upstream.reshape(-1)
-    _facts_kernel[(1,)](
+    _facts_kernel[(max(min(triton.cdiv(count, _BLOCK), _PROGRAMS), 1),)](
         target.contiguous(),
         None if sample_weight is None else sample_weight.contiguous(),
         class_weight,
@@ -169,6 +177,7 @@ def gather_facts(
         NUMBER=number is not None,
         SHIFTED=shift > 0,
         NARROW=dtype == torch.float16,
+        ADDED=_ADDED,
         BLOCK=_BLOCK,
         num_warps=_WARPS,
     )
