@@ -167,6 +167,22 @@ def test_rows_far_above_their_reference(target: Target, scale: float, launches: 
         assert (found.double().cpu() - exact).norm() <= 4e-3 * exact.norm()
 
 
+def test_small_weights_do_not_vanish(target: Target, launches: list[bool]) -> None:
+    """Of rows above their reference, but not so far that a second attempt is made for other weights."""
+    hidden, weight, classes = draw(target)
+    classes[:] = torch.arange(40, device=target.device) % 5
+    for row in range(0, 40, 3):
+        other = weight[7].float()
+        hidden[row] = (45 * other / other.square().sum()).bfloat16()
+    kinds = {"reduction": "sum", "sample_weight": torch.full((40,), 1e-25, device=target.device)}
+    loss, made = gradients(target.name, (hidden, weight), classes, **kinds)
+    expected, right = gradients("torch", (hidden.double(), weight.double()), classes, **kinds)
+    assert launches == [True, True]
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-4, atol=0)
+    for found, exact in zip(made, right, strict=True):
+        assert (found.double() - exact).norm() <= 4e-3 * exact.norm() > 0
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_rows_that_are_not_finite_stay_alone(target: Target, value: float, launches: list[bool]) -> None:
     hidden, weight, classes = draw(target)
@@ -226,9 +242,10 @@ def test_rare_targets_are_added_apart(target: Target, reduction: str, monkeypatc
     add = Gradients.add
 
     def watched(self: Gradients, part: Any, hidden: Tensor, made: Tensor, factors: Any = None) -> None:
-        rows = torch.arange(part.start, part.stop) if part.rows is None else part.rows
-        here = made[torch.arange(len(made)), classes[rows]].float() * factors.scale
-        found.append((here, factors.at_target))
+        if factors is not None:
+            rows = torch.arange(part.start, part.stop) if part.rows is None else part.rows
+            here = made[torch.arange(len(made)), classes[rows]].float() * factors.scale
+            found.append((here, factors.at_target))
         add(self, part, hidden, made, factors)
 
     monkeypatch.setattr(Gradients, "add", watched)
@@ -236,7 +253,9 @@ def test_rare_targets_are_added_apart(target: Target, reduction: str, monkeypatc
     classes[:] = torch.tensor([1] * 4 + [2] * 5 + [3] * 29 + [-100, 1], device=target.device)
     weights = (torch.arange(40, device=target.device) < 39).float()
     kinds = {"workspace": 15 * ROW, "reduction": reduction, "sample_weight": weights}
-    gradients(target.name, (hidden, weight), classes, **kinds)
+    _, (_, made) = gradients(target.name, (hidden, weight), classes, **kinds)
+    _, (_, right) = gradients("torch", (hidden.double(), weight.double()), classes, **kinds)
+    assert ((made - right).norm(dim=1) <= 1e-2 * right.norm(dim=1)).all()
     here, apart = (torch.cat(values) for values in zip(*found, strict=True))
     logits = hidden.double() @ weight.double().t()
     expected = logits.softmax(1)[torch.arange(40), classes.clamp(min=0)] - 1

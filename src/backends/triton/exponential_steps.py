@@ -12,6 +12,7 @@ __all__ = [
     "add_targets_kernel",
     "factors_kernel",
     "finish_input_kernel",
+    "link_targets_kernel",
     "place_targets_kernel",
     "scale_rows_kernel",
     "settle_kernel",
@@ -24,8 +25,10 @@ LIMIT = tl.constexpr(40.0)
 # Sums are relative to no less below the reference, where next to nothing is left.
 FLOOR = tl.constexpr(60.0)
 LOWEST = tl.constexpr(-1e30)
+# Below this factor of the gradient, that of a row far above its reference might vanish before it is multiplied in.
+SMALL = tl.constexpr(1e-12)
 RARE = tl.constexpr(4)  # rows that have a class for target, at most
-PLACEABLE = tl.constexpr(1e30)  # among the exponentials, of which nothing may overflow
+NO_ROW = tl.constexpr(2**31 - 1)
 
 
 @triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["target_logits", "references", "todo"])
@@ -67,7 +70,16 @@ def _reduce(tile_peaks, tile_totals, row, inside, rows, tiles, BLOCK: tl.constex
 
 @triton.jit(
     do_not_specialize=["rows", "tiles"],
-    do_not_specialize_on_alignment=["tile_peaks", "tile_totals", "references", "todo", "peaks", "totals", "idle"],
+    do_not_specialize_on_alignment=[
+        "tile_peaks",
+        "tile_totals",
+        "references",
+        "todo",
+        "peaks",
+        "totals",
+        "idle",
+        "factors",
+    ],
 )
 def settle_kernel(
     tile_peaks,  # (T, R)
@@ -77,6 +89,7 @@ def settle_kernel(
     peaks,  # (R,) what tiles of logits would have found, for `finish_kernel`
     totals,
     idle,  # (R,) bool: rows that no second attempt is made for
+    factors,  # (R,) r
     rows,
     tiles,
     LAST: tl.constexpr,
@@ -93,7 +106,9 @@ def settle_kernel(
     reference = tl.load(references + row, mask=inside, other=float("inf"))
     if not LAST:
         wanted = tl.load(idle + row, mask=inside, other=1) == 0
-        far = wanted & (peak - reference > LIMIT) & (peak < float("inf"))
+        r = tl.load(factors + row, mask=inside, other=0.0)
+        limit = tl.where(tl.abs(r) < SMALL, 0.0, LIMIT)
+        far = wanted & (peak - reference > limit) & (peak < float("inf"))
         tl.store(references + rows + row, tl.where(far, peak, reference), mask=inside)
         if tl.max(far.to(tl.int32), 0) != 0:
             tl.store(todo + 1, 1)
@@ -157,6 +172,22 @@ def factors_kernel(
     tl.store(at_target + row, tl.where(alive, g_y, 0.0), mask=inside)
 
 
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["target", "dead"])
+def link_targets_kernel(
+    target,  # (N,)
+    dead,  # (N,) bool: rows that are left out
+    newest,  # (V,) int32: a row that has the class for target, -1 for none
+    older,  # (N,) int32: from row to row the others, in no certain order; -1 behind the last
+    count,
+    BLOCK: tl.constexpr,
+):
+    """Link the rows that have one class for target."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    alive = tl.load(dead + row, mask=row < count, other=1) == 0
+    y = tl.load(target + row, mask=alive, other=0)
+    tl.store(older + row, tl.atomic_xchg(newest + y, row, mask=alive, sem="relaxed"), mask=alive)
+
+
 @triton.jit(
     do_not_specialize=["rows", "first", "classes"],
     do_not_specialize_on_alignment=["target", "scale", "at_target"],
@@ -165,7 +196,8 @@ def place_targets_kernel(
     exponentials,  # (R, C), rows `pitch` apart, of classes first, first + 1, ...
     pitch,
     target,  # (R,)
-    counts,  # (V,) int32: of how many rows a class is the target
+    newest,  # (V,) int32 and
+    older,  # (N,) int32, see `link_targets_kernel`
     scale,  # (R,)
     at_target,  # (R,)
     rows,
@@ -179,9 +211,12 @@ def place_targets_kernel(
     y = tl.load(target + row, mask=inside, other=0)
     g_y = tl.load(at_target + row, mask=inside, other=0.0)
     s = tl.load(scale + row, mask=inside, other=0.0)
-    often = tl.load(counts + y, mask=inside, other=0) > RARE
-    e_y = tl.div_rn(g_y, tl.where(s == 0, 1.0, s))
-    placed = inside & often & (y >= first) & (y < first + classes) & (s != 0) & (tl.abs(e_y) < PLACEABLE)
+    other = tl.load(newest + y, mask=inside, other=-1)
+    for _ in tl.static_range(RARE):
+        other = tl.load(older + other, mask=other >= 0, other=-1)
+    often = other >= 0
+    e_y = tl.where(s == 0, 0.0, tl.div_rn(g_y, tl.where(s == 0, 1.0, s)))
+    placed = inside & often & (y >= first) & (y < first + classes)
     tl.store(exponentials + row.to(tl.int64) * pitch + (y - first), e_y.to(exponentials.dtype.element_ty), mask=placed)
     tl.store(at_target + row, 0.0, mask=placed)
 
@@ -233,48 +268,52 @@ def finish_input_kernel(
 
 
 @triton.jit
+def _next(row, one, two, three, four):
+    """Return the smallest of four that is larger than `row`, `NO_ROW` if none is."""
+    first = tl.minimum(tl.where(one > row, one, NO_ROW), tl.where(two > row, two, NO_ROW))
+    return tl.minimum(first, tl.minimum(tl.where(three > row, three, NO_ROW), tl.where(four > row, four, NO_ROW)))
+
+
+@triton.jit
 def _as_computed(hidden):
     """Return hidden states as the products had them."""
     return hidden.to(tl.bfloat16).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["count", "vocabulary"])
+@triton.jit
 def add_targets_kernel(
     total,  # (V, D), rows `total_row` apart
     total_row,
     hidden,  # (N, D), then its strides
     hidden_row,
     hidden_column,
-    targets,  # (N,) int32, sorted; `vocabulary` where there is nothing to add
-    order,  # (N,) int64, which rows these are
-    at_target,  # (N,) in the order of `hidden`
-    count,
-    vocabulary,
+    target,  # (N,)
+    newest,  # (V,) int32 and
+    older,  # (N,) int32, see `link_targets_kernel`
+    at_target,  # (N,)
     width,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the hidden states of all rows that have one class for target, times g_y: the program of their first row."""
-    place = tl.program_id(0)
-    y = tl.load(targets + place)
-    before = tl.load(targets + place - 1, mask=place > 0, other=-1)
-    if (y == before) | (y == vocabulary):
+    """Add the hidden states of all rows that have one rare class for target, times g_y, in the order of rows."""
+    one = tl.program_id(0)
+    y = tl.load(target + one)
+    if tl.load(newest + y) != one:
         return
+    two = tl.load(older + one)
+    three = tl.load(older + two, mask=two >= 0, other=-1)
+    four = tl.load(older + three, mask=three >= 0, other=-1)
+    if tl.load(older + four, mask=four >= 0, other=-1) >= 0:
+        return  # no rare one
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     hidden += column.to(tl.int64) * hidden_column
-    total += y.to(tl.int64) * total_row + column
-    first = tl.load(order + place)
-    of_first = _as_computed(tl.load(hidden + first * hidden_row, mask=inside, other=0.0))
-    found = tl.load(total, mask=inside, other=0.0).to(tl.float32) + tl.load(at_target + first) * of_first
-    places = place + 1 + tl.arange(0, ROWS)
-    same = tl.load(targets + places, mask=places < count, other=-1) == y
-    while tl.max(same.to(tl.int32), 0) != 0:
-        row = tl.load(order + places, mask=same, other=0)
-        g = tl.load(at_target + row, mask=same, other=0.0)
-        address = hidden[None, :] + row[:, None] * hidden_row
-        h = _as_computed(tl.load(address, mask=same[:, None] & inside[None, :], other=0.0))
-        found += tl.sum(g[:, None] * h, 0)
-        places += ROWS
-        same = tl.load(targets + places, mask=places < count, other=-1) == y
+    total += y * total_row + column
+    found = tl.load(total, mask=inside, other=0.0).to(tl.float32)
+    row = -1
+    for _ in tl.static_range(RARE):
+        row = _next(row, one, two, three, four)
+        is_row = row != NO_ROW
+        g_y = tl.load(at_target + row, mask=is_row, other=0.0)
+        h = _as_computed(tl.load(hidden + row.to(tl.int64) * hidden_row, mask=inside & is_row, other=0.0))
+        found += tl.where(g_y == 0, 0.0, g_y * h)
     tl.store(total, found.to(total.dtype.element_ty), mask=inside)

@@ -38,6 +38,7 @@ from xent.backends.triton.exponential_steps import (
     add_targets_kernel,
     factors_kernel,
     finish_input_kernel,
+    link_targets_kernel,
     place_targets_kernel,
     scale_rows_kernel,
     settle_kernel,
@@ -49,13 +50,13 @@ from xent.backends.triton.tiles import TilePass
 
 __all__ = ["RELEASES", "Exponentials", "start"]
 
-RELEASES = ((3, 6),)
+RELEASES = ((3, 6), (3, 7))
 _SLOTS = 4
 _BANDS = 16  # side by side
 _ROWS = 32  # that a program of the steps has
 _SETTLED_ROWS = 16
+_LINKED_ROWS = 512
 _COLUMNS = 1024
-_ADDED_ROWS = 8  # of one target, at a time
 
 
 def start(classifier: Tensor, facts: Any) -> "Exponentials | None":
@@ -75,10 +76,15 @@ class Exponentials:
         self._classifier, self._facts = classifier, facts
 
     @cached_property
-    def _counts(self) -> Tensor:
-        """(V,) int32: of how many rows with a gradient each class is the target."""
-        counts = torch.zeros(len(self._classifier), dtype=torch.int32, device=self._classifier.device)
-        return counts.index_add_(0, self._facts.target, (~_dead(self._facts)).to(torch.int32))
+    def _links(self) -> tuple[Tensor, Tensor]:
+        """(V,) and (N,) int32: which rows with a gradient have one class for target, see `link_targets_kernel`."""
+        target, count = self._facts.target, len(self._facts.target)
+        newest = torch.full((len(self._classifier),), -1, dtype=torch.int32, device=target.device)
+        older = newest.new_empty(count)
+        link_targets_kernel[(triton.cdiv(count, _LINKED_ROWS),)](
+            target, _dead(self._facts), newest, older, count, BLOCK=_LINKED_ROWS, num_warps=4
+        )
+        return newest, older
 
     def make(self, hidden: Tensor, pieces: Sequence[Piece], facts: Any, results: Any, target_logits: Tensor) -> Factors:
         """See `xent.backends.torch.kernels.Exponentials.make`. Returns s, and g_y where it is not among them."""
@@ -112,6 +118,7 @@ class Exponentials:
                 norm[0],
                 tiles.totals,
                 facts.idle,
+                facts.scale,
                 rows,
                 first_tile,
                 LAST=attempt == 1,
@@ -120,7 +127,7 @@ class Exponentials:
             )
         tiles.finish()
         factors = _factors(references, todo, norm, facts, target_logits)
-        _place_targets(pieces, facts, factors, self._counts)
+        _place_targets(pieces, facts, factors, self._links)
         return factors
 
     def make_again(
@@ -132,7 +139,7 @@ class Exponentials:
         for piece in pieces:
             _launch(hidden, piece, facts, reference)
         factors = _factors(reference, None, norm, facts, target_logits)
-        _place_targets(pieces, facts, factors, self._counts)
+        _place_targets(pieces, facts, factors, self._links)
         return factors
 
     def scale_rows(self, hidden: Tensor, factors: Factors, out: Tensor) -> None:
@@ -169,21 +176,17 @@ class Exponentials:
 
         Rows of one target are added up in a fixed order.
         """
-        (count, width), vocabulary = hidden.shape, len(total)
-        targets, order = torch.where(at_target == 0, vocabulary, self._facts.target).to(torch.int32).sort(stable=True)
+        count, width = hidden.shape
         block = min(triton.next_power_of_2(max(width, 1)), _COLUMNS)
         add_targets_kernel[(count, triton.cdiv(width, block))](
             total,
             total.stride(0),
             hidden,
             *hidden.stride(),
-            targets,
-            order,
+            self._facts.target,
+            *self._links,
             at_target,
-            count,
-            vocabulary,
             width,
-            ROWS=_ADDED_ROWS,
             BLOCK=block,
             num_warps=4,
         )
@@ -223,13 +226,13 @@ def _factors(references: Tensor, todo: Tensor | None, norm: Tensor, facts: Any, 
     return factors
 
 
-def _place_targets(pieces: Sequence[Piece], facts: Any, factors: Factors, counts: Tensor) -> None:
+def _place_targets(pieces: Sequence[Piece], facts: Any, factors: Factors, links: tuple[Tensor, Tensor]) -> None:
     for first, classifier, out in pieces:
         place_targets_kernel[(triton.cdiv(len(out), _ROWS),)](
             out,
             out.stride(0),
             facts.target,
-            counts,
+            *links,
             factors.scale,
             factors.at_target,
             len(out),

@@ -118,7 +118,7 @@ def rows_kernel(
 ):
     """Losses, results and gradient of one row, or of one block of it: see the module's docstring."""
     LOOKS_AGAIN: tl.constexpr = (grad is not None or SMOOTHED) or (target is None or entropy is not None)
-    FIRST_LOOK: tl.constexpr = "evict_last" if LOOKS_AGAIN and FORWARD else "evict_first"
+    FIRST_LOOK: tl.constexpr = "evict_last" if FORWARD else "evict_first"
     blocks = tl.cdiv(vocabulary, BLOCK)
     program = tl.program_id(0)
     here = (program // blocks if SPLIT else program).to(tl.int64)
