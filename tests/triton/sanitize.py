@@ -89,7 +89,7 @@ def exponentials_of_chunks(vocabulary: int, reduction: str) -> None:
     launch, launched = exponentials._launch, []
 
     def noted(*given: Any) -> None:
-        launched.append(len(given[0]))
+        launched.append(True)
         launch(*given)
 
     with patch.object(exponentials, "_launch", noted):

@@ -18,7 +18,7 @@ from xent.backends.triton.facts import gather_facts
 from xent.core.spec import LossSpec
 
 V = 37
-# One row, part of a block of 1024, a block, one row more than a block, several; more than 8192, which are added at once.
+# One row, part of a block of 1024, a block, one row more than a block, several; more than are added up at once.
 ROWS = [(1,), (3, 5), (1024,), (1025,), (4, 1541), (2, 4097)]
 
 

@@ -1,8 +1,8 @@
 """Backend "triton": row kernels for NVIDIA GPUs, which the PyTorch driver calls in place of its plain one.
 
 `machine` says whether this machine can run them, `hopper` whether those that are for one chip; `kernels` is what the
-driver takes. `facts`, `rows`, `ring`, `tiles`, `product`, `exponentials` and `steps` launch kernels, one file a
-purpose; those of `rows`, `ring`, `tiles`, `product` and `exponentials` are in `rows_kernel`, `ring_kernel` (with
+driver takes. `facts`, `order`, `rows`, `ring`, `tiles`, `product`, `exponentials` and `steps` launch kernels, one file
+a purpose; those of `rows`, `ring`, `tiles`, `product` and `exponentials` are in `rows_kernel`, `ring_kernel` (with
 `ring_parts`), `tile_kernels`, `product_kernel` and `exponentials_kernel` (with `product_parts`; and
 `exponential_steps`), and `maths` is what kernels share.
 """

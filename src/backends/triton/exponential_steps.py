@@ -13,7 +13,6 @@ __all__ = [
     "factors_kernel",
     "finish_input_kernel",
     "link_targets_kernel",
-    "place_targets_kernel",
     "scale_rows_kernel",
     "settle_kernel",
     "start_kernel",
@@ -117,61 +116,6 @@ def settle_kernel(
     tl.store(totals + row, total * exp(reference - largest), mask=inside)
 
 
-@triton.jit(
-    do_not_specialize=["rows"],
-    do_not_specialize_on_alignment=[
-        "references",
-        "todo",
-        "peaks",
-        "log_sums",
-        "target_logits",
-        "factors",
-        "dead",
-        "scale",
-        "at_target",
-    ],
-)
-def factors_kernel(
-    references,  # (R,), or with `todo` (2, R)
-    todo,
-    peaks,  # (R,), the norm, like all below
-    log_sums,
-    target_logits,
-    factors,  # r
-    dead,
-    scale,  # s
-    at_target,  # g_y
-    rows,
-    z_loss,
-    softcap,
-    logit_scale,
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write what the gradients of a block of rows still lack."""
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    if todo is not None:
-        references += tl.load(todo + 1) * rows
-    reference = tl.load(references + row, mask=inside, other=0.0)
-    peak = tl.load(peaks + row, mask=inside, other=0.0)
-    log_sum = tl.load(log_sums + row, mask=inside, other=0.0)
-    z_y = tl.load(target_logits + row, mask=inside, other=0.0)
-    x_y, slope_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
-    r = tl.load(factors + row, mask=inside, other=0.0)
-    alive = tl.load(dead + row, mask=inside, other=1) == 0
-    pull = tl.zeros([BLOCK], tl.float32)
-    if Z_LOSS:
-        pull = 2 * z_loss * (peak + log_sum)
-    log_p_y = (x_y - peak) - log_sum
-    s = r * (1 + pull) * exp((reference - peak) - log_sum)
-    g_y = r * (expm1(log_p_y) + pull * exp(log_p_y)) * slope_y
-    tl.store(scale + row, tl.where(alive, s * logit_scale if SCALED else s, 0.0), mask=inside)
-    tl.store(at_target + row, tl.where(alive, g_y, 0.0), mask=inside)
-
-
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["target", "dead"])
 def link_targets_kernel(
     target,  # (N,)
@@ -190,35 +134,77 @@ def link_targets_kernel(
 
 @triton.jit(
     do_not_specialize=["rows", "first", "classes"],
-    do_not_specialize_on_alignment=["target", "scale", "at_target"],
+    do_not_specialize_on_alignment=[
+        "references",
+        "todo",
+        "peaks",
+        "log_sums",
+        "target_logits",
+        "factors",
+        "dead",
+        "target",
+        "scale",
+        "at_target",
+    ],
 )
-def place_targets_kernel(
+def factors_kernel(
     exponentials,  # (R, C), rows `pitch` apart, of classes first, first + 1, ...
     pitch,
-    target,  # (R,)
+    references,  # (R,), or with `todo` (2, R)
+    todo,
+    peaks,  # (R,), the norm, like all of the next
+    log_sums,
+    target_logits,
+    factors,  # r
+    dead,
+    target,
     newest,  # (V,) int32 and
     older,  # (N,) int32, see `link_targets_kernel`
-    scale,  # (R,)
-    at_target,  # (R,)
+    scale,  # (R,) s
+    at_target,  # (R,) g_y
     rows,
     first,
     classes,  # C
+    z_loss,
+    softcap,
+    logit_scale,
+    CAPPED: tl.constexpr,
+    SCALED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the targets that are not rare to their place among the exponentials, and 0 to `at_target`."""
+    """Write what the gradients of a block of rows still lack, and the target to its place, if it is there and not rare.
+
+    At such a target nothing is lacking.
+    """
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
+    if todo is not None:
+        references += tl.load(todo + 1) * rows
+    reference = tl.load(references + row, mask=inside, other=0.0)
+    peak = tl.load(peaks + row, mask=inside, other=0.0)
+    log_sum = tl.load(log_sums + row, mask=inside, other=0.0)
+    z_y = tl.load(target_logits + row, mask=inside, other=0.0)
+    x_y, slope_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED)
+    r = tl.load(factors + row, mask=inside, other=0.0)
+    alive = tl.load(dead + row, mask=inside, other=1) == 0
     y = tl.load(target + row, mask=inside, other=0)
-    g_y = tl.load(at_target + row, mask=inside, other=0.0)
-    s = tl.load(scale + row, mask=inside, other=0.0)
     other = tl.load(newest + y, mask=inside, other=-1)
     for _ in tl.static_range(RARE):
         other = tl.load(older + other, mask=other >= 0, other=-1)
     often = other >= 0
+    pull = tl.zeros([BLOCK], tl.float32)
+    if Z_LOSS:
+        pull = 2 * z_loss * (peak + log_sum)
+    log_p_y = (x_y - peak) - log_sum
+    s = r * (1 + pull) * exp((reference - peak) - log_sum)
+    s = tl.where(alive, s * logit_scale if SCALED else s, 0.0)
+    g_y = tl.where(alive, r * (expm1(log_p_y) + pull * exp(log_p_y)) * slope_y, 0.0)
     e_y = tl.where(s == 0, 0.0, tl.div_rn(g_y, tl.where(s == 0, 1.0, s)))
     placed = inside & often & (y >= first) & (y < first + classes)
     tl.store(exponentials + row.to(tl.int64) * pitch + (y - first), e_y.to(exponentials.dtype.element_ty), mask=placed)
-    tl.store(at_target + row, 0.0, mask=placed)
+    tl.store(scale + row, s, mask=inside)
+    tl.store(at_target + row, tl.where(often, 0.0, g_y), mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale"])

@@ -27,6 +27,7 @@ device, so that nobody waits to know.
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -39,7 +40,6 @@ from xent.backends.triton.exponential_steps import (
     factors_kernel,
     finish_input_kernel,
     link_targets_kernel,
-    place_targets_kernel,
     scale_rows_kernel,
     settle_kernel,
     start_kernel,
@@ -91,7 +91,9 @@ class Exponentials:
         hidden = copyable(hidden)
         rows, spec = len(hidden), facts.spec
         norm, references = target_logits.new_empty(2, 2, rows)
-        tile_sums = norm.new_empty(2, sum(triton.cdiv(len(classifier), CLASSES) for _, classifier, _ in pieces), rows)
+        products = [_Product(hidden, piece) for piece in pieces]
+        tiles_of = [triton.cdiv(len(product.classifier), CLASSES) for product in products]
+        tile_sums = norm.new_empty(2, sum(tiles_of), rows)
         todo = norm.new_empty(2, dtype=torch.int32)
         tiles = TilePass(facts, replace(results, norm=norm), target_logits)
         start_kernel[(triton.cdiv(rows, _ROWS),)](
@@ -107,10 +109,8 @@ class Exponentials:
             num_warps=1,
         )
         for attempt in range(2):
-            first_tile = 0
-            for piece in pieces:
-                _launch(hidden, piece, facts, references[attempt], todo[attempt], tile_sums, first_tile)
-                first_tile += triton.cdiv(len(piece[1]), CLASSES)
+            for product, first_tile in zip(products, accumulate(tiles_of, initial=0), strict=False):
+                _launch(product, facts, references[attempt], todo[attempt], tile_sums, first_tile)
             settle_kernel[(triton.cdiv(rows, _SETTLED_ROWS),)](
                 *tile_sums,
                 references,
@@ -120,15 +120,13 @@ class Exponentials:
                 facts.idle,
                 facts.scale,
                 rows,
-                first_tile,
+                tile_sums.shape[1],
                 LAST=attempt == 1,
                 BLOCK=_SETTLED_ROWS,
                 num_warps=8,
             )
         tiles.finish()
-        factors = _factors(references, todo, norm, facts, target_logits)
-        _place_targets(pieces, facts, factors, self._links)
-        return factors
+        return _factors(pieces, references, todo, norm, facts, target_logits, self._links)
 
     def make_again(
         self, hidden: Tensor, pieces: Sequence[Piece], facts: Any, norm: Tensor, target_logits: Tensor
@@ -137,10 +135,8 @@ class Exponentials:
         hidden = copyable(hidden)
         reference = norm.sum(0)
         for piece in pieces:
-            _launch(hidden, piece, facts, reference)
-        factors = _factors(reference, None, norm, facts, target_logits)
-        _place_targets(pieces, facts, factors, self._links)
-        return factors
+            _launch(_Product(hidden, piece), facts, reference)
+        return _factors(pieces, reference, None, norm, facts, target_logits, self._links)
 
     def scale_rows(self, hidden: Tensor, factors: Factors, out: Tensor) -> None:
         """Write s hidden (R, D) to `out`, which may be `hidden`."""
@@ -201,51 +197,62 @@ def _fits(classifier: Tensor, facts: Any) -> bool:
     return vocabulary >= CLASSES and classifier.dtype == torch.bfloat16 and aligned
 
 
-def _factors(references: Tensor, todo: Tensor | None, norm: Tensor, facts: Any, target_logits: Tensor) -> Factors:
+def _factors(
+    pieces: Sequence[Piece],
+    references: Tensor,
+    todo: Tensor | None,
+    norm: Tensor,
+    facts: Any,
+    target_logits: Tensor,
+    links: tuple[Tensor, Tensor],
+) -> Factors:
+    """Place the targets that are not rare, and return the factors."""
     rows, spec = len(target_logits), facts.spec
     factors = Factors(*norm.new_empty(2, rows))
-    factors_kernel[(triton.cdiv(rows, _ROWS),)](
-        references,
-        todo,
-        *norm,
-        target_logits,
-        facts.scale,
-        _dead(facts),
-        factors.scale,
-        factors.at_target,
-        rows,
-        spec.z_loss,
-        spec.softcap or 0.0,
-        spec.logit_scale,
-        CAPPED=spec.softcap is not None,
-        SCALED=spec.logit_scale != 1,
-        Z_LOSS=spec.z_loss != 0,
-        BLOCK=_ROWS,
-        num_warps=1,
-    )
-    return factors
-
-
-def _place_targets(pieces: Sequence[Piece], facts: Any, factors: Factors, links: tuple[Tensor, Tensor]) -> None:
     for first, classifier, out in pieces:
-        place_targets_kernel[(triton.cdiv(len(out), _ROWS),)](
+        factors_kernel[(triton.cdiv(rows, _ROWS),)](
             out,
             out.stride(0),
+            references,
+            todo,
+            *norm,
+            target_logits,
+            facts.scale,
+            _dead(facts),
             facts.target,
             *links,
             factors.scale,
             factors.at_target,
-            len(out),
+            rows,
             first,
             len(classifier),
+            spec.z_loss,
+            spec.softcap or 0.0,
+            spec.logit_scale,
+            CAPPED=spec.softcap is not None,
+            SCALED=spec.logit_scale != 1,
+            Z_LOSS=spec.z_loss != 0,
             BLOCK=_ROWS,
             num_warps=1,
         )
+    return factors
+
+
+class _Product:
+    """The factors of one product, hidden states (R, D) and a piece's classes, and the memory for its exponentials."""
+
+    def __init__(self, hidden: Tensor, piece: Piece) -> None:
+        self.hidden, (self.first, self.classifier, self.out) = hidden, piece
+
+    @cached_property
+    def descriptors(self) -> list[Any]:
+        """The three as the copy engine takes them."""
+        blocks = [BAND // 2, DEPTH], [CLASSES, DEPTH], [BAND // 2, CLASSES // 2]
+        return [descriptor(*each) for each in zip((self.hidden, self.classifier, self.out), blocks, strict=True)]
 
 
 def _launch(
-    hidden: Tensor,
-    piece: Piece,
+    product: _Product,
     facts: Any,
     reference: Tensor,
     todo: Tensor | None = None,
@@ -254,14 +261,12 @@ def _launch(
 ) -> None:
     from xent.backends.triton.exponentials_kernel import exponentials_kernel
 
-    (first, classifier, out), spec = piece, facts.spec
-    (rows, width), vocabulary = hidden.shape, len(classifier)
+    spec = facts.spec
+    (rows, width), vocabulary = product.hidden.shape, len(product.classifier)
     bands, class_tiles = triton.cdiv(rows, BAND), triton.cdiv(vocabulary, CLASSES)
-    programs = min(hopper_multiprocessors(hidden.device.index, RELEASES), bands * class_tiles)
+    programs = min(hopper_multiprocessors(reference.device.index, RELEASES), bands * class_tiles)
     exponentials_kernel[(programs,)](
-        descriptor(hidden, [BAND // 2, DEPTH]),
-        descriptor(classifier, [CLASSES, DEPTH]),
-        descriptor(out, [BAND // 2, CLASSES // 2]),
+        *product.descriptors,
         facts.target,
         reference,
         _dead(facts),
@@ -269,7 +274,7 @@ def _launch(
         *((reference, reference) if tile_sums is None else tile_sums),
         rows,
         vocabulary,
-        first,
+        product.first,
         first_tile,
         bands * class_tiles,
         _BANDS,

@@ -44,8 +44,13 @@ def copyable(matrix: Tensor) -> Tensor:
 
 def descriptor(matrix: Tensor, block: list[int]) -> Any:
     """Return a matrix as the copy engine takes it, in blocks whose rows are swizzled by 128 bytes in shared memory."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * matrix.itemsize, rank=2)
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, layout)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, _layout(8 * matrix.itemsize))
+
+
+@cache
+def _layout(bits: int) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=bits, rank=2)

@@ -78,7 +78,5 @@ def computed_first(facts: Facts) -> tuple[Tensor, Tensor, Facts]:
     _order_kernel[(programs,)](
         facts.idle, *known, order, *ordered, number, len(order), COUNTED=_COUNTED, BLOCK=_BLOCK, num_warps=_WARPS
     )
-    found = replace(
-        facts, target=target, weight=weight, scale=scale, ignored=ignored, dead=dead, invalid=invalid
-    )
+    found = replace(facts, target=target, weight=weight, scale=scale, ignored=ignored, dead=dead, invalid=invalid)
     return order, number, found

@@ -118,7 +118,6 @@ def rows_kernel(
 ):
     """Losses, results and gradient of one row, or of one block of it: see the module's docstring."""
     LOOKS_AGAIN: tl.constexpr = (grad is not None or SMOOTHED) or (target is None or entropy is not None)
-    FIRST_LOOK: tl.constexpr = "evict_last" if FORWARD else "evict_first"
     blocks = tl.cdiv(vocabulary, BLOCK)
     program = tl.program_id(0)
     here = (program // blocks if SPLIT else program).to(tl.int64)
@@ -136,7 +135,7 @@ def rows_kernel(
     y = -1
     if target is not None:
         y = tl.load(target + row).to(tl.int32)
-    z_ahead = _load(logits, begin, vocabulary, BLOCK, FIRST_LOOK)
+    z_ahead = _load(logits, begin, vocabulary, BLOCK, "evict_last")
     if is_dead & SKIPS_DEAD:
         if FORWARD:
             tl.store(loss + row, 0.0)
@@ -181,7 +180,7 @@ def rows_kernel(
         at = tl.arange(0, BLOCK)
         for first in range(0, vocabulary, BLOCK):
             z = z_ahead.to(tl.float32)
-            z_ahead = _load(logits, first + BLOCK, vocabulary, BLOCK, FIRST_LOOK)
+            z_ahead = _load(logits, first + BLOCK, vocabulary, BLOCK, "evict_last")
             columns = first + tl.arange(0, BLOCK)
             if predictions is not None:
                 key = order(z, columns < vocabulary, logit_scale)

@@ -65,8 +65,8 @@ def test_kernel(shape: tuple[int, int, int], options: dict[str, float], monkeypa
     sums = torch.full((2, 2, 400, rows), 5.0, device="cuda")
     inside = slice(8, 8 + len(weight) - first)
     for launch, out, into in ((exponentials._launch, found, sums[0]), (make_tiles, right, sums[1])):
-        piece = first, weight[first:], out[:, inside]
-        launch(hidden, piece, facts, reference, torch.ones((), dtype=torch.int32, device="cuda"), into, 1)
+        product = exponentials._Product(hidden, (first, weight[first:], out[:, inside]))
+        launch(product, facts, reference, torch.ones((), dtype=torch.int32, device="cuda"), into, 1)
     kept = found.clone()
     found[:, 8 : pitch - 8] = 7.0  # up to a boundary of 16 bytes, the copy engine writes nothing less
     assert (found == 7).all()
@@ -84,7 +84,8 @@ def test_nothing_to_do() -> None:
     facts = SimpleNamespace(target=target, dead=target < 0, spec=LossSpec())
     sums = torch.zeros(2, 4, 300, device="cuda")
     todo = torch.zeros((), dtype=torch.int32, device="cuda")
-    exponentials._launch(hidden, (0, weight, out), facts, torch.zeros(300, device="cuda"), todo, sums)
+    product = exponentials._Product(hidden, (0, weight, out))
+    exponentials._launch(product, facts, torch.zeros(300, device="cuda"), todo, sums)
     assert (out == 7).all()
     assert (sums == 0).all()
 
