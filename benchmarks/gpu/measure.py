@@ -1,12 +1,14 @@
 """How a case is measured on a GPU: everybody is prepared, then all take turns, round after round.
 
 The base of the ratios has its turn in every round like the others, and a ratio is taken within a round, so what slows
-the chip down for a while (its heat, its neighbours) slows both. Every round begins with another contender. A contender
-that takes the device down with it is left out, and the case begins again in a new process.
+the chip down for a while (its heat, its neighbours) slows both. Every round has an order of its own: who always came
+after the same contender would always find the chip as warm or as cool as that one leaves it. A contender that takes the
+device down with it is left out, and the case begins again in a new process.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -141,8 +143,7 @@ class GpuMeasurement:
             if self.plan.over and number >= _FEWEST_ROUNDS:
                 return
             medians: dict[str, float] = {}
-            first = number % len(names)
-            for name in names[first:] + names[:first]:
+            for name in random.Random(number).sample(names, len(names)):
                 try:
                     seconds = self._process.ask(Turn(name, turns[name].calls), _TURN_SECONDS)["seconds"]
                 except NotMeasured as failure:
