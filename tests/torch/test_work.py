@@ -192,7 +192,9 @@ def test_bfloat16_gradient_of_one_chunk_is_made_where_it_stays() -> None:
 x, w = torch.randn(64, 512).bfloat16(), torch.randn(64000, 512).bfloat16().requires_grad_()
 y = torch.randint(64000, (64,)); y[:9] = -100
 """
-    assert peak(setup, "xent.linear_cross_entropy(x, w, y).backward()") <= 1.5 * 64000 * 512 * 2
+    # Without instructions for bfloat16, the library takes memory of its own to make logits.
+    library = peak(setup, "x @ w.detach().t()") - 64 * 64000 * 2
+    assert peak(setup, "xent.linear_cross_entropy(x, w, y).backward()") <= 1.5 * 64000 * 512 * 2 + library
 
 
 def test_frozen_classifier_costs_no_memory_for_its_gradient() -> None:

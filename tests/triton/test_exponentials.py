@@ -3,6 +3,7 @@
 The kernel itself is for Hopper GPUs; `tests.triton.gpu.test_exponentials` runs it. Everything around it runs here.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -182,6 +183,30 @@ def test_small_weights_do_not_vanish(target: Target, launches: list[bool]) -> No
         assert (found.double() - exact).norm() <= 4e-3 * exact.norm() > 0
 
 
+def test_rows_without_weight_cause_no_second_attempt(target: Target, launches: list[bool]) -> None:
+    """Not for their statistics either, if they are not so far above their reference."""
+    hidden, weight, classes = draw(target)
+    other = weight[(classes[5] + 1) % 67].float()
+    hidden[5] = (45 * other / other.square().sum()).bfloat16()
+    weights = torch.ones(40, device=target.device)
+    weights[5] = 0
+    gradients(target.name, (hidden, weight), classes, stats=("lse",), sample_weight=weights)
+    assert launches == [True, False]
+
+
+def test_targets_alone_have_a_gradient(target: Target) -> None:
+    """Where 1 + 2 zeta lse is 0, all others have none; of a frequent class that is no reason to lose its own."""
+    weight, hidden = torch.zeros(67, 24), torch.zeros(8, 24)
+    hidden[:, 0], weight[:, 0], weight[7, 0], weight[:, 1] = 1, -200, -8, torch.arange(67) / 64
+    factors = hidden.bfloat16().to(target.device), weight.bfloat16().to(target.device)
+    classes = torch.full((8,), 3, device=target.device)
+    kinds = {"z_loss": 1 / 16}
+    _, made = gradients(target.name, factors, classes, **kinds)
+    _, right = gradients("torch", (factors[0].double(), factors[1].double()), classes, **kinds)
+    for found, exact in zip(made, right, strict=True):
+        assert (found.double() - exact).norm() <= 4e-3 * exact.norm() > 0
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_rows_that_are_not_finite_stay_alone(target: Target, value: float, launches: list[bool]) -> None:
     hidden, weight, classes = draw(target)
@@ -269,6 +294,29 @@ def test_same_bits_each_time(target: Target) -> None:
     classes[::2] = 3
     first, *others = (gradients(target.name, (hidden, weight), classes, workspace=9 * ROW)[1] for _ in range(3))
     assert all(torch.equal(*pair) for other in others for pair in zip(first, other, strict=True))
+
+
+def test_same_bits_whichever_row_was_linked_first(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32, which shows the order of a sum."""
+    hidden, weight, classes = draw(target)
+    classes[:] = torch.arange(40, device=target.device) % 11
+
+    def call() -> list[Tensor]:
+        with torch.autocast(target.device, torch.bfloat16):
+            return gradients(target.name, (hidden.float(), weight.float()), classes, workspace=9 * ROW)[1]
+
+    expected = call()
+
+    def linked(order: Iterable[int]) -> property:
+        newest, older = torch.full((67,), -1), torch.full((40,), -1)
+        for row in order:
+            older[row], newest[classes[row]] = newest[classes[row]].clone(), row
+        links = newest.int().to(target.device), older.int().to(target.device)
+        return property(lambda _: links)
+
+    for order in (range(40), range(39, -1, -1), torch.randperm(40).tolist()):
+        monkeypatch.setattr(exponentials.Exponentials, "_links", linked(order))
+        assert all(torch.equal(*pair) for pair in zip(call(), expected, strict=True))
 
 
 @pytest.mark.parametrize("vocabulary", [72, 67])

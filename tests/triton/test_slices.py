@@ -9,7 +9,7 @@ import torch
 import xent
 from tests.targets import Target
 from tests.triton.sure import check_sure_targets
-from xent.backends.torch import slices
+from xent.backends.torch import schedule, slices
 from xent.core import chunks
 from xent.core.check.cases import Case, option_cases
 from xent.core.check.judge import judge_case
@@ -51,8 +51,16 @@ def test_loss_and_gradients(target: Target, case: Case, sliced: list[int]) -> No
     assert sliced == [3]
 
 
-def test_what_needs_no_gradient_and_what_nobody_may_see(target: Target, sliced: list[int]) -> None:
-    """Float32 weights under autocast, hidden states without a gradient, of which ignored ones are NaN; statistics."""
+@pytest.mark.parametrize("known", [True, False])
+def test_what_needs_no_gradient_and_what_nobody_may_see(
+    target: Target, known: bool, sliced: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float32 weights under autocast, hidden states without a gradient, of which ignored ones are NaN; statistics.
+
+    `known`: whether the host can see which are ignored, or it cannot, as in a CUDA graph.
+    """
+    if not known:
+        monkeypatch.setattr(schedule, "_host_sees", lambda tensor: False)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(size, 8, generator=generator) for size in (20, 67))
     classes = torch.randint(67, (20,), generator=generator)

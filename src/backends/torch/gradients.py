@@ -65,7 +65,7 @@ class Gradients:
     def trained(self, part: Part, hidden: Tensor, factors: Factors | None = None) -> Tensor:
         """Return the hidden states (R, D) as the weight's gradient may see them, times the scale of the factors.
 
-        In place where `hidden` is a copy, or in memory that the part's gradient will take.
+        `hidden` is written to where it is a copy. Else scaled ones lie in memory that the part's gradient will take.
         """
         linear, rows = self._linear, slice(part.start, part.stop)
         copied = part.rows is not None or linear.input.dtype != linear.compute

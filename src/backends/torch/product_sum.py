@@ -7,7 +7,7 @@ from xent.core.chunks import MOST_ROUNDED_SUMS
 
 __all__ = ["ProductSum", "kept_dtype", "rounds_sums"]
 
-_SLICE_BYTES = 2 * 2**20
+_SLICE_BYTES, _SLICE_BYTES_CPU = 8 * 2**20, 2 * 2**20
 _FLOAT16_ROWS = 1024
 _WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
@@ -104,7 +104,8 @@ class ProductSum:
         total, first = self._sum, self._sum is None
         if total is None:
             total = self._sum = torch.empty(self._shape, dtype=kept, device=self._device)
-        step = max(_SLICE_BYTES // max(self._shape[1] * right.itemsize, 1), 1)
+        most = _SLICE_BYTES_CPU if self._device.type == "cpu" else _SLICE_BYTES
+        step = max(most // max(self._shape[1] * right.itemsize, 1), 1)
         for start in range(0, self._shape[0], step):
             product, place = left[start : start + step] @ right, total[start : start + step]
             if first:

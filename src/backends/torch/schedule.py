@@ -59,7 +59,7 @@ class Schedule:
         self._awaited: tuple[torch.cuda.Event, Tensor] | None = None
         self.count = self._all
         """How many rows are computed, as far as is known."""
-        if idle.device.type == "cpu":
+        if _host_sees(idle):
             self._idle = None
             if bool(idle.any()):
                 self._order = idle.argsort(stable=True)
@@ -135,3 +135,8 @@ class Schedule:
         self._awaited, self._idle, self.count = None, None, int(number)
         if self.count == self._all:
             self._order = None
+
+
+def _host_sees(tensor: Tensor) -> bool:
+    """Whether a look at its values makes nobody wait."""
+    return tensor.device.type == "cpu"

@@ -18,14 +18,17 @@ __all__ = [
     "start_kernel",
 ]
 
-# How far the reference is above the target's x, and how far below the row's largest x it may be.
+# How far the reference is above the target's x, and how far below the row's largest x it may be for a factor of the
+# gradient that is not small. A small one might vanish in a row's scale.
 MARGIN = tl.constexpr(20.0)
 LIMIT = tl.constexpr(40.0)
 # Sums are relative to no less below the reference, where next to nothing is left.
 FLOOR = tl.constexpr(60.0)
 LOWEST = tl.constexpr(-1e30)
-# Below this factor of the gradient, that of a row far above its reference might vanish before it is multiplied in.
 SMALL = tl.constexpr(1e-12)
+# Of its factor, and at least: the scale of a row whose other gradients are 0, for that of the target alone.
+TINY = tl.constexpr(1e-30)
+TINIEST = tl.constexpr(1e-35)
 RARE = tl.constexpr(4)  # rows that have a class for target, at most
 NO_ROW = tl.constexpr(2**31 - 1)
 
@@ -94,7 +97,7 @@ def settle_kernel(
     LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """After an attempt: add up a block of rows. Those far above their reference get another, for a second attempt."""
+    """After an attempt: add up a block of rows. Those too far above their reference get another, for a second one."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     if LAST:
@@ -106,7 +109,7 @@ def settle_kernel(
     if not LAST:
         wanted = tl.load(idle + row, mask=inside, other=1) == 0
         r = tl.load(factors + row, mask=inside, other=0.0)
-        limit = tl.where(tl.abs(r) < SMALL, 0.0, LIMIT)
+        limit = tl.where((r != 0) & (tl.abs(r) < SMALL), 0.0, LIMIT)
         far = wanted & (peak - reference > limit) & (peak < float("inf"))
         tl.store(references + rows + row, tl.where(far, peak, reference), mask=inside)
         if tl.max(far.to(tl.int32), 0) != 0:
@@ -200,6 +203,7 @@ def factors_kernel(
     s = r * (1 + pull) * exp((reference - peak) - log_sum)
     s = tl.where(alive, s * logit_scale if SCALED else s, 0.0)
     g_y = tl.where(alive, r * (expm1(log_p_y) + pull * exp(log_p_y)) * slope_y, 0.0)
+    s = tl.where(often & (s == 0) & (g_y != 0), tl.maximum(tl.abs(r) * TINY, TINIEST), s)
     e_y = tl.where(s == 0, 0.0, tl.div_rn(g_y, tl.where(s == 0, 1.0, s)))
     placed = inside & often & (y >= first) & (y < first + classes)
     tl.store(exponentials + row.to(tl.int64) * pitch + (y - first), e_y.to(exponentials.dtype.element_ty), mask=placed)

@@ -20,8 +20,8 @@ rounded once, when its target is in it: what all rows of the classifier share ca
 
 A bfloat16 has the exponents of a float32, so that E is as precise as a gradient would be. c is a little more than the
 target's x, which is known: e^(x - c) then adds up to about the exponential of the row's loss. A row whose largest x is
-far above that might overflow. Its chunk is made once more, relative to the largest x; the kernel finds that on the
-device, so that nobody waits to know.
+far above that might overflow, or s vanish, if r is tiny. Its chunk is made once more, relative to the largest x; the
+kernel finds that on the device, so that nobody waits to know.
 """
 
 from collections.abc import Sequence
