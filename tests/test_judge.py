@@ -9,8 +9,9 @@ import pytest
 
 from tests.cases import FUNCTIONS
 from tests.targets import Target
+from xent.core.check import judge
 from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import compare, judge_case, results_of_case
+from xent.core.check.judge import Comparison, compare, judge_case, results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,
@@ -55,6 +56,32 @@ def test_an_error_that_the_dtype_does_not_explain_fails(output: str, dtype: str,
     case, truth = Case("cross_entropy", (2,), 3, dtype, ""), np.ones((2, 3))
     assert compare(output, truth, truth, truth, case).passed
     assert not compare(output, truth * (1 + error), truth, truth, case).passed
+
+
+@pytest.mark.parametrize(
+    ("errors", "bounds", "draws", "passes"),
+    [
+        ([1.0] * 8, [2.0] * 8, 1, True),
+        ([3.0] * 8, [2.0, *[4.0] * 7], 8, True),  # rounded well by chance, where the bound is from
+        ([3.0] * 8, [2.0] * 8, 8, False),
+        ([3.0, *[5.0] * 7], [2.0, *[4.0] * 7], 8, False),
+        ([np.nan, *[1.0] * 7], [2.0] * 8, 8, False),
+    ],
+)
+def test_several_draws_decide_where_one_fails(
+    errors: list[float], bounds: list[float], draws: int, passes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds: list[int] = []
+
+    def draw(backend: Any, harness: Any, case: Any, seed: int, workspace: Any) -> list[Comparison]:
+        seeds.append(seed)
+        return [Comparison("logits", errors[seed], bounds[seed])]
+
+    monkeypatch.setattr(judge, "_judge_draw", draw)
+    nobody: Any = None
+    (comparison,) = judge_case(nobody, nobody, nobody)
+    assert comparison.passed == passes
+    assert seeds == list(range(draws))
 
 
 def test_wrong_shape_fails_even_if_it_broadcasts() -> None:

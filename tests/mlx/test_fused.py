@@ -87,13 +87,11 @@ def test_entropy_counts_the_target(target: Target) -> None:
 @pytest.mark.parametrize("workspace", [67 * 2 * 3, 67 * 2 * 20])
 @pytest.mark.parametrize("device", ["metal", "mlx-cuda"])
 def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product of few rows may round otherwise than the one of all rows, so the worst of several batches is judged."""
     monkeypatch.setattr(weight_gradient, "chunk_device", lambda: device)
     for case in CASES:
         if case.name in ("plain", "all") and case.function == "linear_cross_entropy" and case.reduction != "sum":
-            batches = [judge_case(target.backend, target.harness, case, seed, workspace) for seed in range(8)]
-            for batch in zip(*batches, strict=True):
-                assert max(one.error for one in batch) <= max(one.bound for one in batch), batch
+            for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
+                assert comparison.passed, comparison
 
 
 def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:

@@ -48,7 +48,7 @@ def test_cases() -> None:
 def test_loss_and_gradients(target: Target, case: Case, sliced: list[int]) -> None:
     for comparison in judge_case(target.backend, target.harness, case, workspace=ROW):
         assert comparison.passed, comparison
-    assert sliced == [3]
+    assert set(sliced) == {3}
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -4,8 +4,12 @@ The reference computes from the very numbers that the backend sees, rounded to t
 row by row, relative to the row: its worst error may be 1.5 times the worst that the framework's unfused computation
 makes on the same inputs, plus two units in the last place. Rows whose gradient is exactly zero must be exactly zero. A
 zero, negated, doubled or row-shifted gradient is far beyond that in every dtype.
+
+A few rows may be rounded well by chance, on one processor and not on another. So where one draw of the inputs is not
+within its bound, the worst errors of both over several draws decide.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +23,7 @@ from xent.core.check.cases import Case, Inputs, make_inputs
 __all__ = ["Comparison", "compare", "judge_case", "results_of_case"]
 
 _SLACK = 1.5
+_DRAWS = 8
 _UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 # The float64 reference rounds as a float64 backend does, so there the two differ by the rounding of both.
 _UNITS_ALLOWED = {"float16": 2, "bfloat16": 2, "float32": 2, "float64": 64}
@@ -44,8 +49,20 @@ def judge_case(
     backend: Backend, harness: Harness, case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
     """Run a case on a backend and compare its loss and every gradient."""
+    draws = [_judge_draw(backend, harness, case, seed, workspace)]
+    if not all(comparison.passed for comparison in draws[0]):
+        draws += [_judge_draw(backend, harness, case, seed + more, workspace) for more in range(1, _DRAWS)]
+    return [_worst_of(same) for same in zip(*draws, strict=True)]
+
+
+def _judge_draw(backend: Backend, harness: Harness, case: Case, seed: int, workspace: int | None) -> list[Comparison]:
     truth, made, plain = results_of_case(backend, harness, case, seed, workspace)
     return [compare(name, made[name], truth[name], plain[name], case) for name in truth]
+
+
+def _worst_of(draws: Sequence[Comparison]) -> Comparison:
+    errors, bounds = zip(*((draw.error, draw.bound) for draw in draws), strict=True)
+    return Comparison(draws[0].output, float(np.max(errors)), float(np.max(bounds)))
 
 
 def results_of_case(
