@@ -9,13 +9,16 @@ import xent
 from tests.targets import Target
 from xent.backends.torch import schedule
 
-OPTIONS: list[dict[str, Any]] = [{}, {"stats": ("lse",)}, {"label_smoothing": 0.1, "softcap": 5.0}]
+CALLS: list[tuple[dict[str, Any], bool, int]] = [
+    ({}, False, 1),
+    ({"stats": ("lse",)}, True, 4),
+    ({"label_smoothing": 0.1, "softcap": 5.0}, True, 1),
+]
+"""Options, whether there is a bias, and how many chunks."""
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("options", "bias", "chunks"), CALLS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("copied", [False, True])
 def test_ignored_hidden_states_reach_nothing(
     target: Target,
