@@ -85,7 +85,7 @@ def _on_cpu(options: argparse.Namespace, machine: dict[str, Any]) -> Measure:
 def _on_gpu(options: argparse.Namespace, machine: dict[str, Any], stack: ExitStack) -> Measure:
     plan = GpuPlan(
         repeats=options.repeats or (3 if options.quick else 20),
-        budget=0.5 if options.quick else 5.0,
+        budget=0.5 if options.quick else 15.0,
         deadline=time.monotonic() + 60 * options.minutes if options.minutes else float("inf"),
     )
     measurement = stack.enter_context(GpuMeasurement("cuda", plan))

@@ -3,7 +3,7 @@
 The kernel itself is for Hopper GPUs; `tests.triton.gpu.test_exponentials` runs it. Everything around it runs here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +38,7 @@ def make_tiles(
     facts: Any,
     reference: Tensor,
     todo: Tensor | None = None,
-    tile_sums: Tensor | None = None,
+    tile_sums: Sequence[Tensor] | None = None,
     first_tile: int = 0,
 ) -> None:
     """Do what the kernel does, class by class in PyTorch."""
@@ -54,8 +54,8 @@ def make_tiles(
     e = (x - reference[:, None]).exp()
     if tile_sums is not None:
         for index, tile in enumerate(x.split(TILE, 1)):
-            tile_sums[0, first_tile + index] = tile.amax(1)
-            tile_sums[1, first_tile + index] = (tile - reference[:, None]).exp().sum(1)
+            tile_sums[0][first_tile + index] = tile.amax(1)
+            tile_sums[1][first_tile + index] = (tile - reference[:, None]).exp().sum(1)
     slope = 1 if k is None else (1 - (x / k) ** 2).nan_to_num(neginf=0)
     out.copy_((e * slope).masked_fill(exponentials._dead(facts)[:, None], 0))
 

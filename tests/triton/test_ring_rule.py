@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from tests.triton.gpu import calls
 from tests.triton.sanitize import VOCABULARIES
@@ -59,7 +60,7 @@ def test_machines(
 ) -> None:
     gpu = SimpleNamespace(major=major, multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
-    monkeypatch.setattr(hopper.triton, "__version__", version)
+    monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(hopper, "DEVICES", devices)
     assert hopper.hopper_multiprocessors.__wrapped__(0, ring.RELEASES) == count
 

@@ -4,7 +4,7 @@
 driver takes. `facts`, `order`, `rows`, `ring`, `tiles`, `product`, `exponentials` and `steps` launch kernels, one file
 a purpose; those of `rows`, `ring`, `tiles`, `product` and `exponentials` are in `rows_kernel`, `ring_kernel` (with
 `ring_parts`), `tile_kernels`, `product_kernel` and `exponentials_kernel` (with `product_parts`; and
-`exponential_steps`), and `maths` is what kernels share.
+`exponential_steps`), and `maths` is what kernels share. `launch` is how all of them are launched.
 """
 
 from typing import Any

@@ -31,7 +31,6 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from xent.backends.torch.kernels import Factors, Piece
@@ -45,6 +44,7 @@ from xent.backends.triton.exponential_steps import (
     start_kernel,
 )
 from xent.backends.triton.hopper import can_be_copied, copyable, descriptor, hopper_multiprocessors
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.product import BAND, CLASSES, DEPTH, ENTRY_REGISTERS, REGISTERS, WARPS, can_be_summed
 from xent.backends.triton.tiles import TilePass
 
@@ -81,8 +81,16 @@ class Exponentials:
         target, count = self._facts.target, len(self._facts.target)
         newest = torch.full((len(self._classifier),), -1, dtype=torch.int32, device=target.device)
         older = newest.new_empty(count)
-        link_targets_kernel[(triton.cdiv(count, _LINKED_ROWS),)](
-            target, _dead(self._facts), newest, older, count, BLOCK=_LINKED_ROWS, num_warps=4
+        launch(
+            link_targets_kernel,
+            (cdiv(count, _LINKED_ROWS),),
+            target,
+            _dead(self._facts),
+            newest,
+            older,
+            count,
+            BLOCK=_LINKED_ROWS,
+            num_warps=4,
         )
         return newest, older
 
@@ -91,12 +99,15 @@ class Exponentials:
         hidden = copyable(hidden)
         rows, spec = len(hidden), facts.spec
         norm, references = target_logits.new_empty(2, 2, rows)
+        peaks = norm[0]
         products = [_Product(hidden, piece) for piece in pieces]
-        tiles_of = [triton.cdiv(len(product.classifier), CLASSES) for product in products]
-        tile_sums = norm.new_empty(2, sum(tiles_of), rows)
+        tiles_of = [cdiv(len(product.classifier), CLASSES) for product in products]
+        tile_sums = norm.new_empty(2, sum(tiles_of), rows).unbind()
         todo = norm.new_empty(2, dtype=torch.int32)
         tiles = TilePass(facts, replace(results, norm=norm), target_logits)
-        start_kernel[(triton.cdiv(rows, _ROWS),)](
+        launch(
+            start_kernel,
+            (cdiv(rows, _ROWS),),
             target_logits,
             references,
             todo,
@@ -108,19 +119,21 @@ class Exponentials:
             BLOCK=_ROWS,
             num_warps=1,
         )
-        for attempt in range(2):
+        for attempt, (reference, has_work) in enumerate(zip(references.unbind(), todo.unbind(), strict=True)):
             for product, first_tile in zip(products, accumulate(tiles_of, initial=0), strict=False):
-                _launch(product, facts, references[attempt], todo[attempt], tile_sums, first_tile)
-            settle_kernel[(triton.cdiv(rows, _SETTLED_ROWS),)](
+                _launch(product, facts, reference, has_work, tile_sums, first_tile)
+            launch(
+                settle_kernel,
+                (cdiv(rows, _SETTLED_ROWS),),
                 *tile_sums,
                 references,
                 todo,
-                norm[0],
+                peaks,
                 tiles.totals,
                 facts.idle,
                 facts.scale,
                 rows,
-                tile_sums.shape[1],
+                sum(tiles_of),
                 LAST=attempt == 1,
                 BLOCK=_SETTLED_ROWS,
                 num_warps=8,
@@ -141,8 +154,17 @@ class Exponentials:
     def scale_rows(self, hidden: Tensor, factors: Factors, out: Tensor) -> None:
         """Write s hidden (R, D) to `out`, which may be `hidden`."""
         rows, width = hidden.shape
-        scale_rows_kernel[(rows,)](
-            hidden, *hidden.stride(), factors.scale, out, *out.stride(), width, BLOCK=_COLUMNS, num_warps=4
+        launch(
+            scale_rows_kernel,
+            (rows,),
+            hidden,
+            *hidden.stride(),
+            factors.scale,
+            out,
+            *out.stride(),
+            width,
+            BLOCK=_COLUMNS,
+            num_warps=4,
         )
 
     def finish_input(
@@ -151,7 +173,9 @@ class Exponentials:
         """Write s product + g_y classifier_y to some columns of the gradient, rounding once."""
         classifier, grad = self._classifier[:, columns], grad[:, columns]
         count, width = product.shape
-        finish_input_kernel[(count,)](
+        launch(
+            finish_input_kernel,
+            (count,),
             product,
             product.stride(0),
             factors.scale,
@@ -173,8 +197,10 @@ class Exponentials:
         Rows of one target are added up in a fixed order.
         """
         count, width = hidden.shape
-        block = min(triton.next_power_of_2(max(width, 1)), _COLUMNS)
-        add_targets_kernel[(count, triton.cdiv(width, block))](
+        block = min(next_power_of_2(max(width, 1)), _COLUMNS)
+        launch(
+            add_targets_kernel,
+            (count, cdiv(width, block)),
             total,
             total.stride(0),
             hidden,
@@ -209,16 +235,21 @@ def _factors(
     """Place the targets that are not rare, and return the factors."""
     rows, spec = len(target_logits), facts.spec
     factors = Factors(*norm.new_empty(2, rows))
+    peaks, log_sums = norm
+    dead = _dead(facts)
     for first, classifier, out in pieces:
-        factors_kernel[(triton.cdiv(rows, _ROWS),)](
+        launch(
+            factors_kernel,
+            (cdiv(rows, _ROWS),),
             out,
             out.stride(0),
             references,
             todo,
-            *norm,
+            peaks,
+            log_sums,
             target_logits,
             facts.scale,
-            _dead(facts),
+            dead,
             facts.target,
             *links,
             factors.scale,
@@ -256,16 +287,18 @@ def _launch(
     facts: Any,
     reference: Tensor,
     todo: Tensor | None = None,
-    tile_sums: Tensor | None = None,
+    tile_sums: Sequence[Tensor] | None = None,
     first_tile: int = 0,
 ) -> None:
     from xent.backends.triton.exponentials_kernel import exponentials_kernel
 
     spec = facts.spec
     (rows, width), vocabulary = product.hidden.shape, len(product.classifier)
-    bands, class_tiles = triton.cdiv(rows, BAND), triton.cdiv(vocabulary, CLASSES)
+    bands, class_tiles = cdiv(rows, BAND), cdiv(vocabulary, CLASSES)
     programs = min(hopper_multiprocessors(reference.device.index, RELEASES), bands * class_tiles)
-    exponentials_kernel[(programs,)](
+    launch(
+        exponentials_kernel,
+        (programs,),
         *product.descriptors,
         facts.target,
         reference,
@@ -279,7 +312,7 @@ def _launch(
         bands * class_tiles,
         _BANDS,
         class_tiles,
-        triton.cdiv(width, DEPTH),
+        cdiv(width, DEPTH),
         spec.softcap or 0.0,
         spec.logit_scale,
         SLOTS=_SLOTS,

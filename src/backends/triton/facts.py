@@ -14,6 +14,7 @@ from torch import Tensor
 from xent.backends.torch import facts as plain
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.options import Options
+from xent.backends.triton.launch import cdiv, launch
 
 __all__ = ["gather_facts"]
 
@@ -152,7 +153,9 @@ def gather_facts(
     mean = spec.reduction == "mean"
     class_weight: Any = None if options.weight is None else options.weight.float().contiguous()
     flat_upstream = None if upstream is None else upstream.reshape(-1)
-    _facts_kernel[(max(min(triton.cdiv(count, _BLOCK), _PROGRAMS), 1),)](
+    launch(
+        _facts_kernel,
+        (max(min(cdiv(count, _BLOCK), _PROGRAMS), 1),),
         target.contiguous(),
         None if sample_weight is None else sample_weight.contiguous(),
         class_weight,

@@ -1,14 +1,12 @@
 """Where the kernels written in Gluon run, on Hopper GPUs by the releases of Triton that each was tried on."""
 
-import re
 from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from xent.backends.triton.machine import DEVICES
+from xent.backends.triton.machine import DEVICES, release
 
 __all__ = ["Releases", "can_be_copied", "copyable", "descriptor", "hopper_multiprocessors"]
 
@@ -22,9 +20,8 @@ def hopper_multiprocessors(index: int, releases: Releases) -> int:
 
     Gluon, Triton's lower-level language, is not yet stable.
     """
-    release = tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
     device = torch.cuda.get_device_properties(index)
-    serves = device.major == _HOPPER and release in releases and DEVICES == ("cuda",)
+    serves = device.major == _HOPPER and release() in releases and DEVICES == ("cuda",)
     return device.multi_processor_count if serves else 0
 
 

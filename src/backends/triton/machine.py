@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors"]
+__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors", "release"]
 
 _OLDEST = (3, 2)
 _OLDEST_CAPABILITY = (8, 0)
@@ -20,7 +20,7 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
     except ImportError as error:
         return f"{error}; pip install triton for an NVIDIA GPU, or use backend 'torch'", versions, ()
     versions["triton"] = str(triton.__version__)
-    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST:
+    if release() < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         return f"it needs Triton {oldest} or later and found {triton.__version__}", versions, ()
     if _is_interpreting():
@@ -35,6 +35,13 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
         return f"it needs GPUs of compute capability {needed} or later and found one of {found}", versions, ()
     return None, versions, ("cuda",)
+
+
+def release() -> tuple[int, ...]:
+    """Return the first two numbers of Triton's version."""
+    import triton
+
+    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 
 
 def _is_interpreting() -> bool:

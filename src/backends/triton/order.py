@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xent.backends.torch import steps as plain
 from xent.backends.torch.facts import Facts
+from xent.backends.triton.launch import cdiv, launch
 
 __all__ = ["computed_first"]
 
@@ -74,9 +75,19 @@ def computed_first(facts: Facts) -> tuple[Tensor, Tensor, Facts]:
     known = (facts.target, facts.weight, facts.scale, facts.ignored, facts.dead, facts.invalid)
     order, number = torch.empty_like(facts.target), facts.target.new_empty(())
     target, weight, scale, ignored, dead, invalid = ordered = [torch.empty_like(values) for values in known]
-    programs = min(triton.cdiv(len(order), _BLOCK), _PROGRAMS)
-    _order_kernel[(programs,)](
-        facts.idle, *known, order, *ordered, number, len(order), COUNTED=_COUNTED, BLOCK=_BLOCK, num_warps=_WARPS
+    programs = min(cdiv(len(order), _BLOCK), _PROGRAMS)
+    launch(
+        _order_kernel,
+        (programs,),
+        facts.idle,
+        *known,
+        order,
+        *ordered,
+        number,
+        len(order),
+        COUNTED=_COUNTED,
+        BLOCK=_BLOCK,
+        num_warps=_WARPS,
     )
     found = replace(facts, target=target, weight=weight, scale=scale, ignored=ignored, dead=dead, invalid=invalid)
     return order, number, found

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from xent.backends.triton.hopper import can_be_copied, descriptor, hopper_multiprocessors
+from xent.backends.triton.launch import cdiv, launch
 from xent.backends.triton.ring import LARGEST_SOFTCAP
 from xent.backends.triton.tile_kernels import join_kernel
 
@@ -51,7 +51,7 @@ def launch_product(
     """
     programs = hopper_multiprocessors(hidden.device.index, RELEASES)
     start = 0
-    for bands, group in _groups(triton.cdiv(len(hidden), BAND), programs):
+    for bands, group in _groups(cdiv(len(hidden), BAND), programs):
         rows = slice(start, min(start + bands * BAND, len(hidden)))
         _launch(
             programs, group, hidden[rows], classifier, facts, facts.target[rows], rounded, peaks[rows], totals[rows]
@@ -73,9 +73,11 @@ def _launch(
     from xent.backends.triton.product_kernel import product_kernel
 
     spec, (rows, width), vocabulary = facts.spec, hidden.shape, len(classifier)
-    class_tiles = triton.cdiv(vocabulary, CLASSES)
+    class_tiles = cdiv(vocabulary, CLASSES)
     parts = peaks.new_empty(2, min(programs // group, class_tiles), rows)
-    product_kernel[(programs,)](
+    launch(
+        product_kernel,
+        (programs,),
         descriptor(hidden, [BAND // 2, DEPTH]),
         descriptor(classifier, [CLASSES, DEPTH]),
         target,
@@ -83,10 +85,10 @@ def _launch(
         parts[1],
         rows,
         vocabulary,
-        triton.cdiv(rows, BAND) * class_tiles,
+        cdiv(rows, BAND) * class_tiles,
         group,
         class_tiles,
-        triton.cdiv(width, DEPTH),
+        cdiv(width, DEPTH),
         spec.softcap or 0.0,
         spec.logit_scale,
         SLOTS=_SLOTS,
@@ -97,8 +99,17 @@ def _launch(
         num_warps=WARPS,
         maxnreg=ENTRY_REGISTERS,
     )
-    join_kernel[(triton.cdiv(rows, _JOINED),)](
-        parts[0], parts[1], peaks, totals, rows, parts.shape[1], BLOCK=_JOINED, num_warps=_JOINED // 32
+    launch(
+        join_kernel,
+        (cdiv(rows, _JOINED),),
+        parts[0],
+        parts[1],
+        peaks,
+        totals,
+        rows,
+        parts.shape[1],
+        BLOCK=_JOINED,
+        num_warps=_JOINED // 32,
     )
 
 

@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from xent.backends.triton.hopper import hopper_multiprocessors
+from xent.backends.triton.launch import cdiv, launch
 
 __all__ = ["LARGEST_SOFTCAP", "RELEASES", "launch_ring", "programs_a_row"]
 
@@ -37,7 +37,7 @@ def programs_a_row(logits: Tensor, grad: Tensor, facts: Any, results: Any) -> in
         return None  # rows do not begin on boundaries of 16 bytes, which the copy engine needs
     if logits.stride(0) < vocabulary:
         return None  # expanded rows or windows: the copy engine is not said to take rows that share memory
-    group = triton.cdiv(triton.cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
+    group = cdiv(cdiv(vocabulary * size, _SLOT), _SLOTS - _SPARE)
     return group if group <= hopper_multiprocessors(logits.device.index, RELEASES) else None
 
 
@@ -65,7 +65,9 @@ def launch_ring(
     if group > 1:
         words = loss.new_zeros(rows * group * (2 if smoothed else 1) + 1, dtype=torch.int64)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * logits.itemsize, rank=2)
-    ring_kernel[(groups * group,)](
+    launch(
+        ring_kernel,
+        (groups * group,),
         TensorDescriptor(logits, [rows, vocabulary], [logits.stride(0), 1], [1, block], layout),
         logits,
         grad,

@@ -3,9 +3,9 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.ring import launch_ring, programs_a_row
 from xent.backends.triton.rows_kernel import rows_kernel
 
@@ -77,9 +77,11 @@ class TritonPass:
         split = not forward and facts.target is not None
         aligned = vocabulary % _ALIGNED == 0
         size, warps = _block(vocabulary * logits.itemsize, forward and grad is not None) if aligned else _UNALIGNED
-        block = min(triton.next_power_of_2(vocabulary), size // logits.itemsize)
+        block = min(next_power_of_2(vocabulary), size // logits.itemsize)
         peaks, log_sums = (None, None) if self._norm is None else self._norm.unbind(0)
-        rows_kernel[(count * (triton.cdiv(vocabulary, block) if split else 1),)](
+        launch(
+            rows_kernel,
+            (count * (cdiv(vocabulary, block) if split else 1),),
             logits,
             logits.stride(0),
             grad,

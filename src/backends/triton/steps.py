@@ -8,6 +8,7 @@ from torch import Tensor
 from xent.backends.torch import steps as plain
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.rows import is_dense
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 
 __all__ = ["reduced", "scale_", "target_logits"]
@@ -31,7 +32,7 @@ def reduced(values: Tensor, facts: Facts) -> Tensor:
     if facts.spec.reduction == "none":
         return values
     total = torch.empty((), dtype=torch.float32, device=values.device)
-    _sum_kernel[(1,)](values, facts.divisor, total, len(values), BLOCK=4096, num_warps=16)
+    launch(_sum_kernel, (1,), values, facts.divisor, total, len(values), BLOCK=4096, num_warps=16)
     return total
 
 
@@ -69,7 +70,9 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     """Return the float32 logits (R,) of each row's target class, for hidden (R, D), weight (V, D) and bias (V,)."""
     found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     size = hidden.shape[1]
-    _target_logits_kernel[(len(hidden),)](
+    launch(
+        _target_logits_kernel,
+        (len(hidden),),
         hidden,
         *hidden.stride(),
         weight,
@@ -79,7 +82,7 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
         target,
         found,
         size,
-        BLOCK=min(triton.next_power_of_2(max(size, 1)), 2048),
+        BLOCK=min(next_power_of_2(max(size, 1)), 2048),
         num_warps=4,
     )
     return found
@@ -102,5 +105,5 @@ def scale_(grad: Tensor, upstream: Tensor, deferred: Tensor) -> None:
         plain.scale_(grad, upstream, deferred)
         return
     count = grad.numel()
-    programs = min(triton.cdiv(count, 4096), 4 * multiprocessors(grad.device))
-    _scale_kernel[(max(programs, 1),)](grad, upstream, deferred, count, BLOCK=4096, num_warps=8)
+    programs = min(cdiv(count, 4096), 4 * multiprocessors(grad.device))
+    launch(_scale_kernel, (max(programs, 1),), grad, upstream, deferred, count, BLOCK=4096, num_warps=8)

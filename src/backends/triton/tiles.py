@@ -3,10 +3,10 @@
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from xent.backends.triton.hopper import copyable
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.product import launch_product, serves
 from xent.backends.triton.tile_kernels import finish_kernel, tile_kernel
 
@@ -47,8 +47,10 @@ class TilePass:
     def add(self, tile: Tensor, start: int, first: int) -> None:
         """Take logits (R, W), each row contiguous, of rows [start, start + R) and classes [first, first + W)."""
         count, width = tile.shape
-        spec, block = self.facts.spec, min(triton.next_power_of_2(width), 1024)
-        tile_kernel[(count,)](
+        spec, block = self.facts.spec, min(next_power_of_2(width), 1024)
+        launch(
+            tile_kernel,
+            (count,),
             tile,
             tile.stride(0),
             width,
@@ -76,7 +78,9 @@ class TilePass:
         """Record the results."""
         facts, results, spec = self.facts, self.results, self.facts.spec
         count = len(facts.weight)
-        finish_kernel[(triton.cdiv(count, 256),)](
+        launch(
+            finish_kernel,
+            (cdiv(count, 256),),
             count,
             self._norm[0],
             self.totals,

@@ -1,0 +1,78 @@
+"""Kernels that are launched again without Triton's look at their arguments."""
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from xent.backends.triton import launch as launching
+from xent.backends.triton.launch import launch
+
+COUNT = 4096
+
+
+@triton.jit
+def _combine_kernel(source, offset, found, count, pitch, factor, NEGATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Read and write as many bytes at once as pointers and pitch are known to allow."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    x = tl.load(source + at * pitch, mask=inside, other=0.0) * factor
+    if offset is not None:
+        x += tl.load(offset + at, mask=inside, other=0.0)
+    if NEGATED:
+        x = -x
+    tl.store(found + at, x, mask=inside)
+
+
+def calls() -> list[tuple[int, bool, int, int, float, bool]]:
+    """Where source and found begin, whether there is an offset, count, pitch, factor, NEGATED; neighbours differ."""
+    return [
+        (start, with_offset, count, pitch, factor, negated)
+        for factor, negated in ((2.0, False), (4.0, True))
+        for count in (COUNT, 1, COUNT - 5)
+        for pitch in (1, 2, 16)
+        for with_offset in (True, False)
+        for start in (0, 1, 4, 3)
+    ]
+
+
+def test_each_kind_runs_what_was_compiled_for_it() -> None:
+    memory, offset = torch.randn(17 * COUNT, device="cuda"), torch.randn(COUNT, device="cuda")
+    for _ in range(2):
+        for start, with_offset, count, pitch, factor, negated in calls():
+            place = torch.zeros(COUNT + 8, device="cuda")
+            source, found = memory[start:], place[start:]
+            added = offset if with_offset else None
+            arguments: list[Any] = [source, added, found, count, pitch, factor]
+            launch(_combine_kernel, (triton.cdiv(count, 512),), *arguments, NEGATED=negated, BLOCK=512, num_warps=2)
+            expected = source[: count * pitch : pitch] * factor + (offset[:count] if with_offset else 0)
+            assert torch.equal(found[:count], -expected if negated else expected)
+            assert not found[count:].any()
+            assert not place[:start].any()
+
+
+def test_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with other options than the one before runs another program, and Triton sees neither a second time."""
+    x, found = torch.ones(512, device="cuda"), torch.empty(512, device="cuda")
+    monkeypatch.setattr(launching, "_compiled", {})
+    for warps in (1, 2, 1, 2):
+        launch(_combine_kernel, (1,), x, None, found, 512, 1, 2.0, NEGATED=False, BLOCK=512, num_warps=warps)
+    programs = [compiled for compiled, _ in launching._compiled.values()]
+    assert sorted(program.metadata.num_warps for program in programs) == [1, 2]
+    assert bool((found == 2).all())
+
+
+def test_stream_is_the_callers() -> None:
+    x, found = torch.ones(512, device="cuda"), torch.empty(512, device="cuda")
+    arguments: list[Any] = [x, None, found, 512, 1, 2.0]
+    for _ in range(2):
+        launch(_combine_kernel, (1,), *arguments, NEGATED=False, BLOCK=512)
+    graph, before = torch.cuda.CUDAGraph(), found.clone()
+    with torch.cuda.graph(graph):
+        launch(_combine_kernel, (1,), *arguments, NEGATED=False, BLOCK=512)
+    x.fill_(5)
+    graph.replay()
+    assert bool((before == 2).all())
+    assert bool((found == 10).all())
