@@ -110,8 +110,8 @@ def docs(session: nox.Session) -> None:
 @nox.session(name="tests-torch")
 def tests_torch(session: nox.Session) -> None:
     """Run the tests on the reference and on the PyTorch backend."""
-    install(session, "test", torch=True)
-    session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "numpy,torch"})
+    install(session, "test", "parallel", torch=True)
+    session.run("pytest", "--numprocesses=2", *session.posargs, env={"XENT_TEST_BACKENDS": "numpy,torch"})
 
 
 @nox.session(name="tests-triton", default=sys.platform == "linux")
@@ -139,8 +139,8 @@ def tests_triton(session: nox.Session) -> None:
 @nox.session(name="tests-mlx")
 def tests_mlx(session: nox.Session) -> None:
     """Run the tests on the MLX backend, on every device that MLX has here."""
-    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "mlx-lm"))
-    session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
+    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "parallel", "mlx-lm"))
+    session.run("pytest", "--numprocesses=2", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
 
 
 @nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
@@ -162,10 +162,10 @@ def tests_integrations(session: nox.Session) -> None:
 
     Liger-Kernel is interpreted by Triton where there is no GPU.
     """
-    install(session, "test", "integrations", torch=True)
+    install(session, "test", "parallel", "integrations", torch=True)
     settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
     examples = "tests/packaging/test_examples.py"
-    session.run("pytest", "tests/integrations", examples, *session.posargs, env=settings)
+    session.run("pytest", "--numprocesses=2", "tests/integrations", examples, *session.posargs, env=settings)
     if sys.platform == "linux" and not session.posargs:
         install_triton(session, "guide")
         interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
