@@ -28,7 +28,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any
     key = (kernel.fn, triton.runtime.driver.active.get_current_device(), *map(_kind, arguments), *constants.items())
     found = _compiled.get(key)
     if found is None:
-        _compiled[key] = kernel[grid](*arguments, **constants), kernel.arg_names[len(arguments) :]
+        compiled = kernel[grid](*arguments, **constants)
+        if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
+            _compiled[key] = compiled, kernel.arg_names[len(arguments) :]
         return
     compiled, names = found
     compiled[(*grid, 1, 1)](*arguments, *[constants[name] for name in names])
