@@ -25,6 +25,7 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
 WITHOUT_KERNELS = (
+    "convergence/test_planted_faults.py",
     "test_chunks.py",
     "test_errors.py",
     "test_judge.py",
@@ -130,7 +131,7 @@ def tests_triton(session: nox.Session) -> None:
         session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "triton"})
         return
     session.log("Triton interprets its kernels on the CPU")
-    left_out = [f"--ignore=tests/{name}" for name in WITHOUT_KERNELS]
+    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "packaging/test_examples.py")]
     # One thread a process: NumPy computes, and torch's threads would only wait for each other.
     settings = {"XENT_TEST_BACKENDS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
