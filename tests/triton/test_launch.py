@@ -1,6 +1,7 @@
 """Launches that Triton does not look at: they run what was compiled for arguments of their kind, and no other."""
 
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import triton
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import native_specialize_impl
 
-from xent.backends.triton.launch import _kind, cdiv, next_power_of_2
+from xent.backends.triton import launch as launching
+from xent.backends.triton.launch import _kind, cdiv, launch, next_power_of_2
 
 ARGUMENTS: list[Any] = [
     None,
@@ -33,6 +35,73 @@ def test_arguments_of_one_kind_are_one_to_triton() -> None:
     assert len(pairs) >= 4
     for one, other in pairs:
         assert compiled_for(one) == compiled_for(other), (one, other)
+
+
+class Compiled(triton.compiler.CompiledKernel):
+    """What a kernel was compiled to; notes what it is launched with."""
+
+    def __init__(self, launches: list[Any]) -> None:
+        self.launches = launches
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *arguments: self.launches.append((grid[:3], arguments))
+
+
+class Kernel(triton.JITFunction):
+    """A kernel of three arguments and two constants that notes what Triton is asked to launch."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.fn, self.arg_names, self.compiled = self, ["x", "count", "factor", "BLOCK", "EXACT"], compiled
+        self.looks: list[Any] = []
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def look(*arguments: Any, **constants: Any) -> Any:
+            self.looks.append((grid, arguments, constants))
+            return self.compiled
+
+        return look
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Return a GPU's place taker, whose `index` is that of the current one."""
+    device = SimpleNamespace(index=0)
+    active = SimpleNamespace(get_current_device=lambda: device.index)
+    monkeypatch.setattr(launching, "_IS_TRIED", True)
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    return device
+
+
+def test_triton_looks_once_at_each_kind(device: SimpleNamespace) -> None:
+    launches: list[Any] = []
+    kernel, x = Kernel(Compiled(launches)), torch.zeros(8)
+    for index, arguments, options, looks in (
+        (0, (x, 7, 2.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 1),
+        (0, (torch.ones(8), 9, 3.0), {"EXACT": True, "num_warps": 4, "BLOCK": 32}, 2),
+        (0, (torch.ones(8), 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 2),
+        (0, (x[1:], 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 3),
+        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": False, "num_warps": 4}, 4),
+        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 8}, 5),
+        (1, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 6),
+        (1, (x, 9, 4.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 6),
+    ):
+        device.index = index
+        launch(kernel, (3, 2), *arguments, **options)
+        assert len(kernel.looks) == looks
+    assert [(grid, arguments[1:]) for grid, arguments in launches] == [
+        ((3, 2, 1), (9, 3.0, 32, True)),
+        ((3, 2, 1), (9, 4.0, 32, True)),
+    ]
+
+
+def test_what_was_not_compiled_is_not_kept(device: SimpleNamespace) -> None:
+    kernel = Kernel(None)
+    for _ in range(2):
+        launch(kernel, (1,), torch.zeros(8), 7, 2.0, BLOCK=32, EXACT=True)
+    assert len(kernel.looks) == 2
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 32, 33, 2**40, 2**40 + 1])
