@@ -22,7 +22,10 @@ BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, id=place, marks=pytest.mark.xdist_group(block.path)) for place, block in BLOCKS.items()],
+)
 def test_document_block_runs(block: Example) -> None:
     place = f"{block.path}:{block.line}"
     try:

@@ -8,31 +8,35 @@ import pytest
 import torch
 import triton
 from triton.backends.nvidia.compiler import CUDABackend
-from triton.runtime.jit import native_specialize_impl
 
 from xent.backends.triton import launch as launching
+from xent.backends.triton.hopper import descriptor
 from xent.backends.triton.launch import _kind, cdiv, launch, next_power_of_2
 
 ARGUMENTS: list[Any] = [
     None,
-    True,
-    1.5,
+    *(True, False, 1.5, -0.0, 1.0),
     *(0, 1, -1, 16, 17, -100, 2**31 - 1, 2**31, 2**40 + 1, -(2**31) - 1),
     *(torch.zeros(8, dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool)),
     torch.zeros(8)[1:],
     torch.zeros(8)[4:],
     torch.zeros(8, dtype=torch.int64)[1:],
+    *(descriptor(torch.zeros(size, 64, dtype=torch.bfloat16), [64, 64]) for size in (64, 128)),
+    descriptor(torch.zeros(64, 64, dtype=torch.bfloat16), [32, 64]),
+    descriptor(torch.zeros(64, 64, dtype=torch.float16), [64, 64]),
 ]
 
 
 def compiled_for(argument: Any) -> Any:
     """Return what Triton itself compiles for."""
+    from triton.runtime.jit import native_specialize_impl
+
     return native_specialize_impl(CUDABackend, argument, False, True, True)
 
 
 def test_arguments_of_one_kind_are_one_to_triton() -> None:
     pairs = [pair for pair in combinations(ARGUMENTS, 2) if _kind(pair[0]) == _kind(pair[1])]
-    assert len(pairs) >= 4
+    assert len(pairs) >= 10
     for one, other in pairs:
         assert compiled_for(one) == compiled_for(other), (one, other)
 
@@ -95,6 +99,15 @@ def test_triton_looks_once_at_each_kind(device: SimpleNamespace) -> None:
         ((3, 2, 1), (9, 3.0, 32, True)),
         ((3, 2, 1), (9, 4.0, 32, True)),
     ]
+
+
+def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:
+    launches: list[list[Any]] = [[], []]
+    kernels, x = [Kernel(Compiled(noted)) for noted in launches], torch.zeros(8)
+    for kernel in kernels * 2:
+        launch(kernel, (1,), x, 7, 2.0, BLOCK=32, EXACT=True)
+    assert [len(kernel.looks) for kernel in kernels] == [1, 1]
+    assert [len(noted) for noted in launches] == [1, 1]
 
 
 def test_what_was_not_compiled_is_not_kept(device: SimpleNamespace) -> None:

@@ -4,7 +4,7 @@ That look takes the host 20 to 100 us, longest where matrices are described to t
 `linear_cross_entropy` has a dozen launches: with a small classifier the GPU would wait for the host. A kernel is
 compiled for its constants, for the types of its other arguments, and for what Triton specialises on: whether an integer
 is 1 or a multiple of 16, and whether memory begins on a boundary of 16 bytes. Launches that have all of that in common
-run the same compiled kernel.
+run the same compiled kernel. Triton's knobs are those of the first of them.
 """
 
 from typing import Any
