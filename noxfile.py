@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
-TWO_PROCESSES = ("--numprocesses=2", "--dist=loadgroup")
 WITHOUT_KERNELS = (
     "convergence/test_planted_faults.py",
     "test_chunks.py",
@@ -113,7 +112,7 @@ def docs(session: nox.Session) -> None:
 def tests_torch(session: nox.Session) -> None:
     """Run the tests on the reference and on the PyTorch backend."""
     install(session, "test", "parallel", torch=True)
-    session.run("pytest", *TWO_PROCESSES, *session.posargs, env={"XENT_TEST_BACKENDS": "numpy,torch"})
+    session.run("pytest", "--numprocesses=2", *session.posargs, env={"XENT_TEST_BACKENDS": "numpy,torch"})
 
 
 @nox.session(name="tests-triton", default=sys.platform == "linux")
@@ -135,14 +134,14 @@ def tests_triton(session: nox.Session) -> None:
     left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "packaging/test_examples.py")]
     # One thread a process: NumPy computes, and torch's threads would only wait for each other.
     settings = {"XENT_TEST_BACKENDS": "triton", "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    session.run("pytest", *TWO_PROCESSES, *left_out, *session.posargs, env=settings)
+    session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
 
 
 @nox.session(name="tests-mlx")
 def tests_mlx(session: nox.Session) -> None:
     """Run the tests on the MLX backend, on every device that MLX has here."""
     session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "parallel", "mlx-lm"))
-    session.run("pytest", *TWO_PROCESSES, *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
+    session.run("pytest", "--numprocesses=2", *session.posargs, env={"XENT_TEST_BACKENDS": "mlx"})
 
 
 @nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
@@ -155,7 +154,7 @@ def tests_metal(session: nox.Session) -> None:
     session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "metal"))
     left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "mlx", "packaging")]
     settings = {"XENT_TEST_BACKENDS": "metal", "OMP_NUM_THREADS": "1"}
-    session.run("pytest", *TWO_PROCESSES, *left_out, *session.posargs, env=settings)
+    session.run("pytest", "--numprocesses=2", *left_out, *session.posargs, env=settings)
 
 
 @nox.session(name="tests-integrations")
@@ -167,7 +166,7 @@ def tests_integrations(session: nox.Session) -> None:
     install(session, "test", "parallel", "integrations", torch=True)
     settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
     examples = "tests/packaging/test_examples.py"
-    session.run("pytest", *TWO_PROCESSES, "tests/integrations", examples, *session.posargs, env=settings)
+    session.run("pytest", "--numprocesses=2", "tests/integrations", examples, *session.posargs, env=settings)
     if sys.platform == "linux" and not session.posargs:
         install_triton(session, "guide")
         interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}

@@ -3,6 +3,8 @@
 import doctest
 import inspect
 import re
+import unittest
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,16 +19,26 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("**/*.md"))]
 SYBIL = Sybil(parsers=[PythonCodeBlockParser(doctest_optionflags=OPTIONS), SkipParser()])
 WITHOUT_FRAMEWORK: set[str] = set()
+EVALUATED: list[Example] = []
 BLOCKS = {
     f"{path.relative_to(ROOT)}:{block.line}": block for path in DOCUMENTS for block in SYBIL.parse(path).examples()
 }
 
 
-@pytest.mark.parametrize(
-    "block",
-    [pytest.param(block, id=place, marks=pytest.mark.xdist_group(block.path)) for place, block in BLOCKS.items()],
-)
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_document_block_runs(block: Example) -> None:
+    """The blocks of a document share names: what stands before and another process has run is run here too."""
+    for earlier in BLOCKS.values():
+        if earlier is block:
+            break
+        if earlier.path == block.path and earlier not in EVALUATED:
+            with suppress(NameError, unittest.SkipTest, pytest.skip.Exception):
+                evaluate(earlier)
+    evaluate(block)
+
+
+def evaluate(block: Example) -> None:
+    EVALUATED.append(block)
     place = f"{block.path}:{block.line}"
     try:
         block.evaluate()
