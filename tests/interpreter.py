@@ -3,7 +3,7 @@
 It rounds float32 to bfloat16 toward zero, where GPUs round to nearest; and NumPy, which it computes with, warns of
 infinities and NaN that a GPU passes on as they are. It puts its own functions in place of the language's at every call
 of a function in a kernel, though those of the launch are still there: that is half of a test's time. Of the rest a
-sixth goes into finding anew, for every value, what follows from its type.
+fifth goes into finding anew, for every value, what follows from its type.
 """
 
 import warnings

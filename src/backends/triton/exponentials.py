@@ -197,7 +197,7 @@ class Exponentials:
         Rows of one target are added up in a fixed order.
         """
         count, width = hidden.shape
-        block = min(next_power_of_2(max(width, 1)), _COLUMNS)
+        block = min(next_power_of_2(width), _COLUMNS)
         launch(
             add_targets_kernel,
             (count, cdiv(width, block)),

@@ -82,7 +82,7 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
         target,
         found,
         size,
-        BLOCK=min(next_power_of_2(max(size, 1)), 2048),
+        BLOCK=min(next_power_of_2(size), 2048),
         num_warps=4,
     )
     return found
