@@ -1,12 +1,8 @@
-"""What a case is: a frozen dataclass of facts that everything else reads; `benchmarks.suites` has the cases.
-
-A case also says who takes part, because an implementation that needs minutes at one size would otherwise decide how
-long everybody waits; whoever is left out is named in the table, and `--full` brings them back.
-"""
+"""What a case is: a frozen dataclass of facts that everything else reads; `benchmarks.suites` has the cases."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from typing import Any, Literal
 
 __all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Quantity"]
@@ -14,11 +10,14 @@ __all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Qu
 Function = Literal["linear", "logits"]
 Leaf = Literal["input", "weight"]
 Quantity = Literal[
+    "loop",
     "time",
     "memory",
     "memory beyond gradients",
     "beyond gradients / logits",
     "peak MiB",
+    "host us",
+    "host us a further chunk",
     "loss error",
     "gradient errors",
 ]
@@ -44,12 +43,14 @@ class Case:
     """One problem: the function, its sizes and dtype, and who solves it.
 
     `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `contenders` names those who run (see
-    `benchmarks.contenders.CONTENDERS`), the base of all ratios first; `left_out` names those who run only with
-    `--full`. `accuracy` asks for errors against a wider dtype, which on the CPU only linear cases have.
+    `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which on
+    the CPU only linear cases have.
 
     `reduction` is "mean" or "none", with which the upstream gradient is random. `ignored` is the share of the targets,
-    in [0, 1), that are `IGNORE_INDEX`. `trained` names the inputs of a linear case that want a gradient. `model` names
-    one that has a head of this size.
+    in [0, 1), that are `IGNORE_INDEX`. `trained` names the inputs of a linear case that want a gradient. `batch`
+    divides `tokens`: if it is not 0, the logits are `logits[:, :-1]` of (batch, tokens / batch + 1, vocabulary) ones.
+    `options` are keyword arguments of xent's function, which the contenders of PyTorch also take: `softcap`,
+    `label_smoothing` and `stats`.
     """
 
     suite: str
@@ -60,34 +61,47 @@ class Case:
     dtype: str
     contenders: tuple[str, ...]
     backward: bool = True
-    left_out: tuple[str, ...] = ()
     accuracy: bool = False
     goals: tuple[Goal, ...] = ()
     device: str = "cpu"
     reduction: Literal["mean", "none"] = "mean"
     ignored: float = 0.0
     trained: tuple[Leaf, ...] = ("input", "weight")
-    model: str = ""
+    batch: int = 0
+    options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> Case:
-        """Make the case again out of what `dataclasses.asdict` and JSON made of it."""
-        goals = tuple(Goal(**goal) for goal in fields["goals"])
-        tuples = {name: tuple(fields[name]) for name in ("contenders", "left_out", "trained")}
-        return cls(**{**fields, **tuples, "goals": goals})
+    def from_fields(cls, found: dict[str, Any]) -> Case:
+        """Make the case again out of what JSON made of `to_fields`; what an older file has besides is dropped."""
+        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls) if field.name in found}
+        known["goals"] = tuple(Goal(**goal) for goal in known.get("goals", ()))
+        for name in ("contenders", "trained", "options"):
+            if name in known:
+                known[name] = _tuples(known[name])
+        return cls(**known)
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults."""
+        return {field.name: asdict(self)[field.name] for field in fields(self) if self._is_set(field)}
+
+    def _is_set(self, field: Any) -> bool:
+        return field.default is MISSING or getattr(self, field.name) != field.default
 
     @property
     def title(self) -> str:
-        """The case in one line, e.g. "linear 2048x512x32000 float32, forward + backward"."""
+        """The case in one line, e.g. "linear 2048x512x32000 float32", which goes forward and backward."""
         sizes = [self.tokens, self.hidden, self.vocabulary] if self.hidden else [self.tokens, self.vocabulary]
         facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
-        facts.append("forward + backward" if self.backward else "no_grad")
-        if self.model:
-            facts.append(self.model)
+        if not self.backward:
+            facts.append("loss alone")
         if self.reduction != "mean":
             facts.append(f"reduction {self.reduction}")
         if self.ignored:
             facts.append(f"{self.ignored:.0%} ignored")
+        if self.batch:
+            facts.append(f"logits[:, :-1] of {self.batch} sequences")
+        for name, value in self.options:
+            facts.append(" + ".join(value) if name == "stats" else f"{name} {value:g}")
         facts += [f"{name} frozen" for name in self.frozen]
         return ", ".join(facts)
 
@@ -113,3 +127,8 @@ class Case:
             return self.logits_bytes
         rows = {"input": self.tokens, "weight": self.vocabulary}
         return sum(rows[leaf] for leaf in self.trained) * self.hidden * ITEM_BYTES[self.dtype]
+
+
+def _tuples(value: Any) -> Any:
+    """Turn JSON's lists into tuples, at any depth."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -22,7 +22,7 @@ from benchmarks.cases import Case
 from benchmarks.contenders import find_contender
 from benchmarks.process import NotMeasured, WorkerProcess
 from benchmarks.protocol import FirstCall, Time, WriteTruth
-from benchmarks.records import Record
+from benchmarks.records import Record, compare_with_judge
 
 __all__ = ["Plan", "measure_case"]
 
@@ -31,6 +31,7 @@ _SETTLE_SECONDS = 0.25
 _SAMPLE_SECONDS = 0.25
 _MOST_CALLS_PER_SAMPLE = 20
 _FEWEST_PAIRS = 2
+_JUDGE = "torch"
 
 
 @dataclass(frozen=True)
@@ -50,13 +51,8 @@ def measure_case(case: Case, plan: Plan, machine: dict[str, Any], progress: Call
         records = turns.measure_all()
     for record in records:
         record.machine = machine | record.machine
-    left_out = [
-        Record(
-            case, name, turns.base, status="left out", reason="not run at this size; --full runs it", machine=machine
-        )
-        for name in case.left_out
-    ]
-    return records + left_out
+    compare_with_judge(records, _JUDGE)
+    return records
 
 
 class _Turns:
@@ -109,7 +105,7 @@ class _Turns:
 
     def _first_call(self, name: str) -> Record:
         self.progress(name)
-        record = Record(self.case, name, self.base, reason=self.no_truth)
+        record = Record(self.case, name, reason=self.no_truth)
         if not find_contender(self.case.function, name).in_place:
             record.gradient_bytes = self.case.gradient_bytes
         try:

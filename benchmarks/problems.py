@@ -22,15 +22,18 @@ _SEED = 20240229
 class Problem(Protocol):
     """What a measurement needs of a problem: `arguments = set_up()`, then any number of times `call(loss, arguments)`.
 
-    Drop the arguments before the next `set_up`, or two sets of them are alive. `target` (tokens,) are the classes,
-    `upstream` (tokens,) the gradient of the rows' losses, None if the loss is their mean and its gradient 1.
+    `target` (tokens,) are the classes, `upstream` (tokens,) the gradient of the rows' losses, None if the loss is
+    their mean and its gradient 1.
     """
 
     target: Tensor
     upstream: Tensor | None
 
-    def set_up(self) -> tuple[Tensor, ...]:
-        """Return the arguments of the loss function, with no gradient left from an earlier call."""
+    def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
+        """Return the arguments of the loss function, with no gradient left from an earlier call.
+
+        `in_place`: the call overwrites its logits; with `fresh` they are as they were at first.
+        """
 
     def clear(self) -> None:
         """Drop the gradients of an earlier call, as `set_up` does."""
@@ -47,10 +50,15 @@ def make_problem(case: Case) -> Problem:
 def _call(loss: LossFunction, arguments: tuple[Tensor, ...], backward: bool, upstream: Tensor | None) -> Tensor:
     if not backward:
         with torch.no_grad():
-            return loss(*arguments)
-    value = loss(*arguments)
-    value.backward(upstream if upstream is None else upstream.to(value.dtype))
+            return _first(loss(*arguments))
+    value = _first(loss(*arguments))
+    value.backward(upstream if upstream is None else upstream.to(value.dtype).view_as(value))
     return value.detach()
+
+
+def _first(result: Any) -> Tensor:
+    """Return the loss of what may also have statistics behind it."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _targets(case: Case, generator: torch.Generator) -> Tensor:
@@ -89,8 +97,8 @@ class LinearProblem:
         self.input.requires_grad_(case.backward and "input" in case.trained)
         self.weight.requires_grad_(case.backward and "weight" in case.trained)
 
-    def set_up(self) -> tuple[Tensor, ...]:
-        """Return (input, weight, target); both leaves have `.grad` None, as after `zero_grad` in training."""
+    def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
+        """Return (input, weight, target), with `.grad` None, as after `zero_grad`; no call overwrites them."""
         self.clear()
         return self.input, self.weight, self.target
 
@@ -106,42 +114,57 @@ class LinearProblem:
 class LogitsProblem:
     """Standard normal logits (tokens, vocabulary) that are, as in a model, the output of an operation and not a leaf.
 
-    That matters to a gradient that takes the place of the logits, which autograd refuses for a leaf.
+    With `case.batch`, all but the last position of each of its sequences: (batch, tokens / batch, vocabulary).
     """
 
     def __init__(self, case: Case) -> None:
-        """Keep a template: a call may overwrite its logits."""
+        """Keep a template: a call in place may overwrite its logits, which are a copy then."""
         generator = torch.Generator(case.device).manual_seed(_SEED)
+        shape = (case.batch, case.tokens // case.batch + 1) if case.batch else (case.tokens,)
         self.case = case
         self.template = torch.empty(
-            case.tokens, case.vocabulary, dtype=getattr(torch, case.dtype), device=case.device
+            *shape, case.vocabulary, dtype=getattr(torch, case.dtype), device=case.device
         ).normal_(generator=generator)
-        self.target = _targets(case, generator)
+        if case.batch:
+            self.template = self.template[:, :-1]
+        self.target = _targets(case, generator).reshape(self.template.shape[:-1])
         self.upstream = _upstream(case, generator)
-        self.anchor = torch.zeros((), device=case.device, requires_grad=case.backward)
+        self.leaf = self.template.detach().requires_grad_(case.backward)
         self.received: list[Tensor] = []
+        self._anchor = torch.zeros((), device=case.device, requires_grad=case.backward)
+        self._copy: Tensor | None = None
 
-    def set_up(self) -> tuple[Tensor, ...]:
-        """Return (logits, target), the logits a fresh copy of the template."""
+    def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
+        """Return (logits, target); for a call in place a copy of the logits, which `fresh` restores."""
         self.clear()
-        return _Producer.apply(self.anchor, self.template, self.received), self.target
+        if not in_place:
+            return self.leaf.view_as(self.leaf), self.target
+        if self._copy is None or fresh:
+            self._copy = self.template.clone() if self._copy is None else self._copy.copy_(self.template)
+        return _Producer.apply(self._anchor, self._copy, self.received), self.target
 
     def clear(self) -> None:
         """Drop the gradient of an earlier call."""
+        self.leaf.grad = None
         self.received.clear()
 
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
-        """Leave the gradient of the logits in `received`."""
+        """Leave the gradient of the logits where `gradient` finds it."""
         return _call(loss, arguments, self.case.backward, self.upstream)
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that the last call has left."""
+        return self.received[0] if self.received else self.leaf.grad
 
 
 class _Producer(torch.autograd.Function):
-    """Stands for the model in front of the loss: hands out logits, takes their gradient and keeps it alive."""
+    """Stands for the model in front of a loss that overwrites its logits, which autograd refuses for a leaf's view."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, template: Tensor, received: list[Tensor]) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, logits: Tensor, received: list[Tensor]) -> Tensor:
         ctx.received = received
-        return template.clone()
+        return logits.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None, None]:

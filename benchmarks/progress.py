@@ -10,21 +10,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from benchmarks.cases import Case
-from benchmarks.records import Record
+from benchmarks.records import Record, write_records
 
-__all__ = ["Measure", "measure_all"]
+__all__ = ["Measure", "OutOfTime", "measure_all"]
+
+
+class OutOfTime(Exception):
+    """The time for the run is over; what is not measured yet is left to another run."""
 
 
 class Measure(Protocol):
     """What measures one case: `progress` is told the name of each contender as its turn comes."""
 
     def __call__(self, case: Case, *, progress: Callable[[str], None]) -> list[Record]:
-        """Return one record per contender of the case, the base first."""
+        """Return one record per contender of the case, the base first; or raise OutOfTime."""
 
 
-def measure_all(cases: Sequence[Case], measure: Measure, lines: Path) -> list[Record]:
-    """Measure all cases, write their records to `lines`, and return them."""
-    records: list[Record] = []
+def measure_all(
+    cases: Sequence[Case], measure: Measure, lines: Path, known: Sequence[Record] = ()
+) -> tuple[list[Record], list[Case]]:
+    """Measure all cases that have no known record, and write all records to `lines`; return them and the cases left."""
+    records = list(known)
+    left = [case for case in cases if all(record.case != case for record in records)]
     columns = (
         SpinnerColumn(),
         BarColumn(),
@@ -32,21 +39,18 @@ def measure_all(cases: Sequence[Case], measure: Measure, lines: Path) -> list[Re
         TimeElapsedColumn(),
         TextColumn("{task.description}"),
     )
-    with Progress(*columns, console=Console(stderr=True)) as bar, lines.open("w", encoding="utf-8") as file:
-        task = bar.add_task("starting", total=sum(len(case.contenders) for case in cases))
-        done = 0
-        for case in cases:
-            turn = [-1]
-
-            def show(name: str, case: Case = case, done: int = done, turn: list[int] = turn) -> None:
-                if name in case.contenders:
-                    turn[0] = min(turn[0] + 1, len(case.contenders) - 1)
-                bar.update(task, description=f"{case.title}: {name}", completed=done + max(turn[0], 0))
-
-            found = measure(case, progress=show)
-            records += found
-            file.writelines(record.to_json() + "\n" for record in found)
-            file.flush()
-            done += len(case.contenders)
-        bar.update(task, description="done", completed=done)
-    return records
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=len(left))
+        while left:
+            case = left[0]
+            try:
+                records += measure(
+                    case, progress=lambda name, case=case: bar.update(task, description=f"{case.title}: {name}")
+                )
+            except OutOfTime:
+                break
+            lines.write_text("".join(write_records(records)), encoding="utf-8")
+            del left[0]
+            bar.advance(task)
+        bar.update(task, description="done" if not left else f"out of time, {len(left)} left")
+    return records, left

@@ -3,14 +3,14 @@
 Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
 with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
 serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
-Turn).
+Turn); a model's training step is one process a variant (OpenTraining, Steps).
 """
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from benchmarks.cases import Case
 
@@ -19,8 +19,10 @@ __all__ = [
     "FirstCall",
     "Open",
     "OpenCase",
+    "OpenTraining",
     "Prepare",
     "Request",
+    "Steps",
     "Time",
     "Turn",
     "WriteTruth",
@@ -83,10 +85,10 @@ class OpenCase:
 
 @dataclass(frozen=True)
 class Prepare:
-    """Build one contender of the open case, warm it up, and take its peak memory and its errors.
+    """Build one contender of the open case, warm it up, and take its peak memory, its errors and its host's time.
 
-    Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", ...), and to plan the timing
-    "call_seconds" on the device and "turn_seconds" on the host, for one timed call and one that is not.
+    Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", "host", ...), and to plan the timing
+    "call_seconds" in a loop and "turn_seconds" for a turn of `Turn`'s fewest calls.
     """
 
     contender: str
@@ -94,16 +96,40 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Turn:
-    """Make one call that nobody times, then this many that are timed. Reply: {"seconds": [float, ...]}."""
+    """Make one call that nobody times, a loop of so many, and so many that are timed on the device.
+
+    Reply: {"loop": float, "seconds": float}, of one call.
+    """
 
     contender: str
+    iterations: int
     calls: int
 
 
-Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn
-_REQUESTS: dict[str, type[Request]] = {
-    kind.__name__: kind for kind in (Open, FirstCall, Time, WriteTruth, Describe, OpenCase, Prepare, Turn)
-}
+@dataclass(frozen=True)
+class OpenTraining:
+    """Make the model of a variant, "plain" or "patched", train it for a few steps, and take the peak of one.
+
+    Reply: {"loss": float, "step": int or null, "total": int or null}, see `benchmarks.training.worker`.
+    """
+
+    variant: str
+    model: str
+    length: int
+    device: str
+    dtype: str
+    checkpointing: bool
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Train so many steps and wait once, at the end. Reply: {"seconds": float} of one step."""
+
+    steps: int
+
+
+Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn | OpenTraining | Steps
+_REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in get_args(Request)}
 
 
 def encode(request: Request) -> str:

@@ -1,38 +1,47 @@
-"""One measurement as a line of JSON, with all that is needed to read it on its own: case, machine and versions."""
+"""One measurement, and a run as lines of JSON: a line for the machine, one for each case, one for each contender of it.
+
+A line of a contender has what was measured and no more, rounded to four digits, so that a file of a hundred
+measurements is a hundred kilobytes at most.
+"""
 
 from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import Case, Quantity
 
-__all__ = ["Record", "load_records"]
+__all__ = ["Record", "compare_with_judge", "load_records", "write_records"]
+
+Pairs = list[tuple[float, float]]
 
 
 @dataclass
 class Record:
     """What is known about one contender on one case.
 
-    `status` is "measured", or "absent", "failed", "skipped" or "left out" with the `reason`. `pairs` holds the seconds
-    per call of the base and of the contender, measured one right after the other; the base pairs with itself and has
-    none. `seconds` are those of the contender alone, in order. `gradient_bytes` is the memory that the gradients must
+    `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are times of one call, in
+    order: on a GPU the device's. `loop`, on a GPU alone, are those of a loop without a wait, and `host` that of the
+    host with an idle device. `pairs` and `loop_pairs` hold the seconds of the base and of the contender, measured one
+    right after the other or in one round; the base has none. `gradient_bytes` is the memory that the gradients must
     take, 0 where they take the place of the logits. `disturbance` is the share of all cores' time that other processes
-    took, for each of `seconds`; it is not measured for a GPU. `judge` is the contender whose errors are those of an
-    unfused computation.
+    took, for each of `seconds`, on a CPU. `judge` is the contender whose errors are those of an unfused computation.
     """
 
     case: Case
     contender: str
-    base: str
     status: str = "measured"
     reason: str = ""
     seconds: list[float] = field(default_factory=list)
+    loop: list[float] = field(default_factory=list)
+    host: float | None = None
     disturbance: list[float] = field(default_factory=list)
-    pairs: list[tuple[float, float]] = field(default_factory=list)
+    pairs: Pairs = field(default_factory=list)
+    loop_pairs: Pairs = field(default_factory=list)
     calls_per_sample: int = 1
     first_call_seconds: float = 0.0
     peak_bytes: int | None = None
@@ -49,14 +58,14 @@ class Record:
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def milliseconds(self) -> float | None:
-        """The median time of one call."""
-        return statistics.median(self.seconds) * 1e3 if self.seconds else None
+    def base(self) -> str:
+        """The contender that ratios are to."""
+        return self.case.contenders[0]
 
     @property
-    def ratios(self) -> list[float]:
-        """The time against the base, pair by pair."""
-        return [contender / base for base, contender in self.pairs]
+    def seen(self) -> float | None:
+        """The median seconds that a person sees: of a loop, where there is one, else of a call."""
+        return statistics.median(self.loop or self.seconds) if self.seconds else None
 
     @property
     def beyond_gradients(self) -> int | None:
@@ -65,17 +74,26 @@ class Record:
 
     def quantity(self, name: Quantity) -> float | None:
         """Return the number that a goal with this `quantity` limits; None if it was not measured."""
-        if name == "time":
-            return statistics.median(self.ratios) if self.ratios else None
-        if name == "loss error":
-            return self.loss_error
-        if name == "gradient errors":
-            return self._gradient_errors_against_judge()
+        match name:
+            case "loop":
+                return _median_ratio(self.loop_pairs)
+            case "time":
+                return _median_ratio(self.pairs)
+            case "host us":
+                return None if self.host is None else self.host * 1e6
+            case "loss error":
+                return self.loss_error
+            case "gradient errors":
+                return self._gradient_errors_against_judge()
+            case _:
+                return self._memory(name)
+
+    def _memory(self, name: Quantity) -> float | None:
         if self.peak_bytes is None:
             return None
+        beyond = self.peak_bytes - self.gradient_bytes
         if name == "peak MiB":
             return self.peak_bytes / 2**20
-        beyond = self.peak_bytes - self.gradient_bytes
         if name == "beyond gradients / logits":
             return beyond / self.case.logits_bytes
         if self.base_peak_bytes is None:
@@ -92,38 +110,66 @@ class Record:
         )
         return max((mine / judge for mine, judge in pairs if mine is not None and judge), default=None)
 
-    @property
-    def bandwidth(self) -> float | None:
-        """Bytes a second as if the logits were read once and, with a backward, their gradient written once."""
-        if self.case.function != "logits" or not self.seconds:
-            return None
-        passes = 2 if self.case.backward else 1
-        return passes * self.case.logits_bytes / statistics.median(self.seconds)
+    def to_fields(self) -> dict[str, Any]:
+        """Return what is not a default; neither the case nor the machine, nor times that the pairs repeat."""
+        dropped = {"case", "machine"}
+        dropped |= {"seconds"} if len(self.pairs) == len(self.seconds) else set()
+        dropped |= {"loop"} if len(self.loop_pairs) == len(self.loop) else set()
+        known = {name: value for name, value in asdict(self).items() if name not in dropped}
+        return {name: _rounded(value) for name, value in known.items() if value not in ("", None, [], 0)}
 
     @classmethod
-    def from_json(cls, line: str) -> Record:
-        """Read what `to_json` wrote."""
-        fields = json.loads(line)
+    def from_fields(cls, fields: dict[str, Any], case: Case, machine: dict[str, Any]) -> Record:
+        """Make the record again out of what JSON made of `to_fields`; what an older file has besides is dropped."""
         known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
-        known["case"] = Case.from_fields(known["case"])
-        known["pairs"] = [(base, contender) for base, contender in known["pairs"]]
-        return cls(**known)
+        for pairs, alone in (("pairs", "seconds"), ("loop_pairs", "loop")):
+            known[pairs] = [(base, contender) for base, contender in known.get(pairs, [])]
+            known.setdefault(alone, [contender for _, contender in known[pairs]])
+        return cls(**{**known, "case": case, "machine": machine})
 
-    def to_json(self) -> str:
-        """Write one line, the derived numbers included."""
-        derived = {
-            "milliseconds": self.milliseconds,
-            "time_ratio": self.quantity("time"),
-            "time_ratio_min": min(self.ratios, default=None),
-            "time_ratio_max": max(self.ratios, default=None),
-            "memory_ratio": self.quantity("memory"),
-            "beyond_gradients_bytes": self.beyond_gradients,
-            "logits_bytes": self.case.logits_bytes,
-            "bandwidth_bytes_per_second": self.bandwidth,
-        }
-        return json.dumps({"title": self.case.title, **asdict(self), **derived})
+
+def _median_ratio(pairs: Pairs) -> float | None:
+    return statistics.median(contender / base for base, contender in pairs) if pairs else None
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return [_rounded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def compare_with_judge(records: Iterable[Record], name: str) -> None:
+    """Hand the errors of the unfused computation, the contender `name`, to all records of its case."""
+    records = list(records)
+    judge = next((record for record in records if record.contender == name and record.status == "measured"), None)
+    for record in records if judge is not None else []:
+        record.judge = name
+        record.judge_input_gradient_error = judge.input_gradient_error
+        record.judge_weight_gradient_error = judge.weight_gradient_error
+
+
+def write_records(records: Iterable[Record]) -> Iterator[str]:
+    """Write lines of JSON; a machine and a case are told where they change."""
+    machine, case = None, None
+    for record in records:
+        if record.machine != machine:
+            machine = record.machine
+            yield json.dumps({"machine": machine}) + "\n"
+        if record.case != case:
+            case = record.case
+            yield json.dumps({"title": case.title, "case": case.to_fields()}) + "\n"
+        yield json.dumps(record.to_fields()) + "\n"
 
 
 def load_records(path: Path) -> list[Record]:
-    """Read a file of JSON lines."""
-    return [Record.from_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Read what `write_records` wrote."""
+    records: list[Record] = []
+    machine: dict[str, Any] = {}
+    case: Case | None = None
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fields = json.loads(line)
+        machine = fields.get("machine", machine)
+        case = Case.from_fields(fields["case"]) if "case" in fields else case
+        if "contender" in fields and case is not None:
+            records.append(Record.from_fields(fields, case, machine))
+    return records

@@ -1,88 +1,36 @@
-"""What the terminal shows: a table per suite, then the goals it was measured against, then who did not run and why."""
+"""What the terminal shows of a suite: short tables, the goals it was measured against, who did not run and why."""
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
-from itertools import groupby, zip_longest
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from benchmarks.cases import Goal
-from benchmarks.contenders import find_contender
-from benchmarks.gpu.table import CAPTION as GPU_CAPTION
-from benchmarks.gpu.table import gpu_table
 from benchmarks.records import Record
+from benchmarks.tables import kind, make_tables
 
 __all__ = ["print_report"]
 
 _DISTURBED = 0.05
-
-_CAPTION = """\
-time x and memory x: against the first row of the block; time x is the median over pairs (least..most).
-peak: resident memory above the start of the call; gradients: their share of it; beyond: the rest. All in MiB."""
-_ERRORS_CAPTION = """
-errors against float64: absolute for the loss; relative for the gradients of input and weight."""
+_MOST_CHARACTERS = 300
 
 
-def print_report(console: Console, suite: str, records: Sequence[Record], machine: dict[str, Any]) -> None:
-    """Print everything about one suite; each contender is named, whether it ran or not."""
-    with_errors = any(record.case.accuracy for record in records)
-    if records[0].case.device == "cpu":
-        console.print(_table(suite, records, machine, with_errors), _CAPTION + _ERRORS_CAPTION * with_errors, sep="\n")
-    else:
-        console.print(gpu_table(suite, records, machine), GPU_CAPTION, sep="\n")
-    for line in (*_goals(records), *_remarks(records), *_disturbance(records)):
+def print_report(console: Console, suite: str, records: Sequence[Record]) -> None:
+    """Print everything about one suite, what is read most last."""
+    machine = records[0].machine
+    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
+    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
+    console.print(f"[bold]{suite}[/bold]: {escape(where)}, {escape(versions)}", soft_wrap=True)
+    first, *others = make_tables(records)
+    for table in (*others, first):
+        console.print(table.rich())
+    for line in (*_remarks(records), *_disturbance(records), *_goals(records)):
         console.print(line, soft_wrap=True)
     console.print()
-
-
-def _table(suite: str, records: Sequence[Record], machine: dict[str, Any], with_errors: bool) -> Table:
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
-    title = f"{suite}: {machine['cpu']}, {machine['cores']} cores, {versions}"
-    table = Table(title=escape(title), title_justify="left")
-    table.add_column("case", overflow="fold")
-    table.add_column("contender", overflow="fold")
-    numbers = ["ms", "time x", "peak", "gradients", "beyond", "memory x"]
-    for heading in numbers + ["loss error", "gradient errors"] * with_errors:
-        table.add_column(heading, justify="right", overflow="fold")
-    for title, group in groupby(records, key=lambda record: record.case.title):
-        block = list(group)
-        lines = title.split(", ", maxsplit=1) if len(block) > 1 else [title]
-        for line, record in zip_longest(lines, block, fillvalue=None):
-            if record is not None:
-                table.add_row(escape(line or ""), escape(record.contender), *_numbers(record, with_errors))
-        table.add_section()
-    return table
-
-
-def _numbers(record: Record, with_errors: bool) -> list[str]:
-    if record.status != "measured":
-        return [record.status]
-    ratio = record.quantity("time")
-    cells = [
-        _format(record.milliseconds, ".1f"),
-        "" if ratio is None else f"{ratio:.2f} ({min(record.ratios):.2f}..{max(record.ratios):.2f})",
-        _mebibytes(record.peak_bytes),
-        _mebibytes(record.gradient_bytes),
-        _mebibytes(record.beyond_gradients),
-        _format(record.quantity("memory"), ".3f"),
-    ]
-    if with_errors:
-        gradients = (record.input_gradient_error, record.weight_gradient_error)
-        cells += [_format(record.loss_error, ".1e"), " ".join(_format(error, ".1e") for error in gradients)]
-    return cells
-
-
-def _format(value: float | None, how: str) -> str:
-    return "" if value is None else format(value, how)
-
-
-def _mebibytes(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**20:.1f}"
 
 
 def _goals(records: Sequence[Record]) -> Iterator[str]:
@@ -90,29 +38,34 @@ def _goals(records: Sequence[Record]) -> Iterator[str]:
         for goal in record.case.goals:
             if goal.contender == record.contender and record.status == "measured":
                 where = f"{escape(record.case.title)}: {escape(record.contender)}{_best_peer(goal, record, records)}"
-                yield f"{_verdict(goal, record)}  {where}"
+                yield f"{_verdict(goal, _value(goal, record, records))}  {where}"
+
+
+def _value(goal: Goal, record: Record, records: Sequence[Record]) -> float | None:
+    if goal.quantity != "host us a further chunk":
+        return record.quantity(goal.quantity)
+    chunks = int(re.sub(r"\D", "", record.contender))
+    one = next((r.host for r in records if r.case == record.case and r.contender == "xent"), None)
+    return None if one is None or record.host is None else (record.host - one) / (chunks - 1) * 1e6
 
 
 def _best_peer(goal: Goal, record: Record, records: Sequence[Record]) -> str:
-    """Name the least that another project needs in the same case, if its ratios are to a floor."""
-    if find_contender(record.case.function, record.base).kind != "floor":
-        return ""
+    """Name the least that another project needs in the same case."""
     rivals = [
         (value, other.contender)
         for other in records
-        if other.case == record.case and find_contender(other.case.function, other.contender).kind == "peer"
+        if other.case == record.case and kind(other) == "peer" and other.contender != other.base
         if (value := other.quantity(goal.quantity)) is not None
     ]
     return f" [dim](best peer {min(rivals)[0]:.4g}, {escape(min(rivals)[1])})[/dim]" if rivals else ""
 
 
-def _verdict(goal: Goal, record: Record) -> str:
-    value = record.quantity(goal.quantity)
+def _verdict(goal: Goal, value: float | None) -> str:
     limit = f"{goal.quantity} at most {goal.at_most:g}"
     if value is None:
         return f"[yellow]unknown[/yellow]  {limit}"
     verdict = "[green]met    [/green]" if value <= goal.at_most else "[red]missed [/red]"
-    return f"{verdict}  {limit}, measured {value:.6g}"
+    return f"{verdict}  {limit}, measured {value:.4g}"
 
 
 def _disturbance(records: Sequence[Record]) -> Iterator[str]:
@@ -130,4 +83,4 @@ def _remarks(records: Sequence[Record]) -> Iterator[str]:
     for contender, status, reason in told:
         cases = [r.case.title for r in records if (r.contender, r.status, r.reason) == (contender, status, reason)]
         where = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({escape(where)}): {escape(reason)}"
+        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({escape(where)}): {escape(reason[:_MOST_CHARACTERS])}"

@@ -36,7 +36,7 @@ class Measurement:
         if order.threads is not None:
             torch.set_num_threads(order.threads)
         self.case = order.case
-        self.device = DEVICES[self.case.device]
+        self.device = DEVICES[self.case.device]()
         self.contender = find_contender(self.case.function, order.contender)
         self.loss = self.contender.make(self.case)
         self.problem = make_problem(self.case)
@@ -48,7 +48,7 @@ class Measurement:
         tiny = replace(self.case, tokens=_WARM_UP_TOKENS, hidden=hidden, vocabulary=_WARM_UP_VOCABULARY)
         problem = make_problem(tiny)
         for _ in range(2):
-            problem.call(self.loss, problem.set_up())
+            problem.call(self.loss, problem.set_up(self.contender.in_place))
         self.device.wait()
 
     def answer(self, request: Request) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Measurement:
     def _first_call(self, truth_path: str | None) -> dict[str, Any]:
         if self.contender.compiles:
             self._time(1)
-        arguments = self.problem.set_up()
+        arguments = self.problem.set_up(self.contender.in_place)
         losses: list[torch.Tensor] = []
 
         def call() -> None:
@@ -91,7 +91,7 @@ class Measurement:
         gc.collect()
         gc.disable()
         for _ in range(calls):
-            arguments = self.problem.set_up()
+            arguments = self.problem.set_up(self.contender.in_place)
             self.device.wait()
             start = time.perf_counter()
             self.problem.call(self.loss, arguments)

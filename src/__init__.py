@@ -5,12 +5,17 @@
 that needs it.
 """
 
+import sys as _sys
+
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
 from xent.core.errors import BackendError
 from xent.core.spec import BackendInfo, QuantizedWeight, Stats
 
 __version__ = "0.1.0"
+
+# The function hides the package xent.backends: with its attributes, `import xent.backends.torch` works all the same.
+backends.__dict__ = vars(_sys.modules["xent.backends"])
 
 __all__ = [
     "BackendError",

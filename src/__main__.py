@@ -5,10 +5,13 @@ import os
 import sys
 
 from xent import __version__
-from xent.core.check.report import Line, check_all, table
+from xent.core.check.progress import progress
+from xent.core.check.report import Line, check_all, planned, summary, table
 from xent.core.dispatch import backends
 
 __all__ = ["main"]
+
+_MOST_FAILURES = 20
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -35,25 +38,29 @@ def _list() -> int:
 
 
 def _check(names: list[str]) -> int:
-    unavailable = {info.name: info.reason or "" for info in backends() if not info.available or info.name == "numpy"}
-    known = {info.name for info in backends()}
+    found = backends()
+    reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
+    reasons["numpy"] = "the reference is what the others are held to"
     for name in names:
-        if name not in known or name in unavailable:
-            reason = unavailable.get(name, "there is no such backend") or "the reference is what the others are held to"
+        reason = reasons.get(name, "there is no such backend")
+        if reason is not None:
             print(f"{name} cannot be checked: {reason}", file=sys.stderr)
             return 2
-    lines = list(check_all(names or None, lambda text: print(f"checking {text}", file=sys.stderr)))
-    if not lines:
+    works = planned(names or None)
+    if not works:
         print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
         return 1
-    print(
-        table(
-            [("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), *map(_row, lines)]
-        )
-    )
+    total = sum(len(cases) for work in works for both in work.cases.values() for cases in both)
+    with progress(total) as tell:
+        lines = list(check_all(works, tell))
+    heading = ("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result")
+    print(table([heading, *map(_row, lines)]))
     failed = [failure for line in lines for failure in line.failed]
-    for failure in failed:
+    for failure in failed[:_MOST_FAILURES]:
         print(f"FAILED {failure}")
+    if len(failed) > _MOST_FAILURES:
+        print(f"and {len(failed) - _MOST_FAILURES} more")
+    print(summary(works, lines))
     return 1 if failed else 0
 
 

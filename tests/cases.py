@@ -1,49 +1,106 @@
-"""The matrix: every option at a middling shape, and every shape, each for the reason that stands beside it."""
+"""The matrix: which functions, options, dtypes, reductions and shapes are tested together.
+
+Their product has tens of thousands of cases. The matrix has the options alone, each shape in each dtype, and a covering
+set: every combination of any two options in each dtype, and of any three in some dtype. XENT_TEST_FULL=1, which
+`nox -s full` sets, adds covering sets of other seeds and the product of named options, reductions and dtypes.
+"""
 
 from dataclasses import replace
+from functools import cache
+from itertools import cycle, product
+from typing import Any
 
+from tests.covering import FULL, covering
 from xent.core.check.cases import OPTIONS, Case, option_cases
+from xent.core.check.shapes import SHAPES
+
+__all__ = ["DTYPES", "FUNCTIONS", "SHAPES", "all_cases", "covering_cases", "factors_of", "named_cases", "shape_cases"]
 
 FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+EVERYWHERE = DTYPES[1:]
+"""The dtypes that every backend serves."""
+REDUCTIONS = ("mean", "sum", "none")
 
-SHAPES: dict[str, Case] = {
-    "one row": Case("", (1,), 50, "", "plain"),
-    "one row, no leading axis": Case("", (), 37, "", "plain", ignored=0.0),
-    "no rows": Case("", (0,), 11, "", "plain"),
-    "no rows in a batch": Case("", (3, 0), 11, "", "plain"),
-    "one class": Case("", (5,), 1, "", "plain"),
-    "two classes": Case("", (7,), 2, "", "plain"),
-    "three leading axes": Case("", (2, 3, 4), 19, "", "plain"),
-    "every target ignored": Case("", (9,), 13, "", "plain", ignored=2.0),
-    "no target ignored": Case("", (40,), 29, "", "plain", ignored=0.0),
-    "most targets ignored": Case("", (3, 30), 23, "", "plain", ignored=0.9),
-    "a power of two": Case("", (64,), 256, "", "plain"),
-    "one above a power of two": Case("", (33,), 257, "", "plain"),
-    "a vocabulary beyond one block": Case("", (24,), 33_003, "", "plain", hidden=8),
-    "more rows than one block": Case("", (2100,), 9, "", "plain", hidden=8),
-    "logits far from zero": Case("", (20,), 31, "", "plain", offset=400.0),
-    "int32 targets": Case("", (20,), 31, "", "plain", target_dtype="int32"),
-    "uint8 targets": Case("", (20,), 31, "", "plain", {"ignore_index": 255}, target_dtype="uint8"),
-    "int8 targets": Case("", (20,), 31, "", "plain", target_dtype="int8"),
-    "all options, one class": Case("", (5,), 1, "", "all", OPTIONS["all"]),
-    "all options, many rows": Case("", (3, 70), 41, "", "all", OPTIONS["all"]),
-    "all probabilities, odd sizes": Case("", (3, 7), 35, "", "all", OPTIONS["probabilities, all"]),
+FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
+    "reduction": (
+        {"reduction": "mean"},
+        {"reduction": "mean", "normalizer": 13.5},
+        {"reduction": "mean", "normalizer": "array"},
+        {"reduction": "sum", "normalizer": 13.5},  # which a sum does not use
+        {"reduction": "none"},
+    ),
+    "target": ({}, {"ignore_index": 2}, {"probabilities": True}),
+    "weight": ({}, {"weight": True}),
+    "smoothing": ({}, {"label_smoothing": 0.1}, {"label_smoothing": 1.0}),
+    "z_loss": ({}, {"z_loss": 0.05}),
+    "softcap": ({}, {"softcap": 3.0}),
+    "scale": ({}, {"logit_scale": 1.5}, {"logit_scale": -0.7}),
+    "sample_weight": ({}, {"sample_weight": True}),
 }
+OF_LINEAR: dict[str, tuple[dict[str, Any], ...]] = {"bias": ({}, {"bias": True}), "shift": ({}, {"shift": 2})}
+FIELDS = ("reduction", "bias", "shift")
+"""What is no option of a case but a field."""
+
+
+def factors_of(function: str) -> dict[str, tuple[Any, ...]]:
+    """Return what a covering set combines: setting -> its values, as options and fields of a case, or a dtype."""
+    linear = OF_LINEAR if function == "linear_cross_entropy" else {}
+    return {"dtype": EVERYWHERE} | FACTORS | linear
+
+
+@cache
+def _rows(function: str, wide: bool, seed: int) -> list[dict[str, Any]]:
+    factors = factors_of(function)
+    if wide:
+        return covering(factors | {"dtype": ("float64",)}, 2, f"{function} in float64, {seed}")
+    return covering(factors, 3, f"{function}, {seed}")
+
+
+def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:
+    """Return the cases of one dtype in a covering set; of any two options they have every combination."""
+    base = Case(function, (4, 12), 67, dtype, "")
+    return [_covered(base, row, seed) for row in _rows(function, dtype == "float64", seed) if row["dtype"] == dtype]
+
+
+def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:
+    settings = {name: value for name in row.keys() - {"dtype"} for name, value in row[name].items()}
+    options = {name: value for name, value in sorted(settings.items()) if name not in FIELDS}
+    fields = {name: value for name, value in settings.items() if name in FIELDS}
+    named = {name: value for name, value in sorted(settings.items()) if name != "reduction"}
+    on = [name if value is True else f"{name}={value}" for name, value in named.items()]
+    return replace(base, name=f"seed {seed}: {', '.join(on) or 'plain'}", options=options, **fields)
+
+
+def named_cases(function: str, dtype: str) -> list[Case]:
+    """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
+    cases = option_cases(function, dtype)
+    dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
+    mine = {(name, reduction) for name, (wanted, reduction) in dealt if wanted == dtype}
+    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine]
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:
-    """Return every shape, as a mean and row by row."""
-    chosen = []
-    for reason, shape in SHAPES.items():
-        if shape.offset and dtype in ("bfloat16", "float16"):
-            shape = replace(shape, offset=16.0)
-        case = replace(shape, function=function, dtype=dtype, name=reason)
-        if function == "linear_cross_entropy":
-            case = replace(case, bias=bool(shape.offset))
-        chosen += [replace(case, reduction=reduction) for reduction in ("mean", "none")]
-    return chosen
+    """Return every shape; over all dtypes, each with every reduction, plain and with all options."""
+    factors = {"shape": tuple(SHAPES), "dtype": DTYPES, "reduction": REDUCTIONS, "options": ("plain", "all")}
+    rows = [row for row in covering(factors, 2, f"shapes of {function}") if row["dtype"] == dtype]
+    return [_shaped(function, dtype, row["shape"], row["reduction"], row["options"]) for row in rows]
+
+
+def _shaped(function: str, dtype: str, shape: str, reduction: str, options: str) -> Case:
+    case = replace(SHAPES[shape], function=function, dtype=dtype, name=shape, reduction=reduction)
+    narrow = dtype in ("bfloat16", "float16")
+    if case.offset:  # a softcap would leave nothing of it
+        return replace(case, offset=16.0 if narrow else case.offset, bias=function == "linear_cross_entropy")
+    if narrow and case.vocabulary > 10_000:  # of so many classes, some gradient would all but cancel
+        return case
+    if options == "all" and not case.options:
+        return replace(case, name=f"{shape}, all", options=OPTIONS["all"])
+    return case
 
 
 def all_cases(function: str, dtype: str) -> list[Case]:
     """Return the matrix of one function and dtype."""
-    return option_cases(function, dtype) + shape_cases(function, dtype)
+    named = option_cases(function, dtype) if FULL else named_cases(function, dtype)
+    covered = [case for seed in range(5 if FULL else 1) for case in covering_cases(function, dtype, seed)]
+    return named + covered + shape_cases(function, dtype)

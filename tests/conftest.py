@@ -4,6 +4,7 @@ A backend that was asked for runs or fails the whole session; nothing is skipped
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,3 +75,21 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the caller's settings out of the tests."""
     monkeypatch.delenv("XENT_BACKEND", raising=False)
     monkeypatch.delenv("XENT_CHECK_TARGETS", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep checks of the Metal kernels out of the user's cache, and of what "auto" takes in other tests."""
+    if "metal" in asked_for():
+        from xent.backends.metal import proof
+
+        monkeypatch.setattr(proof, "file", lambda: tmp_path / "cache" / "metal-passed.txt")
+        monkeypatch.setattr(proof, "PROVEN", False)
+
+
+@pytest.fixture(autouse=True)
+def forget_kinds_of_calls() -> None:
+    """Let each test meet calls of a new kind: some play another machine."""
+    plan = sys.modules.get("xent.backends.torch.plan")
+    if plan is not None:
+        plan.forget()

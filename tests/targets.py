@@ -24,7 +24,7 @@ class Target:
         return TABLE[self.name]()
 
     @cached_property
-    def harness(self) -> Harness:
+    def harness(self) -> Harness[Any]:
         return self.backend.harness(self.device)
 
     def takes(self, dtype: str) -> bool:

@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 
 import xent
-from tests.cases import FUNCTIONS, all_cases
+from tests.cases import DTYPES, FUNCTIONS, all_cases, shape_cases
+from tests.covering import crossed
 from tests.targets import Target
-from xent.core.check.cases import Case, make_inputs
+from xent.core.check.cases import Case, make_inputs, option_cases
 from xent.core.check.judge import judge_case
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
+INPLACE = all_cases("cross_entropy", "bfloat16") + shape_cases("cross_entropy", "float32")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -22,19 +23,27 @@ def test_loss_and_gradients(target: Target, case: Case) -> None:
         assert comparison.bound < 0.5, "a zero gradient must not pass"
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize("workspace", [1, 67 * 4 * 3, 67 * 4 * 20, 10**9])
-def test_workspace_changes_nothing_but_rounding(target: Target, dtype: str, workspace: int) -> None:
-    case = next(case for case in all_cases("linear_cross_entropy", dtype) if case.name == "all" and not case.bias)
+@pytest.mark.parametrize(
+    *crossed(
+        dtype=DTYPES[1:],
+        workspace=[1, 67 * 4 * 3, 67 * 4 * 20, 10**9],
+        options=["all", "probabilities, all, shift"],
+        reduction=["mean", "sum", "none"],
+    )
+)
+def test_workspace_changes_nothing_but_rounding(
+    target: Target, dtype: str, workspace: int, options: str, reduction: str
+) -> None:
+    cases = option_cases("linear_cross_entropy", dtype)
+    (case,) = (case for case in cases if (case.name, case.reduction) == (options, reduction))
     for comparison in judge_case(target.backend, target.harness, target.sized(case), workspace=workspace):
         assert comparison.passed, comparison
 
 
-@pytest.mark.parametrize("case", all_cases("cross_entropy", "float32"), ids=str)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_inplace_gives_the_same_gradient(target: Target, case: Case, dtype: str) -> None:
+@pytest.mark.parametrize("case", INPLACE, ids=str)
+def test_inplace_gives_the_same_gradient(target: Target, case: Case) -> None:
     inputs = make_inputs(target.sized(case))
-    (logits,) = target.arrays(inputs.differentiable["logits"], dtype=dtype)
+    (logits,) = target.arrays(inputs.differentiable["logits"], dtype=case.dtype)
     options = {
         name: target.arrays(value)[0] if isinstance(value, np.ndarray) else value
         for name, value in inputs.options.items()

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cases import FUNCTIONS
+from tests.cases import FUNCTIONS, covering_cases
 from tests.targets import Target
+from xent.core import api
 from xent.core.check import judge
 from xent.core.check.cases import Case, make_inputs, option_cases
 from xent.core.check.judge import Comparison, compare, judge_case, results_of_case
@@ -46,6 +47,30 @@ def test_wrong_loss_fails(target: Target, function: str, dtype: str, factor: flo
     for case in _some(target, function, dtype):
         truth, made, plain = results_of_case(target.backend, target.harness, case)
         assert not compare("loss", factor * made["loss"], truth["loss"], plain["loss"], case).passed
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradient_without_one_of_the_options_fails(
+    target: Target, function: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No case of the matrix hides an option behind the others."""
+    call, left_out = getattr(api, function), ""
+
+    def forgetful(**options: Any) -> Any:
+        return call(**{name: value for name, value in options.items() if name != left_out})
+
+    monkeypatch.setattr(api, function, forgetful)
+    found: set[str] = set()
+    for case in covering_cases(function, "float32"):
+        for left_out in case.options.keys() - {"probabilities", "ignore_index"} | ({"shift"} if case.shift else set()):
+            if left_out == "normalizer" and case.reduction != "mean":
+                continue
+            truth, made, plain = results_of_case(target.backend, target.harness, case)
+            for name in truth.keys() - {"loss"}:
+                assert not compare(name, made[name], truth[name], plain[name], case).passed, (case, left_out, name)
+            found.add(left_out)
+    options = {"label_smoothing", "logit_scale", "normalizer", "sample_weight", "softcap", "weight", "z_loss"}
+    assert found == options | ({"shift"} if function == "linear_cross_entropy" else set())
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS
+from tests.covering import crossed
 from tests.targets import Target
 from xent.core.check.cases import Case, Inputs, make_inputs, option_cases
 
@@ -68,9 +69,13 @@ def test_bitwise_the_same_run_after_run(target: Target, case: Case) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 67, 4099, 33_003, 70_001])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}])
+@pytest.mark.parametrize(
+    *crossed(
+        vocabulary=[1, 2, 67, 4099, 33_003, 70_001],
+        dtype=["float32", "bfloat16"],
+        options=[{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}],
+    )
+)
 def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype: str, options: dict[str, Any]) -> None:
     logits, classes = target.arrays(RNG.normal(size=(9, vocabulary)), RNG.integers(0, vocabulary, 9), dtype=dtype)
     options = options | {"reduction": "none", "backend": target.name, "stats": ("lse", "nll", "entropy")}
@@ -86,10 +91,14 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
             np.testing.assert_array_equal(target.harness.numpy(whole[rows]), target.harness.numpy(part))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("stats", [(), ("count",), ("lse", "z_loss")])
+@pytest.mark.parametrize(
+    *crossed(
+        function=FUNCTIONS,
+        reduction=["mean", "sum", "none"],
+        hidden=[np.nan, np.inf, -np.inf],
+        stats=[(), ("count",), ("lse", "z_loss")],
+    )
+)
 def test_nothing_of_an_ignored_row_is_felt(
     target: Target, function: str, reduction: str, hidden: float, stats: tuple[str, ...]
 ) -> None:

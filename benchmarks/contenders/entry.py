@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from benchmarks.cases import Case, Function
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 __all__ = ["Absent", "Contender", "LossFunction"]
 
-LossFunction = Callable[..., "Tensor"]
+LossFunction = Callable[..., Any]
+"""Returns the loss, a tensor, or a tuple of it and statistics."""
 
 
 class Absent(Exception):
@@ -33,7 +31,8 @@ class Contender:
     returns anything, and has no backward of its own. `compiles`: the first call at a new shape compiles, so the
     warm-up has the full size. `in_place`: the gradient takes the place of the logits, so no memory has to exist for it.
     `holds_logits`: the full logits and as much again for their gradient are alive at one time, which a machine may not
-    have the memory for. `changes`: fields of the case that are different for this contender.
+    have the memory for. `environment`: variables that its framework reads once a process; on a GPU, where others share
+    one, such a contender has its own.
     """
 
     name: str
@@ -43,7 +42,7 @@ class Contender:
     compiles: bool = False
     in_place: bool = False
     holds_logits: bool = False
-    changes: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
 
     def memory_needed(self, case: Case) -> int:
         """Estimate roughly, from above, the bytes that a call takes, so that no machine starts to swap."""

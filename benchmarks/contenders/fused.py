@@ -38,6 +38,13 @@ def _refuse_cpu(case: Case, name: str) -> None:
         raise Absent(f"{name} has no kernels for the CPU")
 
 
+def _flat(case: Case, function: LossFunction) -> LossFunction:
+    """Give a batch of sequences to a function that wants rows."""
+    if not case.batch:
+        return function
+    return lambda logits, target: function(logits.flatten(0, -2), target.flatten())
+
+
 def _liger_linear(case: Case) -> LossFunction:
     function = _find("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     _refuse_cpu(case, "Liger-Kernel")
@@ -47,7 +54,7 @@ def _liger_linear(case: Case) -> LossFunction:
 def _liger_logits(case: Case) -> LossFunction:
     function = _find("liger_kernel.transformers.functional", "liger_cross_entropy")
     _refuse_cpu(case, "Liger-Kernel")
-    return partial(function, reduction=case.reduction)
+    return _flat(case, partial(function, reduction=case.reduction))
 
 
 def _cce_linear(case: Case) -> LossFunction:
@@ -69,7 +76,7 @@ def _quack_logits(inplace: bool) -> Callable[[Case], LossFunction]:
     def make(case: Case) -> LossFunction:
         function = _find("quack.cross_entropy", "cross_entropy")
         _refuse_cpu(case, "quack")
-        return partial(function, reduction=case.reduction, inplace_backward=inplace)
+        return _flat(case, partial(function, reduction=case.reduction, inplace_backward=inplace))
 
     return make
 

@@ -1,24 +1,28 @@
-"""xent: as it is, with the gradient in the logits' memory, and with as many workspaces as a curve needs."""
+"""xent: as it is, portable, with the gradient in the logits' memory, and with any workspace.
+
+"xent portable" has Hopper's kernels turned off by XENT_PORTABLE=1: it stands for every other GPU.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 
 from benchmarks.cases import Case
 from benchmarks.contenders.entry import Contender, LossFunction
-from benchmarks.suites.cuda import WORKSPACES
 
-__all__ = ["CONTENDERS"]
+__all__ = ["CONTENDERS", "with_workspace"]
 
-_MIB = 2**20
+_PORTABLE = {"XENT_PORTABLE": "1"}
 
 
-def _linear(workspace: int | None = None) -> Callable[[Case], LossFunction]:
+def _linear(workspace: Callable[[Case], int | None] = lambda case: None) -> Callable[[Case], LossFunction]:
     def make(case: Case) -> LossFunction:
         import xent
 
-        return partial(xent.linear_cross_entropy, reduction=case.reduction, workspace=workspace)
+        options = dict(case.options)
+        return partial(xent.linear_cross_entropy, reduction=case.reduction, workspace=workspace(case), **options)
 
     return make
 
@@ -27,16 +31,25 @@ def _logits(inplace: bool) -> Callable[[Case], LossFunction]:
     def make(case: Case) -> LossFunction:
         import xent
 
-        return partial(xent.cross_entropy, reduction=case.reduction, inplace=inplace)
+        return partial(xent.cross_entropy, reduction=case.reduction, inplace=inplace, **dict(case.options))
 
     return make
 
 
+def with_workspace(name: str) -> Contender | None:
+    """Make "xent N MiB", a workspace of so much, or "xent N chunks", one of an Nth of the logits; None if neither."""
+    match = re.fullmatch(r"xent (\d+) (MiB|chunks)", name)
+    if match is None:
+        return None
+    number, in_mib = int(match[1]), match[2] == "MiB"
+    make = _linear(lambda case: number * 2**20 if in_mib else -(-case.logits_bytes // number))
+    return Contender(name, "linear", make, kind="ours")
+
+
 CONTENDERS: tuple[Contender, ...] = (
     Contender("xent", "linear", _linear(), kind="ours"),
-    Contender("xent, none ignored", "linear", _linear(), kind="ours", changes={"ignored": 0.0}),
-    Contender("xent, all trained", "linear", _linear(), kind="ours", changes={"trained": ("input", "weight")}),
-    *(Contender(f"xent {size} MiB", "linear", _linear(size * _MIB), kind="ours") for size in WORKSPACES),
+    Contender("xent portable", "linear", _linear(), kind="ours", environment=_PORTABLE),
     Contender("xent", "logits", _logits(inplace=False), kind="ours"),
+    Contender("xent portable", "logits", _logits(inplace=False), kind="ours", environment=_PORTABLE),
     Contender("xent inplace", "logits", _logits(inplace=True), kind="ours", in_place=True),
 )

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case
 from benchmarks.contenders.entry import Absent, Contender, LossFunction
@@ -17,35 +17,47 @@ if TYPE_CHECKING:
 __all__ = ["CONTENDERS"]
 
 
-def _linear(case: Case) -> LossFunction:
+def _logits(case: Case, in_float32: bool = False) -> LossFunction:
+    """As people write it, with what the case asks for; statistics come behind the loss, so that they are computed."""
+    import torch
     from torch.nn import functional
 
-    def loss(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(functional.linear(input, weight), target, reduction=case.reduction)
+    options = dict(case.options)
+    softcap, stats = options.pop("softcap", None), options.pop("stats", ())
+    if not (in_float32 or softcap or stats or case.batch):
+        return partial(functional.cross_entropy, reduction=case.reduction, **options)
+
+    def entropy(logits: Tensor, target: Tensor) -> Tensor:
+        log_p = functional.log_softmax(logits, -1)
+        return -(log_p.exp() * log_p).sum(-1)
+
+    known: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "accuracy": lambda logits, target: (logits.argmax(-1) == target).float().mean(),
+        "entropy": entropy,
+        "lse": lambda logits, target: torch.logsumexp(logits, -1),
+    }
+
+    def loss(logits: Tensor, target: Tensor) -> Any:
+        logits, target = logits.flatten(0, -2), target.flatten()
+        if in_float32:
+            logits = logits.float()
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        value = functional.cross_entropy(logits, target, reduction=case.reduction, **options)
+        if not stats:
+            return value
+        return value, *(known[name](logits.detach(), target) for name in stats)
 
     return loss
 
 
-def _linear_fp32(case: Case) -> LossFunction:
+def _linear(case: Case, in_float32: bool = False) -> LossFunction:
     from torch.nn import functional
 
-    def loss(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(functional.linear(input, weight).float(), target, reduction=case.reduction)
+    of_logits = _logits(case, in_float32)
 
-    return loss
-
-
-def _logits(case: Case) -> LossFunction:
-    from torch.nn import functional
-
-    return partial(functional.cross_entropy, reduction=case.reduction)
-
-
-def _logits_fp32(case: Case) -> LossFunction:
-    from torch.nn import functional
-
-    def loss(logits: Tensor, target: Tensor) -> Tensor:
-        return functional.cross_entropy(logits.float(), target, reduction=case.reduction)
+    def loss(input: Tensor, weight: Tensor, target: Tensor) -> Any:
+        return of_logits(functional.linear(input, weight), target)
 
     return loss
 
@@ -76,6 +88,8 @@ def _chunked(case: Case) -> LossFunction:
 
     return loss
 
+
+_linear_fp32, _logits_fp32 = partial(_linear, in_float32=True), partial(_logits, in_float32=True)
 
 CONTENDERS: tuple[Contender, ...] = (
     Contender("torch", "linear", _linear, holds_logits=True),

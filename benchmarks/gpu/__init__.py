@@ -1,5 +1,5 @@
 """How a GPU is measured: one process holds it and serves every contender of a case, and they take turns.
 
-`measure` drives, `worker` is the process, `session` what it does, `clock` and `truth` how it times and judges; `table`
-and `plots` show what came of it.
+`measure` drives, `worker` is the process, `session` what it does, `clock` and `truth` how it times and judges. The
+suite "host" is measured alike on a CPU.
 """

@@ -1,61 +1,77 @@
-"""How long the work of a call takes on its device, from its first kernel to its last, as it would in a training step.
+"""The three times of a call: in a loop, on the device, and on the host.
 
-There the host runs ahead of a GPU. So before every timed call comes work that nobody times: fresh inputs, and memory
-that is written over, which also leaves nothing of the inputs in the caches. Whoever waits for the GPU in the middle of
-a call gives up that lead, and is charged for it.
+Loop: the wall time of an iteration when nothing waits between iterations, so whichever of host and device is slower
+shows; it is what a training loop sees. Device: from the first kernel to the last while the host is far ahead, behind
+work that nobody times. Whoever waits for the device in the middle of a call gives up that lead, and is charged for it.
+Host: until the call returns, when the device had nothing to do before it.
 """
 
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
+from benchmarks.devices import Device
 
-__all__ = ["Clock"]
+__all__ = ["device_seconds", "host_seconds", "loop_seconds"]
 
-_LEAD_BYTES = 512 * 2**20
-_LEAD_PASSES = 8
+# The host's time is the median of an idle call; one behind other work may take longer. A call that waits for the device
+# has no use for a long lead.
+_LEAD_FACTOR, _LEAST_LEAD, _MOST_LEAD = 2.0, 1e-3, 0.05
 
 
-class Clock:
-    """A clock of one device; events on a GPU, the host's clock elsewhere, where the two are the same."""
+def loop_seconds(device: Device, iteration: Callable[[], object], iterations: int) -> float:
+    """Return the mean wall time of an iteration; the device is waited for once before and once behind all of them."""
+    with _no_collection():
+        device.wait()
+        start = device.now()
+        for _ in range(iterations):
+            iteration()
+        device.wait()
+        return (device.now() - start) / iterations
 
-    def __init__(self, device: str) -> None:
-        """Take the memory that is written over."""
-        self._device = device
-        self._lead = torch.empty(_LEAD_BYTES if device == "cuda" else 0, dtype=torch.uint8, device=device)
 
-    def time(self, call: Callable[[Any], object], set_up: Callable[[], Any], calls: int) -> list[float]:
-        """Return the seconds that each of `calls` times `call(set_up())` took; only `call` is timed."""
-        gc.collect()
-        gc.disable()
-        try:
-            return self._events(call, set_up, calls) if self._device == "cuda" else self._host(call, set_up, calls)
-        finally:
-            gc.enable()
+def host_seconds(device: Device, iteration: Callable[[], object], calls: int) -> float:
+    """Return the median time of the host for one call on an idle device."""
+    seconds = []
+    with _no_collection():
+        for _ in range(calls):
+            device.wait()
+            start = device.now()
+            iteration()
+            seconds.append(device.now() - start)
+        device.wait()
+    return statistics.median(seconds)
 
-    def _events(self, call: Callable[[Any], object], set_up: Callable[[], Any], calls: int) -> list[float]:
-        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
-        for start, end in pairs:
-            arguments = set_up()
-            for _ in range(_LEAD_PASSES):
-                self._lead.zero_()
-            start.record()
-            call(arguments)
-            end.record()
-            del arguments
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) * 1e-3 for start, end in pairs]
 
-    def _host(self, call: Callable[[Any], object], set_up: Callable[[], Any], calls: int) -> list[float]:
-        seconds = []
+def device_seconds(
+    device: Device, call: Callable[[Any], object], set_up: Callable[[], Any], calls: int, host: float
+) -> float:
+    """Return the median time of `call(set_up())` on the device, of which only `call` is timed.
+
+    `host`: how long the host takes for a call; the device has more than that to do before each.
+    """
+    marks = []
+    with _no_collection():
         for _ in range(calls):
             arguments = set_up()
-            start = time.perf_counter()
+            device.lead(min(max(_LEAD_FACTOR * host, _LEAST_LEAD), _MOST_LEAD))
+            start = device.mark()
             call(arguments)
-            seconds.append(time.perf_counter() - start)
+            marks.append((start, device.mark()))
             del arguments
-        return seconds
+        device.wait()
+    return statistics.median(device.elapsed(*pair) for pair in marks)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

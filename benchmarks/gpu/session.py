@@ -8,8 +8,8 @@ already has the memory that the contender wants.
 from __future__ import annotations
 
 import gc
-import time
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,21 +17,28 @@ from torch import Tensor
 
 from benchmarks.cases import Case
 from benchmarks.contenders import Contender, LossFunction, find_contender
-from benchmarks.devices import DEVICES
-from benchmarks.gpu.clock import Clock
+from benchmarks.devices import Device
+from benchmarks.gpu.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.gpu.truth import Truth, compute_truth
 from benchmarks.problems import Problem, make_problem
 
 __all__ = ["Session"]
 
-_MOST_RESERVED = 0.6
+# Two processes may share the device.
+_MOST_RESERVED = 0.4
+_HOST_SECONDS, _HOST_CALLS = 0.1, (4, 30)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Prepared:
     contender: Contender
     loss: LossFunction
     problem: Problem
+    host: float = 0.0
+
+    def set_up(self) -> tuple[Tensor, ...]:
+        """Return fresh arguments."""
+        return self.problem.set_up(self.contender.in_place)
 
     def call(self, arguments: tuple[Tensor, ...]) -> Tensor | None:
         """Make one call, with its backward; a floor returns nothing."""
@@ -41,49 +48,54 @@ class _Prepared:
             return None
         return self.problem.call(self.loss, arguments)
 
+    def iteration(self, arguments: tuple[Tensor, ...]) -> None:
+        """Make one call as an iteration of a loop: gradients are dropped, arguments stay; overwritten logits too."""
+        if self.contender.in_place:
+            arguments = self.problem.set_up(in_place=True, fresh=False)
+        else:
+            self.problem.clear()
+        self.call(arguments)
+
 
 class Session:
     """One case on one device."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, device: Device) -> None:
         """Make the inputs and, if the case asks for it, the truth."""
         gc.unfreeze()
-        torch.compiler.reset()  # or the shapes of the cases before would count as recompilations of this one's
+        torch.compiler.reset()  # what is compiled for other cases counts towards a limit, behind which nothing is
         self.case = case
-        self.device = DEVICES[case.device]
-        self.clock = Clock(case.device)
-        self.problems: dict[Case, Problem] = {}
+        self.device = device
         self.prepared: dict[str, _Prepared] = {}
-        problem = self._problem(case)
-        self.truth: Truth | None = compute_truth(problem) if case.accuracy else None
+        self.problem = make_problem(case)
+        self.truth: Truth | None = compute_truth(self.problem) if case.accuracy else None
         self.free()
-
-    def _problem(self, case: Case) -> Problem:
-        key = replace(case, contenders=(), left_out=(), goals=())
-        if key not in self.problems:
-            self.problems[key] = make_problem(case)
-        return self.problems[key]
 
     def prepare(self, name: str) -> dict[str, Any]:
         """Warm one contender up, and return what `benchmarks.protocol.Prepare` promises."""
         contender = find_contender(self.case.function, name)
-        case = replace(self.case, **contender.changes)
-        prepared = _Prepared(contender, contender.make(case), self._problem(case))
-        start = time.perf_counter()
-        prepared.call(prepared.problem.set_up())
+        prepared = _Prepared(contender, contender.make(self.case), self.problem)
+        start = self.device.now()
+        prepared.call(prepared.set_up())
         self.device.wait()
-        reply: dict[str, Any] = {"first_call_seconds": time.perf_counter() - start}
-        prepared.call(prepared.problem.set_up())
+        reply: dict[str, Any] = {"first_call_seconds": self.device.now() - start}
+        prepared.call(prepared.set_up())
         if contender.kind != "floor":
             reply |= self._peak_and_errors(prepared)
         self.prepared[name] = prepared
         self.free()
-        start = time.perf_counter()
-        call_seconds = self.turn(name, 1)[0]
-        return reply | {"call_seconds": call_seconds, "turn_seconds": time.perf_counter() - start}
+        arguments = prepared.set_up()
+        call_seconds = loop_seconds(self.device, lambda: prepared.iteration(arguments), 2)
+        fewest, most = _HOST_CALLS
+        calls = min(max(math.ceil(_HOST_SECONDS / call_seconds), fewest), most)
+        prepared.host = host_seconds(self.device, lambda: prepared.iteration(arguments), calls)
+        start = self.device.now()
+        self.turn(name, 1, 1)
+        seconds = self.device.now() - start
+        return reply | {"host": prepared.host, "call_seconds": call_seconds, "turn_seconds": seconds}
 
     def _peak_and_errors(self, prepared: _Prepared) -> dict[str, Any]:
-        arguments = prepared.problem.set_up()
+        arguments = prepared.set_up()
         losses: list[Tensor] = []
 
         def call() -> None:
@@ -91,19 +103,21 @@ class Session:
 
         reply: dict[str, Any] = {"peak_bytes": self.device.peak(call)}
         reply["loss"] = losses[0].double().mean().item()
-        if self.truth is not None and not prepared.contender.changes:
+        if self.truth is not None:
             reply |= self.truth.errors(prepared.problem, reply["loss"])
         return reply
 
-    def turn(self, name: str, calls: int) -> list[float]:
-        """Let one contender make a call, then `calls` more of which the seconds are returned."""
+    def turn(self, name: str, iterations: int, calls: int) -> dict[str, float]:
+        """Let one contender make a call, a loop, and calls that are timed on the device: seconds of one call each."""
         prepared = self.prepared[name]
         if self.case.device == "cuda":
             _keep_memory_free()
-        prepared.call(prepared.problem.set_up())
-        seconds = self.clock.time(prepared.call, prepared.problem.set_up, calls)
+        arguments = prepared.set_up()
+        prepared.iteration(arguments)
+        loop = loop_seconds(self.device, lambda: prepared.iteration(arguments), iterations)
+        seconds = device_seconds(self.device, prepared.call, prepared.set_up, calls, prepared.host)
         prepared.problem.clear()
-        return seconds
+        return {"loop": loop, "seconds": seconds}
 
     def free(self) -> None:
         """Drop the gradients of the last call, and give the device back what nobody uses.
@@ -111,8 +125,7 @@ class Session:
         What is alive by then is frozen until the next case: with the frameworks loaded, a collection that looks at
         everything takes longer than most calls, and there is one before every turn.
         """
-        for problem in self.problems.values():
-            problem.clear()
+        self.problem.clear()
         gc.collect()
         gc.freeze()
         if self.case.device == "cuda":

@@ -37,7 +37,7 @@ class Truth:
         """
         found = {"loss_error": abs(loss - self.loss)}
         if isinstance(problem, LogitsProblem):
-            if problem.received:
+            if problem.gradient is not None:
                 found["input_gradient_error"] = _logits_error(problem)
         elif isinstance(problem, LinearProblem):
             pairs = (
@@ -94,7 +94,7 @@ def _logits_error(problem: LogitsProblem) -> float:
         for rows, block in _blocks(problem.template):
             true = _softmax_gradient(block, problem, rows)[1]
             size += float(true.norm()) ** 2
-            difference += float(true.sub_(problem.received[0][rows]).norm()) ** 2
+            difference += float(true.sub_(problem.gradient[rows]).norm()) ** 2
     return float((difference / size) ** 0.5)
 
 

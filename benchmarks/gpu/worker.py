@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import Absent
+from benchmarks.devices import DEVICES, Device
 from benchmarks.gpu.facts import gpu_facts
 from benchmarks.gpu.session import Session
 from benchmarks.protocol import Describe, OpenCase, Prepare, Request, Turn
@@ -25,6 +26,7 @@ _DEVICE_LOST = 3
 class _Worker:
     def __init__(self) -> None:
         self._session: Session | None = None
+        self._devices: dict[str, Device] = {}
 
     def answer(self, request: Request) -> dict[str, Any]:
         """Reply to one request, whatever happens on the way."""
@@ -47,12 +49,14 @@ class _Worker:
                 return gpu_facts(device)
             case OpenCase(case=case):
                 self._close()
-                self._session = Session(case)
+                if case.device not in self._devices:
+                    self._devices[case.device] = DEVICES[case.device]()
+                self._session = Session(case, self._devices[case.device])
                 return {}
             case Prepare(contender=name):
                 return self._open_session().prepare(name)
-            case Turn(contender=name, calls=calls):
-                return {"seconds": self._open_session().turn(name, calls)}
+            case Turn(contender=name, iterations=iterations, calls=calls):
+                return self._open_session().turn(name, iterations, calls)
             case _:
                 raise TypeError(f"a GPU's worker cannot answer {request!r}")
 

@@ -1,161 +1,179 @@
-"""The suites of an NVIDIA GPU: "gpu-bars" holds the goals that the project has set itself on one H100, no more.
+"""The suites of an NVIDIA GPU, each short enough for one sitting, and in each the cases that tell most first.
 
-"heads" has the classifiers of known models, where each peer is a point in the plane of time and memory and xent a curve
-over its workspace; "tokens" and "vocabulary" change one size at a time. Every ratio of time is to a floor, the work
-that no implementation can do without, measured in the same run (`benchmarks.contenders.floors`). xent comes right after
-it, and the cases that tell most come first, so that a run that ends early has their numbers.
+Every ratio is to a floor, the work that no implementation can do without, measured in the same run
+(`benchmarks.contenders.floors`); in "host", whose calls are so small that only the host's time is left, it is to what
+PyTorch's own call takes. Goals are the project's for one H200.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.cases import Case, Function, Goal
+from benchmarks.cases import Case, Function, Goal, Quantity
 
-__all__ = ["QUICK", "SUITES", "WORKSPACES"]
+__all__ = ["HOST_ON_CPU", "QUICK", "SUITES"]
 
-WORKSPACES = (64, 128, 256, 512, 1024, 2048)
-"""MiB; each is the contender "xent N MiB" of the linear function."""
-
-_HEADS = (
-    ("Llama-2", 4096, 32000),
-    ("Llama-3", 4096, 128256),
-    ("Gemma-2", 2304, 256000),
-    ("Qwen-2.5", 3584, 152064),
-    ("DeepSeek-V3", 7168, 129280),
-)
 _FP32 = "torch fp32 logits"
 _COMPILED = "torch.compile fp32 logits"
-_BF16 = ("torch", "torch.compile")
-_LOGITS_PEERS = (_FP32, _COMPILED, "Liger in place", "quack", "quack in place")
-_LOGITS = ("copy", "xent", "xent inplace", *_LOGITS_PEERS)
-_LINEAR_PEERS = (_FP32, _COMPILED, "torch chunked", "Liger", "quack 8192", "quack 2048", "CCE")
-_CURVE = tuple(f"xent {size} MiB" for size in WORKSPACES)
+_OURS = ("xent", "xent portable")
 
 
 def _case(
-    suite: str, function: Function, sizes: tuple[int, int, int], contenders: tuple[str, ...], **more: Any
+    suite: str, function: Function, sizes: tuple[int, int, int], contenders: tuple[str, ...], *goals: Goal, **more: Any
 ) -> Case:
-    return Case(suite, function, *sizes, "bfloat16", contenders, device="cuda", **more)
+    return Case(
+        suite, function, *sizes, **{"dtype": "bfloat16", "device": "cuda"} | more, contenders=contenders, goals=goals
+    )
 
 
-def _logits_bar(tokens: int, vocabulary: int, at_most: float, **more: Any) -> Case:
-    goals = (Goal("xent", "time", at_most),)
-    return _case("gpu-bars", "logits", (tokens, 0, vocabulary), (*_LOGITS, *_BF16), accuracy=True, goals=goals, **more)
+def _logits(
+    suite: str,
+    sizes: tuple[int, int],
+    peers: tuple[str, ...],
+    at_most: float | None = None,
+    quantity: Quantity = "time",
+    **more: Any,
+) -> Case:
+    """Make a case whose floor is one copy of the logits; without a gradient, the largest of each row."""
+    tokens, vocabulary = sizes
+    floor = "copy" if more.get("backward", True) else "amax"
+    goals = () if at_most is None else (Goal("xent", quantity, at_most),)
+    return _case(suite, "logits", (tokens, 0, vocabulary), (floor, *_OURS, *peers), *goals, **more)
 
 
-def _linear_bar(sizes: tuple[int, int, int], contenders: tuple[str, ...], *goals: Goal, **more: Any) -> Case:
-    return _case("gpu-bars", "linear", sizes, contenders, goals=goals, **more)
+def _linear(suite: str, sizes: tuple[int, int, int], peers: tuple[str, ...], *goals: Goal, **more: Any) -> Case:
+    """Make a case whose floor is the products alone."""
+    return _case(suite, "linear", sizes, ("products", *_OURS, *peers), *goals, **more)
 
+
+_LOGITS_PEERS = (_COMPILED, "quack", "Liger in place")
+_LOGITS = (
+    _logits("logits", (8192, 32000), ("xent inplace", *_LOGITS_PEERS), 1.25, "loop", accuracy=True),
+    _logits("logits", (4096, 128256), ("xent inplace", "quack in place", *_LOGITS_PEERS), 1.12, accuracy=True),
+    _logits("logits", (4096, 32000), _LOGITS_PEERS, 1.12),
+    _logits("logits", (4096, 256000), _LOGITS_PEERS, 1.15),
+    _logits("logits", (4096, 50257), _LOGITS_PEERS, 1.5),
+    _logits("logits", (4096, 32001), _LOGITS_PEERS, 1.5),
+    _logits("logits", (4096, 100277), _LOGITS_PEERS, 1.5),
+)
+
+_STATS = ("lse", "accuracy")
+_LOGITS_OPTIONS = (
+    _logits("logits-options", (4096, 32000), _LOGITS_PEERS, 1.12, dtype="float16"),
+    _logits("logits-options", (4096, 128256), _LOGITS_PEERS, 1.12, dtype="float16"),
+    _logits("logits-options", (4096, 128256), (_COMPILED,), 1.6, options=(("softcap", 30.0),)),
+    _logits("logits-options", (4096, 128256), _LOGITS_PEERS, 0.85, ignored=0.5),
+    _logits("logits-options", (4096, 128256), (_COMPILED,), 1.6, options=(("stats", _STATS),)),
+    _logits("logits-options", (4096, 128256), (_COMPILED,), 1.6, options=(("stats", ("entropy",)),)),
+    _logits("logits-options", (4096, 128256), _LOGITS_PEERS, 1.52, reduction="none"),
+    _logits("logits-options", (4096, 128256), (_COMPILED, "quack"), batch=8),
+    _logits("logits-options", (4096, 50257), (_COMPILED,), batch=32),
+    _logits("logits-options", (4096, 32000), _LOGITS_PEERS, dtype="float32"),
+    _logits("logits-options", (4096, 128256), _LOGITS_PEERS, dtype="float32"),
+    _logits("logits-options", (8192, 128256), _LOGITS_PEERS, 1.0, backward=False),
+)
 
 _LLAMA_3 = (8192, 4096, 128256)
-_GEMMA_2 = (8192, 2304, 256000)
-_FUSED_PEERS = ("Liger", "quack 8192", "CCE")
-
-_BARS = (
-    _linear_bar(
+_QWEN_3 = (8192, 4096, 151936)
+_LINEAR = (
+    _linear(
+        "linear",
         _LLAMA_3,
-        ("products", "xent", "xent 128 MiB", *_LINEAR_PEERS, *_BF16),
-        Goal("xent", "time", 1.06),
-        Goal("xent", "peak MiB", 1640),
-        Goal("xent", "gradient errors", 1.00),
-        Goal("xent 128 MiB", "time", 1.20),
+        ("xent 128 MiB", _FP32, _COMPILED, "Liger", "quack 8192", "quack 2048", "CCE"),
+        Goal("xent", "time", 1.04),
+        Goal("xent portable", "time", 1.05),
+        Goal("xent", "peak MiB", 1605),
+        Goal("xent", "gradient errors", 1.01),
         Goal("xent 128 MiB", "peak MiB", 1200),
-        Goal("xent 128 MiB", "gradient errors", 1.00),
         accuracy=True,
     ),
-    _logits_bar(8192, 128256, 1.15),
-    _logits_bar(8192, 32000, 1.12),
-    _linear_bar(
-        _LLAMA_3,
-        ("products", "xent", _FP32, _COMPILED, "torch chunked", "Liger", "quack 8192", "CCE"),
+    _linear(
+        "linear",
+        (8192, 2304, 256000),
+        (_FP32, _COMPILED, "Liger", "quack 8192", "quack 4096", "CCE"),
         Goal("xent", "time", 1.05),
+        Goal("xent portable", "time", 1.08),
+        Goal("xent", "peak MiB", 2000),
+        Goal("xent", "gradient errors", 1.01),
+        accuracy=True,
+    ),
+    _linear(
+        "linear", (4096, 2048, 32000), (_COMPILED, "Liger", "quack 2048", "quack 4096"), Goal("xent", "loop", 1.12)
+    ),
+    _linear(
+        "linear", (16384, 1024, 32000), (_COMPILED, "Liger", "quack 4096", "quack 8192"), Goal("xent", "loop", 1.15)
+    ),
+)
+_SMALL_PEERS = (_COMPILED, "Liger", "quack 2048")
+_LINEAR_SMALL = (
+    _linear("linear-small", (1024, 896, 151936), _SMALL_PEERS, Goal("xent", "loop", 1.15)),
+    _linear("linear-small", (2048, 768, 50257), (*_SMALL_PEERS, _FP32), Goal("xent", "loop", 1.2)),
+    _linear("linear-small", (8192, 768, 50257), (*_SMALL_PEERS, _FP32), Goal("xent", "loop", 1.2)),
+    _linear("linear-small", (1024, 2048, 128256), _SMALL_PEERS, Goal("xent", "loop", 1.15)),
+)
+_FUSED_PEERS = ("Liger", "quack 8192", "CCE")
+_LINEAR_OPTIONS = (
+    _linear(
+        "linear-options",
+        _QWEN_3,
+        (_COMPILED,),
+        Goal("xent", "time", 1.08),
+        options=(("stats", ("entropy", "accuracy")),),
+    ),
+    _linear("linear-options", _LLAMA_3, (_COMPILED,), options=(("label_smoothing", 0.1),)),
+    _linear("linear-options", _LLAMA_3, (_COMPILED,), options=(("softcap", 30.0),)),
+    _linear("linear-options", _LLAMA_3, _FUSED_PEERS, ignored=0.6),
+    _linear("linear-options", _LLAMA_3, _FUSED_PEERS, trained=("input",)),
+    _linear("linear-options", _LLAMA_3, ("Liger", "CCE"), reduction="none"),
+    _linear(
+        "linear-options",
+        _LLAMA_3,
+        (_COMPILED, *_FUSED_PEERS),
+        Goal("xent", "time", 1.0),
         Goal("xent", "peak MiB", 64),
         backward=False,
-    ),
-    _case(
-        "gpu-bars",
-        "logits",
-        (8192, 0, 128256),
-        ("amax", "xent", _FP32, _COMPILED, "Liger in place", "quack", *_BF16),
-        backward=False,
-        goals=(Goal("xent", "time", 1.00),),
-    ),
-    _logits_bar(8192, 128256, 1.55, reduction="none"),
-    _linear_bar(
-        _GEMMA_2,
-        ("products", "xent", *_LINEAR_PEERS, "quack 4096", *_BF16),
-        Goal("xent", "time", 1.08),
-        Goal("xent", "peak MiB", 2100),
-        Goal("xent", "gradient errors", 1.00),
-        accuracy=True,
-    ),
-    _logits_bar(4096, 262144, 1.28),
-    _linear_bar(
-        _LLAMA_3,
-        ("xent, none ignored", "xent", "products", *_FUSED_PEERS),
-        Goal("xent", "time", 0.45),
-        ignored=0.6,
-    ),
-    _linear_bar(
-        _LLAMA_3,
-        ("xent, all trained", "xent", "products", *_FUSED_PEERS),
-        Goal("xent", "time", 0.70),
-        Goal("xent", "peak MiB", 600),
-        trained=("input",),
     ),
 )
 
 
-def _heads(
-    heads: Iterable[tuple[str, int, int]], tokens: int, curve: tuple[str, ...], left_out: tuple[str, ...]
-) -> tuple[Case, ...]:
-    contenders = tuple(name for name in ("products", "xent", *curve, *_LINEAR_PEERS) if name not in left_out)
-    return tuple(
-        _case(
-            "heads",
-            "linear",
-            (tokens, hidden, vocabulary),
-            contenders,
-            left_out=left_out,
-            accuracy=True,
-            model=model,
-        )
-        for model, hidden, vocabulary in heads
-    )
+def _host(function: Function, sizes: tuple[int, int, int], ours: tuple[str, ...], *goals: Goal, **more: Any) -> Case:
+    """Make a case whose base is PyTorch's own call."""
+    peers = ("torch.compile", "Liger") if function == "linear" else ("torch.compile", "quack", "Liger in place")
+    return _case("host", function, sizes, ("torch", *ours, *peers), *goals, **more)
 
 
-def _tokens(sizes: Iterable[int], hidden: int, vocabulary: int) -> tuple[Case, ...]:
-    linear = ("products", "xent", _COMPILED, "Liger", "quack 8192")
-    return tuple(
-        _case("tokens", "linear", (n, hidden, vocabulary), linear, left_out=(_FP32, "torch chunked", "CCE"))
-        for n in sizes
-    )
-
-
-def _vocabulary(sizes: Iterable[int], tokens: int) -> tuple[Case, ...]:
-    return tuple(_case("vocabulary", "logits", (tokens, 0, size), _LOGITS) for size in sizes)
-
+HOST_ON_CPU = (
+    _case("host", "logits", (4, 0, 8), ("torch", "xent"), Goal("xent", "loop", 4.0), device="cpu", dtype="float32"),
+    _case("host", "linear", (4, 16, 8), ("torch", "xent"), Goal("xent", "loop", 4.0), device="cpu", dtype="float32"),
+)
+_HOST = (
+    _host("logits", (64, 0, 1024), _OURS, Goal("xent", "host us", 110), backward=False),
+    _host("logits", (64, 0, 1024), _OURS, Goal("xent", "loop", 1.8)),
+    _host("linear", (64, 128, 1024), _OURS, Goal("xent", "loop", 2.0)),
+    # So few rows a chunk that only the host's time grows with their number.
+    _host(
+        "linear", (1024, 128, 1024), (*_OURS, "xent 8 chunks"), Goal("xent 8 chunks", "host us a further chunk", 150)
+    ),
+    *HOST_ON_CPU,
+)
 
 SUITES: dict[str, tuple[Case, ...]] = {
-    "gpu-bars": _BARS,
-    "heads": _heads(_HEADS, 8192, _CURVE, left_out=()),
-    "tokens": _tokens((1024, 2048, 4096, 8192, 16384, 32768), hidden=4096, vocabulary=128256),
-    # 50257 is GPT-2's and odd: no row of it but the first begins where a vector load may.
-    "vocabulary": _vocabulary((32000, 50257, 65536, 102400, 128256, 152064, 201088, 262144), tokens=4096),
+    "logits": _LOGITS,
+    "logits-options": _LOGITS_OPTIONS,
+    "linear": _LINEAR,
+    "linear-small": _LINEAR_SMALL,
+    "linear-options": _LINEAR_OPTIONS,
+    "host": _HOST,
 }
 
 
 def _small(case: Case) -> Case:
     """Return the same work in a size that takes no time; what the goals limit holds for the full size alone."""
-    return replace(case, tokens=1024, hidden=min(case.hidden, 512), vocabulary=8192, goals=())
+    if case.suite == "host":
+        return replace(case, goals=())
+    vocabulary = 1024 + case.vocabulary // 1000 * 16 + case.vocabulary % 16
+    return replace(case, tokens=case.tokens // 32, hidden=min(case.hidden, 128), vocabulary=vocabulary, goals=())
 
 
-QUICK: dict[str, tuple[Case, ...]] = {
-    "gpu-bars": tuple(_small(case) for case in (*_BARS[:2], *_BARS[3:6], *_BARS[8:])),
-    "heads": _heads((("", 512, 8192),), 1024, ("xent 64 MiB",), left_out=(_COMPILED,)),
-    "tokens": _tokens((512, 1024), hidden=512, vocabulary=8192),
-    "vocabulary": _vocabulary((4096, 8192), tokens=1024),
-}
+QUICK: dict[str, tuple[Case, ...]] = {name: tuple(map(_small, suite)) for name, suite in SUITES.items()}

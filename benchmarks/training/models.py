@@ -7,6 +7,14 @@ from typing import Any
 __all__ = ["MODELS", "make_model"]
 
 MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    },
     "mid": {
         "vocab_size": 32768,
         "hidden_size": 512,
@@ -14,6 +22,15 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 8,
         "num_key_value_heads": 8,
+    },
+    "gpt2": {
+        "vocab_size": 50257,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "tie_word_embeddings": True,
     },
     "1b": {
         "vocab_size": 128256,
@@ -27,7 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Llama configurations: a mid-size one for a CPU, and one of the shape of Llama-3.2-1B."""
+"""Llama configurations: for a test, for a CPU, with GPT-2's sizes, and of the shape of Llama-3.2-1B."""
 
 
 def make_model(name: str, device: str, dtype: str, checkpointing: bool, length: int) -> Any:

@@ -1,62 +1,84 @@
-"""One variant of one step, measured in a process of its own: a question as JSON in, numbers as JSON out."""
+"""The process that trains one variant of a model, `python -m benchmarks.training.worker`; see `benchmarks.protocol`.
+
+A step is forward, backward and the optimizer's update. Nothing waits for the device between steps.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
 from typing import Any
 
-from benchmarks.memory import allocated_peak, resident_peak
+from benchmarks.devices import DEVICES, Device
+from benchmarks.gpu.clock import loop_seconds
+from benchmarks.gpu.facts import gpu_facts
+from benchmarks.protocol import Describe, OpenTraining, Request, Steps
+from benchmarks.serve import serve
 from benchmarks.training.models import make_model
 
-__all__ = ["measure"]
+__all__ = ["Training", "main"]
 
-_WARM_UP = 2
+_WARM_UP = 3
 
 
-def measure(
-    model: str, variant: str, length: int, device: str, dtype: str, checkpointing: bool, steps: int
-) -> dict[str, Any]:
-    """Return the loss of the first step, the median time in seconds, and the peak memory in bytes.
+class Training:
+    """A model with its optimizer, which answers requests."""
 
-    A step is forward, backward and the optimizer's update. `step` is the peak above what is alive between steps: the
-    weights and the state of AdamW. `total` is all of it, where PyTorch's allocator can say so.
-    """
-    import torch
+    def __init__(self) -> None:
+        self._device: Device
+        self._network: Any
+        self._optimizer: Any
+        self._tokens: Any
 
-    if variant == "patched":
-        from xent.integrations.transformers import patch
-    network = make_model(model, device, dtype, checkpointing, length)
-    if variant == "patched":
-        patch(network)
-    tokens = torch.randint(3, network.config.vocab_size, (1, length), device=device)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)  # no temporary copies
-    losses: list[float] = []
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Reply to one request; an error is a reply too."""
+        try:
+            match request:
+                case Describe(device=device):
+                    return gpu_facts(device)
+                case OpenTraining():
+                    return self._open(request)
+                case Steps(steps=steps):
+                    return {"seconds": loop_seconds(self._device, self._step, steps)}
+                case _:
+                    raise TypeError(f"a training process cannot answer {request!r}")
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
 
-    def step() -> None:
-        loss = network(tokens, labels=tokens).loss
+    def _open(self, request: OpenTraining) -> dict[str, Any]:
+        """Warm up; return the first loss, and the peak of a step in bytes.
+
+        `step` is the peak above what is alive between steps: the weights and the state of AdamW. `total` is all of it,
+        where PyTorch's allocator can say so.
+        """
+        import torch
+
+        self._device = DEVICES[request.device]()
+        before = torch.cuda.memory_allocated() if request.device == "cuda" else 0
+        network = make_model(request.model, request.device, request.dtype, request.checkpointing, request.length)
+        if request.variant == "patched":
+            from xent.integrations.transformers import patch
+
+            patch(network)
+        self._network = network
+        self._tokens = torch.randint(3, network.config.vocab_size, (1, request.length), device=request.device)
+        # Without temporary copies, and without a look at the device.
+        self._optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
+        losses = [self._step() for _ in range(_WARM_UP)]
+        step = self._device.peak(lambda: (self._step(), self._device.wait())[1])
+        total = torch.cuda.max_memory_allocated() - before if request.device == "cuda" else None
+        return {"loss": losses[0].item(), "step": step, "total": total}
+
+    def _step(self) -> Any:
+        loss = self._network(self._tokens, labels=self._tokens).loss
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
-    for _ in range(_WARM_UP):
-        step()
-    if device == "cuda":
-        peak: int | None = allocated_peak(step)
-        total: int | None = torch.cuda.max_memory_allocated()
-    else:
-        peak, total = resident_peak(step), None
-    times = []
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()  # ends with the loss on the host, and so with the device at rest but for the update
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return {"loss": losses[0], "seconds": sorted(times)[len(times) // 2], "step": peak, "total": total}
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    serve(Training().answer)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(**json.loads(sys.argv[1]))))
+    main()

@@ -1,14 +1,15 @@
-"""The table of backends, best first: one folder and two lines here a backend (a row kernel has one in its driver too).
+"""The table of backends, best first: one folder and two lines here a backend, which registers its steps in its driver.
 
 The imports stand in functions, so that a backend is loaded by the first call that could use it, and as plain import
 statements, because those are what torch.compile can trace.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from xent.backends.protocol import Backend
 
-__all__ = ["TABLE"]
+__all__ = ["ALSO", "TABLE", "plans_of"]
 
 
 def _triton() -> Backend:
@@ -29,6 +30,12 @@ def _metal() -> Backend:
     return BACKEND
 
 
+def _metal_of_torch() -> Backend:
+    from xent.backends.metal.torch_backend import BACKEND
+
+    return BACKEND
+
+
 def _mlx() -> Backend:
     from xent.backends.mlx import BACKEND
 
@@ -43,8 +50,22 @@ def _numpy() -> Backend:
 
 TABLE: dict[str, Callable[[], Backend]] = {
     "triton": _triton,
-    "torch": _torch,
     "metal": _metal,
+    "torch": _torch,
     "mlx": _mlx,
     "numpy": _numpy,
 }
+
+ALSO: dict[str, Callable[[], Backend]] = {"metal": _metal_of_torch}
+"""Backends that serve a second framework under the name of one in the table, and in its place."""
+
+
+def plans_of(array: Any) -> Any:
+    """Return the module that remembers validated kinds of calls with such an array, None where there is none."""
+    if not hasattr(array, "requires_grad"):
+        return None
+    try:
+        from xent.backends.torch import plan
+    except ImportError:
+        return None
+    return plan

@@ -6,7 +6,7 @@ by finite differences.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +44,7 @@ class Reference:
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
 
-    def harness(self, device: str | None = None) -> Any:
+    def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""
         raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from xent.backends import plans_of
 from xent.core import validate
 from xent.core.dispatch import select
 
@@ -30,7 +31,8 @@ def cross_entropy(
     """Compute the cross entropy between logits and target classes.
 
     With the options at their defaults this is ``F.cross_entropy(logits.float().flatten(0, -2), target.flatten())``, in
-    one pass, and with its gradient made in the same pass.
+    one pass. The gradient of "mean" and "sum" is computed in the same pass, and multiplied by the upstream gradient in
+    backward. With "none", and for PyTorch's float16 logits, backward computes it from the logits and each row's norm.
 
     For row i, class c, raw logits z, softcap k and scale s::
 
@@ -73,9 +75,10 @@ def cross_entropy(
     axis : int
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
-        Let the gradient take the logits' memory. The logits are lost; an operation that saved them for its own backward
-        raises. The .grad of a leaf then shares the leaf's memory. No effect under torch.compile, which plans memory,
-        and on MLX arrays, which are values: memory that nothing else refers to is taken again in any case.
+        Write the gradient into the logits' memory, in the pass that computes it. The logits are lost; an operation that
+        saved them for its own backward raises. The .grad of a leaf then shares the leaf's memory. A gradient that
+        backward computes takes new memory if the graph is retained. No effect under torch.compile, which plans memory,
+        and on MLX arrays, which are values: memory that nothing else refers to is reused in any case.
     stats : collection of str
         Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
     backend : str
@@ -99,7 +102,8 @@ def cross_entropy(
     BackendError
         The named backend cannot serve the call.
     RuntimeError, NotImplementedError
-        Second derivatives; forward-mode derivatives; torch.vmap and mx.vmap.
+        Second derivatives; forward-mode derivatives; torch.vmap and mx.vmap; torch.func.functionalize;
+        torch.jit.trace.
 
     References
     ----------
@@ -113,6 +117,14 @@ def cross_entropy(
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
     0.3955
     """
+    plans = plans_of(logits)
+    found = None
+    if plans is not None:
+        options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        arrays = (logits, target, weight, sample_weight, normalizer)
+        found = plans.find_logits(*arrays, axis, inplace, backend, options, stats)
+        if found is not None and found.kernel is not None:
+            return plans.run_logits(found, *arrays, axis, inplace)
     call = validate.logits_call(
         logits,
         target,
@@ -129,7 +141,10 @@ def cross_entropy(
         logit_scale=logit_scale,
         stats=stats,
     )
-    loss, reported = select(backend, call).run(call)
+    chosen = select(backend, call)
+    loss, reported = chosen.run(call)
+    if plans is not None and found is not None:
+        plans.keep(found, chosen.name)
     return (loss, reported) if call.loss.stats else loss
 
 
@@ -155,9 +170,11 @@ def linear_cross_entropy(
 ) -> Any:
     """Compute the cross entropy of a linear classifier without memory for its (tokens x vocabulary) logits.
 
-    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: one chunk's
-    logits are made, turned into losses and into their own gradient, and multiplied back before the next chunk's. In
-    bfloat16 and float16 the target's logit is computed in float32, so that the loss has little of their rounding.
+    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: the logits
+    of one chunk are computed, replaced by their gradient, and multiplied back before those of the next. In bfloat16 and
+    float16 each target's logit is computed in float32, so that the loss has little of their rounding. Where a forward
+    pass computes no gradient (under no_grad, or with "none") and targets are class indices, backend "triton" computes
+    all logits in float32: in tiles that are added to each row's sums and overwritten, or on Hopper in registers.
     Options that are not described here mean what they mean in `xent.cross_entropy`.
 
     Parameters
@@ -174,14 +191,14 @@ def linear_cross_entropy(
     weight : float array (V,), optional
         Weight of each class.
     ignore_index : int
-        Rows with this target have exactly 0 loss and 0 gradient. With PyTorch they are not computed, but for these
-        cases on CUDA: all rows fit into one chunk; a CUDA graph is being captured; no gradient is asked for, or not
-        yet, in the forward pass of reduction "none" and of slices (see ``workspace``). In all others the host waits
-        once for the number of rows that are left, while the device computes the first chunk.
+        Rows with this target have exactly 0 loss and 0 gradient. PyTorch on the CPU leaves them out of the matrix
+        products. On CUDA this needs several chunks: the host then waits once for the number of rows that are left,
+        while the device computes the first chunk. A single chunk, a CUDA graph, and on backend "triton" a forward pass
+        without gradients compute all rows and wait for nothing.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
-        takes any upstream gradient, backward makes the logits again (four, as with slices).
-    label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, stats, backend
+        takes any upstream gradient, backward computes the logits again (four).
+    label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, backend
         As in `xent.cross_entropy`.
     shift : int >= 0
         Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
@@ -189,14 +206,14 @@ def linear_cross_entropy(
         t + shift weighs row t. The last ``shift`` rows have no target and count as ignored; in a sequence that is no
         longer than ``shift``, all of them.
     workspace : int, optional
-        How many bytes the logits alive at one time may take (at least one row's); None chooses well for the device. The
-        less, the more often the classifier's gradient is added to, and a bfloat16 one on a GPU is rounded each time:
-        1.3 to 1.6 times the unfused error with 4 chunks, up to 3 times with 16 (on Hopper, without bias, class
-        weights and label smoothing, mostly no more than that error). With more (MLX: more than 8) it is summed in
-        float32. Where that takes long (bfloat16 on CUDA, less than 1024 rows a chunk, at least twice as many
-        classes as rows, 256 of them in the workspace), slices of all rows and some classes are made instead, each of
-        them twice, beside a float32 sum of the input's gradient. On CUDA the logits of up to D rows may lie in the
-        memory of the classifier's gradient, which is none of the workspace, and which then has no sum over these rows.
+        Bytes that the logits alive at one time may take (at least one row's); None chooses well for the device. A
+        smaller workspace means more chunks: slower, and on GPUs a bfloat16 gradient of the classifier is rounded once
+        per chunk. Where every chunk adds to every class, that has 1.3 to 1.6 times the unfused error with 4 chunks and
+        up to 3 times with 16. A sum of more than 16 chunks (MLX: more than 8) is accumulated in float32, in twice the
+        memory.
+    stats : collection of str
+        As in `xent.cross_entropy`. For class indices, backend "triton" computes lse, nll and entropy from float32
+        logits, whatever the dtype of input. The loss of a call that asks for them may differ in its last bits.
 
     Returns
     -------
@@ -221,6 +238,14 @@ def linear_cross_entropy(
     >>> float(xent.linear_cross_entropy(hidden, classifier, np.array([[0, 1, 2, 3]]), shift=1).round(4))
     2.3408
     """
+    plans = plans_of(input)
+    found = None
+    if plans is not None:
+        options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
+        arrays = (input, linear_weight, linear_bias, target, weight, sample_weight, normalizer)
+        found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
+        if found is not None and found.kernel is not None:
+            return plans.run_linear(found, *arrays, shift, workspace)
     call = validate.linear_call(
         input,
         linear_weight,
@@ -239,5 +264,8 @@ def linear_cross_entropy(
         logit_scale=logit_scale,
         stats=stats,
     )
-    loss, reported = select(backend, call).run(call)
+    chosen = select(backend, call)
+    loss, reported = chosen.run(call)
+    if plans is not None and found is not None:
+        plans.keep(found, chosen.name)
     return (loss, reported) if call.loss.stats else loss

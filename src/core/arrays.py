@@ -5,7 +5,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["FLOAT_DTYPES", "INTEGER_DTYPES", "describe", "dtype_name", "framework_of", "is_tracing", "one_framework"]
+__all__ = [
+    "FLOAT_DTYPES",
+    "INTEGER_DTYPES",
+    "describe",
+    "dtype_name",
+    "framework_of",
+    "is_tracing",
+    "number_of",
+    "one_framework",
+]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
@@ -55,6 +64,20 @@ def is_tracing(framework: str | None) -> bool:
     return torch.compiler.is_compiling()
 
 
+def number_of(framework: str | None, value: Any) -> Any:
+    """Return a NumPy number, or a 0-d NumPy array of one, as Python's number; anything else as it is.
+
+    Dynamo takes both for arrays whose values it does not know; there, they become 0-d tensors.
+    """
+    if not isinstance(value, (np.generic, np.ndarray)) or value.ndim:
+        return value
+    if not is_tracing(framework):
+        return value.item() if value.dtype.kind in "fiu" else value
+    import torch
+
+    return torch.as_tensor(value)
+
+
 def one_framework(**arrays: Any) -> str:
     """Return the framework that all arrays share. A `normalizer` may be a plain number."""
     met = {}
@@ -63,7 +86,9 @@ def one_framework(**arrays: Any) -> str:
         if owner is not None:
             met[name] = owner
         elif name in _REQUIRED or (array is not None and name != "normalizer"):
-            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
+            raise TypeError(
+                f"{name} must be a torch, MLX or NumPy array, got {describe(array)}{_of_module(name, array)}"
+            )
     first, framework = next(iter(met.items()))
     for name, owner in met.items():
         if owner != framework:
@@ -73,6 +98,17 @@ def one_framework(**arrays: Any) -> str:
     for name in met:
         _check_plain(name, framework, arrays[name])
     return framework
+
+
+def _of_module(name: str, value: Any) -> str:
+    """Return how the arrays of a module are passed, "" where `value` is none."""
+    if name != "linear_weight":
+        return ""
+    if any(base.__module__.startswith("mlx.nn") for base in type(value).__mro__):
+        return ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)"
+    if any(base.__module__.startswith("torch.nn.modules") for base in type(value).__mro__):
+        return ": pass module.weight, and linear_bias=module.bias"
+    return ""
 
 
 def _check_plain(name: str, framework: str, array: Any) -> None:

@@ -3,7 +3,7 @@
 import os
 import warnings
 
-from xent.backends import TABLE
+from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of
 from xent.core.errors import BackendError
@@ -30,7 +30,7 @@ def backends() -> list[BackendInfo]:
     >>> [info.name for info in xent.backends() if info.available][-1]
     'numpy'
     """
-    return [load().info() for load in TABLE.values()]
+    return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
 def select(name: str, call: LogitsCall | LinearCall) -> Backend:
@@ -44,11 +44,11 @@ def select(name: str, call: LogitsCall | LinearCall) -> Backend:
     if name != "auto":
         return _named(name, f"backend {name!r} (from the environment variable XENT_BACKEND)", framework, call)
     refusals = []
-    for candidate, load in TABLE.items():
-        backend = load()
+    for candidate in TABLE:
+        backend = _loaded(candidate, framework)
         if backend.framework != framework:
             continue
-        reason = _refusal(backend, call)
+        reason = _refusal(backend, call) or _doubt(backend)
         if reason is None:
             return backend
         refusals.append(f"{candidate}: {reason}")
@@ -61,9 +61,9 @@ def _named(name: str, title: str, framework: str, call: LogitsCall | LinearCall)
     """Return the backend of that name; `title` is what errors call it."""
     if name not in TABLE:
         raise BackendError(f"there is no {title}; there are 'auto', {', '.join(map(repr, TABLE))}")
-    backend = TABLE[name]()
+    backend = _loaded(name, framework)
     if backend.framework != framework:
-        others = [repr(other) for other, load in TABLE.items() if load().framework == framework]
+        others = [repr(other) for other in TABLE if _loaded(other, framework).framework == framework]
         raise BackendError(
             f"{title} serves {backend.framework} arrays and got {framework} arrays, which "
             f"{' or '.join(others) or 'no backend'} serves"
@@ -72,6 +72,18 @@ def _named(name: str, title: str, framework: str, call: LogitsCall | LinearCall)
     if reason is not None:
         raise BackendError(f"{title} cannot serve this call: {reason}")
     return backend
+
+
+def _loaded(name: str, framework: str) -> Backend:
+    """Return the backend of that name, the one for the framework if there are two."""
+    backend = TABLE[name]()
+    return ALSO[name]() if backend.framework != framework and name in ALSO else backend
+
+
+def _doubt(backend: Backend) -> str | None:
+    """Return why "auto" leaves a backend to those who name it; most have no such reason."""
+    unproven = getattr(backend, "unproven", None)
+    return None if unproven is None else unproven()
 
 
 def _refusal(backend: Backend, call: LogitsCall | LinearCall) -> str | None:

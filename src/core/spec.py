@@ -1,6 +1,6 @@
 """One call, described once: frozen facts that validation produces and every backend reads. No framework in here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -29,6 +29,10 @@ class LossSpec:
     softcap: float | None = None
     logit_scale: float = 1.0
     stats: tuple[str, ...] = ()
+
+    def without_stats(self) -> "LossSpec":
+        """Return the same without statistics."""
+        return replace(self, stats=()) if self.stats else self
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +106,9 @@ class LinearCall:
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """What the call was asked to report beside the loss; a field that was not asked for is None. No gradient.
+    """What the call was asked to report beside the loss; a field that was not asked for is None.
+
+    No gradient, but for lse, nll and entropy with reduction "none" and MLX arrays.
 
     Rows are the positions of `target`; a row whose target is `ignore_index` (or that `shift` leaves without a target)
     is not counted and holds 0, or -1 for predictions. x are the logits after scale and softcap.

@@ -8,7 +8,16 @@ import math
 import numbers
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing, one_framework
+from xent.core.arrays import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    describe,
+    dtype_name,
+    framework_of,
+    is_tracing,
+    number_of,
+    one_framework,
+)
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = ["check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
@@ -18,6 +27,7 @@ def logits_call(
     logits: Any, target: Any, *, weight: Any, sample_weight: Any, normalizer: Any, axis: int, inplace: bool, **loss: Any
 ) -> LogitsCall:
     """Check the arguments of `xent.cross_entropy` and describe the call."""
+    normalizer = number_of(framework_of(logits), normalizer)
     framework = one_framework(
         logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
     )
@@ -53,6 +63,7 @@ def linear_call(
     **loss: Any,
 ) -> LinearCall:
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
+    normalizer = number_of(framework_of(input), normalizer)
     framework = one_framework(
         input=input,
         **_parts_of(linear_weight),
@@ -177,6 +188,9 @@ def loss_spec(
     unknown = [name for name in stats if name not in STAT_NAMES]
     if unknown:
         raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
+    label_smoothing, z_loss, softcap, logit_scale = (
+        number_of(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
+    )
     if not is_tracing(framework):
         smoothing, z_factor, cap, scale = (
             _number(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)

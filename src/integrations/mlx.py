@@ -13,7 +13,9 @@ from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
 from xent.core.validate import check_shift_and_workspace, loss_spec
 
-__all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier"]
+__all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
+
+FUSE_FIRST = "LoRA's part is not in its weight: fuse it first, with module.fuse(), or leave the head out of LoRA"
 
 _DENSE = (nn.Linear, nn.Embedding)
 _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
@@ -38,7 +40,7 @@ def classifier(module: nn.Module) -> tuple[Any, Any]:
     Raises
     ------
     TypeError
-        A module of another kind, one that LoRA wraps among them.
+        A module of another kind. A layer that LoRA wraps has to be fused first.
 
     Examples
     --------
@@ -59,7 +61,13 @@ def classifier(module: nn.Module) -> tuple[Any, Any]:
     if isinstance(module, _DENSE):
         return _held(module, "weight"), _held(module, "bias")
     known = ", ".join(kind.__name__ for kind in (*_DENSE, *_QUANTIZED))
-    raise TypeError(f"module must be one of mlx.nn's {known}, got {type(module).__name__}")
+    hint = f": {FUSE_FIRST}" if is_adapted(module) else ""
+    raise TypeError(f"module must be one of mlx.nn's {known}, got {type(module).__name__}{hint}")
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether LoRA or DoRA, as mlx-lm has them, wraps a layer."""
+    return isinstance(module, nn.Module) and "lora_a" in module
 
 
 def _held(module: nn.Module, name: str) -> Any:

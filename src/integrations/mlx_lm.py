@@ -14,7 +14,7 @@ import mlx.nn as nn
 
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.api import linear_cross_entropy
-from xent.integrations.mlx import classifier
+from xent.integrations.mlx import FUSE_FIRST, classifier, is_adapted
 
 __all__ = ["loss"]
 
@@ -93,9 +93,9 @@ def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.arra
         except ValueError as error:
             if not seen:
                 raise
-            raise ValueError(f"{kind} combines the output of its head with something: {_HINT}") from error
+            raise ValueError(f"{kind} combines the output of its head with something: {_hint(model)}") from error
     if len(seen) != 1:
-        raise ValueError(f"the head of {kind} was called {len(seen)} times where once was expected: {_HINT}")
+        raise ValueError(f"the head of {kind} was called {len(seen)} times where once was expected: {_hint(model)}")
     head, hidden = seen[0]
     return head, hidden, *_after_head(made, hidden.ndim, kind)
 
@@ -119,9 +119,19 @@ def _capturing(model: nn.Module, seen: list[tuple[nn.Module, mx.array]]) -> Iter
             module.__class__ = kind
 
 
+def _hint(model: nn.Module) -> str:
+    adapted = [f"model.{name}" for name, module in _outside_layers(model) if is_adapted(module)]
+    return f"LoRA wraps {adapted[0]}. {FUSE_FIRST}; or {_HINT}" if adapted else _HINT
+
+
+def _outside_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return names and modules outside of the stack of layers."""
+    return [(name, module) for name, module in model.named_modules() if not any(map(str.isdigit, name.split(".")))]
+
+
 def _candidates(model: nn.Module) -> list[nn.Module]:
     """Return the embeddings, and the linear layers outside of the stack of layers with as many outputs as those."""
-    modules = [(name, module) for name, module in model.named_modules() if not any(map(str.isdigit, name.split(".")))]
+    modules = _outside_layers(model)
     embeddings = [module for _, module in modules if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))]
     sizes = {module["weight"].shape[0] for module in embeddings}
     heads = [

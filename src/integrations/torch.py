@@ -103,7 +103,7 @@ class LinearCrossEntropyLoss(nn.Module):
     >>> from xent.integrations.torch import LinearCrossEntropyLoss
     >>> loss = LinearCrossEntropyLoss(8, 100, shift=1)
     >>> loss(torch.zeros(2, 5, 8), torch.zeros(2, 5, dtype=torch.int64))
-    tensor(4.6052, grad_fn=<LinearCrossEntropyBackward>)
+    tensor(4.6052, grad_fn=<...>)
     """
 
     def __init__(

@@ -1,6 +1,7 @@
 """Models that differ from those in `models` in how they get from hidden states to a loss."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ _NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 _VISION |= {"image_size": 8, "patch_size": 4}
-_SEQ2SEQ = {"vocab_size": VOCABULARY, "d_model": 32, "dropout": 0.0, "decoder_start_token_id": 0, **TOKENS}
+_SEQ2SEQ = {"vocab_size": VOCABULARY, "d_model": 32, "decoder_start_token_id": 0, **TOKENS}
+_SEQ2SEQ |= {"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0}
 _SEQ2SEQ |= {f"{part}_{name}": value for part in ("encoder", "decoder")
              for name, value in {"layers": 1, "attention_heads": 4, "ffn_dim": 48}.items()}  # fmt: skip
 
@@ -51,6 +53,16 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4, **TOKENS}
         | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
     ),
+    **{
+        f"a number for each class added: {name}": (f"{name}ForConditionalGeneration", _SEQ2SEQ)
+        for name in ("Bart", "Blenderbot", "BlenderbotSmall", "MBart", "Mvp", "Pegasus", "PLBart")
+    },
+    "a number for each class added: Marian": ("MarianMTModel", {**_SEQ2SEQ, "decoder_vocab_size": VOCABULARY}),
+    "a number for each class added: BigBirdPegasus": (
+        "BigBirdPegasusForConditionalGeneration",
+        {**_SEQ2SEQ, "attention_type": "original_full"},
+    ),
+    "a number for each class added: LED": ("LEDForConditionalGeneration", {**_SEQ2SEQ, "attention_window": 4}),
     "masked language model": ("RobertaForMaskedLM", {**SMALL, **_NO_BERT_DROPOUT}),
     "text inside of another model": (
         "LlavaForConditionalGeneration",
@@ -67,7 +79,6 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 """What is special -> class and arguments of its configuration."""
 
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "bias that is no parameter": ("MBartForConditionalGeneration", _SEQ2SEQ),
     "several predictions for each token": (
         "ProphetNetForCausalLM",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "max_position_embeddings": 64, **TOKENS}
@@ -89,6 +100,8 @@ def make(kind: str, arguments: dict[str, Any]) -> Any:
     model_class = getattr(transformers, kind)
     model = model_class(model_class.config_class(**copy.deepcopy(arguments))).to(device)
     spread_logits(model)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias.normal_()
     return model
 
 
@@ -100,9 +113,29 @@ def test_step(name: str, fused: list[tuple[int, ...]]) -> None:
     if name == "tokens left out in place":
         inputs["labels"] = inputs["labels"].where(inputs["labels"] != 6, 8).where(inputs["labels"] != 7, 8)
     plain, expected = gradients(model, inputs)
-    with patch(model):
+    with (
+        patch(model),
+        nullcontext() if name in FUSED else pytest.warns(RuntimeWarning, match="looked at them at .*py:"),
+    ):
         patched, found = gradients(model, inputs)
     assert len(fused) == (name in FUSED)
     torch.testing.assert_close(patched.loss, plain.loss, rtol=1e-6, atol=0)
     assert worst_difference(found, expected) <= 1e-5
     assert torch.equal(patched.logits.detach(), plain.logits)
+
+
+@pytest.mark.parametrize("name", ["MBart", "Marian"])
+def test_offset_under_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
+    """What is added is float32, and makes the logits float32."""
+    model, inputs = make(*FUSED[f"a number for each class added: {name}"]), batch()
+    _, truth = gradients(model, inputs)
+    with torch.autocast(device, torch.bfloat16):
+        plain, rounded = gradients(model, inputs)
+        with patch(model):
+            patched, found = gradients(model, inputs)
+    assert fused
+    assert patched.logits.dtype == plain.logits.dtype == torch.float32
+    assert torch.equal(patched.logits, plain.logits)
+    for key, gradient in truth.items():
+        ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
+        assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key

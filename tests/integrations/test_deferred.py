@@ -28,6 +28,8 @@ def heads(bias: bool = True) -> tuple[nn.Linear, nn.Linear, Tensor]:
 
 TARGET = torch.tensor([[1, 2, 3, -100, 5], [6, 7, -100, 9, 15]], device=device)
 
+NUMBERS = torch.linspace(-2, 2, 16, device=device)
+
 
 def mean(logits: Tensor, target: Tensor = TARGET, **options: Any) -> Tensor:
     return F.cross_entropy(logits.reshape(-1, logits.shape[-1]), target.flatten(), **options)
@@ -60,6 +62,11 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "view classes": lambda z: F.cross_entropy(z.view(10, -1), TARGET.flatten()),
     "mask": lambda z: F.cross_entropy(z[TARGET >= 0], TARGET[TARGET >= 0]),
     "clone": lambda z: mean(z.clone()),
+    "a number a class": lambda z: mean(z + NUMBERS),
+    "a number a class, from the left": lambda z: mean(NUMBERS[None, None] + z),
+    "a number a class, and the first classes": lambda z: mean(
+        torch.add(z, NUMBERS)[..., :12] * 2, TARGET.clamp(max=11)
+    ),
     "probabilities": lambda z: F.cross_entropy(z.view(10, 16), torch.full((10, 16), 1 / 16, device=device)),
 }
 
@@ -71,6 +78,12 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "tanh twice": lambda z: mean(z.tanh().tanh()),
     "scale 0": lambda z: mean(z * 0),
     "plus": lambda z: mean(z + 1),
+    "a number a row": lambda z: mean(z + NUMBERS[:5, None]),
+    "a number an element": lambda z: mean(z + NUMBERS.expand(2, 5, 16)),
+    "a number a class of another dtype": lambda z: mean(z + NUMBERS.double()).float(),
+    "two numbers a class": lambda z: mean(z + NUMBERS + NUMBERS),
+    "a number a class after a scale": lambda z: mean(z * 2 + NUMBERS),
+    "a new axis": lambda z: mean((z + NUMBERS.view(1, 1, 1, 16))[0]),
     "infinite scale": lambda z: mean(z * float("inf")).detach().nan_to_num() + mean(z),
     "scaled, and another": lambda z: mean(z * 2 + z * 0.5),
     "sum over rows": lambda z: mean(z + z[:1]),
@@ -144,6 +157,21 @@ def test_a_loss_leaves_the_logits_as_they_would_be(use: str) -> None:
     assert is_open(logits)
     assert torch.equal(logits.detach(), plain(hidden))
     assert not is_open(logits)
+
+
+def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
+    """What is added to the logits gets its gradient, and refuses to be looked at once it changed."""
+    plain, deferring, hidden = heads()
+    numbers = NUMBERS.clone().requires_grad_()
+    ours, theirs = ((mean(head(hidden) + numbers), numbers, hidden, *head.parameters()) for head in (deferring, plain))
+    assert len(fused) == 1
+    for found, expected in zip(*[torch.autograd.grad(loss, of) for loss, *of in (ours, theirs)], strict=True):
+        torch.testing.assert_close(found, expected)
+    logits = deferring(hidden) + numbers
+    torch.testing.assert_close((deferring(hidden) + numbers).detach(), plain(hidden) + numbers)
+    numbers.data.mul_(2)
+    with pytest.raises(RuntimeError, match="never computed"):
+        logits.sum()
 
 
 def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
@@ -284,7 +312,7 @@ def test_logits_used_after_the_weights_changed(use: Callable[[Tensor], Any], cha
     logits = deferring(hidden)
     with torch.no_grad():
         (deferring.weight if changed == "weight" else hidden).mul_(2)
-    with pytest.raises(RuntimeError, match="never computed, and the weights"):
+    with pytest.raises(RuntimeError, match="never computed, and cannot be"):
         use(logits)
 
 

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import nn
 
+import xent
 from tests.integrations.models import batch, device, gradients, make, worst_difference
 from xent.integrations.transformers import patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
@@ -149,6 +150,90 @@ def test_masked_language_model(fused: list[tuple[int, ...]]) -> None:
         _, found = gradients(model, batch())
     assert fused
     assert worst_difference(found, expected) <= 1e-5
+
+
+class Tagged(nn.Linear):
+    """A linear head of a class of its own, with its own way to be pickled."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**vars(self), "pickled": True}
+
+
+def test_head_of_a_subclass_pickles_and_copies() -> None:
+    model = make("llama")
+    model.lm_head.__class__ = Tagged
+    patch(model)
+    for copied in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert defers(copied)
+        assert type(copied.lm_head) is type(model.lm_head)
+        assert isinstance(copied.lm_head, Tagged)
+        assert copied.lm_head.pickled
+        torch.testing.assert_close(copied(**batch()).loss, model(**batch()).loss)
+        unpatch(copied)
+        assert type(copied.lm_head) is Tagged
+    unpatch(model)
+    assert type(pickle.loads(pickle.dumps(model)).lm_head) is Tagged
+
+
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+_TEXT = {**_VISION, "vocab_size": 16, "pad_token_id": 0}
+
+UNFIT = {
+    "ViTForImageClassification": (
+        {**_VISION, "image_size": 8, "patch_size": 4},
+        r"xent\.cross_entropy\(outputs\.logits, l",
+    ),
+    "SegformerForSemanticSegmentation": ({}, r"xent\.cross_entropy\(logits, labels, axis=1\)"),
+    "BertForTokenClassification": (_TEXT, r"xent\.cross_entropy\(outputs\.logits, labels\), which shifts nothing"),
+    "LlamaForSequenceClassification": (_TEXT, r"xent\.cross_entropy\(outputs\.logits, labels\), which shifts nothing"),
+    "BertForQuestionAnswering": (_TEXT, r"xent\.cross_entropy\(outputs\.start_logits, start_positions\)"),
+    "LlamaModel": (_TEXT, r"no language-model head: load the class that has one \(transformers\.AutoModelForCausalLM"),
+    "FSMTForConditionalGeneration": (
+        {
+            "src_vocab_size": 16,
+            "tgt_vocab_size": 16,
+            "d_model": 16,
+            "langs": ["en", "de"],
+            "max_position_embeddings": 16,
+        }
+        | {f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")},
+        r"xent\.cross_entropy\(outputs\.logits, labels\), which shifts nothing",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_advice_for_models_without_a_causal_head(name: str) -> None:
+    """What it says fits that model; causal_lm_loss, which shifts labels, does not."""
+    settings, message = UNFIT[name]
+    kind = getattr(transformers, name)
+    model = kind(kind.config_class(**settings))
+    with pytest.raises(ValueError, match=f"the head of {name} cannot be deferred: .*" + message) as caught:
+        patch(model)
+    assert "causal_lm_loss" not in str(caught.value)
+
+
+def test_advice_computes_the_loss_of_the_model() -> None:
+    for name, settings in (
+        ("BertForTokenClassification", {**_TEXT, "num_labels": 4}),
+        ("ViTForImageClassification", {**_VISION, "image_size": 8, "patch_size": 4, "num_labels": 4}),
+    ):
+        kind = getattr(transformers, name)
+        model = kind(kind.config_class(**settings)).eval()
+        images = name.startswith("ViT")
+        labels = torch.tensor([1, 3]) if images else torch.tensor([[1, 2, -100], [0, 3, 1]])
+        inputs = torch.randn(2, 3, 8, 8) if images else torch.tensor([[1, 2, 3], [4, 5, 6]])
+        outputs = model(inputs, labels=labels)
+        torch.testing.assert_close(xent.cross_entropy(outputs.logits, labels), outputs.loss)
+
+
+def test_advice_for_a_causal_model() -> None:
+    model = make("llama")
+    model.lm_head.__class__ = _Halved
+    with pytest.raises(
+        ValueError, match=r"With model\.loss_function = xent\.integrations\.transformers\.causal_lm_loss"
+    ):
+        patch(model)
 
 
 class _Halved(nn.Linear):

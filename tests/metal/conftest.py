@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import asked_for
 
-_ONLY_EMULATED = ("test_compile.py", "test_emulator.py", "test_sources.py")
+_ONLY_EMULATED = ("test_compile.py", "test_emulator.py", "test_limits.py", "test_shaders.py", "test_sources.py")
 _ONLY_REAL = ("test_gpu.py",)
 
 

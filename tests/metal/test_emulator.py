@@ -176,7 +176,7 @@ def test_too_much_threadgroup_memory(emulator: Emulator) -> None:
 
 
 def test_too_many_threads(emulator: Emulator) -> None:
-    with pytest.raises(EmulatorError, match="threadgroup size"):
+    with pytest.raises(ValueError, match=r"Thread group size \(1056\) is greater than .* \(1024\)"):
         launch(emulator, ROW_SUMS, numbers(), threads=1056)
 
 
@@ -227,6 +227,44 @@ def test_write_to_an_input(emulator: Emulator) -> None:
 def test_unwritten_output_is_nan(emulator: Emulator) -> None:
     out = launch(emulator, ROW_SUMS.replace("if (lane == 0)", "if (lane == 0 && row != 3)"), numbers())
     assert np.isnan(np.array(out)).tolist() == [False, False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("function", ["simd_max", "simd_min"])
+def test_nan_in_a_collective_that_says_nothing_of_it(emulator: Emulator, function: str) -> None:
+    body = ROW_SUMS.replace("sum = simd_sum(sum)", f"sum = {function}(sum)")
+    launch(emulator, body, numbers())
+    with pytest.raises(EmulatorError, match=f"undefined result: .* {function} is handed NaN"):
+        launch(emulator, body, mx.full((7, 500), mx.nan))
+
+
+def computed(emulator: Emulator, expression: str, *values: float) -> list[float]:
+    x = mx.array([*values, *([1.0] * 8)])
+    kernel = emulator.metal_kernel(
+        "values",
+        ["x"],
+        ["out"],
+        f"float z = x[thread_position_in_grid.x]; out[thread_position_in_grid.x] = {expression};",
+    )
+    (out,) = kernel(
+        inputs=[x], output_shapes=[x.shape], output_dtypes=[mx.float32], grid=(x.size, 1, 1), threadgroup=(32, 1, 1)
+    )
+    found: list[float] = np.array(out)[: len(values)].tolist()
+    return found
+
+
+def test_fast_functions_are_wrong_where_nothing_is_promised(emulator: Emulator) -> None:
+    zero, *others = computed(emulator, "fast::exp(z)", 0.0, -np.inf, np.inf, np.nan, 200.0)
+    assert zero == 1
+    assert others == [0.8125] * 4
+    assert computed(emulator, "fast::log(z)", -1.0, 0.0, np.inf, np.nan) == [0.8125] * 4
+    assert computed(emulator, "precise::exp(z)", -np.inf, np.inf) == [0, np.inf]
+
+
+def test_a_number_and_nan_have_either_for_a_maximum(emulator: Emulator) -> None:
+    numbers = np.random.default_rng(0).normal(size=64)
+    found = np.array(computed(emulator, "metal::max(z, NAN)", *numbers))
+    assert 16 < np.isnan(found).sum() < 48
+    assert not np.isnan(computed(emulator, "metal::fmax(z, NAN)", *numbers)).any()
 
 
 HELPER = "inline float first({space} float* p) {{ return p[0]; }}\n"

@@ -10,7 +10,7 @@ import pytest
 import xent
 from tests.targets import Target
 from xent.backends import TABLE
-from xent.backends.metal import machine
+from xent.backends.metal import machine, torch_machine
 from xent.core.check import report
 from xent.core.check.cases import option_cases
 
@@ -18,7 +18,7 @@ PROBE = """
 import mlx.core as mx
 import xent
 logits, classes = mx.zeros((2, 3)), mx.zeros((2,), mx.int32)
-print(*(info.reason for info in xent.backends() if info.name == "metal"))
+print(*(info.reason for info in xent.backends() if (info.name, info.framework) == ("metal", "mlx")))
 print(float(xent.cross_entropy(logits, classes)))
 try:
     xent.cross_entropy(logits, classes, backend="metal")
@@ -64,9 +64,13 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
 
 def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with `python -m xent check`, cut down to one case of each function and dtype."""
-    monkeypatch.setattr(report, "option_cases", lambda function, dtype: option_cases(function, dtype)[-1:])
-    lines = list(report.check_all([target.name]))
+    monkeypatch.setattr(report, "cases_of", lambda _, function, dtype: (option_cases(function, dtype)[-1:], []))
+    lines = list(report.check_all(report.planned([target.name])))
+    devices = [target.device, torch_machine.DEVICES[0]]
     assert [(line.backend, line.device, line.dtype) for line in lines] == [
-        (target.name, target.device, dtype) for dtype in ("float32", "bfloat16", "float16")
-    ] * 2
-    assert [line.failed for line in lines] == [()] * 6
+        (target.name, device, dtype)
+        for device in devices
+        for _ in ("cross_entropy", "linear_cross_entropy")
+        for dtype in ("float32", "bfloat16", "float16")
+    ]
+    assert [line.failed for line in lines] == [()] * 12

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
-from xent.backends.metal.rows import threads_and_held
+from xent.backends.metal.threads import LIMITS, threads_and_held
 from xent.core.check.cases import OPTIONS, Case
 from xent.core.check.judge import judge_case
 
@@ -18,10 +19,7 @@ VOCABULARIES = (3, 4, 7, 8, 9, 255, 256, 257, 4095, 4096, 4097, 16_384, 16_390, 
 SOME = ("plain", "all", "probabilities, all")
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize(*crossed(vocabulary=VOCABULARIES, dtype=DTYPES, name=SOME, reduction=["sum", "none"]))
 def test_every_size_of_a_row(target: Target, vocabulary: int, dtype: str, name: str, reduction: str) -> None:
     case = Case("cross_entropy", (3,), vocabulary, dtype, name, OPTIONS[name], reduction=reduction, ignored=0.0)
     for comparison in judge_case(target.backend, target.harness, case):
@@ -29,12 +27,13 @@ def test_every_size_of_a_row(target: Target, vocabulary: int, dtype: str, name: 
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype) -> None:
+@pytest.mark.parametrize("limit", LIMITS)
+def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype, limit: int) -> None:
     for vocabulary in (1, 2, *VOCABULARIES, 256_000):
-        threads, held = threads_and_held(vocabulary, dtype)
+        threads, held = threads_and_held(vocabulary, dtype.size, limit)
         packs = vocabulary * dtype.size // 16
         assert threads % 32 == 0
-        assert threads <= 512
+        assert threads <= limit
         assert threads < packs + 32 or threads == 32
         assert held == 8 or threads * held >= packs
         assert held == 1 or threads * held < 2 * packs
@@ -62,9 +61,10 @@ def test_same_bits_wherever_the_logits_lie(target: Target, dtype: str, vocabular
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("columns", ["all", "all but the target", "first", "last"])
 @pytest.mark.parametrize("vocabulary", [5, 40, 9000])
-def test_columns_of_minus_infinity(target: Target, columns: str, vocabulary: int) -> None:
+def test_columns_of_minus_infinity(target: Target, dtype: str, columns: str, vocabulary: int) -> None:
     values, classes = np.random.default_rng(1).normal(size=(2, vocabulary)), np.array([2, vocabulary - 2])
     hidden = {
         "all": np.ones((2, vocabulary), bool),
@@ -72,7 +72,7 @@ def test_columns_of_minus_infinity(target: Target, columns: str, vocabulary: int
         "first": np.arange(vocabulary) < [[2], [vocabulary - 2]],
         "last": np.arange(vocabulary) > [[2], [vocabulary - 2]],
     }[columns]
-    logits, wanted = target.arrays(np.where(hidden, -np.inf, values), classes)
+    logits, wanted = target.arrays(np.where(hidden, -np.inf, values), classes, dtype=dtype)
     loss, (grad,) = target.harness.gradients(
         lambda z: xent.cross_entropy(z, wanted, reduction="none", backend=target.name), (logits,), None
     )
@@ -81,19 +81,23 @@ def test_columns_of_minus_infinity(target: Target, columns: str, vocabulary: int
         assert np.isnan(loss).all()
         return
     expected = xent.cross_entropy(target.harness.numpy(logits), classes, reduction="none")
-    np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(loss, expected, rtol=1e-6, atol=1e-7)  # float32 from logits of any dtype
     assert (grad[hidden] == 0).all()
     assert np.isfinite(grad).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("place", [0, 7, 31, 37])
-def test_nan_and_infinity_make_their_row_nan_and_no_other(target: Target, value: float, place: int) -> None:
+@pytest.mark.parametrize("place", [0, 3, 7, 31, 37])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "logit_scale": 0.5}], ids=len)
+def test_nan_and_infinity_make_their_row_nan_and_no_other(
+    target: Target, dtype: str, value: float, place: int, options: dict[str, float]
+) -> None:
     values = np.random.default_rng(1).normal(size=(3, 38))
     values[1, place] = value
-    logits, classes = target.arrays(values, np.array([3, 3, 3]))
+    logits, classes = target.arrays(values, np.array([3, 3, 3]), dtype=dtype)
     loss, (grad,) = target.harness.gradients(
-        lambda z: xent.cross_entropy(z, classes, reduction="none", backend=target.name), (logits,), None
+        lambda z: xent.cross_entropy(z, classes, reduction="none", backend=target.name, **options), (logits,), None
     )
     for found in (target.harness.numpy(loss), target.harness.numpy(grad).sum(1)):
         assert np.isnan(found).tolist() == [False, True, False]

@@ -13,7 +13,8 @@ from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError, launch
 from tests.metal.emulator.memory import Buffer
-from xent.backends.metal import rows, sources
+from xent.backends.metal import failures, limits, rows, sources
+from xent.backends.metal.threads import threads_and_held
 from xent.backends.mlx.kernels import Asked, RowFacts, Terms
 
 RNG = np.random.default_rng(0)
@@ -24,14 +25,21 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
     """Return an emulator that has seen nothing yet, for kernels that are built anew."""
     before = mx.fast.metal_kernel
     _forget()
-    yield install.install(kernel_folder)
+    installed = install.install(kernel_folder)
+    assert rows.problem(mx.float32) is None
+    assert rows.problem(mx.float16) is None
+    sources.forward_kernel.cache_clear()
+    installed.sources.clear()
+    yield installed
     mx.fast.metal_kernel = before
     _forget()
 
 
 def _forget() -> None:
-    sources.forward_kernel.cache_clear()
-    sources.backward_kernel.cache_clear()
+    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
+        found.cache_clear()
+    limits._tried.clear()
+    failures._warned.clear()
 
 
 def loss_and_gradient(
@@ -112,7 +120,7 @@ def several_launches() -> None:
         ("columns", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
         ("columns", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
         ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
-        ("forward", "static_cast<size_t>(row) * V", "static_cast<size_t>(row) * V; uint small = start"),
+        ("contiguous", "static_cast<size_t>(row) * V;", "static_cast<size_t>(row) * V; uint small = start;"),
     ],
 )
 def test_wrong_types_are_seen(
@@ -154,7 +162,7 @@ def test_rows_beyond_2_to_the_31_and_32(emulator: Emulator, row: int) -> None:
             buffers[name].fill(bound.get(name, zeros))
     start = 2 * row * vocabulary
     buffers["logits"].fill(logits, start)
-    threads, _ = rows.threads_and_held(vocabulary, mx.float16)
+    threads, _ = threads_and_held(vocabulary, mx.float16.size)
     launch(emulator.workshop, source, buffers, (threads, count, 1), (threads, 1, 1), 0, only=(0, row, 0))
     np.testing.assert_array_equal(buffers["grad"].array(np.float16, (vocabulary,), start), np.array(alone.grad)[0])
     assert buffers["loss"].array(np.float32, (count,))[row] == alone.loss.item()

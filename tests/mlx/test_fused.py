@@ -12,6 +12,7 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, all_cases
+from tests.mlx import test_statistics as statistics
 from tests.targets import Target
 from xent.backends.mlx import autograd, block, devices, fused, plain, weight_gradient
 from xent.core.check.cases import Case
@@ -154,3 +155,15 @@ def test_fused_where_it_is_one_kernel(
     monkeypatch.setattr(devices, "device_type", lambda: "gpu")
     monkeypatch.setattr(mx.metal, "is_available", lambda: chunks == "metal")
     assert devices.has_fused_loss() == expected
+
+
+@pytest.mark.parametrize("names", statistics.CHOSEN, ids=str)
+@pytest.mark.parametrize("options", statistics.OPTIONS)
+def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options: str) -> None:
+    logits = (statistics.X @ statistics.W.T).astype(mx.bfloat16)
+    call = statistics.fused(target, names, "cross_entropy", **statistics.OPTIONS[options])
+    found = mx.grad(lambda z: call(z, statistics.TARGET))(logits)
+    expected = mx.grad(
+        lambda z: statistics.weighed(statistics.plain(z, statistics.TARGET, **statistics.OPTIONS[options]), names)
+    )(logits.astype(mx.float32))
+    statistics.close([found.astype(mx.float32)], [expected], 2.0**-7)

@@ -1,5 +1,6 @@
 """mlx-lm's trainer with our loss: default_loss's numbers and gradients, without its logits."""
 
+import argparse
 import functools
 import importlib
 from pathlib import Path
@@ -15,6 +16,7 @@ from mlx_lm.tuner.trainer import TrainingArgs, TrainingCallback, default_loss, e
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from tests.mlx.test_work import peak
+from xent.integrations.mlx import classifier
 from xent.integrations.mlx_lm import loss
 
 V = 96
@@ -123,12 +125,12 @@ def test_options_are_passed_on() -> None:
 
 def test_logits_are_never_built() -> None:
     """Not even under the trainer's mx.compile, and a frozen head has no gradient there."""
-    model = make("llama", vocab_size=40_000)
+    model = make("llama", vocab_size=10_000)
     model.freeze()
     model.model.norm.unfreeze()
     batch, lengths = mx.zeros((4, 257), mx.int32), mx.array([[0, 256]] * 4)
-    logits, head = 4 * 256 * 40_000 * 4, model.lm_head.weight.nbytes
-    step = nn.value_and_grad(model, functools.partial(loss, workspace=2**21))
+    logits, head = 4 * 256 * 10_000 * 4, model.lm_head.weight.nbytes
+    step = nn.value_and_grad(model, functools.partial(loss, workspace=2**19))
     compiled = mx.compile(lambda batch: step(model, batch, lengths), inputs=model.state, outputs=model.state)
     for run in (lambda: step(model, batch, lengths), lambda: compiled(batch)):
         assert peak(run) <= 0.25 * logits + 0.5 * head
@@ -178,13 +180,24 @@ def test_model_that_does_more_to_its_logits_is_refused() -> None:
     assert type(headless.embed_tokens) is nn.Embedding
 
 
-def test_head_that_lora_wraps_is_refused() -> None:
-    from mlx_lm.tuner.lora import LoRALinear
+@pytest.mark.parametrize("name", ["llama", "llama, tied"])
+def test_head_that_lora_wraps_is_refused_until_it_is_fused(name: str) -> None:
+    from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
-    model = make("llama")
-    model.lm_head = LoRALinear.from_base(model.lm_head)
-    with pytest.raises(ValueError, match=r"use mlx_lm\.tuner\.trainer\.default_loss"):
+    model = make(name)
+    owner, key, kind = (
+        (model, "lm_head", LoRALinear) if name == "llama" else (model.model, "embed_tokens", LoRAEmbedding)
+    )
+    owner[key] = kind.from_base(owner[key])
+    message = (
+        rf"LoRA wraps model\.(model\.)?{key}\..* fuse it first, with module\.fuse\(\).* use mlx_lm\.tuner\.trainer"
+    )
+    with pytest.raises(ValueError, match=message):
         loss(model, BATCH, LENGTHS)
+    with pytest.raises(TypeError, match=rf"got {kind.__name__}: LoRA's part .* fuse it first"):
+        classifier(owner[key])
+    owner[key] = owner[key].fuse()
+    assert_same(model)
 
 
 class Curve(TrainingCallback):
@@ -217,3 +230,31 @@ def test_trainer_takes_it(tmp_path: Path) -> None:
         curves.append([*curve.losses, evaluate(model, data, 4, 2, 64, loss=chosen)])
     np.testing.assert_allclose(curves[0], curves[1], rtol=1e-5)
     assert curves[0][-1] < curves[0][0] - 0.2
+
+
+class Tokens(list[Any]):
+    """What mlx_lm.lora loads: rows that are processed when they are needed."""
+
+    def process(self, row: Any) -> Any:
+        return row
+
+
+def test_command_line_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/mlx.md has it: mlx_lm.lora calls train and evaluate by the names that are replaced there."""
+    from mlx_lm import lora
+
+    called = []
+
+    def counted(*args: Any) -> Any:
+        called.append(args)
+        return loss(*args)
+
+    for name in ("train", "evaluate"):
+        monkeypatch.setattr(lora, name, functools.partial(getattr(lora, name), loss=counted))
+    model, data = make("llama"), Tokens([(list(range(20)), 0)] * 4)
+    changes = {"batch_size": 4, "iters": 2, "val_batches": 1, "num_layers": 2, "adapter_path": str(tmp_path)}
+    arguments = argparse.Namespace(**lora.CONFIG_DEFAULTS | changes | {"test_batches": 1})
+    lora.train_model(arguments, model, data, data)
+    trained = len(called)
+    lora.evaluate_model(arguments, model, data)
+    assert (trained > 0, len(called) - trained) == (True, 1)

@@ -69,6 +69,11 @@ def test_classifier_of_what_it_does_not_know() -> None:
         classifier(nn.Conv1d(2, 2, 3))
 
 
+def test_module_in_place_of_its_weight() -> None:
+    with pytest.raises(TypeError, match=r"linear_weight must be .*classifier\(module\)"):
+        xent.linear_cross_entropy(X, nn.Linear(64, 11), Y)
+
+
 def test_modules_train() -> None:
     import mlx.optimizers as optim
 
@@ -96,3 +101,13 @@ def test_modules_train() -> None:
 def test_wrong_option_is_an_error_at_construction(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LinearCrossEntropyLoss(64, 11, **arguments)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(64, 11), nn.Embedding(11, 64)], ids=["linear", "embedding"])
+def test_module_in_the_place_of_its_weight(module: nn.Module) -> None:
+    with pytest.raises(
+        TypeError, match=r"pass weight, bias = xent\.integrations\.mlx\.classifier\(module\) as linear_w"
+    ):
+        xent.linear_cross_entropy(X, module, Y)
+    weight, bias = classifier(module)
+    assert xent.linear_cross_entropy(X, weight, Y, linear_bias=bias).shape == ()

@@ -77,13 +77,13 @@ def flat(made: Any) -> list[np.ndarray]:
 
 
 def test_is_never_unpacked_as_a_whole(target: Target) -> None:
-    x, w = mx.random.normal((128, 512)), mx.random.normal((16000, 512))
-    y = mx.random.randint(0, 16000, (128,))
+    x, w = mx.random.normal((128, 512)), mx.random.normal((4000, 512))
+    y = mx.random.randint(0, 4000, (128,))
     weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=4), group_size=64, bits=4)
     mx.eval(x, w, y, weight.packed, weight.scales, weight.biases)
 
     def loss(x: mx.array) -> mx.array:
-        return xent.linear_cross_entropy(x, weight, y, workspace=2**20, backend=target.name)
+        return xent.linear_cross_entropy(x, weight, y, workspace=2**18, backend=target.name)
 
     assert peak(lambda: mx.value_and_grad(loss)(x)) <= 0.6 * w.nbytes
 

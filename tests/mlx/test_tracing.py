@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from xent.backends.mlx.tracing import is_differentiated, is_one, is_traced
+from xent.backends.mlx.tracing import is_differentiated, is_one, is_traced, is_zero
 
 X, W = mx.ones((3, 4)), mx.ones((5, 4))
 
@@ -74,6 +74,25 @@ def test_one_is_known_without_computing() -> None:
 
     mx.compile(function)(mx.array(1.0))
     assert seen == [False, True]
+
+
+def test_unused_output_has_an_upstream_gradient_known_to_be_zero() -> None:
+    seen: list[bool] = []
+
+    @mx.custom_function
+    def both(x: mx.array) -> list[mx.array]:
+        return [x.sum(-1), x.max(-1)]
+
+    @both.vjp
+    def vjp(x: mx.array, upstream: list[mx.array], _: list[mx.array]) -> mx.array:
+        seen.extend(is_zero(one) for one in upstream)
+        return mx.zeros_like(x)
+
+    used_first = mx.grad(lambda x: both(x)[0].sum())
+    mx.eval(used_first(X), mx.compile(used_first)(X), mx.grad(lambda x: (0 * both(x)[1]).sum())(X))
+    assert seen == [False, True] * 2 + [True, False]
+    assert is_zero(mx.zeros((3,)))
+    assert not is_zero(mx.array([0.0, 1.0]))
 
 
 def test_upstream_of_a_loss_itself_is_one() -> None:

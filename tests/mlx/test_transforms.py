@@ -1,5 +1,6 @@
 """Under MLX's transformations: gradients as everywhere else, no retracing for a new value, errors instead of zeros."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -123,11 +124,66 @@ def test_second_derivatives_raise(target: Target, reduction: str, function: str)
         mx.grad(lambda scale: mx.grad(lambda x: scale * loss(x))(X).sum())(mx.array(2.0))
 
 
-def test_forward_mode_and_vmap_raise(target: Target) -> None:
+ARRAYS = {
+    "input": X,
+    "linear_weight": W,
+    "target": Y,
+    "linear_bias": B,
+    "weight": mx.abs(W[:, 0]),
+    "sample_weight": mx.abs(X[:, 0]),
+    "normalizer": mx.array(3.0),
+    "logit_scale": mx.array(0.5),
+}
+
+
+def of_array(target: Target, name: str, stat: str | None = None) -> Callable[[mx.array], mx.array]:
+    """Return the loss, or a statistic, as a function of one array of the call."""
+
+    def function(array: mx.array) -> mx.array:
+        stats = {"stats": (stat,)} if stat else {}
+        found = xent.linear_cross_entropy(**ARRAYS | {name: array}, **stats, workspace=CHUNK, backend=target.name)
+        return getattr(found[1], stat) if stat else found
+
+    return function
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+@pytest.mark.parametrize("stat", [None, *xent.core.spec.STAT_NAMES])
+def test_vmap_raises(target: Target, name: str, stat: str | None) -> None:
+    """MLX's own vmap of what statistics are made of gives wrong numbers without a word."""
+    with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent.* pass all leading axes"):
+        mx.eval(mx.vmap(of_array(target, name, stat))(mx.stack([ARRAYS[name]] * 2)))
+
+
+def test_vmap_of_logits_raises(target: Target) -> None:
+    call = functools.partial(xent.cross_entropy, backend=target.name)
+    for function in (call, mx.grad(call)):
+        with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent"):
+            mx.eval(mx.vmap(function)((X @ W.T)[None], Y[None]))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_vmap_of_gradients_raises(target: Target, reduction: str) -> None:
+    loss, rows = linear(target, reduction=reduction), X[None] + mx.zeros((2, 1, 1))
+    for function in (mx.grad(loss), mx.compile(mx.grad(loss)), lambda x, w: mx.grad(loss, argnums=1)(x, w)):
+        with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent"):
+            mx.eval(mx.vmap(function, in_axes=(0, None))(rows, W))
+    upstream = mx.ones((2, 6) if reduction == "none" else (2,))
+
+    def pulled(upstream: mx.array) -> mx.array:
+        call = functools.partial(xent.linear_cross_entropy, reduction=reduction, backend=target.name)
+        return mx.vjp(lambda x: call(x, W, Y), [X], [upstream])[1][0]
+
+    with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent"):
+        mx.eval(mx.vmap(pulled)(upstream))
+
+
+@pytest.mark.parametrize("name", [name for name in ARRAYS if name != "target"])
+@pytest.mark.parametrize("stat", [None, "nll", "z_loss"])
+def test_forward_mode_raises(target: Target, name: str, stat: str | None) -> None:
+    """Zero would be a wrong derivative with respect to weights as much as to logits."""
     with pytest.raises(NotImplementedError, match="forward-mode"):
-        mx.jvp(linear(target), [X, W], [X, W])
-    with pytest.raises(NotImplementedError, match=r"mx\.vmap"):
-        mx.vmap(lambda x: xent.cross_entropy(x, Y[0], backend=target.name))(X @ W.T)
+        mx.eval(mx.jvp(of_array(target, name, stat), [ARRAYS[name]], [ARRAYS[name]]))
 
 
 def test_checkpoint_gives_the_same(target: Target) -> None:

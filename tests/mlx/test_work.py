@@ -43,7 +43,11 @@ def linear(target: Target, y: mx.array, **options: Any) -> Callable[..., mx.arra
     return lambda x, w: xent.linear_cross_entropy(x, w, y, **options).sum()
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"softcap": 5.0, "label_smoothing": 0.1}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, {"softcap": 5.0, "label_smoothing": 0.1}, {"workspace": None}],
+    ids=str,
+)
 @pytest.mark.parametrize(("compiled", "most"), [(False, 45), (True, 60)])
 def test_one_chunk_of_logits_is_alive(
     target: Target, arrays: Any, options: dict[str, Any], compiled: bool, most: int
@@ -94,12 +98,12 @@ def test_gradient_of_logits_takes_little_besides_its_size(
 
 
 def test_frozen_classifier_costs_nothing(target: Target) -> None:
-    wide = mx.random.normal((64, 512)), mx.random.normal((16000, 512)), mx.random.randint(0, 16000, (64,))
+    wide = mx.random.normal((64, 512)), mx.random.normal((4000, 512)), mx.random.randint(0, 4000, (64,))
     mx.eval(wide)
     x, w, y = wide
 
     def loss(x: mx.array, w: mx.array) -> mx.array:
-        return xent.linear_cross_entropy(x, w, y, workspace=MIB, backend=target.name)
+        return xent.linear_cross_entropy(x, w, y, workspace=MIB // 4, backend=target.name)
 
     size = w.nbytes
     assert peak(lambda: mx.grad(loss)(x, mx.stop_gradient(w))) >= 0

@@ -56,3 +56,12 @@ def test_reference_page_has_every_public_name() -> None:
 def test_backends_stays_a_function() -> None:
     importlib.import_module("xent.backends.reference")
     assert inspect.isfunction(xent.backends)
+
+
+def test_modules_of_backends_can_be_imported_by_their_names() -> None:
+    import xent.backends.protocol
+    import xent.backends.reference as reference
+
+    assert xent.backends.reference is reference  # type: ignore[attr-defined]
+    assert xent.backends.protocol.Backend  # type: ignore[attr-defined]
+    assert xent.backends()[-1].name == reference.BACKEND.name

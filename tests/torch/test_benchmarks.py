@@ -1,20 +1,30 @@
-"""What the benchmarks on a GPU judge by, run on the CPU: a wrong truth would call a wrong gradient right."""
+"""What the benchmarks judge and time by, run on the CPU: a wrong truth would call a wrong gradient right."""
 
 import gc
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case
-from benchmarks.contenders import CONTENDERS, find_contender
+from benchmarks.cases import Case, Goal
+from benchmarks.cli import main
+from benchmarks.contenders import find_contender
+from benchmarks.devices import Cpu, Cuda
+from benchmarks.gpu import measure as gpu_measure
+from benchmarks.gpu.clock import device_seconds, host_seconds, loop_seconds
+from benchmarks.gpu.measure import GpuMeasurement, GpuPlan
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.truth import compute_truth
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
-from benchmarks.protocol import OpenCase, decode, encode
-from benchmarks.records import Record
+from benchmarks.process import NotMeasured
+from benchmarks.progress import OutOfTime, measure_all
+from benchmarks.protocol import Describe, OpenCase, Prepare, Request, Turn, decode, encode
+from benchmarks.records import Record, load_records
 from benchmarks.suites import SUITES, cpu, cuda, select_cases
 
 TABLES = (cpu.SUITES, cpu.QUICK, cuda.SUITES, cuda.QUICK)
@@ -24,6 +34,12 @@ CASES = [
     for function in ("linear", "logits")
     for changes in ({}, {"reduction": "none"}, {"ignored": 0.6}, {"ignored": 0.6, "reduction": "none"})
 ] + [replace(SMALL, trained=("input",)), replace(SMALL, trained=("weight",))]
+
+
+@pytest.fixture(autouse=True)
+def _thaw() -> Iterator[None]:
+    yield
+    gc.unfreeze()
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
@@ -47,28 +63,262 @@ def test_truth_sees_a_wrong_gradient(case: Case, wrong: Callable[[Tensor], Tenso
         problem.weight.grad = wrong(problem.weight.grad)
     else:
         assert isinstance(problem, LogitsProblem)
-        problem.received[0] = wrong(problem.received[0])
+        problem.leaf.grad = wrong(problem.leaf.grad)
     assert max(compute_truth(problem).errors(problem, 0.0).values()) > 0.5
 
 
+class Queue:
+    """A device apart from its host: `work` takes the host and the device so long, and both clocks are exact."""
+
+    def __init__(self) -> None:
+        self.host, self.busy_until = 0.0, 0.0
+
+    def work(self, host: float, device: float) -> None:
+        self.host += host
+        self.busy_until = max(self.busy_until, self.host) + device
+
+    def now(self) -> float:
+        return self.host
+
+    def wait(self) -> None:
+        self.host = max(self.host, self.busy_until)
+
+    def mark(self) -> float:
+        return max(self.host, self.busy_until)
+
+    def elapsed(self, start: float, end: float) -> float:
+        return end - start
+
+    def lead(self, seconds: float) -> None:
+        self.work(0.0, seconds)
+
+    def peak(self, call: Callable[[], None]) -> int | None:
+        call()
+        return None
+
+
+@pytest.mark.parametrize(("host", "device"), [(2e-3, 5e-4), (1e-4, 3e-3)], ids=["host-bound", "device-bound"])
+def test_the_clocks_tell_host_and_device_apart(host: float, device: float) -> None:
+    def call(*arguments: object) -> None:
+        for _ in range(4):
+            queue.work(host / 4, device / 4)
+
+    queue = Queue()
+    assert loop_seconds(queue, call, 50) == pytest.approx(max(host, device), rel=0.05)
+    assert host_seconds(queue, call, 3) == pytest.approx(host)
+    assert device_seconds(queue, call, lambda: None, 3, host) == pytest.approx(device)
+
+
+def test_a_call_that_waits_for_the_device_is_charged_for_it() -> None:
+    def call(arguments: object) -> None:
+        queue.work(1e-3, 1e-3)
+        queue.wait()
+        queue.work(1e-3, 1e-3)
+
+    queue = Queue()
+    assert device_seconds(queue, call, lambda: None, 3, 2e-3) == pytest.approx(3e-3)
+
+
+def test_a_gpu_has_work_for_at_least_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        clock = 0.0
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.stamp = 0.0
+
+        def record(self) -> None:
+            self.stamp = Event.clock
+
+        def elapsed_time(self, end: "Event") -> float:
+            return (end.stamp - self.stamp) * 1e3
+
+    class Memory:
+        def zero_(self) -> None:
+            Event.clock += 1e-4 if Event.clock else 1.0  # the first pass is slow
+
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kind: Memory())
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    device = Cuda()
+    start = device.mark()
+    device.lead(1.05e-3)
+    assert device.elapsed(start, device.mark()) == pytest.approx(1.1e-3)
+
+
+@pytest.mark.parametrize("name", ["torch", "xent", "xent inplace"])
+def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
+    case = replace(SMALL, function="logits", hidden=0, contenders=("copy", name))
+    session = Session(case, Cpu())
+    assert session.prepare(name)["input_gradient_error"] < 1e-5
+    turn = session.turn(name, 3, 2)
+    assert min(turn["loop"], turn["seconds"]) > 0
+    session.prepared[name].call(session.prepared[name].set_up())
+    assert session.truth is not None
+    assert session.truth.errors(session.problem, 0.0)["input_gradient_error"] < 1e-5  # fresh logits, whoever wrote
+
+
 def test_a_session_measures_floors_and_losses() -> None:
-    session = Session(SMALL)
+    session = Session(SMALL, Cpu())
     floor, ours = session.prepare("products"), session.prepare("xent")
     assert "loss" not in floor
     assert ours["loss_error"] < 1e-5
-    assert len(session.turn("xent", 3)) == 3
-    gc.unfreeze()
+    assert ours["host"] > 0
+    assert session.turn("xent", 3, 1).keys() == {"loop", "seconds"}
+
+
+def small(case: Case) -> Case:
+    tokens = 2 * case.batch or 32
+    return replace(case, tokens=tokens, hidden=min(case.hidden, 16), vocabulary=200 + case.vocabulary % 2, device="cpu")
+
+
+GPU_CASES = list(dict.fromkeys(small(case) for suite in cuda.QUICK.values() for case in suite))
+
+
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.suite}: {case.title}")
+def test_contenders_of_a_gpu_compute_one_loss(case: Case) -> None:
+    problem = make_problem(case)
+    names = [name for name in case.contenders if find_contender(case.function, name).kind == "ours"]
+    losses = {}
+    for name in (*names, "torch fp32 logits"):
+        contender = find_contender(case.function, name)
+        losses[name] = problem.call(contender.make(case), problem.set_up(contender.in_place)).float().mean()
+    floor = find_contender(case.function, case.contenders[0])
+    with torch.no_grad():
+        floor.make(case)(*problem.set_up())
+    expected = losses.pop("torch fp32 logits")
+    assert all(torch.allclose(loss, expected, rtol=2e-2, atol=2e-2) for loss in losses.values())
+
+
+def test_products_have_a_vocabulary_that_is_a_multiple_of_64() -> None:
+    problem = make_problem(replace(SMALL, backward=False))
+    logits: Any = find_contender("linear", "products").make(SMALL)(*problem.set_up())
+    assert logits.shape == (96, 128)
+    assert not logits[:, 100:].any()
 
 
 @pytest.mark.parametrize("suite", [suite for table in TABLES for suite in table.values()])
 def test_suites_name_contenders_that_exist(suite: tuple[Case, ...]) -> None:
     for case in suite:
-        for name in (*case.contenders, *case.left_out, *(goal.contender for goal in case.goals)):
-            assert find_contender(case.function, name) in CONTENDERS
+        for name in (*case.contenders, *(goal.contender for goal in case.goals)):
+            assert find_contender(case.function, name).name == name
+        assert {goal.contender for goal in case.goals} <= set(case.contenders)
 
 
-def test_cases_and_records_survive_json() -> None:
-    for case in select_cases("cuda", SUITES["cuda"], quick=False, full=True):
-        assert decode(encode(OpenCase(case))) == OpenCase(case)
-        record = Record(case, case.contenders[0], case.contenders[0], seconds=[1.0, 2.0], pairs=[(1.0, 2.0)])
-        assert Record.from_json(record.to_json()) == record
+def test_cases_of_a_suite_have_titles_of_their_own() -> None:
+    for table in TABLES:
+        for suite in table.values():
+            assert len({case.title for case in suite}) == len(suite)
+
+
+def test_cases_survive_the_way_to_a_process() -> None:
+    for device in SUITES:
+        for case in select_cases(device, SUITES[device]):
+            assert decode(encode(OpenCase(case))) == OpenCase(case)
+
+
+class Lines:
+    """Stands for a process that measures: answers at once, and dies of a contender called "CCE"."""
+
+    made: list["Lines"]
+
+    def __init__(self, module: str, environment: dict[str, str] | None = None) -> None:
+        self.environment, self.runs, self.requests = environment or {}, True, list[Request]()
+        self.made.append(self)
+
+    def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
+        self.requests.append(request)
+        match request:
+            case Describe():
+                return {"versions": {}}
+            case Prepare(contender="CCE"):
+                self.runs = False
+                raise NotMeasured("failed", "the process was killed")
+            case Prepare(contender="Liger"):
+                raise NotMeasured("absent", "liger_kernel is not installed")
+            case Prepare(contender=name):
+                return {"peak_bytes": 1, "host": 1e-5, "call_seconds": 1e-3, "turn_seconds": 1e-2} | {"loss": len(name)}
+            case Turn(contender=name):
+                return {"loop": 2.0, "seconds": 1.0} if name == "products" else {"loop": 3.0, "seconds": 1.25}
+        return {}
+
+    def __exit__(self, *_: object) -> None:
+        self.runs = False
+
+
+@pytest.fixture
+def processes(monkeypatch: pytest.MonkeyPatch) -> list[Lines]:
+    Lines.made = []
+    monkeypatch.setattr(gpu_measure, "Process", Lines)
+    return Lines.made
+
+
+def measure(case: Case, deadline: float = float("inf")) -> list[Record]:
+    with GpuMeasurement("cpu", GpuPlan(repeats=4, budget=1.0, deadline=deadline)) as measurement:
+        return measurement.measure(case, {"gpu": "none", "versions": {}}, lambda name: None)
+
+
+def test_contenders_take_turns_and_ratios_are_of_a_round(processes: list[Lines]) -> None:
+    case = replace(SMALL, contenders=("products", "xent", "xent portable", "Liger", "CCE"))
+    records = {record.contender: record for record in measure(case)}
+    assert records["xent"].loop_pairs == [(2.0, 3.0)] * 4
+    assert (records["xent"].quantity("loop"), records["xent"].quantity("time")) == (1.5, 1.25)
+    assert (records["Liger"].status, records["CCE"].status) == ("absent", "failed")
+    assert [process.environment for process in processes] == [{}, {"XENT_PORTABLE": "1"}] * 2  # again without CCE
+    for process in processes[2:]:
+        asked = {request.contender for request in process.requests if isinstance(request, Turn)}
+        assert asked == ({"xent portable"} if process.environment else {"products", "xent"})
+
+
+def test_a_run_that_is_out_of_time_goes_on_later(processes: list[Lines], tmp_path: Path) -> None:
+    with pytest.raises(OutOfTime):
+        measure(SMALL, deadline=time.monotonic() - 1)
+    cases = [SMALL, replace(SMALL, tokens=64)]
+    done: list[Case] = []
+
+    def measure_one(case: Case, *, progress: object) -> list[Record]:
+        if done:
+            raise OutOfTime
+        done.append(case)
+        return measure(case)
+
+    lines = tmp_path / "lines.jsonl"
+    records, left = measure_all(cases, measure_one, lines)
+    assert (done, left) == (cases[:1], cases[1:])
+    assert load_records(lines) == records
+    done.clear()
+    records, left = measure_all(cases, measure_one, lines, load_records(lines))
+    assert (done, left) == (cases[1:], [])
+    assert load_records(lines) == records
+    assert len(lines.read_bytes()) < 4000
+
+
+def test_a_run_is_shown_and_written_into_a_document(
+    processes: list[Lines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = replace(SMALL, contenders=("products", "xent"), goals=(Goal("xent", "loop", 1.2),))
+    lines, document = tmp_path / "lines.jsonl", tmp_path / "text.md"
+    measure_all([case], lambda case, progress: measure(case), lines)
+    document.write_text(
+        "before\n<!-- measured: test -->\nold\n<!-- end -->\nafter\n<!-- measured: other -->\n<!-- end -->"
+    )
+    show = ["--show", str(lines), "--out", str(tmp_path)]
+    assert main([*show, "--markdown", "--into", str(document)]) == 0
+    row = "| linear 96x16x100 float32 | products 2e+03 / 1e+03 ms | **1.50 / 1.25** |"
+    assert row in capsys.readouterr().out
+    text = document.read_text()
+    assert row in text
+    assert "old" not in text
+    assert text.endswith("after\n<!-- measured: other -->\n<!-- end -->")
+    assert main(show) == 0
+    assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
+
+
+def test_the_command_measures_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--device", "cpu", "--suite", "host", "--quick", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert "host, us a call" in capsys.readouterr().out
+    lines = tmp_path / "cpu-host-quick.jsonl"
+    before = lines.read_text()
+    assert {record.contender for record in load_records(lines)} == {"torch", "xent"}
+    assert main([*command, "--resume"]) == 0
+    assert lines.read_text() == before

@@ -1,14 +1,19 @@
 """torch.compile(fullgraph=True), fake and meta tensors, autocast: the operations behave like PyTorch's own."""
 
+import subprocess
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.checkpoint import checkpoint
 
 import xent
 from tests.targets import Target
@@ -191,7 +196,8 @@ def test_operations_do_what_their_schemas_and_fakes_say(target: Target, reductio
                 loss, _ = xent.cross_entropy(strided, y % 7, inplace=inplace, **options)
                 loss.sum().backward()
         xent.cross_entropy(x.detach(), y % 8, **options)
-    assert len({operation for operation, _ in recorder.calls}) == (4 if reduction == "mean" else 5)
+    in_backward = reduction == "none" or dtype == torch.float16  # that is where gradients of logits are made then
+    assert len({operation for operation, _ in recorder.calls}) == (5 if in_backward else 4)
     for operation, args in recorder.calls:
         torch.library.opcheck(operation, args, test_utils=("test_schema", "test_faketensor"))
 
@@ -309,6 +315,25 @@ def test_compiles_with_a_number_as_normalizer(target: Target, normalizer: float)
         compiled(x, float("nan"))
 
 
+@pytest.mark.parametrize("option", ["label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer"])
+@pytest.mark.parametrize("kind", [np.float64, np.float32, np.array])
+def test_compiles_with_numpy_numbers(target: Target, option: str, kind: Any) -> None:
+    x, _, y = drawn(target)
+    value = kind(0.5)
+    expected = xent.cross_entropy(x, y % 8, backend=target.name, **{option: 0.5})
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def constant(x: Tensor) -> Any:
+        return xent.cross_entropy(x, y % 8, backend=target.name, **{option: value})
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def variable(x: Tensor, value: Any) -> Any:
+        return xent.cross_entropy(x, y % 8, backend=target.name, **{option: value})
+
+    torch.testing.assert_close(constant(x), expected)
+    torch.testing.assert_close(variable(x, value), expected)
+
+
 def test_nan_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
     x, _, y = drawn(target)
     compiled = torch.compile(
@@ -323,3 +348,129 @@ def test_default_device_does_not_matter(target: Target) -> None:
     expected = xent.cross_entropy(x, y % 8, backend=target.name)
     with torch.device("meta"):
         assert torch.equal(xent.cross_entropy(x, y % 8, backend=target.name), expected)
+
+
+def transformed(how: str, loss: Any) -> Any:
+    def vjp(x: Tensor) -> Tensor:
+        value, pull = torch.func.vjp(loss, x)
+        found: Tensor = pull(torch.ones_like(value))[0]
+        return found
+
+    def value_and_grad(x: Tensor) -> Tensor:
+        found: Tensor = torch.func.grad_and_value(loss)(x)[0]
+        return found
+
+    return {
+        "grad": torch.func.grad(loss),
+        "vjp": vjp,
+        "value_and_grad": value_and_grad,
+        "jacrev": torch.func.jacrev(loss),
+    }[how]
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("how", ["grad", "vjp", "value_and_grad", "jacrev"])
+@pytest.mark.parametrize("asks", [False, True])
+def test_compiles_torch_func(target: Target, function: str, reduction: str, how: str, asks: bool) -> None:
+    """With the argument of the transform as an argument of the loss, and asking for a gradient, as parameters do."""
+    x, w, y = (tensor.detach() for tensor in drawn(target))
+    options = {"reduction": reduction, "backend": target.name}
+
+    def loss(x: Tensor) -> Tensor:
+        if function == "cross_entropy":
+            found: Tensor = xent.cross_entropy(x, y % 8, **options).sum()
+        else:
+            found = xent.linear_cross_entropy(x, w, y, **options).sum()
+        return found
+
+    (expected,) = torch.autograd.grad(loss(x.requires_grad_()), x)
+    x = x.detach().requires_grad_(asks)
+    for backend in ("eager", "aot_eager"):
+        found = torch.compile(transformed(how, loss), backend=backend)(x)
+        torch.testing.assert_close(found.detach(), expected)
+
+
+TWICE = """
+import pytest, torch, xent
+x, y = torch.randn(6, 8, device={device!r}), torch.arange(6, device={device!r})
+def penalty(x, reduction):
+    options = {{"reduction": reduction, "backend": {name!r}}}
+    return torch.func.grad(lambda x: xent.cross_entropy(x, y, **options).sum())(x).square().sum()
+def check(backend, reduction):
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="xent computes no second derivatives"):
+        if {inside}:
+            torch.compile(torch.func.grad(penalty), backend=backend)(x, reduction)
+        else:
+            torch.compile(penalty, backend=backend)(x.requires_grad_(), reduction).backward()
+for backend, reduction in {cases!r}:
+    check(backend, reduction)
+"""
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_second_derivative_of_compiled_torch_func_raises(target: Target, inside: bool) -> None:
+    """In a process of its own: an error in the graph of two transforms leaves PyTorch inside of them."""
+    cases = [(backend, reduction) for backend in ("eager", "aot_eager") for reduction in ("mean", "none")]
+    cases = cases[2:3] if inside else cases
+    program = TWICE.format(device=target.device, name=target.name, inside=inside, cases=cases)
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("how", ["checkpoint in a region", "region in a checkpoint", "grad in a region"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_with_checkpoints_and_gradients_inside(target: Target, how: str, reduction: str) -> None:
+    x, _, y = drawn(target)
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = xent.cross_entropy(x * 2, y % 8, reduction=reduction, backend=target.name).sum() * 3
+        return found
+
+    def checkpointed(function: Any, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(function, x, use_reentrant=False)
+        return found
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    if how == "grad in a region":
+        (found,) = torch.compile(lambda x: torch.autograd.grad(loss(x), x), backend="aot_eager")(x)
+    elif how == "region in a checkpoint":
+        (found,) = torch.autograd.grad(checkpointed(torch.compile(loss, backend="aot_eager"), x), x)
+    else:
+        compiled = torch.compile(lambda x: checkpointed(loss, x), backend="aot_eager")
+        (found,) = torch.autograd.grad(compiled(x), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's own, while it traces
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("forward", ["eager", "compiled"])
+def test_compiled_autograd(target: Target, reduction: str, forward: str) -> None:
+    x, _, y = drawn(target)
+
+    def loss(x: Tensor) -> Tensor:
+        found: Tensor = xent.cross_entropy(x * 2, y % 8, reduction=reduction, backend=target.name).sum()
+        return found
+
+    (expected,) = torch.autograd.grad(loss(x), x)
+    function = torch.compile(loss, backend="aot_eager") if forward == "compiled" else loss
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        function(x).backward()
+    torch.testing.assert_close(x.grad, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_traced_by_make_fx(target: Target, reduction: str, mode: str) -> None:
+    x, _, y = (tensor.detach() for tensor in drawn(target))
+
+    def gradient(x: Tensor, y: Tensor) -> Tensor:
+        def loss(x: Tensor) -> Tensor:
+            found: Tensor = xent.cross_entropy(x, y % 8, reduction=reduction, backend=target.name).sum()
+            return found
+
+        found: Tensor = torch.func.grad(loss)(x)
+        return found
+
+    traced = make_fx(gradient, tracing_mode=mode)(x, y)
+    torch.testing.assert_close(traced(x + 1, y), gradient(x + 1, y))

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
 from xent.backends.torch.rows import Rows
-from xent.backends.torch.steps import scale_
+from xent.backends.torch.steps import scale
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -25,10 +26,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize(
+    *crossed(layout=LAYOUTS, reduction=["mean", "none"], dtype=[torch.float32, torch.bfloat16], inplace=[False, True])
+)
 def test_logits(target: Target, layout: str, reduction: str, dtype: torch.dtype, inplace: bool) -> None:
     torch.manual_seed(0)
     values = torch.randn(3, 4, 37, dtype=dtype, device=target.device)
@@ -59,6 +59,17 @@ def test_expanded_logits(target: Target, reduction: str) -> None:
         xent.cross_entropy(expand(leaf), classes, reduction=reduction, backend=target.name).sum().backward()
         grads.append(leaf.grad)
     torch.testing.assert_close(grads[0], grads[1])
+
+
+def test_expanded_probabilities(target: Target) -> None:
+    torch.manual_seed(0)
+    logits, given = torch.randn(3, 4, 19, device=target.device), torch.rand(3, 4, 19, device=target.device)
+    for few in (given[:1], given[:, :1], given[:1, :1]):
+        found, expected = (
+            xent.cross_entropy(logits, change(few), reduction="none", backend=target.name)
+            for change in (lambda t: t.expand(3, 4, 19), lambda t: t.expand(3, 4, 19).contiguous())
+        )
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -203,12 +214,11 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
 def test_gradient_without_features_is_scaled_on_accelerators() -> None:
     """Tensors on the meta device take the branch of those whose values the CPU cannot look at."""
     one = torch.ones((), device="meta")
-    scale_(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one)
+    for inplace in (True, False):
+        scale(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one, inplace)
 
 
-@pytest.mark.parametrize("strange", STRANGE)
-@pytest.mark.parametrize("axis", [0, 1, -1])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(*crossed(strange=STRANGE, axis=[0, 1, -1], reduction=["mean", "none"]))
 def test_strange_strides(target: Target, strange: str, axis: int, reduction: str) -> None:
     torch.manual_seed(0)
     base = torch.randn(40, device=target.device)

@@ -52,8 +52,80 @@ def test_forward_mode_raises(target: Target, tensors: dict[str, Tensor], name: s
 
 def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str, Tensor]) -> None:
     gradient = torch.func.grad(loss_of(tensors, target, "logits"))
-    with pytest.raises(NotImplementedError, match="forward mode AD"):
+    with pytest.raises(NotImplementedError, match=NO_FORWARD_MODE.format("logits")):
         torch.func.jvp(gradient, (tensors["logits"],), (tensors["logits"],))
+
+
+@pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "how", ["hessian", "vmap of grad", "grad of vmap", "functionalize of grad", "grad of functionalize"]
+)
+def test_nested_transforms_raise(
+    target: Target, tensors: dict[str, Tensor], name: str, compiled: bool, how: str
+) -> None:
+    if compiled and "functionalize" in how:
+        return  # which Dynamo does not trace
+    loss = loss_of(tensors, target, name)
+    batch = tensors[name].expand(3, -1, -1)
+    no_vmap = f"{name} is batched by torch.vmap, which xent does not support"
+    no_functionalize = f"{name} is traced by torch.func.functionalize, which would lose the gradient"
+    function, argument, message = {
+        "hessian": (torch.func.hessian(loss), tensors[name], NO_FORWARD_MODE.format(name)),
+        "vmap of grad": (torch.vmap(torch.func.grad(loss)), batch, no_vmap),
+        "grad of vmap": (torch.func.grad(lambda x: torch.vmap(loss)(x).sum()), batch, no_vmap),
+        "functionalize of grad": (torch.func.functionalize(torch.func.grad(loss)), tensors[name], no_functionalize),
+        "grad of functionalize": (torch.func.grad(torch.func.functionalize(loss)), tensors[name], no_functionalize),
+    }[how]
+    if compiled:
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match=message):
+            torch.compile(function, backend="aot_eager")(argument)
+    else:
+        with pytest.raises(NotImplementedError, match=message):
+            function(argument)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["logits", "input"])
+def test_jacrev(target: Target, tensors: dict[str, Tensor], reduction: str, name: str) -> None:
+    """A batch of upstream gradients through one loss is no batch of losses."""
+
+    def loss(tensor: Tensor) -> Tensor:
+        options = {"reduction": reduction, "backend": target.name}
+        if name == "logits":
+            found: Tensor = xent.cross_entropy(tensor, tensors["target"], **options)
+        else:
+            found = xent.linear_cross_entropy(tensor, tensors["linear_weight"], tensors["target"], **options)
+        return found
+
+    values = tensors[name].clone().requires_grad_()
+    losses = loss(values).reshape(-1)
+    rows = [torch.autograd.grad(one, values, retain_graph=True)[0] for one in losses]
+    found = torch.func.jacrev(loss)(tensors[name])
+    torch.testing.assert_close(found.reshape(-1, *values.shape), torch.stack(rows))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["logits", "input"])
+def test_jit_trace_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace cannot record xent's functions"):
+        torch.jit.trace(loss_of(tensors, target, name), tensors[name])
+
+
+@pytest.mark.parametrize("name", ["logits", "input"])
+@pytest.mark.parametrize("retain", [False, True])
+def test_gradient_carries_the_tangent_of_its_upstream(
+    target: Target, tensors: dict[str, Tensor], name: str, retain: bool
+) -> None:
+    """The gradient is linear in the upstream scalar, whose tangent arrives in it and is not lost on the way."""
+    values = tensors[name].requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(tensors, target, name)(values), values)
+    with forward_ad.dual_level():
+        loss = loss_of(tensors, target, name)(values)
+        upstream = forward_ad.make_dual(torch.ones_like(loss), torch.full_like(loss, 3.0))
+        (dual,) = torch.autograd.grad(loss, values, upstream, retain_graph=retain)
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, 3 * gradient)
 
 
 @pytest.mark.parametrize("name", ["logits", "input"])
@@ -62,6 +134,14 @@ def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str, comp
     mapped = torch.vmap(loss_of(tensors, target, name))
     with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
         (torch.compile(mapped, backend="aot_eager") if compiled else mapped)(tensors[name].expand(3, -1, -1))
+
+
+@pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
+def test_vmap_of_gradients_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
+    loss = loss_of(tensors, target, name)
+    for gradient in (torch.func.grad(loss), torch.func.grad(lambda tensor: torch.func.grad(loss)(tensor).sum())):
+        with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
+            torch.vmap(gradient)(tensors[name].expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight", "target", "sample_weight"])
@@ -98,3 +178,11 @@ def test_sharded_tensors_raise() -> None:
 def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{option} must be"):
         LinearCrossEntropyLoss(8, 11, **{option: value})
+
+
+def test_module_in_the_place_of_its_weight(tensors: dict[str, Tensor]) -> None:
+    head = torch.nn.Linear(8, 11)
+    with pytest.raises(TypeError, match=r"got Linear .*: pass module\.weight, and linear_bias=module\.bias$"):
+        xent.linear_cross_entropy(tensors["input"], head, tensors["target"])
+    with pytest.raises(TypeError, match=r"linear_bias must be .*got Linear.*\)$"):
+        xent.linear_cross_entropy(tensors["input"], tensors["linear_weight"], tensors["target"], linear_bias=head)

@@ -1,5 +1,6 @@
 """Launches that Triton does not look at: they run what was compiled for arguments of their kind, and no other."""
 
+import inspect
 from itertools import combinations
 from types import SimpleNamespace
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import triton
+import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from xent.backends.triton import launch as launching
-from xent.backends.triton.hopper import descriptor
+from xent.backends.triton.hopper.door import descriptor
 from xent.backends.triton.launch import _kind, cdiv, launch, next_power_of_2
 
 ARGUMENTS: list[Any] = [
@@ -27,15 +29,23 @@ ARGUMENTS: list[Any] = [
 ]
 
 
+def kind_of(argument: Any) -> Any:
+    """Return what `launch` has in its key."""
+    if argument is None or isinstance(argument, torch.Tensor):
+        return None if argument is None else argument.dtype
+    return _kind(argument)
+
+
 def compiled_for(argument: Any) -> Any:
     """Return what Triton itself compiles for."""
     from triton.runtime.jit import native_specialize_impl
 
-    return native_specialize_impl(CUDABackend, argument, False, True, True)
+    # A kernel of `launch.kernel` asks for nothing more than types; matrices for the copy engine are always looked at.
+    return native_specialize_impl(CUDABackend, argument, False, False, False)
 
 
 def test_arguments_of_one_kind_are_one_to_triton() -> None:
-    pairs = [pair for pair in combinations(ARGUMENTS, 2) if _kind(pair[0]) == _kind(pair[1])]
+    pairs = [pair for pair in combinations(ARGUMENTS, 2) if kind_of(pair[0]) == kind_of(pair[1])]
     assert len(pairs) >= 10
     for one, other in pairs:
         assert compiled_for(one) == compiled_for(other), (one, other)
@@ -86,18 +96,23 @@ def test_triton_looks_once_at_each_kind(device: SimpleNamespace) -> None:
         (0, (x, 7, 2.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 1),
         (0, (torch.ones(8), 9, 3.0), {"EXACT": True, "num_warps": 4, "BLOCK": 32}, 2),
         (0, (torch.ones(8), 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 2),
-        (0, (x[1:], 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 3),
-        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": False, "num_warps": 4}, 4),
-        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 8}, 5),
-        (1, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 6),
-        (1, (x, 9, 4.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 6),
+        (0, (x[1:], 1, 3.0), {"EXACT": True, "BLOCK": 32, "num_warps": 4}, 2),
+        (0, (x, 2**31, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 3),
+        (0, (x.half(), 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 4),
+        (0, (None, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 5),
+        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": False, "num_warps": 4}, 6),
+        (0, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 8}, 7),
+        (1, (x, 9, 3.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 8),
+        (1, (x, 9, 4.0), {"BLOCK": 32, "EXACT": True, "num_warps": 4}, 8),
     ):
         device.index = index
-        launch(kernel, (3, 2), *arguments, **options)
+        warps = options.pop("num_warps")
+        launch(kernel, 3, arguments, options, num_warps=warps)
         assert len(kernel.looks) == looks
     assert [(grid, arguments[1:]) for grid, arguments in launches] == [
-        ((3, 2, 1), (9, 3.0, 32, True)),
-        ((3, 2, 1), (9, 4.0, 32, True)),
+        ((3, 1, 1), (9, 3.0, 32, True)),
+        ((3, 1, 1), (1, 3.0, 32, True)),
+        ((3, 1, 1), (9, 4.0, 32, True)),
     ]
 
 
@@ -105,7 +120,7 @@ def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:
     launches: list[list[Any]] = [[], []]
     kernels, x = [Kernel(Compiled(noted)) for noted in launches], torch.zeros(8)
     for kernel in kernels * 2:
-        launch(kernel, (1,), x, 7, 2.0, BLOCK=32, EXACT=True)
+        launch(kernel, 1, (x, 7, 2.0), {"BLOCK": 32, "EXACT": True})
     assert [len(kernel.looks) for kernel in kernels] == [1, 1]
     assert [len(noted) for noted in launches] == [1, 1]
 
@@ -113,8 +128,41 @@ def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:
 def test_what_was_not_compiled_is_not_kept(device: SimpleNamespace) -> None:
     kernel = Kernel(None)
     for _ in range(2):
-        launch(kernel, (1,), torch.zeros(8), 7, 2.0, BLOCK=32, EXACT=True)
+        launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
     assert len(kernel.looks) == 2
+
+
+def test_kinds_are_forgotten_when_they_are_too_many(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(launching, "_MOST", 2)
+    kernel = Kernel(Compiled([]))
+    for block in (16, 32, 64, 16):
+        launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": block, "EXACT": True})
+    assert [constants["BLOCK"] for *_, constants in kernel.looks] == [16, 32, 64, 16]
+    assert len(launching._compiled) == 2
+
+
+def test_releases_that_were_not_tried_go_through_triton(
+    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_IS_TRIED", False)
+    kernel, launches = Kernel(None), 3
+    for _ in range(launches):
+        launch(kernel, 5, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True}, num_warps=4, maxnreg=64)
+    given = {"BLOCK": 32, "EXACT": True, "num_warps": 4, "maxnreg": 64}
+    assert [(grid, constants) for grid, _, constants in kernel.looks] == [((5,), given)] * launches
+
+
+def test_kernels_are_compiled_for_types_and_constants_alone() -> None:
+    def function(x, count: "i64", factor: "fp32", EXACT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: F821
+        pass
+
+    made = launching.kernel(function)
+    if isinstance(made, triton.JITFunction):
+        assert all(each.do_not_specialize or each.is_constexpr for each in made.params)
+        assert all(each.do_not_specialize_on_alignment or each.is_constexpr for each in made.params)
+    names = [name for name, each in inspect.signature(function).parameters.items() if launching._is_constant(each)]
+    assert names == ["EXACT", "BLOCK"]
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 31, 32, 33, 2**40, 2**40 + 1])

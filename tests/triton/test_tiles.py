@@ -8,12 +8,11 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from xent.backends.torch.facts import Facts
-from xent.backends.torch.options import Options, pack_numbers
-from xent.backends.torch.results import Results, new_results
-from xent.backends.triton.facts import gather_facts
-from xent.backends.triton.rows import TritonPass
-from xent.backends.triton.tiles import TilePass
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options
+from xent.backends.triton import tiles
+from xent.backends.triton.job import TritonJob
+from xent.backends.triton.tiles import fold
 from xent.core.spec import STAT_NAMES, LossSpec
 
 INF = float("inf")
@@ -31,52 +30,51 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def gather(target: Target, classes: Tensor, vocabulary: int, **given: Any) -> Facts:
+class Given(Linear):
+    """Logits that are there already, in place of hidden states."""
+
+    def write_logits(self, hidden: Tensor, out: Tensor, classes: slice = slice(None)) -> None:
+        out.copy_(hidden[:, classes])
+
+
+def gather(target: Target, classes: Tensor, vocabulary: int, **given: Any) -> Options:
     given = dict(given)
     weight = None
     if given.pop("weight", False):
         weight = torch.rand(vocabulary)
         weight[: vocabulary // 3] = 0
+        weight = weight.to(target.device)
     spec = LossSpec("none", stats=STAT_NAMES, **given)
-    options = Options(
-        classes.to(target.device),
-        None if weight is None else weight.to(target.device),
-        None,
-        None,
-        pack_numbers(spec, None),
-        -100,
-        spec.softcap is not None,
-        False,
-        "none",
-        list(STAT_NAMES),
-        "triton",
-    )
-    return gather_facts(options, vocabulary, torch.float32)
+    return Options(classes.to(target.device), weight, None, None, spec, "triton")
 
 
-def by_rows(facts: Facts, logits: Tensor, at_target: Tensor) -> Results:
-    results = new_results(facts, keep_norm=True)
-    TritonPass(facts, results).forward(logits, 0, None, at_target)
-    return results
+def by_rows(options: Options, logits: Tensor) -> dict[str, Any]:
+    job = TritonJob(options, logits.shape[1], torch.float32, 0, None, False)
+    job.logits(logits, None, None)
+    return results(job)
 
 
-def by_tiles(facts: Facts, logits: Tensor, at_target: Tensor, rows: int, width: int) -> Results:
-    results = new_results(facts, keep_norm=True)
-    run = TilePass(facts, results, at_target)
-    for start in range(0, len(logits), rows):
-        for first in range(0, logits.shape[1], width):
-            run.add(logits[start : start + rows, first : first + width].contiguous(), start, first)
-    run.finish()
-    return results
+def by_tiles(options: Options, logits: Tensor, rows: int, width: int) -> dict[str, Any]:
+    job = TritonJob(options, logits.shape[1], torch.float32, 0, None, False)
+    classes = options.target.clamp(min=0).int()
+    given = Given(logits, logits.new_empty(logits.shape[1], 1), None, 0, None, torch.float32, (False,) * 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "tile_shape", lambda *_: (rows, width))
+        sums = fold(given, options.spec, classes, job.class_weight)
+    job._launch_finish(sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous())
+    return results(job)
 
 
-def compare(found: Results, expected: Results) -> None:
-    for name in ("loss", "norm", "lse", "nll", "entropy", "z_term"):
-        one, other = getattr(found, name), getattr(expected, name)
+def results(job: TritonJob) -> dict[str, Any]:
+    loss, stats = job.finish()
+    return {"loss": loss} | dict(zip(job.spec.stats, stats, strict=True))
+
+
+def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
         torch.testing.assert_close(
-            one, other, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], value, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
         )
-    assert torch.equal(found.predictions, expected.predictions)
 
 
 def draw(target: Target, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
@@ -87,26 +85,19 @@ def draw(target: Target, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
     return logits.to(target.device), classes
 
 
-def targets_of(logits: Tensor, facts: Facts) -> Tensor:
-    assert facts.target is not None
-    return logits.gather(1, facts.target[:, None])[:, 0].contiguous()
-
-
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize(("rows", "width"), [(4, 67), (4, 5), (3, 16), (2, 50), (1, 66)])
 def test_every_option_and_statistic(target: Target, name: str, rows: int, width: int) -> None:
     logits, classes = draw(target, 4, 67)
-    facts = gather(target, classes, 67, **OPTIONS[name])
-    at_target = targets_of(logits, facts)
-    compare(by_tiles(facts, logits, at_target, rows, width), by_rows(facts, logits, at_target))
+    options = gather(target, classes, 67, **OPTIONS[name])
+    compare(by_tiles(options, logits, rows, width), by_rows(options, logits))
 
 
 @pytest.mark.parametrize("width", [4096, 4097, 10_000])
 def test_tiles_wider_than_a_block(target: Target, width: int) -> None:
     logits, classes = draw(target, 3, 10_000)
-    facts = gather(target, classes, 10_000, label_smoothing=0.1)
-    at_target = targets_of(logits, facts)
-    compare(by_tiles(facts, logits, at_target, 3, width), by_rows(facts, logits, at_target))
+    options = gather(target, classes, 10_000, label_smoothing=0.1)
+    compare(by_tiles(options, logits, 3, width), by_rows(options, logits))
 
 
 @pytest.mark.parametrize("name", ["plain", "softcap", "weight, smoothing", "scale, negative"])
@@ -118,22 +109,20 @@ def test_leading_columns_of_minus_infinity(target: Target, name: str, masked: in
     logits[:, :masked] = INF if name == "scale, negative" else -INF
     classes = torch.where(classes < 0, classes, classes.clamp(min=masked))
     classes[0] = 66
-    facts = gather(target, classes, 67, **OPTIONS[name])
-    at_target = targets_of(logits, facts)
-    expected = by_rows(facts, logits, at_target)
-    assert expected.loss.isfinite().all()
-    compare(by_tiles(facts, logits, at_target, 4, width), expected)
+    options = gather(target, classes, 67, **OPTIONS[name])
+    expected = by_rows(options, logits)
+    assert expected["loss"].isfinite().all()
+    compare(by_tiles(options, logits, 4, width), expected)
 
 
 @pytest.mark.parametrize("width", [16, 67])
 def test_impossible_classes_with_a_share_cost_infinitely_much(target: Target, width: int) -> None:
     logits, classes = draw(target, 4, 67)
     logits[:, :20] = -INF
-    facts = gather(target, classes.clamp(min=20), 67, label_smoothing=0.1)
-    at_target = targets_of(logits, facts)
-    expected = by_rows(facts, logits, at_target)
-    assert (expected.loss == INF).all()
-    compare(by_tiles(facts, logits, at_target, 4, width), expected)
+    options = gather(target, classes.clamp(min=20), 67, label_smoothing=0.1)
+    expected = by_rows(options, logits)
+    assert (expected["loss"] == INF).all()
+    compare(by_tiles(options, logits, 4, width), expected)
 
 
 @pytest.mark.parametrize("width", [16, 67])
@@ -141,20 +130,19 @@ def test_target_alone_is_possible(target: Target, width: int) -> None:
     logits, _ = draw(target, 3, 67)
     classes = torch.tensor([0, 40, 66])
     logits[torch.arange(67, device=target.device) != classes.to(target.device)[:, None]] = -INF
-    facts = gather(target, classes, 67)
-    at_target = targets_of(logits, facts)
-    found = by_tiles(facts, logits, at_target, 3, width)
-    compare(found, by_rows(facts, logits, at_target))
-    assert (found.nll == 0).all()
-    assert (found.entropy == 0).all()
+    options = gather(target, classes, 67)
+    found = by_tiles(options, logits, 3, width)
+    compare(found, by_rows(options, logits))
+    assert (found["nll"] == 0).all()
+    assert (found["entropy"] == 0).all()
 
 
 @pytest.mark.parametrize("width", [5, 67])
 def test_ties_go_to_the_lowest_class(target: Target, width: int) -> None:
     logits, classes = draw(target, 4, 67)
     logits[:, [3, 4, 20, 66]] = 50.0
-    facts = gather(target, classes, 67)
-    assert (by_tiles(facts, logits, targets_of(logits, facts), 4, width).predictions == 3).all()
+    options = gather(target, classes.clamp(min=0), 67)
+    assert (by_tiles(options, logits, 4, width)["predictions"] == 3).all()
 
 
 @pytest.mark.parametrize("name", ["plain", "all"])

@@ -2,11 +2,11 @@
 
 from tests.triton.watch import COMPILERS_OWN, KERNELS, unexplained
 
-SOURCE = (KERNELS / "ring_kernel.py").read_text(encoding="utf-8").splitlines()
+SOURCE = (KERNELS / "hopper" / "product_kernel.py").read_text(encoding="utf-8").splitlines()
 BEGINNING, AROUND = (n for n, line in enumerate(SOURCE, 1) if any(own in line for own in COMPILERS_OWN))
 
 
-def race(*lines: int, name: str = "ring_kernel") -> list[str]:
+def race(*lines: int, name: str = "product_kernel") -> list[str]:
     first, *rest = lines
     return [
         "========= COMPUTE-SANITIZER",
@@ -35,7 +35,7 @@ def test_races_in_kernels_of_others_are_passed_over() -> None:
             f"=========     and Write access at {kernel}+0x2eb0 [408 hazards]",
         ]
         assert unexplained(report) == []
-    nowhere = [line.partition(" in ring_kernel.py")[0] for line in race(BEGINNING, AROUND)]
+    nowhere = [line.partition(" in product_kernel.py")[0] for line in race(BEGINNING, AROUND)]
     assert len(unexplained(nowhere)) == 1
 
 
@@ -43,7 +43,7 @@ def test_reports_of_memory_are_reported() -> None:
     lines = [
         "========= COMPUTE-SANITIZER",
         "========= Invalid __global__ read of size 8 bytes",
-        "=========     at ring_kernel+0x130 in ring_kernel.py:1",
+        "=========     at product_kernel+0x130 in product_kernel.py:1",
         "=========     Access at 0x10 is out of bounds",
         "========= ",
         "========= ERROR SUMMARY: 1 error",

@@ -20,7 +20,7 @@ from typing import Any
 __all__ = ["main", "unexplained"]
 
 KERNELS = Path(__file__).parents[2] / "src" / "backends" / "triton"
-COMPILERS_OWN = ("def ring_kernel(", "def product_kernel(", "def exponentials_kernel(", "gl.warp_specialize(")
+COMPILERS_OWN = ("def product_kernel(", "gl.warp_specialize(")
 
 
 def main(tool: str, *vocabularies: str) -> int:
@@ -73,14 +73,16 @@ def _is_passed_over(report: list[str]) -> bool:
 @cache
 def _kernels() -> set[str]:
     """Return the names of the functions in the files of kernels."""
-    return {name for file in KERNELS.glob("*.py") for name in re.findall(r"def (\w+)\(", file.read_text("utf-8"))}
+    return {name for file in KERNELS.rglob("*.py") for name in re.findall(r"def (\w+)\(", file.read_text("utf-8"))}
 
 
 def _is_compilers_line(place: tuple[str | Any, ...]) -> bool:
-    source = KERNELS / Path(place[0]).name
-    lines = source.read_text(encoding="utf-8").splitlines() if source.exists() else []
     number = int(place[1])
-    return number <= len(lines) and any(own in lines[number - 1] for own in COMPILERS_OWN)
+    for source in KERNELS.rglob(Path(place[0]).name):
+        lines = source.read_text(encoding="utf-8").splitlines()
+        if number <= len(lines) and any(own in lines[number - 1] for own in COMPILERS_OWN):
+            return True
+    return False
 
 
 if __name__ == "__main__":

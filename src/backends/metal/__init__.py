@@ -1,9 +1,14 @@
-"""Backend "metal": row kernels for Apple GPUs, which the MLX driver calls in place of its plain one.
+"""Backend "metal": row kernels for Apple GPUs, which the drivers of MLX and PyTorch call in place of their plain ones.
 
-`machine` says whether this machine can run them; `kernels` is what the driver takes; `rows` launches them. The kernels
-are Metal sources, and a threadgroup has one row. `forward.metal` and `backward.metal` are what MLX wraps a signature
-around. They lean on `loss.metal` and `gradient.metal`, and these on `call.metal` (what a launch is about), `sums.metal`
-(what a loss is made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`.
+The kernels are Metal sources, and a threadgroup has one row. `forward.metal` and `backward.metal` are their bodies, and
+lean on `loss.metal` and `gradient.metal`, these on `call.metal` (what a launch is about), `sums.metal` (what a loss is
+made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`. `threads` says how a row is shared
+out, `sources` puts the texts together, and there are two launchers:
+
+- MLX writes the signatures; `contiguous.metal` says where rows lie. `machine` says whether this machine has Metal,
+  `rows` launches, and registers that with the driver; `limits` tries each kernel before it enters a graph.
+- For PyTorch `forward_signature.metal` and `backward_signature.metal` are the signatures. `torch_machine`,
+  `torch_job` and `tensors` do the same; `torch_backend` is the backend, and `proof` remembers a check that passed.
 
 With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
 
@@ -19,10 +24,14 @@ threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of flo
 again, last part first, while it may still be in the caches that the GPU's cores share.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 __all__ = ["BACKEND", "MetalBackend"]
 
@@ -49,7 +58,7 @@ class MetalBackend:
         )
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse float64, which Metal does not have, and MLX's CPU device, which runs no Metal kernel."""
+        """Refuse float64, which Metal does not have, MLX's CPU device, and a GPU that the kernels do not run on."""
         from xent.backends.metal import machine
         from xent.backends.mlx.devices import device_type
 
@@ -58,22 +67,23 @@ class MetalBackend:
             return "Metal has no float64, which backend 'mlx' serves on the CPU"
         if device_type() not in machine.DEVICES:
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
-        return None
+        from xent.backends.metal import rows
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+        problem = rows.problem(array.dtype)
+        return None if problem is None else f"its kernels do not run on this GPU, which backend 'mlx' serves: {problem}"
+
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
         """Run the call in the MLX driver with these row kernels."""
+        from xent.backends.metal import rows  # noqa: F401  registers the row kernel
         from xent.backends.mlx import driver
 
         return driver.run(call, kernel=self.name)
 
-    def harness(self, device: str | None = None) -> Any:
-        """Return the MLX harness of the gradient checks, without float64."""
-        from xent.backends.metal import machine
-        from xent.backends.mlx.harness import MlxHarness
+    def harness(self, device: str | None = None) -> "Harness[mx.array]":
+        """Return the harness of the gradient checks, without float64."""
+        from xent.backends.metal.harness import MetalHarness
 
-        harness = MlxHarness(device or machine.DEVICES[0])
-        harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
-        return harness
+        return MetalHarness(device)
 
 
 BACKEND = MetalBackend()

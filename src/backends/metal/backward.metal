@@ -1,20 +1,16 @@
-// The body of the backward kernel, whose signature MLX writes: a row's gradient from its recorded norm.
-//
-// Arrays as in forward.metal; norm (R, 2) has the largest x and log sum_c exp(x_c - largest).
+// The body of the backward kernel: a row's gradient from its recorded norm, the largest x and log sum_c exp(x_c - largest).
+// Arrays and signatures as in forward.metal.
 
 threadgroup float shared[256];
 threadgroup uint shared_at[32];
 
 using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, false, false, false>;
-uint V = static_cast<uint>(logits_shape[1]);
-uint row = threadgroup_position_in_grid.y;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
-size_t start = static_cast<size_t>(row) * V;
 xent::Columns columns = xent::share_out<T>(V, thread_index);
 
 if (dead[row]) {
-  xent::clear(grad + start, columns, thread_index, threads);
+  xent::clear(grad + grad_start, columns, thread_index, threads);
   return;
 }
 
@@ -30,7 +26,7 @@ if (TARGET) {
   z_y = EXACT ? static_cast<float>(target_logits[row]) : static_cast<float>(logits[start + y]);
 }
 xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
-auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
+auto shares = xent::shares_from(probabilities + (TARGET ? 0 : probabilities_start), class_weight);
 
 xent::Sums sums = xent::no_sums();
 if (!TARGET) {
@@ -42,7 +38,8 @@ if (!TARGET) {
       sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 }
 
-xent::Slopes slopes = xent::slopes_of<K>(
-    one, given, sums.shares, scale[row], norm[2 * static_cast<size_t>(row)], norm[2 * static_cast<size_t>(row) + 1]);
+xent::Slopes slopes =
+    xent::slopes_of<K>(one, given, sums.shares, scale[row], norm[norm_start], norm[norm_start + norm_part]);
+// Where the gradient takes the logits' place, the target's logit matters to the one thread that writes there.
 xent::write_gradient<K, xent::batch>(
-    logits + start, grad + start, packs, columns, one, slopes, given, shares, thread_index, threads);
+    logits + start, grad + grad_start, packs, columns, one, slopes, given, shares, thread_index, threads);

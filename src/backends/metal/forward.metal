@@ -1,25 +1,23 @@
-// The body of the forward kernel, whose signature MLX writes: losses and results of a row, and its gradient with GRAD.
+// The body of the forward kernel: losses and results of a row, and its gradient with GRAD. Its signature is MLX's, with
+// contiguous.metal, or that of forward_signature.metal.
 //
-// Arrays that the call does not have are bound to `numbers`, and results that nobody asked for to one unused element.
-// logits (R, V); numbers (8,); target, target_logits, weight, scale, dead (R,); probabilities (R, V); class_weight (V,).
+// Arrays that the call does not have, and results that nobody asked for, are bound to something that is not touched.
+// logits (R, V); numbers (6,); target, target_logits, weight, scale, dead (R,); probabilities (R, V); class_weight (V,).
 
 threadgroup float shared[256];
 threadgroup uint shared_at[32];
 
 using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, ENTROPY, NLL, PREDICTIONS>;
-uint V = static_cast<uint>(logits_shape[1]);
-uint row = threadgroup_position_in_grid.y;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
-size_t start = static_cast<size_t>(row) * V;
 xent::Columns columns = xent::share_out<T>(V, thread_index);
 
 if (dead[row] && SKIPS_DEAD) {
   if (thread_index == 0) {
     loss[row] = 0.0f;
-    if (NORM) norm[2 * static_cast<size_t>(row)] = norm[2 * static_cast<size_t>(row) + 1] = 0.0f;
+    if (NORM) norm[norm_start] = norm[norm_start + norm_part] = 0.0f;
   }
-  if (GRAD) xent::clear(grad + start, columns, thread_index, threads);
+  if (GRAD) xent::clear(grad + grad_start, columns, thread_index, threads);
   return;
 }
 
@@ -35,7 +33,7 @@ if (TARGET) {
   z_y = EXACT ? static_cast<float>(target_logits[row]) : static_cast<float>(logits[start + y]);
 }
 xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
-auto shares = xent::shares_from(probabilities + (TARGET ? 0 : start), class_weight);
+auto shares = xent::shares_from(probabilities + (TARGET ? 0 : probabilities_start), class_weight);
 
 xent::Sums sums =
     xent::read_row<K, HELD>(logits + start, held, columns, one, given, shares, thread_index, threads);
@@ -46,19 +44,21 @@ xent::Found found = xent::finish<K>(sums, one, given);
 if (thread_index == 0) {
   loss[row] = dead[row] ? 0.0f : weight[row] * found.loss;
   if (NORM) {
-    norm[2 * static_cast<size_t>(row)] = found.peak;
-    norm[2 * static_cast<size_t>(row) + 1] = found.log_sum;
+    norm[norm_start] = found.peak;
+    norm[norm_start + norm_part] = found.log_sum;
   }
   if (NLL) nll[row] = found.nll;
   if (ENTROPY) entropy[row] = found.entropy;
   if (PREDICTIONS) predictions[row] = static_cast<int>(sums.at);
 }
 if (GRAD) {
+  // All threads have read the target's logit before one writes its gradient there.
+  if (IN_PLACE) metal::threadgroup_barrier(metal::mem_flags::mem_device);
   if (dead[row]) {
-    xent::clear(grad + start, columns, thread_index, threads);
+    xent::clear(grad + grad_start, columns, thread_index, threads);
   } else {
     xent::Slopes slopes = xent::slopes_of<K>(one, given, sums.shares, scale[row], found.peak, found.log_sum);
     xent::write_gradient<K, HELD>(
-        logits + start, grad + start, held, columns, one, slopes, given, shares, thread_index, threads);
+        logits + start, grad + grad_start, held, columns, one, slopes, given, shares, thread_index, threads);
   }
 }

@@ -40,14 +40,15 @@ inline float exact_log(float x) {
   return far ? y + metal::fma(x, exact_exp(-y), -1.0f) : y;
 }
 
-// exp for each element of logits of type T. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the fast
-// function errs by 2^-24 of x, and 2^-22 beside.
+// exp for each element of logits of type T, for x <= 88. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the
+// fast function errs by 2^-24 of x, and 2^-22 beside. Apple promises it for finite numbers alone: -inf is left to the
+// comparison, and NaN to its product with 0.
 template <typename T>
 inline float exponential(float x) {
   if constexpr (sizeof(T) == 4) {
     return exact_exp(x);
   } else {
-    return metal::fast::exp(x);
+    return x < -87.0f ? 0.0f : metal::fma(x, 0.0f, metal::fast::exp(x));
   }
 }
 

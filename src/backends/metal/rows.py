@@ -1,78 +1,103 @@
-"""From a block of logits to a launch of the Metal kernels: template arguments, threads, arrays."""
+"""From a block of MLX's logits to a launch of the Metal kernels: template arguments, threads, arrays."""
 
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
+from xent.backends.metal.failures import KernelError, warn_once
+from xent.backends.metal.limits import Launch, fitting
 from xent.backends.metal.sources import FORWARD_OUTPUTS, backward_kernel, forward_kernel
-from xent.backends.mlx.kernels import Asked, Found, RowFacts
+from xent.backends.metal.threads import threads_and_held
+from xent.backends.mlx import plain
+from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, Terms
 
-__all__ = ["backward", "forward", "threads_and_held"]
+__all__ = ["backward", "forward", "problem"]
 
-_SIMD_WIDTH = 32
 _DEVICE_SIZE = 8  # elements; arrays of fewer are put into constant memory, where the logits' pointers do not go
-_PACK = 16  # bytes that a thread loads at a time
-# 512 threads leave each some 100 registers, so that no kernel needs more than there are; of those up to 32 hold logits.
-_MOST_THREADS = 512
-_MOST_HELD = 8
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
     """Take a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
     count, vocabulary = logits.shape
-    threads, held = threads_and_held(vocabulary, logits.dtype)
-    results: dict[str, tuple[bool, tuple[int, ...], mx.Dtype]] = {
-        "loss": (True, (count,), mx.float32),
-        "norm": (asked.norm, (count, 2), mx.float32),
-        "nll": (asked.nll, (count,), mx.float32),
-        "entropy": (asked.entropy, (count,), mx.float32),
-        "predictions": (asked.predictions, (count,), mx.int32),
-        "grad": (asked.grad, (count, vocabulary), logits.dtype),
-    }
-    wanted, shapes, dtypes = zip(*(results[name] for name in FORWARD_OUTPUTS), strict=True)
-    made = forward_kernel()(
-        inputs=_inputs(logits, facts),
-        template=[
-            *_template(logits, facts),
-            ("ENTROPY", asked.entropy),
-            ("NLL", asked.nll),
-            ("PREDICTIONS", asked.predictions),
-            ("NORM", asked.norm),
-            ("GRAD", asked.grad),
-            ("SKIPS_DEAD", not asked.dead),
-            ("HELD", held if asked.grad else 1),
-        ],
-        output_shapes=[shape if asks else (1,) for asks, shape in zip(wanted, shapes, strict=True)],
-        output_dtypes=list(dtypes),
-        grid=(threads, count, 1),
-        threadgroup=(threads, 1, 1),
-    )
-    named = zip(FORWARD_OUTPUTS, made, wanted, strict=True)
-    return Found(**{name: array for name, array, asks in named if asks})
+    try:
+        launch, limit = fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
+    except KernelError as error:
+        warn_once(error, "MLX")
+        return plain.forward(logits, facts, asked)
+    made = launch.run(count, threads_and_held(vocabulary, logits.dtype.size, limit)[0])
+    named = zip(FORWARD_OUTPUTS, made, _wanted(asked), strict=True)
+    return Found(**{name: array for name, array, wanted in named if wanted})
 
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     """Return the gradient of a block: see `xent.backends.mlx.kernels.Kernels.backward`."""
-    threads, _ = threads_and_held(logits.shape[1], logits.dtype)
-    (grad,) = backward_kernel()(
-        inputs=[*_inputs(logits, facts), norm],
-        template=_template(logits, facts),
-        output_shapes=[logits.shape],
-        output_dtypes=[logits.dtype],
-        grid=(threads, logits.shape[0], 1),
-        threadgroup=(threads, 1, 1),
+    inputs, template = [*_inputs(logits, facts), norm], _template(logits, facts)
+    launch = Launch(backward_kernel(), "backward", inputs, template, [logits.shape], [logits.dtype])
+    try:
+        launch, limit = fitting(lambda limit: launch)
+    except KernelError as error:
+        warn_once(error, "MLX")
+        return plain.backward(logits, facts, norm)
+    return launch.run(len(logits), threads_and_held(logits.shape[1], logits.dtype.size, limit)[0])[0]
+
+
+KERNELS["metal"] = Kernels(forward, backward)
+
+
+@cache
+def problem(dtype: mx.Dtype) -> str | None:
+    """Return why not even the kernel of a plain loss and its gradient runs on this GPU, with a warning; else None."""
+    rows, reals = mx.zeros((8,), mx.int32), mx.zeros((8,))
+    facts = RowFacts(
+        terms=Terms(smoothing=False, z_loss=False, softcap=False, scale=False),
+        numbers=reals,
+        target=rows,
+        probabilities=None,
+        weight=reals,
+        scale=reals,
+        dead=rows == 0,
+        class_weight=None,
+        target_logits=None,
+        finite=True,
+        alone=True,
     )
-    return grad
+    logits, asked = mx.zeros((8, 8), dtype), Asked(grad=True, norm=True)
+    try:
+        fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
+    except KernelError as error:
+        warn_once(error, "MLX")
+        return str(error)
+    return None
 
 
-def threads_and_held(vocabulary: int, dtype: mx.Dtype) -> tuple[int, int]:
-    """Return how many threads share a row, and how many 16-byte packs of it each keeps in registers."""
-    packs = max(vocabulary * dtype.size // _PACK, 1)
-    threads = min(-(-packs // _SIMD_WIDTH) * _SIMD_WIDTH, _MOST_THREADS)
-    held = 1
-    while held < _MOST_HELD and held * threads < packs:
-        held *= 2
-    return threads, held
+def _wanted(asked: Asked) -> tuple[bool, ...]:
+    """Return which of `FORWARD_OUTPUTS` are asked for."""
+    return (True, *(getattr(asked, name) for name in FORWARD_OUTPUTS[1:]))
+
+
+def _forward_launch(logits: mx.array, facts: RowFacts, asked: Asked, limit: int) -> Launch:
+    count, vocabulary = logits.shape
+    _, held = threads_and_held(vocabulary, logits.dtype.size, limit)
+    template = [
+        *_template(logits, facts),
+        ("ENTROPY", asked.entropy),
+        ("NLL", asked.nll),
+        ("PREDICTIONS", asked.predictions),
+        ("NORM", asked.norm),
+        ("GRAD", asked.grad),
+        ("SKIPS_DEAD", not asked.dead),
+        ("HELD", held if asked.grad else 1),
+    ]
+    each_row: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {
+        "norm": ((count, 2), mx.float32),
+        "predictions": ((count,), mx.int32),
+        "grad": ((count, vocabulary), logits.dtype),
+    }
+    outputs = [each_row.get(name, ((count,), mx.float32)) for name in FORWARD_OUTPUTS]
+    shapes = [shape if wanted else (1,) for (shape, _), wanted in zip(outputs, _wanted(asked), strict=True)]
+    dtypes = [dtype for _, dtype in outputs]
+    return Launch(forward_kernel(), "forward", _inputs(logits, facts), template, shapes, dtypes)
 
 
 def _template(logits: mx.array, facts: RowFacts) -> list[tuple[str, Any]]:

@@ -1,42 +1,65 @@
-"""The Metal sources, and the kernels that MLX makes of them: each built once."""
+"""The Metal sources: bodies of kernels, which MLX wraps a signature around, or which get our own for PyTorch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-
-__all__ = ["FORWARD_OUTPUTS", "backward_kernel", "forward_kernel"]
+__all__ = ["FORWARD_OUTPUTS", "backward_kernel", "forward_kernel", "library"]
 
 FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "grad")
 _INPUTS = ("logits", "numbers", "target", "target_logits", "probabilities", "class_weight", "weight", "scale", "dead")
 _HEADERS = ("maths", "columns", "sums", "call", "loss", "gradient")
-_Kernel = Callable[..., list[mx.array]]
+_Kernel = Callable[..., list[Any]]
 
 
 @cache
 def forward_kernel() -> _Kernel:
-    """Return the kernel of forward.metal."""
-    return _kernel("forward", _INPUTS, FORWARD_OUTPUTS)
+    """Return the kernel of forward.metal as MLX launches it."""
+    return _mlx_kernel("forward", _INPUTS, FORWARD_OUTPUTS)
 
 
 @cache
 def backward_kernel() -> _Kernel:
-    """Return the kernel of backward.metal."""
-    return _kernel("backward", (*_INPUTS, "norm"), ("grad",))
+    """Return the kernel of backward.metal as MLX launches it."""
+    return _mlx_kernel("backward", (*_INPUTS, "norm"), ("grad",))
 
 
-def _kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Kernel:
+def _mlx_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Kernel:
+    import mlx.core as mx
+
     made: Any = mx.fast.metal_kernel(
         name=f"xent_{name}",
         input_names=list(inputs),
         output_names=list(outputs),
-        header="\n".join(_read(header) for header in _HEADERS),
-        source=_read(name),
+        header=_headers(),
+        source=f"{_read('contiguous')}\n{_read(name)}",
     )
     kernel: _Kernel = made
     return kernel
+
+
+def library(name: str, arguments: Sequence[str]) -> str:
+    """Return a whole source, of ASCII alone, with the kernel "forward" or "backward" for these template arguments.
+
+    Its name in the library is xent_forward or xent_backward.
+    """
+    instance = f"{name}_rows<{', '.join(arguments)}>"
+    return "\n".join(
+        [
+            "#include <metal_stdlib>",
+            "using namespace metal;",
+            _headers(),
+            _read(f"{name}_signature"),
+            _read(name),
+            "}",
+            f'template [[host_name("xent_{name}")]] [[kernel]] decltype({instance}) {instance};',
+        ]
+    )
+
+
+def _headers() -> str:
+    return "\n".join(_read(header) for header in _HEADERS)
 
 
 def _read(name: str) -> str:

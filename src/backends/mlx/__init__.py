@@ -1,15 +1,23 @@
 """The MLX driver: both functions on MLX arrays, on any device that MLX has, with the row kernel of that device.
 
-How a call flows: `driver` makes the arguments ready -> `facts`, what is known about each row -> `logits`, or `linear`
-with its loop over chunks -> a row kernel (`plain` here; `kernels` is the contract) -> `results`, the loss and the
-statistics -> `autograd`, which gives the loss its gradients. `tracing` tells which gradients may be asked for. A call
-of no rows goes from `driver` to `empty` and no further.
+How a call flows: `driver` makes the arguments ready -> `facts`, what is known about each row -> `results`, which has
+the rows computed (`logits`, or `linear` with its loop over chunks), makes the loss and the statistics, and gives them
+their gradients through `autograd`. `tracing` tells which gradients may be asked for. A call of no rows goes from
+`driver` to `empty` and no further.
+
+A row kernel takes a block of logits (`kernels` is the contract). The plain one is the row algebra: `block`, or `fused`
+on a GPU, folds a block into sums; `finish` makes results and coefficients of sums, and only there options have a
+meaning; `block` spreads the coefficients into the gradient. `plain` cuts and composes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+if TYPE_CHECKING:
+    import mlx.core as mx
 
 __all__ = ["BACKEND", "MlxBackend"]
 
@@ -47,13 +55,13 @@ class MlxBackend:
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
         """Run the call with the plain row kernel."""
-        from xent.backends.mlx import driver
+        from xent.backends.mlx import driver, plain  # noqa: F401  registers the row kernel
 
         return driver.run(call, kernel=self.name)
 
-    def harness(self, device: str | None = None) -> Any:
+    def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""
         from xent.backends.mlx.harness import MlxHarness
 

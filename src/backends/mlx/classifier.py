@@ -5,9 +5,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.core.spec import LinearCall, QuantizedWeight
+from xent.core.spec import QuantizedWeight
 
-__all__ = ["Classifier", "classifier_of"]
+__all__ = ["Classifier"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,12 +68,3 @@ class Classifier:
             mode=weight.mode,
         )
         return mx.array(rows)
-
-
-def classifier_of(call: LinearCall) -> Classifier:
-    """Return the call's classifier, cut off from what it was computed from."""
-    weight, bias = call.linear_weight, call.linear_bias
-    if not isinstance(weight, QuantizedWeight):
-        weight = mx.stop_gradient(weight)
-    vocabulary = call.linear_weight.shape[0]
-    return Classifier(weight, None if bias is None else mx.stop_gradient(bias), vocabulary)

@@ -26,9 +26,9 @@ def devices() -> tuple[str, ...]:
 
 
 def chunk_device() -> str:
-    """Return "cpu", "metal" or "mlx-cuda", which differ in how much a chunk should hold."""
+    """Return "mlx-cpu", "metal" or "mlx-cuda", which differ in how much a chunk should hold."""
     if device_type() == "cpu":
-        return "cpu"
+        return "mlx-cpu"
     return "metal" if mx.metal.is_available() else "mlx-cuda"
 
 

@@ -4,34 +4,38 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.mlx import empty, linear, logits
+from xent.backends.mlx import empty, linear, logits, results
+from xent.backends.mlx.autograd import guarded
 from xent.backends.mlx.facts import gather_facts, is_float
-from xent.backends.mlx.kernels import kernels
-from xent.backends.mlx.results import stats_of
+from xent.backends.mlx.kernels import KERNELS
+from xent.backends.mlx.tracing import is_differentiated
 from xent.core.spec import LinearCall, LogitsCall, QuantizedWeight, Stats
 
 __all__ = ["run"]
 
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
-    """Run a call with the row kernel of that name."""
-    chosen = kernels(kernel)
+    """Run a call with the row kernel of that backend; KeyError for one that registered none."""
+    chosen = KERNELS[kernel]
+    if isinstance(call, LogitsCall):
+        given = {"logits": mx.moveaxis(call.logits, call.axis, -1)}
+        shape = given["logits"].shape[:-1]
+    else:
+        _check_dtypes(call)
+        given, shape = linear.differentiable(call), call.input.shape[:-1]
+    if 0 in shape:
+        return empty.run(list(given.values()), call.loss, shape)
+    call = guarded(call)
+    rows: logits.Logits | linear.Chunks
     if isinstance(call, LogitsCall):
         values = mx.moveaxis(call.logits, call.axis, -1)
         target = mx.moveaxis(call.target, call.axis, -1) if is_float(call.target) else call.target
-        shape = values.shape[:-1]
-        if 0 in shape:
-            return empty.run([call.logits], call.loss, shape)
         facts = gather_facts(call, target, values.shape[-1], values.dtype)
-        loss, found = logits.run(values, facts, chosen)
+        rows = logits.Logits(values, facts, chosen)
     else:
-        _check_dtypes(call)
-        shape = call.input.shape[:-1]
-        if 0 in shape:
-            return empty.run([*linear.differentiable(call).values()], call.loss, shape)
         facts = gather_facts(call, call.target, call.linear_weight.shape[0], call.input.dtype)
-        loss, found = linear.run(call, facts, chosen)
-    return loss.reshape(shape) if call.loss.reduction == "none" else loss, stats_of(found, facts, shape)
+        rows = linear.Chunks(call, facts, chosen, "weight" in given and is_differentiated(given["weight"]))
+    return results.run(given, rows, facts, shape)
 
 
 def _check_dtypes(call: LinearCall) -> None:

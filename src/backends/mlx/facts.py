@@ -47,20 +47,12 @@ class Facts:
 
     def all_rows(self) -> RowFacts:
         """Return what a row kernel is told about all rows, in one block."""
-        return replace(self.block(0, self.count), alone=True)
+        return replace(self.rows, probabilities=self.probability_block(0, self.count), alone=True)
 
     def block(self, start: int, stop: int, target_logits: mx.array | None = None) -> RowFacts:
         """Return what a row kernel is told about rows [start, stop)."""
-        rows, part = self.rows, slice(start, stop)
-        return replace(
-            rows,
-            target=None if rows.target is None else rows.target[part],
-            probabilities=self.probability_block(start, stop),
-            weight=rows.weight[part],
-            scale=rows.scale[part],
-            dead=rows.dead[part],
-            target_logits=target_logits,
-        )
+        rows, given = self.rows.part(start, stop), self.probability_block(start, stop)
+        return replace(rows, probabilities=given, target_logits=target_logits)
 
     def probability_block(self, start: int, stop: int) -> mx.array | None:
         """Return the target probabilities of rows [start, stop), (R, V), in the caller's dtype."""
@@ -75,12 +67,20 @@ class Facts:
         factor = upstream.astype(self.rows.weight.dtype)
         return factor if self.deferred is None else factor * self.deferred
 
-    def with_upstream(self, upstream: mx.array | None) -> "Facts":
-        """Return the facts for the gradient of rows whose losses have the gradients `upstream`, of N elements."""
-        if upstream is None:
-            return self
-        scale = self.rows.scale * upstream.reshape(-1).astype(self.rows.scale.dtype)
-        return replace(self, rows=replace(self.rows, scale=scale))
+    def with_upstream(self, upstream: dict[str, mx.array | None], entropy: mx.array | None) -> "Facts":
+        """Return the facts for the gradient of rows, from the upstream gradients of their losses and statistics.
+
+        `entropy` (N,) is that statistic, where it has one.
+        """
+        acc, rows = self.rows.scale.dtype, self.rows
+        flat = {name: one.reshape(-1).astype(acc) for name, one in upstream.items() if one is not None}
+        scale = rows.scale * flat.pop("loss") if "loss" in flat else rows.scale
+        if not flat:
+            return replace(self, rows=replace(rows, scale=scale))
+        if entropy is not None:
+            flat["H"] = entropy
+        scale = mx.where(rows.dead, 0, scale)  # rows of weight 0 have statistics
+        return replace(self, rows=replace(rows, scale=scale, dead=self.ignored, upstream=flat))
 
 
 def accumulation_dtype(dtype: mx.Dtype) -> mx.Dtype:
@@ -103,11 +103,11 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
     given = is_float(target)
     shape = target.shape[:-1] if given else target.shape
     count = int(np.prod(shape))
-    class_weight = None if call.weight is None else mx.stop_gradient(call.weight.astype(acc))
+    class_weight = None if call.weight is None else call.weight.astype(acc)
     probabilities = rows_of = classes = invalid = row_weight = None
     ignored = ~_shifted(mx.ones(shape, mx.bool_), shift, False).reshape(-1)
     if given:
-        probabilities = mx.stop_gradient(target.reshape(count, vocabulary))
+        probabilities = target.reshape(count, vocabulary)
         rows_of = _shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
     else:
         _check_targets(target, vocabulary, spec.ignore_index, shift)
@@ -119,7 +119,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         row_weight = None if class_weight is None else class_weight[classes]
 
     sample = call.sample_weight
-    weight = mx.ones(shape, acc) if sample is None else mx.stop_gradient(sample.astype(acc))
+    weight = mx.ones(shape, acc) if sample is None else sample.astype(acc)
     weight = mx.where(ignored, 0, _shifted(weight, shift, 0).reshape(-1))
     divisor = _divisor(call.normalizer, weight, row_weight, invalid) if spec.reduction == "mean" else None
     dead = weight == 0
@@ -131,7 +131,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
     scale, deferred = _scale(weight, row_weight, divisor, dtype)
     rows = RowFacts(
         terms=terms_of(spec),
-        numbers=mx.stop_gradient(numbers_of(spec, vocabulary, class_weight, acc)),
+        numbers=numbers_of(spec, vocabulary, class_weight, acc),
         target=classes,
         probabilities=None,
         weight=weight,
@@ -163,7 +163,7 @@ def _scale(
 
 def _divisor(normalizer: Any, weight: mx.array, row_weight: mx.array | None, invalid: mx.array | None) -> mx.array:
     if normalizer is not None:
-        return mx.stop_gradient(scalar(normalizer, weight.dtype))
+        return scalar(normalizer, weight.dtype)
     parts = weight if row_weight is None else weight * row_weight
     return (parts if invalid is None else mx.where(invalid, 0, parts)).sum()
 

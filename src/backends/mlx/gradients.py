@@ -7,10 +7,10 @@ import mlx.core as mx
 from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.weight_gradient import WeightGradient, kept_dtype
 
-__all__ = ["Gradients"]
+__all__ = ["GradientSums"]
 
 
-class Gradients:
+class GradientSums:
     """The gradients of "input", "weight" and "bias" that `needs` names, added up over chunks."""
 
     def __init__(self, needs: Collection[str], classifier: Classifier, input: mx.array, chunks: int) -> None:

@@ -2,12 +2,15 @@
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from xent.backends.mlx.devices import devices
+from xent.core.check.cases import Case
+from xent.core.check.long import long_cases
 
 __all__ = ["MlxHarness"]
 
@@ -23,6 +26,18 @@ class MlxHarness:
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
         self.device = device or devices()[0]
         self.dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
+        self.kernels: tuple[str, ...] = ("MLX's own operations",)
+
+    def watched(self) -> AbstractContextManager[set[str]]:
+        """Name MLX, of whose operations the plain row kernel is made."""
+        return nullcontext(set(self.kernels))
+
+    def reaching(self, function: str, dtype: str) -> list[Case]:
+        """Return rows of several blocks, and several chunks."""
+        return long_cases(function, dtype, {"several blocks": 100_003})
+
+    def passed(self) -> None:
+        """Do nothing: this backend is taken in any case."""
 
     def array(self, values: Any, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""

@@ -1,16 +1,21 @@
-"""What the MLX driver asks of a device's row kernel, and where it finds the kernel, by backend name.
+"""What the MLX driver asks of a device's row kernel.
 
 MLX arrays are values: a kernel returns its results, and "in place" means that the gradient may take the memory of
 logits that nobody else holds. The driver never hands over an empty block, slices the facts to the block's rows, ties
 the blocks to each other, and makes losses and statistics of what a kernel returns. A kernel evaluates nothing.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["Asked", "Found", "Kernels", "RowFacts", "Terms", "joined", "kernels"]
+__all__ = ["KERNELS", "Asked", "Found", "Kernels", "RowFacts", "Terms", "joined"]
+
+_NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,8 @@ class RowFacts:
 
     terms: Terms
     numbers: mx.array
-    """(8,) label_smoothing e, z_loss, softcap k, logit_scale s, e / V, sum_c w_c (V without class weights), 0, 0.
+    """(8,) label_smoothing e, z_loss, softcap k, logit_scale s, "spread" e / V, "total_weight" sum_c w_c (V without
+    class weights), 0, 0.
 
     Eight of them, because a Metal kernel gets fewer in another address space; an array, because a compiled function
     would be traced again for every new value of a Python number.
@@ -53,6 +59,36 @@ class RowFacts:
     """Whether dead rows hold finite logits, whose product with a scale of 0 is 0 without further ado."""
     alone: bool
     """Whether the block is all there is, so that its gradient should be the one thing of its size that is made."""
+    upstream: Mapping[str, mx.array] = field(default_factory=dict)
+    """(R,) upstream gradients of "lse", "nll" and "entropy", and with that "H", the entropy itself; for backward passes
+    of `xent.backends.mlx.plain`, others are not asked for these."""
+    first: int = 0
+    """The first class of the block in the vocabulary."""
+    inside: mx.array | None = None
+    """(R,) bool: whether the target is among the block's classes; None where all classes are."""
+
+    def number(self, name: str) -> mx.array:
+        """Return the number of an option, 0-d."""
+        place = _NUMBERS.index(name)
+        return self.numbers[place : place + 1].reshape(())
+
+    def part(self, start: int, stop: int) -> RowFacts:
+        """Return the facts of rows [start, stop)."""
+        whole = ("numbers", "class_weight")
+        named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array) and name not in whole}
+        cut: dict[str, Any] = {name: value[start:stop] for name, value in named.items()}
+        return replace(self, **cut, upstream={name: value[start:stop] for name, value in self.upstream.items()})
+
+    def classes(self, first: int, count: int) -> RowFacts:
+        """Return the facts for blocks of classes [first, first + count), targets counted from there."""
+        some = slice(first, first + count)
+        weight = None if self.class_weight is None else self.class_weight[some]
+        probabilities = None if self.probabilities is None else self.probabilities[:, some]
+        made = replace(self, class_weight=weight, probabilities=probabilities, first=first)
+        if self.target is None:
+            return made
+        inside = (self.target >= first) & (self.target < first + count)
+        return replace(made, target=mx.where(inside, self.target - first, 0), inside=inside)
 
 
 @dataclass(frozen=True)
@@ -66,6 +102,12 @@ class Asked:
     predictions: bool = False
     dead: bool = False
     """Whether the results besides loss and gradient are wanted of dead rows too."""
+
+    @classmethod
+    def of(cls, stats: Collection[str], grad: bool) -> Asked:
+        """Return what statistics and the gradient take, and the norm, of which later gradients are made."""
+        predictions = "predictions" in stats or "accuracy" in stats
+        return cls(grad, True, "nll" in stats, "entropy" in stats, predictions, bool(stats))
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,8 +132,7 @@ class Found:
 
     def arrays(self) -> list[mx.array]:
         """Return all that was found out, for the next block to wait for."""
-        values = (getattr(self, field.name) for field in fields(self))
-        return [value for value in values if value is not None]
+        return [value for value in vars(self).values() if value is not None]
 
 
 @dataclass(frozen=True)
@@ -104,20 +145,15 @@ class Kernels:
     """Return the gradient (R, V) of a block from `Found.norm` (R, 2), for the `scale` that the facts have now."""
 
 
+KERNELS: dict[str, Kernels] = {}
+"""By backend: its row kernel. The module that has the kernel registers it, and the backend imports that module."""
+
+
 def joined(parts: Sequence[Found]) -> Found:
     """Return the per-row results of blocks one after the other, without gradients."""
     named = {}
-    for field in fields(Found):
-        values = [getattr(part, field.name) for part in parts]
-        if field.name != "grad" and values[0] is not None:
-            named[field.name] = values[0] if len(values) == 1 else mx.concatenate(values)
+    for name in vars(parts[0]):
+        values = [getattr(part, name) for part in parts]
+        if name != "grad" and values[0] is not None:
+            named[name] = values[0] if len(values) == 1 else mx.concatenate(values)
     return Found(**named)
-
-
-def kernels(name: str) -> Kernels:
-    """Return the row kernel of that backend."""
-    if name == "metal":
-        from xent.backends.metal.kernels import KERNELS
-    else:
-        from xent.backends.mlx.plain import KERNELS
-    return KERNELS

@@ -9,45 +9,16 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from xent.backends.mlx.autograd import scaled, with_gradients
-from xent.backends.mlx.classifier import classifier_of
+from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.facts import Facts
-from xent.backends.mlx.gradients import Gradients
-from xent.backends.mlx.kernels import Found, Kernels, RowFacts, joined
-from xent.backends.mlx.results import asked_for, reduced
-from xent.backends.mlx.tracing import is_differentiated
+from xent.backends.mlx.gradients import GradientSums
+from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
+from xent.backends.mlx.plain import gradient_of
 from xent.core.chunks import rows_per_chunk
 from xent.core.spec import LinearCall, QuantizedWeight
 
-__all__ = ["differentiable", "run"]
-
-
-def run(call: LinearCall, facts: Facts, kernels: Kernels) -> tuple[mx.array, Found]:
-    """Return the loss, flat with reduction "none", and what was found out about the rows.
-
-    The gradients of a mean or sum that may be asked for are made with the loss. Others, and those of reduction "none",
-    are made from logits that are computed again.
-    """
-    given = differentiable(call)
-    expected = [name for name, array in given.items() if is_differentiated(array)]
-    reduces = facts.spec.reduction != "none"
-    chunks = _Chunks(call, facts, kernels, sums="weight" in expected)
-    found, kept = chunks.forward(expected if reduces else [])
-
-    def gradients(upstream: mx.array | None) -> list[mx.array]:
-        made, now = dict(kept), facts
-        kept.clear()
-        if not reduces:
-            now, upstream = facts.with_upstream(upstream), None
-        # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
-        for names in (expected, *([name] for name in given if name not in expected)):
-            if not made.keys() >= set(names):
-                made |= chunks.backward(now, found, names)
-        factor = facts.factor(upstream)
-        return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
-
-    return with_gradients(reduced(found.loss, facts), list(given.values()), gradients), found
+__all__ = ["Chunks", "differentiable"]
 
 
 def differentiable(call: LinearCall) -> dict[str, mx.array]:
@@ -57,21 +28,24 @@ def differentiable(call: LinearCall) -> dict[str, mx.array]:
     return {name: array for name, array in inputs.items() if array is not None}
 
 
-class _Chunks:
-    """The rows of a call, a chunk at a time."""
+class Chunks:
+    """The rows of a call, a chunk at a time.
 
-    def __init__(self, call: LinearCall, facts: Facts, kernels: Kernels, sums: bool) -> None:
+    `call` has no gradients; `trained` is whether the classifier is expected to get one.
+    """
+
+    def __init__(self, call: LinearCall, facts: Facts, kernels: Kernels, trained: bool) -> None:
         self._facts, self._kernels = facts, kernels
-        self._input = mx.stop_gradient(call.input)
+        self._input = call.input
         self._hidden = self._input.reshape(facts.count, self._input.shape[-1])
-        self._classifier = classifier_of(call)
         itemsize, vocabulary = self._input.dtype.size, facts.vocabulary
-        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), sums)
+        self._classifier = Classifier(call.linear_weight, call.linear_bias, vocabulary)
+        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), trained)
         self._parts = [(start, min(start + step, facts.count)) for start in range(0, facts.count, step)]
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
         """Return what is found out about all rows, and the gradients that `needs` names."""
-        asked = asked_for(self._facts.spec, grad=bool(needs), norm=True)
+        asked = Asked.of(self._facts.spec.stats, grad=bool(needs))
         sums, every, tie = self._sums(needs), list[Found](), list[mx.array]()
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(self._facts, start, stop, tie)
@@ -87,11 +61,12 @@ class _Chunks:
         sums, tie = self._sums(needs), [found.norm]
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(facts, start, stop, tie)
-            tie = sums.add(self._kernels.backward(logits, rows, found.norm[start:stop]), hidden, rows.dead)
+            grad = gradient_of(self._kernels, logits, rows, found.norm[start:stop])
+            tie = sums.add(grad, hidden, rows.dead)
         return sums.result()
 
-    def _sums(self, needs: Collection[str]) -> Gradients:
-        return Gradients(needs, self._classifier, self._input, len(self._parts))
+    def _sums(self, needs: Collection[str]) -> GradientSums:
+        return GradientSums(needs, self._classifier, self._input, len(self._parts))
 
     def _chunk(self, facts: Facts, start: int, stop: int, tie: list[mx.array]) -> tuple[mx.array, mx.array, RowFacts]:
         """Return hidden states (R, D), logits (R, V) and facts of rows [start, stop), made once `tie` is."""

@@ -1,36 +1,33 @@
 """`cross_entropy` in MLX: one block, the logits that exist."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import mlx.core as mx
 
-from xent.backends.mlx.autograd import scaled, with_gradients
 from xent.backends.mlx.facts import Facts
-from xent.backends.mlx.kernels import Found, Kernels
-from xent.backends.mlx.results import asked_for, reduced
-from xent.backends.mlx.tracing import is_differentiated
+from xent.backends.mlx.kernels import Asked, Found, Kernels
+from xent.backends.mlx.plain import gradient_of
 
-__all__ = ["run"]
+__all__ = ["Logits"]
 
 
-def run(logits: mx.array, facts: Facts, kernels: Kernels) -> tuple[mx.array, Found]:
-    """Return the loss of logits (..., V), flat with reduction "none", and what was found out about the rows.
+class Logits:
+    """The rows of logits (..., V) without gradient, as `xent.backends.mlx.linear.Chunks` has those of a classifier."""
 
-    The gradient of a mean or sum is made with the loss if it may be asked for, else from the norm.
-    """
-    reduces = facts.spec.reduction != "none"
-    asked = asked_for(facts.spec, grad=reduces and is_differentiated(logits), norm=True)
-    block = mx.stop_gradient(logits).reshape(facts.count, facts.vocabulary)
-    found = kernels.forward(block, facts.all_rows(), asked)
-    kept = [] if found.grad is None else [found.grad]
-    found = replace(found, grad=None)  # what is kept here alone gives its memory to what is made of it
+    def __init__(self, logits: mx.array, facts: Facts, kernels: Kernels) -> None:
+        self._shape, self._facts, self._kernels = logits.shape, facts, kernels
+        self._block = logits.reshape(facts.count, facts.vocabulary)
 
-    def gradients(upstream: mx.array | None) -> list[mx.array]:
-        now = facts
-        if not reduces:
-            now, upstream = facts.with_upstream(upstream), None
+    def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
+        """Return what is found out about all rows, and the gradient if it is needed."""
+        asked = Asked.of(self._facts.spec.stats, grad=bool(needs))
+        found = self._kernels.forward(self._block, self._facts.all_rows(), asked)
+        # The gradient is handed over alone: what nobody else holds gives its memory to what is made of it.
+        return replace(found, grad=None), {} if found.grad is None else {"logits": found.grad.reshape(self._shape)}
+
+    def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
+        """Return the gradient from the norm."""
         assert found.norm is not None
-        grad = kept.pop() if kept else kernels.backward(block, now.all_rows(), found.norm)
-        return [scaled(grad, facts.factor(upstream), logits.dtype).reshape(logits.shape)]
-
-    return with_gradients(reduced(found.loss, facts), [logits], gradients), found
+        grad = gradient_of(self._kernels, self._block, facts.all_rows(), found.norm)
+        return {"logits": grad.reshape(self._shape)}

@@ -11,18 +11,24 @@ import mlx.core as mx
 
 from xent.backends.mlx.block import Block
 from xent.backends.mlx.devices import device_type
+from xent.backends.mlx.finish import coefficients, finish
 from xent.backends.mlx.fused import FusedBlock, fuses, needs_memory
-from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
+from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, joined
 from xent.core.chunks import rows_per_block
 
-__all__ = ["KERNELS", "backward", "forward"]
+__all__ = ["backward", "forward", "gradient_of"]
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
     """Take a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
     parts, grad, tie = [], None, list[mx.array]()
-    for start, z, some in _blocks(logits, facts, asked.grad and not asked.entropy):
-        found = _block(mx.depends(z, tie) if tie else z, some).forward(asked)
+    for start, z, some in _parts(logits, facts, asked.grad and not asked.entropy):
+        block = _block(z, some, tie)
+        sums = block.fold(asked)
+        found = finish(sums, some, asked)
+        if asked.grad:
+            given = coefficients(some, sums.peak + sums.log_sum, sums.target.total)
+            found = replace(found, grad=block.gradient(given, sums.peak, sums.log_sum))
         tie = found.arrays()
         grad = _placed(grad, found.grad, start, logits)
         parts.append(replace(found, grad=None))
@@ -31,19 +37,32 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     """Return a block's gradient: see `xent.backends.mlx.kernels.Kernels.backward`."""
+    if "nll" in facts.upstream and facts.probabilities is not None and facts.class_weight is not None:
+        # The nll of class probabilities knows no class weights.
+        upstream = dict(facts.upstream)
+        alone = {"nll": upstream.pop("nll")}
+        plain = replace(facts, scale=mx.zeros_like(facts.scale), class_weight=None, upstream=alone)
+        return backward(logits, plain, norm) + backward(logits, replace(facts, upstream=upstream), norm)
     grad, tie = None, list[mx.array]()
-    for start, z, some in _blocks(logits, facts, True):
-        made = _block(mx.depends(z, tie) if tie else z, some).backward(norm[start : start + len(z)])
+    for start, z, some in _parts(logits, facts, True):
+        peak, log_sum = norm[start : start + len(z), 0], norm[start : start + len(z), 1]
+        block = _block(z, some, tie)
+        made = block.gradient(coefficients(some, peak + log_sum, block.total()), peak, log_sum)
         tie = [made]
         grad = _placed(grad, made, start, logits)
     assert grad is not None
     return grad
 
 
-KERNELS = Kernels(forward, backward)
+_PLAIN = KERNELS["mlx"] = Kernels(forward, backward)
 
 
-def _blocks(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
+def gradient_of(kernels: Kernels, logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
+    """Return a block's gradient by those kernels; by this one where statistics have upstream gradients."""
+    return (_PLAIN if facts.upstream else kernels).backward(logits, facts, norm)
+
+
+def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
     """Yield (first row, logits, facts) of parts so small that what is computed on the way takes little memory.
 
     A block is left in one piece if it is small, or if it is the whole call and nothing is computed on the way: then a
@@ -57,17 +76,7 @@ def _blocks(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tupl
         yield 0, logits, facts
         return
     for start in range(0, count, step):
-        part = slice(start, start + step)
-        some = replace(
-            facts,
-            target=None if facts.target is None else facts.target[part],
-            probabilities=None if facts.probabilities is None else facts.probabilities[part],
-            weight=facts.weight[part],
-            scale=facts.scale[part],
-            dead=facts.dead[part],
-            target_logits=None if facts.target_logits is None else facts.target_logits[part],
-        )
-        yield start, logits[part], some
+        yield start, logits[start : start + step], facts.part(start, start + step)
 
 
 def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.array) -> mx.array | None:
@@ -82,5 +91,7 @@ def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.
     return place
 
 
-def _block(z: mx.array, facts: RowFacts) -> Block:
-    return FusedBlock(z, facts) if fuses(z, facts) else Block(z, facts)
+def _block(z: mx.array, facts: RowFacts, tie: list[mx.array]) -> Block:
+    """Return a block of rows that are looked at once `tie` is computed."""
+    kind = FusedBlock if fuses(z, facts) else Block
+    return kind(mx.depends(z, tie) if tie else z, facts)

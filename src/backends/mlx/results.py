@@ -2,27 +2,20 @@
 
 import mlx.core as mx
 
+from xent.backends.mlx.autograd import scaled, with_gradients
 from xent.backends.mlx.facts import Facts
-from xent.backends.mlx.kernels import Asked, Found
-from xent.core.spec import LossSpec, Stats
+from xent.backends.mlx.kernels import Found
+from xent.backends.mlx.linear import Chunks
+from xent.backends.mlx.logits import Logits
+from xent.backends.mlx.tracing import is_differentiated
+from xent.core.spec import Stats
 
-__all__ = ["asked_for", "reduced", "stats_of"]
+__all__ = ["run"]
 
-
-def asked_for(spec: LossSpec, grad: bool, norm: bool) -> Asked:
-    """Return what a row kernel has to find out for the statistics, and the gradient or the norm."""
-    names = spec.stats
-    return Asked(
-        grad=grad,
-        norm=norm or "lse" in names or "z_loss" in names,
-        nll="nll" in names,
-        entropy="entropy" in names,
-        predictions="predictions" in names or "accuracy" in names,
-        dead=bool(names),
-    )
+_DIFFERENTIABLE = ("lse", "nll", "entropy")
 
 
-def reduced(values: mx.array, facts: Facts) -> mx.array:
+def _reduced(values: mx.array, facts: Facts) -> mx.array:
     """Return per-row values (N,) as the spec's reduction has them: 0-d, or as they are for "none"."""
     if facts.spec.reduction == "none":
         return values
@@ -32,48 +25,65 @@ def reduced(values: mx.array, facts: Facts) -> mx.array:
     return mx.where(facts.divisor == 0, 0, total / facts.divisor)
 
 
-def stats_of(found: Found, facts: Facts, shape: tuple[int, ...]) -> Stats:
-    """Return the statistics that the spec names, per-row ones in `shape`."""
-    made = {name: mx.stop_gradient(_STATS[name](found, facts)) for name in facts.spec.stats}
-    return Stats(**{name: value.reshape(shape) if value.ndim else value for name, value in made.items()})
+def run(
+    given: dict[str, mx.array], rows: Logits | Chunks, facts: Facts, shape: tuple[int, ...]
+) -> tuple[mx.array, Stats]:
+    """Return the loss and the statistics that the spec names, per-row ones in `shape`.
+
+    `given` is what may have a gradient. The gradients of a mean or sum that may be asked for are made with the loss.
+    Others, and those of reduction "none", are made from logits that are looked at again. With "none" the statistics
+    that are sums over classes have gradients too.
+    """
+    reduces = facts.spec.reduction != "none"
+    expected = _expected(given) if reduces else []
+    found, kept = rows.forward(expected)
+
+    def gradients(upstream: dict[str, mx.array | None]) -> list[mx.array]:
+        made, now, first = dict(kept), facts, expected
+        kept.clear()
+        if not reduces:
+            now, first = facts.with_upstream(upstream, found.entropy), _expected(given)
+        # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
+        for names in (first, *([name] for name in given if name not in first)):
+            if not made.keys() >= set(names):
+                made |= rows.backward(now, found, names)
+        factor = facts.factor(upstream["loss"]) if reduces else None
+        return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
+
+    named = {"loss": _reduced(found.loss, facts)} | _statistics(found, facts)
+    linked = ["loss", *(name for name in _DIFFERENTIABLE if name in named and not reduces)]
+    named |= with_gradients({name: named[name] for name in linked}, list(given.values()), gradients)
+    flat = {name: value.reshape(shape) if value.ndim else value for name, value in named.items()}
+    return flat.pop("loss"), Stats(**flat)
 
 
-def _lse(found: Found, facts: Facts) -> mx.array:
+def _expected(given: dict[str, mx.array]) -> list[str]:
+    return [name for name, array in given.items() if is_differentiated(array)]
+
+
+def _statistics(found: Found, facts: Facts) -> dict[str, mx.array]:
+    """Return the statistics that the spec names, (N,) or 0-d."""
+    ignored, rows, names = facts.ignored, facts.rows, facts.spec.stats
+    if not names:
+        return {}
     assert found.norm is not None
     peak, log_sum = found.norm[:, 0], found.norm[:, 1]
-    return mx.where(facts.ignored, 0, mx.where(peak == -mx.inf, peak, peak + log_sum))
-
-
-def _nll(found: Found, facts: Facts) -> mx.array:
-    assert found.nll is not None
-    values = mx.where(facts.ignored, 0, found.nll)
-    return values if facts.invalid is None else mx.where(facts.invalid, mx.nan, values)
-
-
-def _entropy(found: Found, facts: Facts) -> mx.array:
-    assert found.entropy is not None
-    return mx.where(facts.ignored, 0, found.entropy)
-
-
-def _predictions(found: Found, facts: Facts) -> mx.array:
-    assert found.predictions is not None
-    return mx.where(facts.ignored, -1, found.predictions)
-
-
-def _z_loss(found: Found, facts: Facts) -> mx.array:
-    term = facts.rows.weight * facts.rows.numbers[1] * mx.square(_lse(found, facts))
-    return reduced(mx.where(facts.rows.dead, 0, term), facts)
-
-
-def _accuracy(found: Found, facts: Facts) -> mx.array:
-    correct = (_predictions(found, facts) == _truth(facts)) & ~facts.ignored
-    if facts.invalid is not None:
-        correct = correct & ~facts.invalid
-    return correct.sum().astype(found.loss.dtype) / mx.maximum(facts.counted, 1)
-
-
-def _count(found: Found, facts: Facts) -> mx.array:
-    return facts.counted
+    lse = mx.where(ignored, 0, mx.where(peak == -mx.inf, peak, peak + log_sum))
+    made = {"lse": lse, "count": facts.counted}
+    if "z_loss" in names:
+        term = rows.weight * rows.number("z_loss") * mx.square(lse)
+        made["z_loss"] = _reduced(mx.where(rows.dead, 0, term), facts)
+    if found.nll is not None:
+        nll = mx.where(ignored, 0, found.nll)
+        made["nll"] = nll if facts.invalid is None else mx.where(facts.invalid, mx.nan, nll)
+    if found.entropy is not None:
+        made["entropy"] = mx.where(ignored, 0, found.entropy)
+    if found.predictions is not None:
+        made["predictions"] = mx.where(ignored, -1, found.predictions)
+        correct = (made["predictions"] == _truth(facts)) & ~ignored
+        correct = correct if facts.invalid is None else correct & ~facts.invalid
+        made["accuracy"] = correct.sum().astype(found.loss.dtype) / mx.maximum(facts.counted, 1)
+    return {name: made[name] for name in names}
 
 
 def _truth(facts: Facts) -> mx.array:
@@ -83,14 +93,3 @@ def _truth(facts: Facts) -> mx.array:
     given = facts.probability_block(0, facts.count)
     assert given is not None
     return mx.argmax(given, axis=-1).astype(mx.int32)
-
-
-_STATS = {
-    "lse": _lse,
-    "nll": _nll,
-    "entropy": _entropy,
-    "predictions": _predictions,
-    "z_loss": _z_loss,
-    "accuracy": _accuracy,
-    "count": _count,
-}

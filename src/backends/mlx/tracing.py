@@ -16,7 +16,7 @@ from functools import cache
 
 import mlx.core as mx
 
-__all__ = ["is_differentiated", "is_one", "is_traced"]
+__all__ = ["is_differentiated", "is_one", "is_traced", "is_zero"]
 
 _PRIMITIVE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"', re.MULTILINE)
 _INPUT = re.compile(r'^"([^"]*)" -> (\d+)$', re.MULTILINE)
@@ -35,16 +35,30 @@ def is_traced(array: mx.array) -> bool:
 
 def is_differentiated(array: mx.array) -> bool:
     """Whether a gradient with respect to this array may be asked for."""
-    return is_traced(array) and "Copy" in _ancestors(array)
+    if not is_traced(array):
+        return False
+    text = _drawing(array)
+    copied = 'label ="Copy"' in text  # reading the whole of a large model's graph takes several times as long
+    return copied and ('label ="StopGradient"' not in text or "Copy" in _ancestors(text))
 
 
 def is_one(scalar: mx.array) -> bool:
     """Whether a 0-d array is known to be 1 without computing anything, as the gradient of a loss itself is."""
-    if list(_ancestors(scalar)):
+    if _PRIMITIVE.search(_drawing(scalar)):
         return False
     try:
         return bool(scalar.item() == 1)
     except (RuntimeError, ValueError):  # the argument of a function that mx.compile traces, which has no value yet
+        return False
+
+
+def is_zero(array: mx.array) -> bool:
+    """Whether an array is known to be 0 everywhere, as the gradient of what nobody used is."""
+    if not {name for _, name in _PRIMITIVE.findall(_drawing(array))} <= {"Broadcast", "ExpandDims", "Full"}:
+        return False
+    try:
+        return not array.any().item()
+    except (RuntimeError, ValueError):
         return False
 
 
@@ -62,11 +76,15 @@ def _probe() -> tuple[list[None], Callable[[mx.array], mx.array]]:
     return runs, probe
 
 
-def _ancestors(array: mx.array) -> Iterable[str]:
-    """Yield the names of the operations that an array comes from, stopping where `mx.stop_gradient` cuts the graph."""
+def _drawing(array: mx.array) -> str:
+    """Return MLX's own description of the graph that an array comes from; the array is called "array" in it."""
     drawing = io.StringIO()
     mx.export_to_dot(drawing, array=array)
-    text = drawing.getvalue()
+    return drawing.getvalue()
+
+
+def _ancestors(text: str) -> Iterable[str]:
+    """Yield the operations that "array" comes from, stopping where `mx.stop_gradient` cuts the graph."""
     names = dict(_PRIMITIVE.findall(text))
     makers = {output: maker for maker, output in _OUTPUT.findall(text)}
     inputs: dict[str, list[str]] = {}

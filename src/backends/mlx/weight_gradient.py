@@ -27,7 +27,7 @@ class WeightGradient:
 
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
         device = chunk_device()
-        on_cpu = device == "cpu"
+        on_cpu = device == "mlx-cpu"
         rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= MOST_ROUNDED_SUMS_MLX
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
         self._casts = on_cpu and dtype != self._wide

@@ -1,19 +1,23 @@
-"""The PyTorch driver: both functions on tensors of any device, with the row kernel of that device.
+"""The PyTorch driver: both functions on tensors of any device, with the steps of that device's backend.
 
-How a call flows: `driver` makes the arguments ready (autocast, gradients asked for) -> `autograd` (what is saved, what
-backward returns) -> `ops` (custom operations, opaque to torch.compile) -> `logits` or `linear` (the loop over chunks)
--> a row kernel (`plain` here) between `facts`, what is known about each row, and `results`, what is found out.
+How a call flows: `driver` makes the arguments ready (autocast, gradients asked for) -> `eager`, or for compilers,
+transforms and modes `autograd` and `ops` (what is saved, what backward returns) -> `logits` or `linear` (the loop over
+chunks) -> a `job`, the rows of the call: `plain_job` here, made of PyTorch's own operations.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from xent.backends.protocol import Harness
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["BACKEND", "TorchBackend"]
 
 
 class TorchBackend:
-    """Backend "torch": every device PyTorch knows, with a row kernel made of PyTorch's own operations."""
+    """Backend "torch": every device PyTorch knows, with steps made of PyTorch's own operations."""
 
     name = "torch"
     framework = "torch"
@@ -40,13 +44,13 @@ class TorchBackend:
         """Refuse nothing: there is no option and no device that this backend leaves out."""
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
-        """Run the call with the plain row kernel."""
-        from xent.backends.torch import driver
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
+        """Run the call with plain jobs."""
+        from xent.backends.torch import driver, plain_job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
 
-    def harness(self, device: str | None = None) -> Any:
+    def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the PyTorch harness of the gradient checks."""
         from xent.backends.torch.harness import TorchHarness
 

@@ -1,9 +1,7 @@
-"""Autograd around the custom operations: what is saved, what backward returns, what raises.
+"""Autograd around the custom operations, for compilers, transforms and modes: what is saved, what backward returns.
 
-Gradients of a mean or sum are made with the loss and kept; backward only multiplies the upstream scalar in, into the
-kept memory itself when the graph is not retained, so that nothing of the gradient's size is allocated. A kept gradient
-is an output of its Function: whoever differentiates a gradient again arrives at that output, and at an error, instead
-of at a wrong number.
+A kept gradient is an output of its Function: whoever differentiates a gradient again arrives at that output, and at an
+error, instead of at a wrong number. `eager` has the same without operations.
 """
 
 import inspect
@@ -12,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.options import Options
+from xent.backends.torch import private
+from xent.backends.torch.logits import makes_gradient_first
+from xent.backends.torch.options import TENSORS, reduction_of
 
-__all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy"]
+__all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy", "asks_for_gradient"]
 
-_NO_SECOND = (
-    "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
-    "where create_graph=True is needed"
-)
-_TENSORS = Options._fields.index("ignore_index")  # the fields before it are tensors
-_REDUCTION = Options._fields.index("reduction")
-_KERNEL = Options._fields.index("kernel")
+_OPTIONS = 11  # arguments of `SCHEMA`
+
+
+def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
+    """Return of each tensor whether a gradient is asked for."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def _signed(function: Any) -> Any:
@@ -32,39 +32,40 @@ def _signed(function: Any) -> Any:
 
 
 class CrossEntropy(torch.autograd.Function):
-    """(logits, needs_grad, *options) -> (loss, kept, deferred, *stats)."""
+    """(logits, needs_grad, *options) -> (loss, kept, *stats)."""
 
     @staticmethod
     @_signed
     def forward(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
-        loss, kept, deferred, stats = torch.ops.xent.cross_entropy(logits, needs_grad, *options)
-        return loss, kept, deferred, *stats
+        loss, kept, stats = torch.ops.xent.cross_entropy(logits, needs_grad, *options)
+        return loss, kept, *stats
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         logits, _, *options = inputs
-        _, kept, deferred, *stats = output
+        _, kept, *stats = output
         _keep_options(ctx, options)
-        if ctx.reduction == "none":
-            ctx.save_for_backward(logits, kept, *options[:_TENSORS])
-            ctx.mark_non_differentiable(kept, deferred, *stats)
+        ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
+        if ctx.is_made:
+            ctx.save_for_backward(kept)
+            ctx.mark_non_differentiable(*stats)
         else:
-            ctx.save_for_backward(kept, deferred)
-            ctx.mark_non_differentiable(deferred, *stats)
+            ctx.save_for_backward(logits, kept, *options[:TENSORS])
+            ctx.mark_non_differentiable(kept, *stats)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * (1 + len(Options._fields))
-        _refuse_second(kept_upstream)
+    def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Any, *_: Any) -> Any:
+        rest = (None,) * (1 + _OPTIONS)
+        if _differentiated(kept_upstream):
+            return _refused(kept_upstream, kept_upstream), *rest
         if upstream is None:
             return None, *rest
-        if ctx.reduction == "none":
-            logits, norm, *tensors = ctx.saved_tensors
-            operation = torch.ops.xent.cross_entropy_backward
-            return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
-        kept, deferred = ctx.saved_tensors
-        return _scaled(ctx, kept, upstream, deferred), *rest
+        if ctx.is_made:
+            return _scaled(ctx, ctx.saved_tensors[0], upstream, None), *rest
+        logits, norm, *tensors = ctx.saved_tensors
+        operation = torch.ops.xent.cross_entropy_backward
+        return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -73,25 +74,25 @@ class CrossEntropyInplace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *options: Any) -> Any:
         _keep_options(ctx, options)
+        ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
         # Saved as they came, so that a gradient of the gradient finds its way back to them, and to an error.
-        if ctx.reduction == "none":
-            loss, norm, _, stats = torch.ops.xent.cross_entropy(logits, True, *options)
-            ctx.save_for_backward(logits, norm, *options[:_TENSORS])
+        if ctx.is_made:
+            loss, stats = torch.ops.xent.cross_entropy_(logits.detach(), *options)
+            ctx.save_for_backward(logits)
         else:
-            loss, deferred, stats = torch.ops.xent.cross_entropy_(logits.detach(), *options)
-            ctx.save_for_backward(logits, deferred)
+            loss, norm, stats = torch.ops.xent.cross_entropy(logits, True, *options)
+            ctx.save_for_backward(logits, norm, *options[:TENSORS])
         ctx.mark_non_differentiable(*stats)
         ctx.set_materialize_grads(False)
         return loss, *stats
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * len(Options._fields)
+        rest = (None,) * _OPTIONS
         if upstream is None:
             return None, *rest
-        if ctx.reduction != "none":
-            kept, deferred = ctx.saved_tensors
-            return _first_order(_scaled, ctx, kept, upstream, deferred), *rest
+        if ctx.is_made:
+            return _first_order(_scaled, ctx, ctx.saved_tensors[0], upstream, None), *rest
         logits, norm, *tensors = ctx.saved_tensors
         args = (norm, *tensors, *ctx.constants)
         if _memory_is_needed(upstream):
@@ -102,41 +103,44 @@ class CrossEntropyInplace(torch.autograd.Function):
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """(input, weight, bias, needs, shift, workspace, dtype, *options) -> (loss, norm, deferred, *gradients, *stats)."""
+    """(input, weight, bias, needs, shift, workspace, dtype, *options) -> (loss, deferred, *gradients, *stats)."""
 
     @staticmethod
     @_signed
     def forward(*args: Any) -> Any:
-        loss, norm, deferred, gradients, stats = torch.ops.xent.linear_cross_entropy(*args)
-        return loss, norm, deferred, *gradients, *stats
+        loss, deferred, gradients, stats = torch.ops.xent.linear_cross_entropy(*args)
+        return loss, deferred, *gradients, *stats
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         linear, options = inputs[:7], inputs[7:]
-        _, norm, deferred, *rest = output
+        _, deferred, *rest = output
         gradients, stats = rest[:3], rest[3:]
         _keep_options(ctx, options)
         ctx.needs, ctx.linear = linear[3], linear[3:]
         ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
         if ctx.reduction == "none":
-            ctx.save_for_backward(norm, *linear[:3], *options[:_TENSORS])
-            ctx.mark_non_differentiable(norm, deferred, *gradients, *stats)
+            ctx.save_for_backward(*linear[:3], *options[:TENSORS])
+            ctx.mark_non_differentiable(deferred, *gradients, *stats)
         else:
             ctx.save_for_backward(deferred, *gradients)
-            ctx.mark_non_differentiable(norm, deferred, *stats)
+            ctx.mark_non_differentiable(deferred, *stats)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
-        rest = (None,) * (4 + len(Options._fields))
-        _refuse_second(*more)
+        rest = (None,) * (4 + _OPTIONS)
+        if _differentiated(*more):
+            return *(
+                None if grad is None else _refused(grad, grad).to(dtype)
+                for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
+            ), *rest
         if upstream is None:
             return None, None, None, *rest
         if ctx.reduction == "none":
-            norm, *tensors = ctx.saved_tensors
+            tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
-            args = (*tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
-            gradients = _first_order(operation, upstream, norm, *args)
+            gradients = _first_order(operation, upstream, *tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
         else:
             deferred, *kept = ctx.saved_tensors
             gradients = [
@@ -161,32 +165,53 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
+        ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in inputs))
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise RuntimeError(_NO_SECOND)
+    def vmap(info: Any, in_dims: Any, operation: Any, *args: Any) -> Any:
+        """Run it once for each upstream gradient of a batch, as torch.func.jacrev has one for each row."""
+        results = []
+        for entry in range(info.batch_size):
+            chosen = [
+                arg.select(dim, entry) if isinstance(dim, int) else arg
+                for arg, dim in zip(args, in_dims[1:], strict=True)
+            ]
+            results.append(_FirstOrder.apply(operation, *chosen))
+        if isinstance(results[0], tuple):
+            return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+        return torch.stack(results), 0
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        first = next(grad for grad in upstream if grad is not None)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
+        return tuple(_refused(first, like) if needs else None for like, needs in needed)
 
 
 def _first_order(operation: Any, *args: Any) -> Any:
     """Return operation(*args); differentiating it raises, as it does by itself in a compiled graph."""
-    return operation(*args) if torch.compiler.is_compiling() else _FirstOrder.apply(operation, *args)
+    return operation(*args) if torch.compiler.is_dynamo_compiling() else _FirstOrder.apply(operation, *args)
 
 
 def _keep_options(ctx: Any, options: Any) -> None:
     """Keep the constants; the tensors are saved apart."""
-    ctx.reduction, ctx.kernel = options[_REDUCTION], options[_KERNEL]
-    ctx.constants = options[_TENSORS:]
+    ctx.reduction, ctx.kernel = reduction_of(options), options[-1]
+    ctx.constants = options[TENSORS:]
 
 
-def _refuse_second(*kept_upstream: Tensor | None) -> None:
-    """Raise if somebody differentiates a kept gradient.
+def _refused(upstream: Tensor, like: Tensor) -> Tensor:
+    """Raise; where a tracer asks for a second derivative in case, return a stand-in that raises when it is computed."""
+    refused: Tensor = torch.ops.xent.second_derivative(upstream, like)
+    return refused
 
-    Not while compiling: there, outputs that nobody uses come with gradients too, and second derivatives of a compiled
-    graph are an error of PyTorch's own.
+
+def _differentiated(*kept_upstream: Tensor | None) -> bool:
+    """Return whether somebody differentiates a kept gradient.
+
+    Not while Dynamo traces: there, outputs that nobody uses come with gradients too, and second derivatives of a
+    compiled graph are an error of PyTorch's own.
     """
-    if not torch.compiler.is_compiling() and any(grad is not None for grad in kept_upstream):
-        raise RuntimeError(_NO_SECOND)
+    return not torch.compiler.is_dynamo_compiling() and any(grad is not None for grad in kept_upstream)
 
 
 def _memory_is_needed(upstream: Tensor) -> bool:
@@ -194,22 +219,26 @@ def _memory_is_needed(upstream: Tensor) -> bool:
 
     A compiled graph reuses memory by itself.
     """
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+    return _is_transformed(upstream) or private.keeps_graph()
+
+
+def _is_transformed(upstream: Tensor) -> bool:
+    """Whether an operation in place would not see all of `upstream`: a graph, a batch, a tangent."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.transforms_possible():
         return True
-    # torch.autograd.grad(is_grads_batched=True)
-    if torch._C._functorch.is_legacy_batchedtensor(upstream):  # pyright: ignore[reportAttributeAccessIssue]
-        return True
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())  # pyright: ignore[reportAttributeAccessIssue]
+    return private.forward_mode() or private.is_batched_gradient(upstream)
 
 
-def _scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor) -> Tensor:
-    """Return kept * upstream * deferred, in kept's memory unless that is needed.
-
-    The product is rounded once: a 0-d factor would be rounded to kept's precision first.
-    """
-    if _memory_is_needed(upstream):
-        return (kept * (upstream * deferred).reshape(1)).to(kept.dtype)
-    # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
-    kept = kept.detach()
-    torch.ops.xent.scale_(kept, upstream, deferred, ctx.kernel)
-    return kept
+def _scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
+    """Return kept * upstream * deferred, rounded once, in kept's memory unless that is needed."""
+    if not _memory_is_needed(upstream):
+        # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
+        kept = kept.detach()
+        torch.ops.xent.scale_(kept, upstream, deferred, ctx.kernel)
+        return kept
+    if not _is_transformed(upstream):
+        made: Tensor = torch.ops.xent.scaled(kept, upstream, deferred, ctx.kernel)
+        return made
+    # A 0-d factor would be rounded to kept's precision first.
+    factor = upstream if deferred is None else upstream * deferred
+    return (kept * factor.reshape(1)).to(kept.dtype)

@@ -4,89 +4,122 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from xent.backends.torch import eager, private
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
-from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy
-from xent.backends.torch.options import Options, pack_numbers
+from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import overlaps
+from xent.backends.torch.transforms import refuse_transforms
 from xent.core.spec import LinearCall, LogitsCall, LossSpec, Stats
 
-__all__ = ["run"]
+__all__ = ["run", "run_linear", "run_logits"]
 
 _PER_ROW = ("lse", "nll", "entropy", "predictions")
 
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
-    """Run a call with the row kernel of that name."""
+    """Run a validated call with the steps of that backend."""
     without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer")
     _refuse_gradients(without_gradient)
-    _refuse_transforms(without_gradient)
-    names = ("logits",) if isinstance(call, LogitsCall) else ("input", "linear_weight", "linear_bias")
-    _refuse_transforms(_tensors(call, *names))
-    return _run_logits(call, kernel) if isinstance(call, LogitsCall) else _run_linear(call, kernel)
+    refuse_transforms(without_gradient)
+    options = Options(call.target, call.weight, call.sample_weight, call.normalizer, call.loss, kernel)
+    if isinstance(call, LogitsCall):
+        refuse_transforms({"logits": call.logits})
+        quiet = _is_eager(call.logits, *options[:4])
+        made = run_logits(call.logits, options, call.axis, call.inplace, quiet)
+    else:
+        sources = _tensors(call, "input", "linear_weight", "linear_bias")
+        refuse_transforms(sources)
+        quiet = _is_eager(*sources.values(), *options[:4])
+        arguments = (call.input, call.linear_weight, call.linear_bias, options, call.shift, call.workspace)
+        made = run_linear(*arguments, quiet)
+    return made if call.loss.stats else (made, Stats())
 
 
-def _run_logits(call: LogitsCall, kernel: str) -> tuple[Tensor, Stats]:
-    logits, target = _classes_last(call.logits, call.axis), call.target
-    if target.is_floating_point():
-        target = _classes_last(target, call.axis)
-    options = _options(call, target, kernel)
-    needs_grad = torch.is_grad_enabled() and logits.requires_grad
-    if not needs_grad:
-        loss, _, _, stats = torch.ops.xent.cross_entropy(logits, False, *options)
-    elif call.inplace and not torch.compiler.is_compiling():
-        _check_inplace(call.logits)
-        loss, *stats = CrossEntropyInplace.apply(logits, *options)
+def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet: bool) -> Any:
+    """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
+    given, target = logits, options.target
+    if axis != logits.dim() - 1:
+        logits = logits.movedim(axis, -1)
+        if target.is_floating_point():
+            options = options._replace(target=target.movedim(axis, -1))
+    needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    if quiet:
+        if inplace and needs_grad:
+            _check_inplace(given)
+        loss, stats = eager.cross_entropy(logits, options, needs_grad, inplace)
+    elif _compiles_a_transform():
+        from xent.backends.torch import compiled
+
+        loss, _, *stats = compiled.cross_entropy(logits, *pack(options))
+    elif not needs_grad:
+        loss, _, stats = torch.ops.xent.cross_entropy(logits, False, *pack(options))
+    elif inplace and not torch.compiler.is_compiling():
+        _check_inplace(given)
+        loss, *stats = CrossEntropyInplace.apply(logits, *pack(options))
     else:
         # A compiler plans memory by itself, and cannot see that an operation before this one saved the logits.
-        loss, _, _, *stats = CrossEntropy.apply(logits, True, *options)
-    return _shaped(loss, stats, call.loss, logits.shape[:-1])
+        loss, _, *stats = CrossEntropy.apply(logits, True, *pack(options))
+    return _shaped(loss, stats, options.spec, logits.shape[:-1])
 
 
-def _classes_last(tensor: Tensor, axis: int) -> Tensor:
-    return tensor if axis == tensor.dim() - 1 else tensor.movedim(axis, -1)
-
-
-def _run_linear(call: LinearCall, kernel: str) -> tuple[Tensor, Stats]:
-    source, weight, bias = call.input, call.linear_weight, call.linear_bias
+def run_linear(
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    options: Options,
+    shift: int,
+    workspace: int | None,
+    quiet: bool,
+) -> Any:
+    """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     compute = _compute_dtype(source, weight, bias)
-    asks = torch.is_grad_enabled()
-    needs = [asks and tensor is not None and tensor.requires_grad for tensor in (source, weight, bias)]
-    options = _options(call, call.target, kernel)
-    arguments = (source, weight, bias, needs, call.shift, call.workspace, compute, *options)
-    if any(needs):
-        loss, _, _, _, _, _, *stats = LinearCrossEntropy.apply(*arguments)
+    needs = asks_for_gradient(source, weight, bias)
+    if quiet:
+        linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
+        loss, stats = eager.linear_cross_entropy(linear, options)
+        return _shaped(loss, stats, options.spec, source.shape[:-1])
+    arguments = (source, weight, bias, needs, shift, workspace, compute, *pack(options))
+    if _compiles_a_transform():
+        from xent.backends.torch import compiled
+
+        loss, _, _, _, _, *stats = compiled.linear_cross_entropy(*arguments)
+    elif any(needs):
+        loss, _, _, _, _, *stats = LinearCrossEntropy.apply(*arguments)
     else:
-        loss, _, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
-    return _shaped(loss, stats, call.loss, source.shape[:-1])
+        loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
+    return _shaped(loss, stats, options.spec, source.shape[:-1])
 
 
-def _options(call: LogitsCall | LinearCall, target: Tensor, kernel: str) -> Options:
-    spec, normalizer = call.loss, call.normalizer
-    is_tensor = isinstance(normalizer, Tensor)
-    return Options(
-        target,
-        call.weight,
-        call.sample_weight,
-        normalizer if is_tensor else None,
-        pack_numbers(spec, None if is_tensor else normalizer),
-        spec.ignore_index,
-        spec.softcap is not None,
-        normalizer is not None and not is_tensor,
-        spec.reduction,
-        list(spec.stats),
-        kernel,
-    )
+def _is_eager(*tensors: Any) -> bool:
+    """Whether the call runs at once, on tensors that are what their memory says, and nothing watches operations."""
+    if private.is_watched():
+        return False
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            type(tensor) not in private.PLAIN_TYPES or tensor.device.type == "meta" or tensor.is_neg()
+        ):
+            return False
+    return True
 
 
-def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> tuple[Tensor, Stats]:
+def _compiles_a_transform() -> bool:
+    return torch.compiler.is_compiling() and private.transforms_active()
+
+
+def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> Any:
     """Give per-row results, which come flat, the shape of the rows."""
     each_row = spec.reduction == "none"
+    if each_row:
+        loss = loss.view(rows)
+    if not spec.stats:
+        return loss
     named: dict[str, Any] = {}
     for name, value in zip(spec.stats, stats, strict=True):
         named[name] = value.view(rows) if name in _PER_ROW or (name == "z_loss" and each_row) else value
-    return loss.view(rows) if each_row else loss, Stats(**named)
+    return loss, Stats(**named)
 
 
 def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
@@ -118,27 +151,11 @@ def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
 
 
-def _refuse_transforms(tensors: dict[str, Tensor]) -> None:
-    """Raise for forward mode, in which the operations would pass for constants, and for torch.vmap."""
-    transformed = torch._C._are_functorch_transforms_active()
-    for name, tensor in tensors.items():
-        if forward_ad.unpack_dual(tensor).tangent is not None:
-            raise NotImplementedError(
-                f"{name} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, "
-                "hessian, forward_ad): use reverse mode, or the plain framework loss"
-            )
-        if transformed and torch._C._functorch.is_batchedtensor(tensor):  # pyright: ignore[reportAttributeAccessIssue]
-            raise NotImplementedError(
-                f"{name} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, "
-                'with reduction="none" if the losses are wanted apart'
-            )
-
-
 def _check_inplace(logits: Tensor) -> None:
     if overlaps(logits):
         raise ValueError(
             f"inplace=True needs logits whose elements do not share memory, got shape {tuple(logits.shape)} with "
             f"strides {logits.stride()}"
         )
-    if torch._C._are_functorch_transforms_active():
+    if private.transforms_active():
         raise RuntimeError("inplace=True cannot be used under torch.func transforms")

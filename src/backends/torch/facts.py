@@ -11,7 +11,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
 from xent.core.spec import LossSpec
 
-__all__ = ["Facts", "accumulation_dtype", "check_targets", "gather_facts", "normalizer"]
+__all__ = ["Facts", "accumulation_dtype", "check_targets", "divisor_of", "gather_facts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +35,8 @@ class Facts:
     """(N,) a_i."""
     scale: Tensor
     """(N,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
-    deferred: Tensor
-    """0-d factor that the gradient still lacks; backward multiplies it in. Not 1 for float16 only."""
+    deferred: Tensor | None
+    """0-d factor that a narrow gradient still lacks; backward multiplies it in."""
     divisor: Tensor | None
     """0-d, what "mean" divides by; None for the other reductions."""
     class_weight: Tensor | None
@@ -68,31 +68,6 @@ class Facts:
             scale=self.scale[rows],
         )
 
-    def between(self, start: int, stop: int) -> "Facts":
-        """Return the facts of rows [start, stop) alone, of classes for targets."""
-        rows = slice(start, stop)
-        return replace(
-            self,
-            target=None if self.target is None else self.target[rows],
-            ignored=self.ignored[rows],
-            dead=None if self.dead is None else self.dead[rows],
-            invalid=None if self.invalid is None else self.invalid[rows],
-            weight=self.weight[rows],
-            scale=self.scale[rows],
-        )
-
-    def of_classes(self, first: int, stop: int) -> "Facts":
-        """Return the facts for logits of classes [first, stop) alone, where class `first` is 0.
-
-        A target outside is then none of the logits' columns. `class_weight` begins with that of `first`, so that entry
-        `target` of it is the target's wherever that is: for kernels, which read memory, not for PyTorch's indexing.
-        """
-        return replace(
-            self,
-            target=None if self.target is None else self.target - first,
-            class_weight=None if self.class_weight is None else self.class_weight[first:stop],
-        )
-
     def probability_block(self, start: int, stop: int) -> Tensor:
         """Return the target probabilities of rows [start, stop), (R, V), in the caller's dtype."""
         assert self.probabilities is not None
@@ -107,14 +82,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gather_facts(
-    options: Options, vocabulary: int, dtype: torch.dtype, shift: int = 0, upstream: Tensor | None = None
+    options: Options,
+    vocabulary: int,
+    dtype: torch.dtype,
+    shift: int = 0,
+    upstream: Tensor | None = None,
+    narrow: bool = False,
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
     Row t takes target and sample weight of t + `shift` along the last axis of the target. `upstream` is the gradient of
-    the rows' losses, for reduction "none" in backward.
+    the rows' losses, or of the reduced loss. `narrow`: gradients are kept in float16's range.
     """
-    spec, acc = options.spec(), accumulation_dtype(dtype)
+    spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
     shape = options.target.shape[:-1] if options.target.is_floating_point() else options.target.shape
     invalid = None
@@ -126,8 +106,8 @@ def gather_facts(
     else:
         probabilities, source = None, None
         check_targets(options, vocabulary, shift)
-        target = _shifted(options.target.to(torch.int64), shift, options.ignore_index).flatten()
-        ignored = target == options.ignore_index
+        target = _shifted(options.target.to(torch.int64), shift, options.spec.ignore_index).flatten()
+        ignored = target == options.spec.ignore_index
         if not looks_at_targets(device):
             invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
             target = target.masked_fill(ignored | invalid, 0)
@@ -148,14 +128,14 @@ def gather_facts(
         weight = weight.masked_fill(invalid, torch.nan)
         dead = dead & ~invalid
     known_alive = device.type == "cpu" and not bool(dead.any())
-    scale, deferred = weight, torch.ones((), dtype=acc, device=device)
-    if divisor is not None:
-        inverse = torch.where(divisor == 0, 0, 1 / divisor)
-        if dtype == torch.float16:
+    scale, deferred = weight, None
+    if divisor is not None or narrow:
+        inverse = 1 if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
+        if narrow:
             # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and
             # row weights could push them over the largest: what is stored has rows of size 1.
             largest = (weight if row_weight is None else weight * row_weight).abs().nan_to_num()
-            size = largest.amax() if len(largest) else torch.ones_like(inverse)
+            size = largest.amax() if len(largest) else weight.new_ones(())
             size = torch.where(size == 0, 1, size)
             scale, deferred = weight / size, inverse * size
         else:
@@ -181,14 +161,15 @@ def gather_facts(
     )
 
 
-def normalizer(options: Options, device: torch.device) -> tuple[float | None, Tensor | None]:
-    """Return what the caller divides a mean by: a number, or a 0-d tensor on the device, or neither."""
-    if options.normalizer is None:
-        return options.divisor(), None
-    if options.normalizer.device.type == "cpu" != device.type:
+def divisor_of(options: Options) -> tuple[float | None, Tensor | None]:
+    """Return what the caller divides a mean by: a number, or a 0-d tensor on the target's device, or neither."""
+    given = options.normalizer
+    if not isinstance(given, Tensor):
+        return given, None
+    if given.device.type == "cpu" != options.target.device.type:
         # A copy between the two would synchronise; a number travels with the launch.
-        return float(options.normalizer), None
-    return None, options.normalizer
+        return float(given), None
+    return None, given
 
 
 def check_targets(options: Options, vocabulary: int, shift: int) -> None:
@@ -196,19 +177,19 @@ def check_targets(options: Options, vocabulary: int, shift: int) -> None:
     if not looks_at_targets(options.target.device):
         return
     wide = options.target.to(torch.int64)
-    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != options.ignore_index)
+    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != options.spec.ignore_index)
     if shift:
         wrong[..., :shift] = False
     if bool(wrong.any()):
         position = wrong.nonzero()[0].tolist()
         raise IndexError(
             f"target{position or ''} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={options.ignore_index}"
+            f"ignore_index={options.spec.ignore_index}"
         )
 
 
 def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invalid: Tensor | None) -> Tensor:
-    number, tensor = normalizer(options, weight.device)
+    number, tensor = divisor_of(options)
     if number is not None:
         return torch.full((), number, dtype=weight.dtype, device=weight.device)
     if tensor is not None:

@@ -1,6 +1,7 @@
 """What the gradient checks need to drive PyTorch: arrays in and out, gradients, and the yardstick computation."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.devices import devices
+from xent.core.check.cases import Case
+from xent.core.check.long import long_cases
 
 __all__ = ["TorchHarness"]
 
@@ -20,6 +23,18 @@ class TorchHarness:
         self.device = device or devices()[0]
         # Metal has no float64.
         self.dtypes = ("float64", "float32", "bfloat16", "float16")[self.device.startswith("mps") :]
+        self.kernels: tuple[str, ...] = ("PyTorch's own operations",)
+
+    def watched(self) -> AbstractContextManager[set[str]]:
+        """Name PyTorch, of whose operations the plain row kernel is made."""
+        return nullcontext(set(self.kernels))
+
+    def reaching(self, function: str, dtype: str) -> list[Case]:
+        """Return rows of several blocks, and several chunks."""
+        return long_cases(function, dtype, {"several blocks": 100_003})
+
+    def passed(self) -> None:
+        """Do nothing: this backend is taken in any case."""
 
     def array(self, values: Any, dtype: str | None = None) -> Tensor:
         """Return a NumPy array as a tensor on the device."""

@@ -1,57 +1,40 @@
-"""`cross_entropy` in PyTorch: one pass over logits that exist, block by block, whatever their strides."""
+"""`cross_entropy` in PyTorch: one pass over logits that exist, whatever their strides.
 
-from collections.abc import Iterator
+Gradients of a mean or sum are made with the loss. In float16 they would leave its range before a loss scale is known,
+so there, as with "none", backward makes them, from the logits and each row's norm.
+"""
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.facts import Facts
-from xent.backends.torch.kernels import kernels
+from xent.backends.torch.job import start
 from xent.backends.torch.options import Options
-from xent.backends.torch.results import Results, new_results
-from xent.backends.torch.rows import Rows
-from xent.core.chunks import rows_per_block
+from xent.backends.torch.rows import gradient_like
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "makes_gradient_first", "new_norm"]
 
 
-def forward(logits: Tensor, grad: Tensor | None, options: Options, keep_norm: bool) -> tuple[Facts, Results]:
-    """Pass over (..., V) logits; write the gradient of the reduced loss into `grad`, which may be `logits` itself."""
-    chosen = kernels(options.kernel)
-    facts = chosen.gather_facts(options, logits.shape[-1], logits.dtype)
-    results = new_results(facts, keep_norm)
-    run = chosen.row_pass(facts, results)
-    for start, block, out in _blocks(logits, grad):
-        run.forward(block, start, out)
-    return facts, results
+def makes_gradient_first(reduction: str, dtype: torch.dtype) -> bool:
+    """Whether the forward pass makes the gradient, rather than the backward pass."""
+    return reduction != "none" and dtype != torch.float16
 
 
-def backward(upstream: Tensor, logits: Tensor, grad: Tensor, norm: Tensor, options: Options) -> None:
-    """Write into `grad` the gradient for `upstream`, that of the rows' losses; `grad` may be `logits` itself."""
-    chosen = kernels(options.kernel)
-    facts = chosen.gather_facts(options, logits.shape[-1], logits.dtype, upstream=upstream)
-    run = chosen.row_pass(facts, Results(loss=facts.weight, norm=norm))
-    for start, block, out in _blocks(logits, grad):
-        run.backward(block, start, out)
+def new_norm(logits: Tensor) -> Tensor:
+    """Return memory for the norm of all rows, (3, N)."""
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    return torch.empty((3, logits.shape[:-1].numel()), dtype=dtype, device=logits.device)
 
 
-def _blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield (first row, block of logits, place of its gradient) with contiguous class axes.
+def forward(logits: Tensor, grad: Tensor | None, norm: Tensor | None, options: Options) -> tuple[Tensor, list[Tensor]]:
+    """Return loss and statistics; write the gradient of the reduced loss, and what backward needs, where asked."""
+    job = start(options, logits.shape[-1], logits.dtype)
+    job.logits(logits, grad, norm)
+    return job.finish()
 
-    A block whose classes do not lie side by side is copied for the kernel, and its gradient copied back afterwards.
-    """
-    vocabulary = logits.shape[-1]
-    contiguous = vocabulary == 1 or logits.stride(-1) == 1
-    most = logits.shape[:-1].numel()
-    if not contiguous:
-        most = rows_per_block(vocabulary, logits.itemsize, logits.device.type, torch.get_num_threads())
-    grads = None if grad is None else Rows(grad)
-    for start, block in Rows(logits).blocks(most):
-        place = None if grads is None else grads.block(start, start + block.shape[0])
-        if not contiguous:
-            block = block.contiguous()
-        if place is None or vocabulary == 1 or place.stride(-1) == 1:
-            yield start, block, place
-        else:
-            yield start, block, block
-            place.copy_(block)
+
+def backward(upstream: Tensor, logits: Tensor, norm: Tensor, options: Options, inplace: bool = False) -> Tensor:
+    """Return the gradient for `upstream`, that of the rows' losses or of the reduced one."""
+    grad = logits if inplace else gradient_like(logits)
+    quiet = options._replace(spec=options.spec.without_stats())
+    start(quiet, logits.shape[-1], logits.dtype, upstream=upstream).gradient(logits, grad, norm)
+    return grad

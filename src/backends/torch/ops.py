@@ -1,11 +1,11 @@
-"""The custom operations: what torch.compile, autocast and meta tensors see of xent. Opaque, without autograd.
+"""The custom operations: what torch.compile, autocast, fake and meta tensors see of xent. Opaque, without autograd.
 
 Autograd is added around them in `autograd`, by torch.autograd.Function rather than torch.library.register_autograd:
-that one does not work under torch.func, and cannot reuse the logits' memory. Each operation has a fake twin below it
-that gives shapes and dtypes alone.
+that one does not work under torch.func, and cannot reuse the logits' memory. Each operation has a fake twin that gives
+shapes and dtypes alone. Eager calls that nothing watches go past them (`eager`).
 
-An operation returns `kept`, what its backward needs: the gradient itself for the reductions "mean" and "sum" (empty
-where nobody asked for one), the (2, N) norm for "none"; and `deferred`, the factor that a kept gradient still lacks.
+An operation returns `kept`, what its backward needs: the gradient itself where the forward pass makes it (empty where
+nobody asked for one), the (3, N) norm where backward does; and `deferred`, the factor that a kept gradient still lacks.
 """
 
 import math
@@ -15,17 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xent.backends.torch import job as jobs
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import logits as logits_driver
-from xent.backends.torch.facts import Facts, accumulation_dtype
-from xent.backends.torch.kernels import kernels
-from xent.backends.torch.linear import Linear
-from xent.backends.torch.options import SCHEMA, Options
+from xent.backends.torch.facts import accumulation_dtype
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.logits import makes_gradient_first, new_norm
+from xent.backends.torch.options import SCHEMA, reduction_of, stats_of, unpack
 from xent.backends.torch.product_sum import kept_dtype
-from xent.backends.torch.results import Results
 from xent.backends.torch.rows import gradient_like
 
-__all__: list[str] = []
+__all__ = ["NO_SECOND", "undisturbed"]
+
+NO_SECOND = (
+    "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
+    "loss where create_graph=True is needed"
+)
 
 _LIBRARY = torch.library.Library("xent", "DEF")
 _LINEAR = (
@@ -34,31 +39,31 @@ _LINEAR = (
 )
 
 
+def undisturbed(function: Callable[..., Any], device: torch.device, *args: Any) -> Any:
+    """Call `function` without autocast, with that device as the current one, where Triton launches."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return undisturbed(function, device, *args)
+    if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
+        return function(*args)
+    with torch.autocast(device.type, enabled=False):
+        return function(*args)
+
+
 def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an operation of every device, and `fake` for shapes."""
     name = schema.partition("(")[0]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        def without_autocast(*args: Any) -> Any:
-            device = args[0].device
-            # Triton launches on the current device, PyTorch on that of its tensors.
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return without_autocast(*args)
-            if not (torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)):
-                return function(*args)
-            with torch.autocast(device.type, enabled=False):
-                return function(*args)
-
         _LIBRARY.define(schema)
-        _LIBRARY.impl(name, without_autocast, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, lambda *args: undisturbed(function, args[0].device, *args), "CompositeExplicitAutograd")
         torch.library.register_fake(f"xent::{name}", fake, lib=_LIBRARY)
         return function
 
     return register
 
 
-def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Options) -> Any:
+def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Any) -> Any:
     """Return (loss, deferred, stats) without values; per-row results are flat.
 
     Sizes may be symbols, which `math.prod` keeps; `shape.numel()` would fix their values and compile anew for each.
@@ -68,7 +73,7 @@ def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, opt
     def one(names_rows: bool, dtype: torch.dtype = acc) -> Tensor:
         return torch.empty((count,) if names_rows else (), dtype=dtype, device=device)
 
-    each_row = options.reduction == "none"
+    each_row = reduction_of(options) == "none"
     makers = {
         "lse": lambda: one(True),
         "nll": lambda: one(True),
@@ -78,54 +83,51 @@ def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, opt
         "accuracy": lambda: one(False),
         "count": lambda: one(False, torch.int64),
     }
-    return one(each_row), one(False), [makers[name]() for name in options.stats]
+    return one(each_row), one(False), [makers[name]() for name in stats_of(options)]
 
 
-def _finished(options: Options, facts: Facts, results: Results) -> tuple[Tensor, Tensor, list[Tensor]]:
-    reduced = kernels(options.kernel).reduced
-    return reduced(results.loss, facts), facts.deferred, results.stats(facts, reduced)
-
-
-def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
-    options = Options(*args)
-    acc, shape = accumulation_dtype(logits.dtype), logits.shape[:-1]
-    loss, deferred, stats = _fake_results(shape, acc, logits.device, options)
+def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
+    loss, _, stats = _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
     if not needs_grad:
         kept = logits.new_empty(0)
-    elif options.reduction == "none":
-        kept = logits.new_empty((2, math.prod(shape)), dtype=acc)
-    else:
+    elif makes_gradient_first(reduction_of(options), logits.dtype):
         kept = gradient_like(logits)
-    return loss, kept, deferred, stats
+    else:
+        acc = accumulation_dtype(logits.dtype)
+        kept = logits.new_empty((3, math.prod(logits.shape[:-1])), dtype=acc)
+    return loss, kept, stats
 
 
 @_operation(
-    f"cross_entropy(Tensor logits, bool needs_grad, {SCHEMA}) -> (Tensor loss, Tensor kept, Tensor deferred, Tensor[])",
+    f"cross_entropy(Tensor logits, bool needs_grad, {SCHEMA}) -> (Tensor loss, Tensor kept, Tensor[] stats)",
     _fake_cross_entropy,
 )
 def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
-    options = Options(*args)
-    each_row = options.reduction == "none"
-    grad = gradient_like(logits) if needs_grad and not each_row else None
-    facts, results = logits_driver.forward(logits, grad, options, keep_norm=needs_grad and each_row)
-    loss, deferred, stats = _finished(options, facts, results)
-    kept = grad if grad is not None else results.norm
-    return loss, logits.new_empty(0) if kept is None else kept, deferred, stats
+    options = unpack(args)
+    grad = norm = None
+    if needs_grad and makes_gradient_first(options.spec.reduction, logits.dtype):
+        grad = gradient_like(logits)
+    elif needs_grad:
+        norm = new_norm(logits)
+    loss, stats = logits_driver.forward(logits, grad, norm, options)
+    kept = norm if grad is None else grad
+    return loss, logits.new_empty(0) if kept is None else kept, stats
 
 
-def _fake_cross_entropy_(logits: Tensor, *args: Any) -> Any:
-    return _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, Options(*args))
+def _fake_cross_entropy_(logits: Tensor, *options: Any) -> Any:
+    loss, _, stats = _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
+    return loss, stats
 
 
 @_operation(
-    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[])", _fake_cross_entropy_
+    f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> (Tensor loss, Tensor[] stats)",
+    _fake_cross_entropy_,
 )
 def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
-    """Overwrite the logits with their gradient; "mean" and "sum" only."""
-    options = Options(*args)
-    facts, results = logits_driver.forward(logits, logits, options, keep_norm=False)
+    """Overwrite the logits with their gradient, where the forward pass makes it."""
+    made = logits_driver.forward(logits, logits, None, unpack(args))
     torch.autograd.graph.increment_version(logits)
-    return _finished(options, facts, results)
+    return made
 
 
 @_operation(
@@ -133,9 +135,7 @@ def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
     lambda upstream, logits, norm, *args: gradient_like(logits),
 )
 def _cross_entropy_backward(upstream: Tensor, logits: Tensor, norm: Tensor, *args: Any) -> Tensor:
-    grad = gradient_like(logits)
-    logits_driver.backward(upstream, logits, grad, norm, Options(*args))
-    return grad
+    return logits_driver.backward(upstream, logits, norm, unpack(args))
 
 
 @_operation(
@@ -144,7 +144,7 @@ def _cross_entropy_backward(upstream: Tensor, logits: Tensor, norm: Tensor, *arg
 )
 def _cross_entropy_backward_(upstream: Tensor, logits: Tensor, norm: Tensor, *args: Any) -> None:
     """Overwrite the logits with their gradient."""
-    logits_driver.backward(upstream, logits, logits, norm, Options(*args))
+    logits_driver.backward(upstream, logits, norm, unpack(args), inplace=True)
     torch.autograd.graph.increment_version(logits)
 
 
@@ -158,47 +158,58 @@ def _fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
     ]
 
 
-def _split(args: tuple[Any, ...]) -> tuple[Linear, Options]:
-    source, weight, bias, needs, shift, workspace, compute, *options = args
-    return Linear(source, weight, bias, shift, workspace, compute, tuple(needs)), Options(*options)
+def _linear(args: tuple[Any, ...]) -> Linear:
+    source, weight, bias, needs, shift, workspace, compute = args[:7]
+    return Linear(source, weight, bias, shift, workspace, compute, tuple(needs))
 
 
 def _fake_linear(*args: Any) -> Any:
-    linear, options = _split(args)
-    acc, shape = accumulation_dtype(linear.compute), linear.input.shape[:-1]
-    loss, deferred, stats = _fake_results(shape, acc, linear.input.device, options)
-    each_row = options.reduction == "none" and any(linear.needs)
-    norm = linear.input.new_empty((2, math.prod(shape)) if each_row else 0, dtype=acc)
-    return loss, norm, deferred, _fake_gradients(linear, not each_row), stats
+    linear, options = _linear(args), args[7:]
+    acc = accumulation_dtype(linear.compute)
+    loss, deferred, stats = _fake_results(linear.input.shape[:-1], acc, linear.input.device, options)
+    return loss, deferred, _fake_gradients(linear, reduction_of(options) != "none"), stats
 
 
 @_operation(
-    f"linear_cross_entropy({_LINEAR}, {SCHEMA}) -> "
-    "(Tensor loss, Tensor norm, Tensor deferred, Tensor[] gradients, Tensor[] stats)",
+    f"linear_cross_entropy({_LINEAR}, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor[] stats)",
     _fake_linear,
 )
 def _linear_cross_entropy(*args: Any) -> Any:
-    linear, options = _split(args)
-    keep_norm = options.reduction == "none" and any(linear.needs)
-    facts, results, gradients = linear_driver.forward(linear, options, keep_norm)
-    loss, deferred, stats = _finished(options, facts, results)
-    norm = results.loss.new_empty(0) if results.norm is None else results.norm
-    return loss, norm, deferred, gradients, stats
+    linear = _linear(args)
+    loss, deferred, gradients, stats = linear_driver.forward(linear, unpack(args[7:]))
+    return loss, loss.new_ones(()) if deferred is None else deferred, gradients, stats
 
 
 @_operation(
-    f"linear_cross_entropy_backward(Tensor upstream, Tensor norm, {_LINEAR}, {SCHEMA}) -> Tensor[]",
-    lambda upstream, norm, *args: _fake_gradients(_split(args)[0], True),
+    f"linear_cross_entropy_backward(Tensor upstream, {_LINEAR}, {SCHEMA}) -> Tensor[]",
+    lambda upstream, *args: _fake_gradients(_linear(args), True),
 )
-def _linear_cross_entropy_backward(upstream: Tensor, norm: Tensor, *args: Any) -> list[Tensor]:
-    linear, options = _split(args)
-    return linear_driver.backward(upstream, linear, norm, options)
+def _linear_cross_entropy_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
+    return linear_driver.backward(upstream, _linear(args), unpack(args[7:]))
 
 
 @_operation(
-    "scale_(Tensor(a!) grad, Tensor upstream, Tensor deferred, str kernel) -> ()",
+    "scale_(Tensor(a!) grad, Tensor upstream, Tensor? deferred, str kernel) -> ()",
     lambda grad, upstream, deferred, kernel: None,
 )
-def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor, kernel: str) -> None:
+def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str) -> None:
     """Multiply a gradient in place by two 0-d factors of the accumulation dtype; rounds once."""
-    kernels(kernel).scale_(grad, upstream, deferred)
+    jobs.scale(kernel, grad, upstream, deferred, True)
+
+
+@_operation(
+    "scaled(Tensor grad, Tensor upstream, Tensor? deferred, str kernel) -> Tensor",
+    lambda grad, upstream, deferred, kernel: torch.empty_like(grad),
+)
+def _scaled(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str) -> Tensor:
+    """Return a gradient times two 0-d factors of the accumulation dtype; rounds once."""
+    return jobs.scale(kernel, grad, upstream, deferred, False)
+
+
+@_operation("second_derivative(Tensor upstream, Tensor like) -> Tensor", lambda upstream, like: torch.empty_like(like))
+def _second_derivative(upstream: Tensor, like: Tensor) -> Tensor:
+    """Raise where a gradient is differentiated: at once, or when a graph runs whose tracing asked for one in case.
+
+    AOT Autograd traces the backward of whatever requires a gradient, though few will ever run it.
+    """
+    raise RuntimeError(NO_SECOND)

@@ -1,10 +1,10 @@
-"""The options of a call in the order in which custom operations take them: tensors, one tensor of numbers, constants.
+"""The options of a call, and the form in which custom operations take them: tensors, one tensor of numbers, constants.
 
-Numbers travel in one float64 tensor on the CPU. As Python floats they would be constants of a compiled graph, and a
-z-loss or smoothing that changes during training would recompile it at every change.
+Numbers travel to operations in one float64 tensor on the CPU. As Python floats they would be constants of a compiled
+graph, and a z-loss or smoothing that changes during training would recompile it at every change.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,50 +12,75 @@ from torch import Tensor
 from xent.core.spec import LossSpec
 from xent.core.validate import check_numbers
 
-__all__ = ["SCHEMA", "Options", "pack_numbers"]
+__all__ = ["SCHEMA", "TENSORS", "Options", "pack", "reduction_of", "stats_of", "unpack"]
 
 SCHEMA = (
     "Tensor target, Tensor? weight, Tensor? sample_weight, Tensor? normalizer, Tensor numbers, "
     "int ignore_index, bool has_softcap, bool has_divisor, str reduction, str[] stats, str kernel"
 )
+TENSORS = 5  # the arguments of `SCHEMA` that are tensors come first
 
 
 class Options(NamedTuple):
-    """What `SCHEMA` says, by name."""
+    """What a call says beside its logits, or hidden states and classifier."""
 
     target: Tensor
     weight: Tensor | None
     sample_weight: Tensor | None
-    normalizer: Tensor | None
-    numbers: Tensor
-    ignore_index: int
-    has_softcap: bool
-    has_divisor: bool
-    reduction: str
-    stats: list[str]
+    normalizer: Tensor | float | None
+    spec: LossSpec
     kernel: str
-
-    def spec(self) -> LossSpec:
-        """Return the options as a LossSpec, the numbers of compiled calls being checked here for the first time."""
-        label_smoothing, z_loss, softcap, logit_scale, divisor = self.numbers.tolist()
-        cap = softcap if self.has_softcap else None
-        check_numbers(label_smoothing, z_loss, cap, logit_scale, divisor if self.has_divisor else None)
-        return LossSpec(self.reduction, self.ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(self.stats))
-
-    def divisor(self) -> float | None:
-        """Return the normalizer where it was given as a number."""
-        return float(self.numbers[4]) if self.has_divisor else None
+    """The backend whose steps are used."""
 
 
-def pack_numbers(spec: LossSpec, normalizer: float | None) -> Tensor:
-    """Return (label_smoothing, z_loss, softcap, logit_scale, normalizer) as a float64 tensor, 0 for None."""
+def pack(options: Options) -> tuple[Any, ...]:
+    """Return the arguments of `SCHEMA`."""
+    target, weight, sample_weight, normalizer, spec, kernel = options
+    is_tensor = isinstance(normalizer, Tensor)
     numbers = [
         spec.label_smoothing,
         spec.z_loss,
         0.0 if spec.softcap is None else spec.softcap,
         spec.logit_scale,
-        0.0 if normalizer is None else normalizer,
+        0.0 if normalizer is None or is_tensor else normalizer,
     ]
+    return (
+        target,
+        weight,
+        sample_weight,
+        normalizer if is_tensor else None,
+        _as_tensor(numbers),
+        spec.ignore_index,
+        spec.softcap is not None,
+        normalizer is not None and not is_tensor,
+        spec.reduction,
+        list(spec.stats),
+        kernel,
+    )
+
+
+def unpack(arguments: Any) -> Options:
+    """Return the options of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
+    target, weight, sample_weight, normalizer, numbers, ignore_index, has_softcap, has_divisor, *rest = arguments
+    reduction, stats, kernel = rest
+    label_smoothing, z_loss, softcap, logit_scale, divisor = numbers.tolist()
+    cap = softcap if has_softcap else None
+    check_numbers(label_smoothing, z_loss, cap, logit_scale, divisor if has_divisor else None)
+    spec = LossSpec(reduction, ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(stats))
+    return Options(target, weight, sample_weight, divisor if has_divisor else normalizer, spec, kernel)
+
+
+def reduction_of(arguments: Any) -> str:
+    """Return the reduction that `SCHEMA`'s arguments name, without a look at the numbers."""
+    return str(arguments[8])
+
+
+def stats_of(arguments: Any) -> list[str]:
+    """Return the statistics that `SCHEMA`'s arguments name."""
+    return list(arguments[9])
+
+
+def _as_tensor(numbers: list[Any]) -> Tensor:
     if torch.compiler.is_compiling():
         # Of the ways to make a tensor of a symbolic float, multiplication is one that does not turn it into a constant.
         return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * number for number in numbers])

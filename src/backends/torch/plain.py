@@ -1,4 +1,4 @@
-"""The row kernel made of PyTorch's own operations: right on every device, and kept in cache on the CPU.
+"""The steps of a row in PyTorch's own operations: right on every device, and kept in cache on the CPU.
 
 For a block of raw logits z, with x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient and
 W = sum_c w_c (sum_c w_c q'_c for probabilities q', which then stand for the whole smoothed target)::
@@ -26,7 +26,7 @@ __all__ = ["PlainPass"]
 
 
 class PlainPass:
-    """A `xent.backends.protocol.RowPass` over the rows of one call."""
+    """A `xent.backends.torch.plain_job.RowPass` over the rows of one call."""
 
     def __init__(self, facts: Facts, results: Results) -> None:
         self.facts = facts
@@ -35,12 +35,12 @@ class PlainPass:
         self._scratch: dict[str, Tensor] = {}
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take a block of rows: see `xent.backends.protocol.RowPass.forward`."""
+        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
         for block in self._blocks(logits, start, grad, target_logits):
             block.forward()
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
-        """Write a block's gradient: see `xent.backends.protocol.RowPass.backward`."""
+        """Write a block's gradient: see `xent.backends.torch.plain_job.RowPass.backward`."""
         for block in self._blocks(logits, start, grad, target_logits):
             block.backward()
 

@@ -23,7 +23,7 @@ def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) ->
 
 
 class ProductSum:
-    """Sums left @ right over chunks: the classifier's gradient over chunks of rows, the input's over slices of classes.
+    """Sums left @ right over chunks of rows: the classifier's gradient.
 
     In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
     2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
@@ -52,10 +52,6 @@ class ProductSum:
         rounds = chunks is not None and chunks <= MOST_ROUNDED_SUMS and rounds_sums(compute, out, device)
         self._wide = compute if compute.itemsize >= 4 or rounds else torch.float32
 
-    def begin(self, total: Tensor) -> None:
-        """Begin with a sum that is there, in the output dtype, and whose memory may be written to."""
-        self._sum = total.to(self._wide)
-
     def add(self, left: Tensor, right: Tensor, last: bool) -> None:
         """Add a chunk's (M, R) @ (R, D); `last` says that none follows."""
         alone = last and self._sum is None and self._compute == torch.bfloat16
@@ -78,11 +74,6 @@ class ProductSum:
         if self._sum is None:
             return torch.zeros(self._shape, dtype=self._out, device=self._device)
         return self._sum.to(self._out)
-
-    def unrounded(self) -> Tensor:
-        """Return the sum of at least one product in the dtype in which it was made."""
-        assert self._sum is not None
-        return self._sum
 
     def _add_in_place(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:

@@ -17,7 +17,7 @@ class Results:
 
     loss: Tensor
     norm: Tensor | None = None
-    """(2, N): the largest logit x, and log sum_c exp(x_c - largest); apart, as their sum would round."""
+    """(3, N): the largest logit x, log sum_c exp(x_c - largest), and a row unused; apart, as their sum would round."""
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None
@@ -30,22 +30,6 @@ class Results:
         if "z_loss" in found:
             found["z_loss"] = reduced(found["z_loss"], facts)
         return list(found.values())
-
-    def between(self, start: int, stop: int) -> "Results":
-        """Return the results of rows [start, stop) alone, in the same memory."""
-
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[..., start:stop]
-
-        return Results(
-            self.loss[start:stop],
-            some(self.norm),
-            some(self.lse),
-            some(self.nll),
-            some(self.entropy),
-            some(self.predictions),
-            some(self.z_term),
-        )
 
     def _lse(self, facts: Facts) -> Tensor:
         return _counted(self.lse, facts)
@@ -75,13 +59,13 @@ class Results:
         return (~facts.ignored).sum()
 
 
-def new_results(facts: Facts, keep_norm: bool) -> Results:
+def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
     """Return unfilled results for the rows of `facts`."""
     names, like = facts.spec.stats, facts.weight
     wants_prediction = "predictions" in names or "accuracy" in names
     return Results(
         loss=torch.empty_like(like),
-        norm=like.new_empty(2, len(like)) if keep_norm else None,
+        norm=norm,
         lse=torch.empty_like(like) if "lse" in names else None,
         nll=torch.empty_like(like) if "nll" in names else None,
         entropy=torch.empty_like(like) if "entropy" in names else None,
@@ -103,7 +87,6 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
     assert loss is not None
     return Results(
         loss=loss,
-        norm=spread(results.norm),
         lse=spread(results.lse),
         nll=spread(results.nll),
         entropy=spread(results.entropy),

@@ -1,11 +1,16 @@
 """A (..., V) tensor seen as N rows of V, whatever its strides, without copying it as a whole."""
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-__all__ = ["Rows", "gradient_like", "is_dense", "overlaps", "row_sum"]
+from xent.core.chunks import rows_per_block
+
+__all__ = ["Rows", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum"]
+
+_ALIGNED = 8  # elements, 16 bytes of the 16-bit dtypes
 
 
 class Rows:
@@ -66,7 +71,38 @@ def gradient_like(logits: Tensor) -> Tensor:
     """Return memory for the gradient: with the logits' strides if those leave no gaps, else contiguous."""
     if is_dense(logits):
         return torch.empty_like(logits)
+    if logits.shape[-1] % _ALIGNED and logits.stride(-1) == 1 and _has_small_gaps(logits):
+        # Rows off boundaries: kernels read and write whole vectors where the gradient's rows lie as the logits' do.
+        return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+
+
+def _has_small_gaps(tensor: Tensor) -> bool:
+    """Whether no elements share memory and a tensor with the same strides takes little more than the elements."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(4 * extent <= 5 * math.prod(tensor.shape)) and not overlaps(tensor)
+
+
+def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Yield (first row, block of logits, place of its gradient) with contiguous class axes.
+
+    A block whose classes do not lie side by side is copied, and its gradient copied back afterwards.
+    """
+    vocabulary = logits.shape[-1]
+    contiguous = vocabulary == 1 or logits.stride(-1) == 1
+    most = logits.shape[:-1].numel()
+    if not contiguous:
+        most = rows_per_block(vocabulary, logits.itemsize, logits.device.type, torch.get_num_threads())
+    grads = None if grad is None else Rows(grad)
+    for start, block in Rows(logits).blocks(most):
+        place = None if grads is None else grads.block(start, start + block.shape[0])
+        if not contiguous:
+            block = block.contiguous()
+        if place is None or vocabulary == 1 or place.stride(-1) == 1:
+            yield start, block, place
+        else:
+            yield start, block, block
+            place.copy_(block)
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""The steps around the row kernel in PyTorch's own operations: order of rows, target logits, sum of losses, scaling."""
+"""The steps around the row kernel in PyTorch's own operations: target logits, sum of losses, scaling."""
 
 import torch
 from torch import Tensor
@@ -7,17 +7,7 @@ from xent.backends.torch.facts import Facts
 from xent.backends.torch.rows import Rows
 from xent.core.chunks import rows_per_block
 
-__all__ = ["computed_first", "reduced", "scale_", "target_logits"]
-
-
-def computed_first(facts: Facts) -> tuple[Tensor, Tensor, Facts]:
-    """Return the order (N,) int64 of one row or more in which those to compute come first, their number, and the facts.
-
-    The number is () int64; the facts are in that order. Else rows stay in the order of the call.
-    """
-    idle = facts.idle
-    order = idle.argsort(stable=True)
-    return order, (~idle).sum(), facts.select(order)
+__all__ = ["reduced", "scale", "target_logits"]
 
 
 def reduced(values: Tensor, facts: Facts) -> Tensor:
@@ -36,15 +26,16 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return found if bias is None else found + bias[target]
 
 
-def scale_(grad: Tensor, upstream: Tensor, deferred: Tensor) -> None:
-    """Multiply a gradient by two 0-d factors of the accumulation dtype in place, rounding once."""
-    factor = upstream * deferred
-    if factor.device.type == "cpu":
-        if float(factor) != 1:
-            grad.mul_(factor)
-    elif grad.dtype == factor.dtype or not grad.numel():
-        grad.mul_(factor)
-    else:
-        # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
-        for _, block in Rows(grad).blocks(rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)):
-            block.copy_(block * factor.reshape(1))
+def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
+    """Return a gradient times 0-d factors of the accumulation dtype, rounded once; with `inplace` in its own memory."""
+    factor = upstream if deferred is None else upstream * deferred
+    if factor.device.type == "cpu" or grad.dtype == factor.dtype or not grad.numel():
+        if not inplace:
+            return grad * factor
+        return grad if factor.device.type == "cpu" and float(factor) == 1 else grad.mul_(factor)
+    # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
+    out = grad if inplace else torch.empty_like(grad)
+    step = rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)
+    for (_, block), (_, place) in zip(Rows(grad).blocks(step), Rows(out).blocks(step), strict=True):
+        place.copy_(block * factor.reshape(1))
+    return out

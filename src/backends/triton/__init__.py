@@ -1,16 +1,20 @@
-"""Backend "triton": row kernels for NVIDIA GPUs, which the PyTorch driver calls in place of its plain one.
+"""Backend "triton": kernels for NVIDIA GPUs, which the PyTorch driver calls through a job.
 
-`machine` says whether this machine can run them, `hopper` whether those that are for one chip; `kernels` is what the
-driver takes. `facts`, `order`, `rows`, `ring`, `tiles`, `product`, `exponentials` and `steps` launch kernels, one file
-a purpose; those of `rows`, `ring`, `tiles`, `product` and `exponentials` are in `rows_kernel`, `ring_kernel` (with
-`ring_parts`), `tile_kernels`, `product_kernel` and `exponentials_kernel` (with `product_parts`; and
-`exponential_steps`), and `maths` is what kernels share. `launch` is how all of them are launched.
+`job` is what the driver gets, and launches everything (`launch`, `geometry`). `row_algebra` and `maths` are what the
+kernels share: `rows_kernel` and `gradient_kernel` for rows whose logits exist, `probabilities_kernel` for targets that
+are class probabilities, `tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what
+stands around them.
+`hopper` has the one kernel for one chip, behind a door.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING
 
+from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["BACKEND", "TritonBackend"]
 
@@ -46,20 +50,18 @@ class TritonBackend:
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
-        """Run the call in the PyTorch driver with these row kernels."""
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
+        """Run the call in the PyTorch driver with these kernels."""
         from xent.backends.torch import driver
+        from xent.backends.triton import job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
 
-    def harness(self, device: str | None = None) -> Any:
-        """Return the PyTorch harness of the gradient checks, without float64."""
-        from xent.backends.torch.harness import TorchHarness
-        from xent.backends.triton.machine import DEVICES
+    def harness(self, device: str | None = None) -> "Harness[Tensor]":
+        """Return the harness of the gradient checks, without float64."""
+        from xent.backends.triton.harness import TritonHarness
 
-        harness = TorchHarness(device or DEVICES[0])
-        harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
-        return harness
+        return TritonHarness(device)
 
 
 BACKEND = TritonBackend()

@@ -1,12 +1,13 @@
-"""How kernels are launched: Triton looks at the arguments of the first launch of a kind, and the others go by without.
+"""How kernels are launched: compiled once per kind of arguments; repeat launches skip Triton's binder.
 
-That look takes the host 20 to 100 us, longest where matrices are described to the copy engine, and a chunk of
-`linear_cross_entropy` has a dozen launches: with a small classifier the GPU would wait for the host. A kernel is
-compiled for its constants, for the types of its other arguments, and for what Triton specialises on: whether an integer
-is 1 or a multiple of 16, and whether memory begins on a boundary of 16 bytes. Launches that have all of that in common
-run the same compiled kernel. Triton's knobs are those of the first of them.
+The binder takes the host 20 to 100 us a launch. Kernels here ask Triton to specialise on nothing but their constants
+and the types of their arguments (`kernel`), so that a compiled kernel is right for every later launch with the same
+types and constants, wherever its memory begins. Addresses are passed as integers: Triton's launcher asks the driver
+about every tensor, and believes an integer. Triton's knobs are those of the first launch of a kind.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -14,26 +15,50 @@ from torch import Tensor
 
 from xent.backends.triton.machine import release
 
-__all__ = ["cdiv", "launch", "next_power_of_2"]
+__all__ = ["cdiv", "kernel", "launch", "next_power_of_2"]
 
-_IS_TRIED = release() in ((3, 6), (3, 7))  # whose compiled kernels were launched like this
-_compiled: dict[Any, tuple[Any, list[str]]] = {}
+_IS_TRIED = release() in ((3, 6), (3, 7))  # releases whose compiled kernels were launched like this
+_compiled: dict[Any, Any] = {}
+_MOST = 4096  # kinds; beyond that all are forgotten
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
-    """Launch so many programs. The constants may be followed by Triton's options."""
-    if not isinstance(kernel, triton.JITFunction) or not _IS_TRIED:
-        kernel[grid](*arguments, **constants)
+def kernel(function: Callable[..., Any]) -> Any:
+    """Compile `function` with Triton for its constants and the types of its other arguments alone."""
+    names = [name for name, parameter in inspect.signature(function).parameters.items() if not _is_constant(parameter)]
+    return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
+
+
+def _is_constant(parameter: inspect.Parameter) -> bool:
+    return "constexpr" in str(parameter.annotation)
+
+
+def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
+    """Launch so many programs. `options` are Triton's: num_warps, maxnreg."""
+    if not isinstance(function, triton.JITFunction) or not _IS_TRIED:
+        if not isinstance(function, triton.JITFunction):
+            options.pop("maxnreg", None)
+        function[(programs,)](*arguments, **constants, **options)
         return
-    key = (kernel.fn, triton.runtime.driver.active.get_current_device(), *map(_kind, arguments), *constants.items())
+    kinds: list[Any] = [function, triton.runtime.driver.active.get_current_device()]
+    values: list[Any] = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            kinds.append(argument.dtype)
+            values.append(argument.data_ptr())
+        else:
+            kinds.append(_kind(argument))
+            values.append(argument)
+    key = (*kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
     if found is None:
-        compiled = kernel[grid](*arguments, **constants)
+        compiled = function[(programs,)](*arguments, **constants, **options)
         if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
-            _compiled[key] = compiled, kernel.arg_names[len(arguments) :]
+            if len(_compiled) >= _MOST:
+                _compiled.clear()
+            _compiled[key] = compiled, [constants[name] for name in function.arg_names[len(arguments) :]]
         return
-    compiled, names = found
-    compiled[(*grid, 1, 1)](*arguments, *[constants[name] for name in names])
+    compiled, rest = found
+    compiled[(programs, 1, 1)](*values, *rest)
 
 
 def cdiv(count: int, size: int) -> int:
@@ -48,11 +73,11 @@ def next_power_of_2(count: int) -> int:
 
 def _kind(argument: Any) -> Any:
     """Return what a kernel is compiled for of an argument."""
-    if isinstance(argument, Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
     kind = type(argument)
     if kind is int:
-        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
-    if argument is None or kind in (bool, float):
+        return -(2**31) <= argument < 2**31
+    if argument is None or kind is float or kind is bool:
         return kind
+    if isinstance(argument, Tensor):
+        return argument.dtype
     return argument.base.dtype, *argument.block_shape  # a matrix for the copy engine, whose layout follows from these

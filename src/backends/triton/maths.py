@@ -1,25 +1,29 @@
-"""Arithmetic that the kernels share: the logits' activation and its slope, and a tanh that is right near 0."""
+"""Arithmetic that the kernels share: activation of logits and its slope, exponents, pairs (largest, sum)."""
 
 import triton
 import triton.language as tl
 
 __all__ = [
+    "FAR",
+    "LN2",
+    "LOG2E",
     "activate",
-    "add_exponentials",
     "exp",
-    "expm1",
-    "in_lanes",
-    "join_lanes",
+    "exponent",
+    "finite",
+    "is_exact",
     "log1p",
-    "lowest_of_largest",
     "merge",
     "order",
+    "slope",
     "tanh",
     "times",
-    "with_target",
 ]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# References from here on are subtracted before they are multiplied: their product with log2(e) would round too much.
+FAR = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -48,35 +52,71 @@ def tanh(u):
 
 
 @triton.jit
-def expm1(u):
-    """Return exp(u) - 1 without cancellation for u <= 0: (e - 1) u / log(e) forgives what e = exp(u) was rounded by."""
-    e = tl.exp(u)
-    apart = (e > 0.5) & (e != 1)
-    near = (e - 1) * (u / tl.log(tl.where(apart, e, 0.75)))
-    return tl.where(apart, near, tl.where(e == 1, u, e - 1))
-
-
-@triton.jit
 def times(share, value):
-    """Return share * value; what has no share is 0, even where the value is infinite."""
+    """Return share * value; 0 where the share is 0, even if the value is infinite."""
     return share * tl.where(share == 0, 0.0, value)
 
 
 @triton.jit
-def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
-    """Return x = k tanh(s z / k), or s z without a softcap k, and its slope dx/dz."""
+def _below(x, softcap):
+    """Return 1 / (1 + e^(2 x / k)), of which both a softcap and its slope are made."""
+    return 1 / (1 + tl.math.exp2(x * ((2 * LOG2E) / softcap)))
+
+
+@triton.jit
+def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+    """Return x = k tanh(s z / k), or s z without a softcap k.
+
+    QUICK computes the softcap as k - 2k / (1 + e^(2 s z / k)), which is exact to k / 10^7: enough for 16-bit logits.
+    """
     x = z * logit_scale if SCALED else z
-    slope = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
     if CAPPED:
-        bent = tanh(x / softcap)
-        x = softcap * bent
-        slope *= 1 - bent * bent
-    return x, slope
+        if QUICK:
+            x = softcap - (2 * softcap) * _below(x, softcap)
+        else:
+            x = softcap * tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def slope(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+    """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), without its cancellation, or s."""
+    found = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
+    if CAPPED:
+        x = z * logit_scale if SCALED else z
+        if QUICK:
+            below = _below(x, softcap)
+            found *= 4 * below * (1 - below)
+        else:
+            t = exp(-2 * tl.abs(x / softcap))
+            found *= 4 * t / ((1 + t) * (1 + t))
+    return found
+
+
+@triton.jit
+def is_exact(reference, EXACT: tl.constexpr):
+    """Whether `exponent` subtracts before it multiplies: for float32 logits, and for references far from 0."""
+    return (tl.abs(reference) >= FAR) | EXACT
+
+
+@triton.jit
+def exponent(x, reference, exact):
+    """Return log2 of e^(x - reference); `exact` is what `is_exact` says of the reference.
+
+    Without `exact` it is one multiply-add. Its rounding of reference * log2(e) is common to a row's terms and cancels.
+    """
+    return tl.where(exact, (x - reference) * LOG2E, x * LOG2E - reference * LOG2E)
+
+
+@triton.jit
+def finite(largest):
+    """Return a reference for exponents: the largest x, and 0 where there was nothing but -inf."""
+    return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 @triton.jit
 def log1p(r):
-    """Return log(1 + r): r log(w) / (w - 1) forgives what w = 1 + r was rounded by."""
+    """Return log(1 + r): r log(w) / (w - 1) cancels the rounding error of w = 1 + r."""
     w = 1 + r
     apart = (w != 1) & (w < 2)
     return tl.where(apart, tl.log(w) * (r / tl.where(apart, w - 1, 1.0)), tl.where(w == 1, r, tl.log(w)))
@@ -84,66 +124,14 @@ def log1p(r):
 
 @triton.jit
 def order(z, inside, logit_scale):
-    """Return what sorts logits as x does: scale and softcap keep their order or reverse it; NaN is the largest."""
+    """Return a key that sorts logits as x does: scale and softcap keep or reverse their order; NaN is the largest."""
     key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
     return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
-
-
-@triton.jit
-def lowest_of_largest(best, at):
-    """Return the largest of a block and the lowest of the classes `at` which have it."""
-    top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, at, 2147483647), 0)
-
-
-@triton.jit
-def in_lanes(x, LANES: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return a block as (LANES, n), so that a sum over its last axis stays within one thread.
-
-    A thread holds neighbours where they are read together, ALIGNED, and else every so manieth element.
-    """
-    if ALIGNED:
-        return tl.reshape(x, [LANES, x.shape[0] // LANES])
-    else:
-        return tl.trans(tl.reshape(x, [x.shape[0] // LANES, LANES]))
-
-
-@triton.jit
-def add_exponentials(peak, total, x):
-    """Return the largest of `peak` and a block x, and the sum of exp(. - largest) over all so far.
-
-    Lane by lane: `peak` and `total` are (LANES,), x is (LANES, n). Where nothing but -inf came yet, `total` is 0.
-    """
-    largest = tl.maximum(peak, tl.max(x, 1))
-    # 0 stands in for a largest of -inf, so that exp(-inf - 0) is 0, and not exp(-inf + inf) NaN.
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    return largest, total * exp(peak - shift) + tl.sum(exp(x - shift[:, None]), 1)
 
 
 @triton.jit
 def merge(peak, total, other_peak, other_total):
     """Return (largest, sum of exponentials) of two such pairs together."""
     largest = tl.maximum(peak, other_peak)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
+    shift = finite(largest)
     return largest, total * exp(peak - shift) + other_total * exp(other_peak - shift)
-
-
-@triton.jit
-def join_lanes(peak, total):
-    """Return (largest, sum of exponentials) over all lanes."""
-    largest = tl.max(peak, 0)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    return largest, tl.sum(total * exp(peak - shift), 0)
-
-
-@triton.jit
-def with_target(peak, total, x_y):
-    """Return the largest x and log sum_c exp(x_c - largest), from those of the other classes and the target's x.
-
-    Where the target is the largest, p of it may be nearly 1, and then all others together are the row's gradient:
-    they were summed without it, since beside its 1 they would be lost.
-    """
-    largest = tl.maximum(peak, x_y)
-    shift = tl.where(largest == -float("inf"), 0.0, largest)
-    others = total * exp(peak - shift)
-    return largest, tl.where(x_y == largest, log1p(others), tl.log(others + exp(x_y - shift)))

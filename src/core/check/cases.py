@@ -66,6 +66,9 @@ class Case:
     offset: float = 0.0
     """Added to all logits: large values that the loss must not feel."""
     target_dtype: str = "int64"
+    workspace: int | None = None
+    alone: bool = False
+    """Whether the loss is also computed without gradients, which may take other kernels."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
@@ -122,7 +125,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         options["weight"] = rng.uniform(0.2, 2.0, vocabulary)
         options["weight"][:: max(vocabulary // 5, 2)] = 0.0
     if options.pop("sample_weight", False):
-        options["sample_weight"] = rng.uniform(0.1, 2.0, rows) * (rng.random(rows) < 0.8)
+        options["sample_weight"] = np.asarray(rng.uniform(0.1, 2.0, rows) * (rng.random(rows) < 0.8))
     if options.get("normalizer") == "array":
         options["normalizer"] = np.array(17.25)
     upstream = rng.normal(0, 1, rows if case.reduction == "none" else ())

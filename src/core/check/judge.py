@@ -28,6 +28,9 @@ _UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float6
 # The float64 reference rounds as a float64 backend does, so there the two differ by the rounding of both.
 _UNITS_ALLOWED = {"float16": 2, "bfloat16": 2, "float32": 2, "float64": 64}
 
+_ALONE = "loss without gradients"
+_LOSSES = ("loss", _ALONE)
+
 Results = dict[str, Any]
 
 
@@ -46,7 +49,7 @@ class Comparison:
 
 
 def judge_case(
-    backend: Backend, harness: Harness, case: Case, seed: int = 0, workspace: int | None = None
+    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
     """Run a case on a backend and compare its loss and every gradient."""
     draws = [_judge_draw(backend, harness, case, seed, workspace)]
@@ -55,7 +58,9 @@ def judge_case(
     return [_worst_of(same) for same in zip(*draws, strict=True)]
 
 
-def _judge_draw(backend: Backend, harness: Harness, case: Case, seed: int, workspace: int | None) -> list[Comparison]:
+def _judge_draw(
+    backend: Backend, harness: Harness[Any], case: Case, seed: int, workspace: int | None
+) -> list[Comparison]:
     truth, made, plain = results_of_case(backend, harness, case, seed, workspace)
     return [compare(name, made[name], truth[name], plain[name], case) for name in truth]
 
@@ -66,10 +71,11 @@ def _worst_of(draws: Sequence[Comparison]) -> Comparison:
 
 
 def results_of_case(
-    backend: Backend, harness: Harness, case: Case, seed: int = 0, workspace: int | None = None
+    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
 ) -> tuple[Results, Results, Results]:
     """Return loss and gradients of the reference, of the backend, and of the framework's unfused computation."""
     inputs = make_inputs(case, seed)
+    workspace = case.workspace if workspace is None else workspace
     wide = "float64" if case.dtype == "float64" else "float32"
     names = tuple(inputs.differentiable)
     arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
@@ -91,13 +97,16 @@ def results_of_case(
     truth = _reference(case, as_numpy, harness.numpy(target), _as_numpy(harness, options), harness.numpy(upstream))
     made = _named(harness, names, harness.gradients(fused, arrays, upstream))
     plain = _named(harness, names, harness.gradients(unfused, arrays, upstream))
+    if case.alone:
+        made[_ALONE] = harness.numpy(fused(*arrays))
+        truth[_ALONE], plain[_ALONE] = truth["loss"], plain["loss"]
     return truth, made, plain
 
 
 def compare(output: str, made: Any, truth: Any, plain: Any, case: Case) -> Comparison:
     """Compare one output with the truth, bounded by the error of the plain computation."""
     dtype = case.dtype
-    if output == "loss" and case.function == "cross_entropy" and dtype != "float64":
+    if output in _LOSSES and case.function == "cross_entropy" and dtype != "float64":
         dtype = "float32"
     bound = _SLACK * _worst(plain, truth, output) + _UNITS_ALLOWED[dtype] * _UNITS[dtype]
     return Comparison(output, _worst(made, truth, output) if made.shape == truth.shape else np.inf, bound)
@@ -107,7 +116,7 @@ def _worst(values: Any, truth: Any, output: str) -> float:
     """Return the worst error of any row, relative to the row; of a loss, relative to the largest loss."""
     if not truth.size:
         return 0.0
-    if output == "loss":
+    if output in _LOSSES:
         return float(np.abs(values - truth).max() / max(np.abs(truth).max(), 1e-30))
     error = np.linalg.norm(np.atleast_2d(values - truth), axis=-1)
     size = np.linalg.norm(np.atleast_2d(truth), axis=-1)
@@ -151,7 +160,7 @@ def _moved(inputs: Inputs, shift: int) -> Inputs:
     return Inputs(inputs.differentiable, np.roll(target, -shift, axis), options, inputs.upstream)
 
 
-def _placed(harness: Harness, inputs: Inputs, wide: str) -> tuple[Any, Results]:
+def _placed(harness: Harness[Any], inputs: Inputs, wide: str) -> tuple[Any, Results]:
     """Return target and options with their arrays on the device."""
     target = harness.array(inputs.target, wide if inputs.target.dtype.kind == "f" else None)
     options = {
@@ -161,7 +170,7 @@ def _placed(harness: Harness, inputs: Inputs, wide: str) -> tuple[Any, Results]:
     return target, options
 
 
-def _as_numpy(harness: Harness, options: Results) -> Results:
+def _as_numpy(harness: Harness[Any], options: Results) -> Results:
     return {name: value if np.isscalar(value) else harness.numpy(value) for name, value in options.items()}
 
 
@@ -169,7 +178,7 @@ def _linear_only(case: Case, workspace: int | None) -> Results:
     return {"shift": case.shift, "workspace": workspace} if case.function == "linear_cross_entropy" else {}
 
 
-def _named(harness: Harness, names: tuple[str, ...], result: tuple[Any, list[Any]]) -> Results:
+def _named(harness: Harness[Any], names: tuple[str, ...], result: tuple[Any, list[Any]]) -> Results:
     loss, gradients = result
     return {"loss": harness.numpy(loss)} | {
         name: harness.numpy(grad) for name, grad in zip(names, gradients, strict=True)

@@ -1,16 +1,20 @@
-"""Run the gradient checks of this machine's backends on this machine's own hardware, and print what came of it."""
+"""Run the gradient checks of this machine's backends on this machine's own hardware, and say what came of it."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from xent.backends import TABLE
-from xent.backends.protocol import Backend
-from xent.core.check.cases import option_cases
+from xent.backends import ALSO, TABLE
+from xent.backends.protocol import Backend, Harness
+from xent.core.check.cases import Case, option_cases
 from xent.core.check.judge import Comparison, judge_case
+from xent.core.check.shapes import shape_cases
 
-__all__ = ["Line", "check_all", "table"]
+__all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
 _FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+_NOTHING = Comparison("", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -26,27 +30,87 @@ class Line:
     failed: tuple[str, ...]
 
 
-def check_all(names: list[str] | None = None, progress: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
-    """Check the named backends, or all that this machine can run; the reference has nothing to be compared with."""
-    for name, load in TABLE.items():
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What is checked of one backend on one device, and the kernels that were seen at it."""
+
+    backend: Backend
+    device: str
+    harness: Harness[Any]
+    cases: dict[tuple[str, str], tuple[list[Case], list[Case]]]
+    """(function, dtype) -> the cases of every backend, and those of this device's kernels."""
+    seen: set[str] = field(default_factory=set)
+
+    def __str__(self) -> str:
+        return f"{self.backend.name} on {self.device}"
+
+
+def planned(names: list[str] | None = None) -> list[Work]:
+    """Return what to check of the named backends, or of all that this machine can run, but for the reference."""
+    found = []
+    for name, load in (*TABLE.items(), *ALSO.items()):
         backend = load()
         if name == "numpy" or (names is not None and name not in names) or not backend.info().available:
             continue
         for device in backend.info().devices:
-            for function in _FUNCTIONS:
-                for dtype in backend.harness(device).dtypes:
-                    progress(f"{name} on {device}: {function}, {dtype}")
-                    yield _check(backend, device, function, dtype)
+            harness = backend.harness(device)
+            kinds = [(function, dtype) for function in _FUNCTIONS for dtype in harness.dtypes]
+            found.append(Work(backend, device, harness, {kind: cases_of(harness, *kind) for kind in kinds}))
+    return found
 
 
-def _check(backend: Backend, device: str, function: str, dtype: str) -> Line:
-    harness = backend.harness(device)
-    cases = option_cases(function, dtype)
-    judged = [(comparison, case) for case in cases for comparison in judge_case(backend, harness, case)]
-    results = [comparison for comparison, _ in judged]
-    worst = max(results, key=lambda result: result.error / result.bound if result.error >= 0 else float("inf"))
-    failed = tuple(f"{case}: {result.output}" for result, case in judged if not result.passed)
-    return Line(backend.name, device, function, dtype, len(cases), worst, failed)
+def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[list[Case], list[Case]]:
+    """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
+    return option_cases(function, dtype) + shape_cases(function, dtype), harness.reaching(function, dtype)
+
+
+def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
+    """Run the checks; `tell` hears of each case before it runs. What has passed as a whole is told so at the end."""
+    for work in works:
+        lines = []
+        for (function, dtype), (everywhere, reaching) in work.cases.items():
+            judged = [_judged(work, case, tell) for case in everywhere]
+            with work.harness.watched() as seen:
+                judged += [_judged(work, case, tell) for case in reaching]
+            work.seen.update(seen)
+            results = [comparison for comparisons, _ in judged for comparison in comparisons]
+            worst = max(results or [_NOTHING], key=_nearness)
+            failed = tuple(failure for _, failures in judged for failure in failures)
+            lines.append(Line(work.backend.name, work.device, function, dtype, len(judged), worst, failed))
+            yield lines[-1]
+        if not any(line.failed for line in lines):
+            work.harness.passed()
+
+
+def _judged(work: Work, case: Case, tell: Callable[[str], None]) -> tuple[list[Comparison], list[str]]:
+    """Return a case's comparisons, and what failed; an error, or a warning that something else ran, is a failure."""
+    tell(f"{work}: {case}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            comparisons = judge_case(work.backend, work.harness, case)
+    except Exception as error:
+        return [], [f"{case}: {type(error).__name__}: {error}"]
+    return comparisons, [f"{case}: {result.output}" for result in comparisons if not result.passed]
+
+
+def _nearness(result: Comparison) -> float:
+    return result.error / result.bound if result.error >= 0 else float("inf")
+
+
+def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
+    """Return one sentence: what passed, and which kernels ran."""
+    count, failed = sum(line.cases for line in lines), sum(len(line.failed) for line in lines)
+    result = f"all {count} cases passed" if not failed else f"{failed} of {count} cases failed"
+    return f"{result[0].upper()}{result[1:]}; {'; '.join(_ran(work) for work in works)}."
+
+
+def _ran(work: Work) -> str:
+    if not work.seen:
+        return f"which kernels ran as {work} is not known"
+    left = [name for name in work.harness.kernels if not any(seen.startswith(name) for seen in work.seen)]
+    not_reached = f" (not reached: {', '.join(left)})" if left else ""
+    return f"{work} ran {', '.join(sorted(work.seen))}{not_reached}"
 
 
 def table(rows: list[tuple[str, ...]]) -> str:

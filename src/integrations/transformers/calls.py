@@ -1,7 +1,6 @@
-"""Calls that deferred logits answer or record; with all others real logits are computed."""
+"""Calls that deferred logits record; with all others real logits are computed. Importing this registers them."""
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,20 +8,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.integrations.transformers import loss, steps
+from xent.integrations.transformers.attributes import getter
+from xent.integrations.transformers.deferred import KEYWORDS, KNOWN
 
-__all__ = ["KEYWORDS", "KNOWN", "METADATA"]
+__all__: list[str] = []
 
 
 def _cross_entropy(function: Any, *args: Any, **kwargs: Any) -> Any:
     return loss.cross_entropy(*args, **kwargs)
 
 
-def _getter(attribute: str) -> Any:
-    """Return what `__torch_function__` is given for an attribute."""
-    return getattr(Tensor, attribute).__get__
-
-
-KNOWN: dict[Any, Callable[..., Any]] = {
+_RECORDERS = {
     F.cross_entropy: _cross_entropy,
     F.tanh: steps.tanh,
     torch.tanh: steps.tanh,
@@ -30,6 +26,7 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     torch.add: steps.add,
     Tensor.add: steps.add,
     Tensor.__add__: steps.add,
+    Tensor.__radd__: steps.add,
     torch.mul: steps.multiply,
     torch.multiply: steps.multiply,
     Tensor.mul: steps.multiply,
@@ -52,33 +49,14 @@ KNOWN: dict[Any, Callable[..., Any]] = {
     torch.flatten: steps.flatten,
     Tensor.__getitem__: steps.take,
     Tensor.register_hook: steps.register_hook,
-    _getter("_base"): steps.base_of,
+    getter("_base"): steps.base_of,
 }
-"""What is recorded: the function, and who records it."""
-
-KEYWORDS: dict[Any, frozenset[str]] = {
+_NAMES = {
     F.cross_entropy: frozenset(inspect.signature(loss.cross_entropy).parameters),
     Tensor.to: frozenset(["dtype", "device", "non_blocking"]),
     Tensor.flatten: frozenset(["start_dim", "end_dim"]),
     torch.flatten: frozenset(["start_dim", "end_dim"]),
 }
-"""What these functions may be given by keyword and still be recorded; the others, nothing."""
 
-_ATTRIBUTES = (
-    *("shape", "dtype", "device", "layout", "ndim", "requires_grad", "is_leaf", "grad_fn"),
-    *("is_cuda", "is_meta", "is_quantized", "is_sparse"),
-)
-_METHODS = (
-    *("size", "dim", "ndimension", "numel", "nelement", "__len__", "__hash__"),
-    *("is_floating_point", "is_complex"),
-)
-METADATA: frozenset[Any] = frozenset(
-    [
-        *[_getter(name) for name in _ATTRIBUTES],
-        *[getattr(Tensor, name) for name in _METHODS],
-        torch.numel,
-        torch.is_floating_point,
-        torch.is_complex,
-    ]
-)
-"""What is answered from the tensor itself."""
+KNOWN.update(_RECORDERS)
+KEYWORDS.update(_NAMES)

@@ -10,6 +10,7 @@ PyTorch past it, from C++ or inside of an autograd.Function, and an edge in the 
 such calls to hidden states and weight.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,10 +18,18 @@ from torch import Tensor
 from torch._guards import TracingContext
 from torch.utils._pytree import tree_map_only
 
+from xent.integrations.transformers.attributes import METADATA
 from xent.integrations.transformers.blank import blank
-from xent.integrations.transformers.recipe import Recipe, follow, unchanged_since, versions
+from xent.integrations.transformers.changes import Origin, change
+from xent.integrations.transformers.history import note_compiled
+from xent.integrations.transformers.recipe import Recipe, follow
 
-__all__ = ["DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
+__all__ = ["KEYWORDS", "KNOWN", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
+
+KNOWN: dict[Any, Callable[..., Any]] = {}
+"""What is recorded: the function, and who records it. `calls` registers them."""
+KEYWORDS: dict[Any, frozenset[str]] = {}
+"""What these functions may be given by keyword and still be recorded; the others, nothing."""
 
 
 class DeferredLogits(torch.Tensor):
@@ -32,8 +41,8 @@ class DeferredLogits(torch.Tensor):
     _recipe: Recipe
     _tracked: bool
     """Whether autograd follows the recipe: what torch.is_grad_enabled() was, if anything requires a gradient."""
-    _origins: tuple[tuple[Recipe, tuple[int, ...]], ...]
-    """This recipe and those that it was taken from, each with the versions of its tensors at that time."""
+    _origins: tuple[Origin, ...]
+    """The tensors that the recipe began with, as they were at that time."""
     _view: tuple[Any, ...] | None
     """(deferred, function, arguments), where these are a view of other deferred logits."""
     _contiguous: bool
@@ -42,8 +51,6 @@ class DeferredLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device; or record the call; or make it with real logits."""
-        from xent.integrations.transformers.calls import KEYWORDS, KNOWN, METADATA
-
         kwargs = {} if kwargs is None else kwargs
         if func in METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
@@ -52,7 +59,7 @@ class DeferredLogits(torch.Tensor):
             made = KNOWN[func](func, *args, **kwargs)
             if made is not NotImplemented:
                 return made
-        args, kwargs = tree_map_only(DeferredLogits, real, (args, kwargs))
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: real(logits, func), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -64,7 +71,7 @@ class _DispatchedLogits(DeferredLogits):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Make a call that came past Python with values; autograd is taken care of by the edge."""
-        args, kwargs = tree_map_only(DeferredLogits, _values, (args, kwargs or {}))
+        args, kwargs = tree_map_only(DeferredLogits, lambda logits: _values(logits, func), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -72,11 +79,11 @@ def defer(
     recipe: Recipe,
     size: tuple[int, ...],
     dtype: torch.dtype,
-    sources: tuple[DeferredLogits, ...] = (),
+    origins: tuple[Origin, ...],
     view: tuple[Any, ...] | None = None,
     contiguous: bool = True,
 ) -> DeferredLogits:
-    """Return deferred logits of that size and dtype, which the recipe makes; `sources` are those it was taken from."""
+    """Return deferred logits of that size and dtype, which the recipe makes."""
     tensors = recipe.tensors()
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked:
@@ -84,9 +91,9 @@ def defer(
     if torch.compiler.is_compiling():
         made = DeferredLogits(blank(tensors[0], size, dtype))
     else:
-        made = _Edge.apply(recipe, size, dtype, *tensors)
+        made = _Edge.apply(recipe, origins, size, dtype, *tensors)
     made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
-    made._origins = sum([source._origins for source in sources], ((recipe, versions(recipe)),))
+    made._origins = origins
     return made
 
 
@@ -105,15 +112,15 @@ def is_open(logits: Any) -> bool:
     return logits._tracked or not metadata(logits, "requires_grad")
 
 
-def real(logits: DeferredLogits) -> Tensor:
-    """Return the real logits, the same tensor each time."""
+def real(logits: DeferredLogits, function: Any) -> Tensor:
+    """Return the real logits, the same tensor each time, for a function that looks at them."""
     if logits._real is None:
         with torch.set_grad_enabled(logits._tracked):
             if logits._view is not None:
-                base, function, arguments = logits._view
-                made: Tensor = function(real(base), *arguments)
+                base, view, arguments = logits._view
+                made: Tensor = view(real(base, function), *arguments)
             else:
-                check_unchanged(logits)
+                _prepare_to_follow(logits, function)
                 made = follow(logits._recipe)
         if metadata(logits, "requires_grad") and not logits._tracked:
             made = _Adopted.apply(logits, made)
@@ -126,43 +133,71 @@ def _is_described() -> bool:
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
-def _values(logits: DeferredLogits) -> Tensor:
+def _values(logits: DeferredLogits, function: Any) -> Tensor:
     if logits._real is not None:
         return logits._real.detach()
     if logits._view is not None:
-        base, function, arguments = logits._view
-        viewed: Tensor = function(_values(base), *arguments)
+        base, view, arguments = logits._view
+        viewed: Tensor = view(_values(base, function), *arguments)
         return viewed
-    check_unchanged(logits)
+    _prepare_to_follow(logits, function)
     with torch.no_grad():
         return follow(logits._recipe)
 
 
-def check_unchanged(logits: DeferredLogits) -> None:
-    """Raise RuntimeError if following the recipe would no longer give what the model would have made."""
-    if not torch.compiler.is_compiling() and not all(unchanged_since(*origin) for origin in logits._origins):
-        raise RuntimeError(
-            "these logits were never computed, and the weights or hidden states that they come from have changed or "
-            "are gone since (an optimizer step, sharding, offloading): look at the logits before that, "
-            "outputs.logits.detach() will do; or with FSDP2 keep the outermost group in one piece, "
-            "fully_shard(model, reshard_after_forward=False); or take the model out of xent with unpatch(model)"
-        )
+def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
+    """Note who looks, and raise RuntimeError if the logits would not be what the model would have made."""
+    if torch.compiler.is_compiling():
+        if logits._tracked:
+            note_compiled("what is compiled looks at them")
+        return
+    check_unchanged(logits._origins)
+    for origin in logits._origins:
+        if origin.call is not None:
+            origin.call.note_look(function)
+
+
+def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None:
+    """Raise RuntimeError if following a recipe would no longer give what the model would have made.
+
+    Only where the logits are `looked_at`, after the model has returned them, it may wait for the device.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for origin in origins:
+        waits = origin.device.type != "cpu" and origin.call is not None and origin.call.is_running()
+        happened = change(origin, compare_elements=looked_at and not waits)
+        if happened is not None:
+            raise RuntimeError(
+                f"these logits were never computed, and cannot be computed now: {happened} after the model was called. "
+                "Look at the logits before that, outputs.logits.detach() will do; or with FSDP2 keep the outermost "
+                "group in one piece, fully_shard(model, reshard_after_forward=False); or take the model out of xent "
+                "with unpatch(model)"
+            )
 
 
 class _Edge(torch.autograd.Function):
-    """(recipe, size, dtype, *tensors of the recipe) -> blank deferred logits whose gradient goes to the tensors."""
+    """(recipe, origins, size, dtype, *tensors) -> blank deferred logits whose gradient goes to the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, size: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-        ctx.recipe = recipe
+    def forward(
+        ctx: Any,
+        recipe: Recipe,
+        origins: tuple[Origin, ...],
+        size: tuple[int, ...],
+        dtype: torch.dtype,
+        *tensors: Tensor,
+    ) -> Tensor:
+        ctx.recipe, ctx.origins = recipe, origins
         ctx.set_materialize_grads(False)
         return blank(tensors[0], size, dtype).as_subclass(_DispatchedLogits)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         if gradient is None:
-            return None, None, None, *[None for _ in wanted]
+            return None, None, None, None, *[None for _ in wanted]
+        check_unchanged(ctx.origins)
         if ctx.recipe.head is not None:
             raise RuntimeError(
                 "a gradient of deferred logits came from outside of PyTorch's Python functions while their head is "
@@ -175,7 +210,7 @@ class _Edge(torch.autograd.Function):
             logits = follow(ctx.recipe.with_tensors(tuple(tensors)))
         asked = [tensor for tensor in tensors if tensor.requires_grad]
         made = iter(torch.autograd.grad(logits, asked, gradient))
-        return None, None, None, *[next(made) if asks else None for asks in wanted]
+        return None, None, None, None, *[next(made) if asks else None for asks in wanted]
 
 
 class _Adopted(torch.autograd.Function):

@@ -6,10 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from xent.integrations.transformers import calls as _calls  # noqa: F401  registers what is recorded
+from xent.integrations.transformers.changes import origin, start_clock
 from xent.integrations.transformers.deferred import defer
+from xent.integrations.transformers.history import begin_call, note_compiled
 from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
+from xent.integrations.transformers.unfit import advice
 
-__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "restore"]
+__all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "find_owner", "restore"]
 
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 """Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
@@ -24,47 +28,62 @@ class DeferringHead:
         """Return deferred logits where that can be done, or else logits; or what `task` makes of input and weights."""
         if task is not None:
             return task(input, self.weight, self.bias)
-        if not _can_defer(self, input):
+        compiling = torch.compiler.is_compiling()
+        call = None if compiling else begin_call(self)
+        why = _why_computed(self, input)
+        if compiling:
+            trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+            note_compiled(why if why is not None and trains else "")
+        elif call is not None and why is not None:
+            call.note_computed(why)
+        if why is not None:
             logits: Tensor = nn.functional.linear(input, self.weight, self.bias)
             return logits
         autocast = autocast_dtype(input.device.type)
         alone = self if _is_sharded(self) and not _shares_group(self) else None
         recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, alone)
-        return defer(recipe, (*input.shape[:-1], self.weight.shape[0]), autocast or input.dtype)
+        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
+        size = (*input.shape[:-1], self.weight.shape[0])
+        return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone, call),))
 
 
 class DeferringLinear(DeferringHead, nn.Linear):
     """torch.nn.Linear that defers its product."""
 
 
-def _can_defer(head: Any, input: Tensor) -> bool:
-    """Whether logits may be deferred here and now: plain tensors, nobody waiting for the head's output.
+def _why_computed(head: Any, input: Tensor) -> str | None:
+    """Return why logits cannot be deferred here and now, or None: plain tensors, nobody waiting for the head's output.
 
     Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
     cannot tell whether it is in inference mode, where the age of a tensor is unknown.
     """
-    traced = not torch.compiler.is_compiling() and torch.jit.is_tracing()  # type: ignore[attr-defined]
-    if traced or (not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()):
-        return False
-    weight, bias = head.weight, head.bias
-    if getattr(head, "_xent_restored", False) or type(input) not in _PLAIN or type(weight) not in _PLAIN:
-        return False
+    compiling, weight, bias = torch.compiler.is_compiling(), head.weight, head.bias
+    if not compiling and (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()):  # type: ignore[attr-defined]
+        return "torch.jit or torch.func traces the model"
+    if getattr(head, "_xent_restored", False):
+        return "the head was given back with unpatch(model)"
     if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
-        return False
-    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0) or hasattr(weight, "ds_id"):
-        return False
-    if _is_flat(head) or _is_taken_away(head):
-        return False
+        return "there is one position, as in generation"
+    for tensor, name in ((input, "hidden states"), (weight, "weight")):
+        if type(tensor) not in _PLAIN:
+            return f"the head's {name} are a {type(tensor).__name__}"
+    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0):
+        return "the head has a forward hook, which is given its logits"
+    if hasattr(weight, "ds_id") or _is_flat(head) or _is_taken_away(head):
+        return "the head's weight is taken away after its call (DeepSpeed's ZeRO-3, FSDP1, reshard_after_forward=True)"
     if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
-        return False
+        return f"the head's hidden states are {input.dtype} on {input.device}, its weight is on {weight.device}"
+    dtypes = [tensor.dtype for tensor in (input, weight, bias) if tensor is not None]
     if autocast_dtype(input.device.type) is None:
-        if weight.dtype != input.dtype or (bias is not None and bias.dtype != input.dtype):
-            return False
-    elif torch.float64 in (weight.dtype, input.dtype):
-        return False
-    if torch.compiler.is_compiling():
-        return COMPILES and torch.is_grad_enabled() and not torch.compiler.is_exporting()
-    return True
+        if len(set(dtypes)) > 1:
+            return f"hidden states, weight and bias of the head differ in dtype: {dtypes}"
+    elif torch.float64 in dtypes:
+        return "the head computes in float64 under autocast"
+    if compiling and not COMPILES:
+        return "torch.compile defers logits from PyTorch 2.13 on"
+    if compiling and (not torch.is_grad_enabled() or torch.compiler.is_exporting()):
+        return "the model is exported, or compiled without gradients"
+    return None
 
 
 def _is_sharded(head: Any) -> bool:
@@ -90,11 +109,8 @@ def _is_flat(head: Any) -> bool:
     return bool(parts) and all(part.module is head for part in parts)
 
 
-def find_heads(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers that make the model's logits, or raise ValueError saying what was found instead.
-
-    With PEFT there may be several: the head, copies of it that are trained, and the small weights that LoRA adds.
-    """
+def find_owner(model: nn.Module) -> Any:
+    """Return the model of transformers, or of PEFT, inside of wrappers; or raise ValueError."""
     owner: Any = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
         owner = owner.module  # DistributedDataParallel and its like
@@ -103,6 +119,14 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
             f"model must be a transformers model with a language-model head, got {type(model).__name__}, which has no "
             "get_output_embeddings(); for other models call xent.linear_cross_entropy in the place of head and loss"
         )
+    return owner
+
+
+def find_heads(owner: Any) -> list[nn.Module]:
+    """Return the linear layers that make the model's logits, or raise ValueError saying what was found instead.
+
+    With PEFT there may be several: the head, copies of it that are trained, and the small weights that LoRA adds.
+    """
     head = owner.get_output_embeddings()
     found = [] if head is None else [module for module in head.modules() if _is_linear(module)]
     if found:
@@ -112,8 +136,7 @@ def find_heads(model: nn.Module) -> list[nn.Module]:
         raise ValueError(
             f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
             f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
-            "forward of its class; the model was left as it was, and with model.loss_function = "
-            "xent.integrations.transformers.causal_lm_loss it still does without the float32 copies of its logits"
+            f"forward of its class; the model was left as it was. {advice(owner)}"
         )
     return found
 
@@ -127,6 +150,7 @@ def _is_linear(module: Any) -> bool:
 
 def defer_logits(head: Any) -> bool:
     """Make a head defer its logits; return whether it did not do so before."""
+    start_clock(head.weight.device)
     changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
     head.__class__ = _deferring(type(head))
     if hasattr(head, "_xent_restored"):
@@ -135,13 +159,33 @@ def defer_logits(head: Any) -> bool:
     return changed
 
 
-def _deferring(kind: type) -> type:
+def _deferring(kind: type) -> Any:
     """Return the class of a head that is a `kind` and defers its logits; `kind` itself if it does."""
     if issubclass(kind, DeferringHead):
         return kind
-    if kind is nn.Linear:
-        return DeferringLinear
-    return type(f"Deferring{kind.__name__}", (DeferringHead, kind), {"_xent_restores": kind})
+    if kind not in _CLASSES:
+        _CLASSES[kind] = _make_deferring(kind)
+    return _CLASSES[kind]
+
+
+_CLASSES: dict[type, Any] = {nn.Linear: DeferringLinear}
+
+
+def _make_deferring(kind: type) -> Any:
+    def reduce(self: Any, protocol: Any) -> Any:
+        """Pickle by the name of the class that was found, since nobody can import this one."""
+        _, _, *state = super(made, self).__reduce_ex__(protocol)
+        return _new, (kind,), *state
+
+    members = {"_xent_restores": kind, "__reduce_ex__": reduce}
+    made: Any = type(f"Deferring{kind.__name__}", (DeferringHead, kind), members)
+    return made
+
+
+def _new(kind: type) -> Any:
+    """Return what a pickled head of that class is filled into."""
+    made = _deferring(kind)
+    return made.__new__(made)
 
 
 def restore(head: Any) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import xent
 from xent.integrations.transformers.deferred import DeferredLogits, check_unchanged, is_open
-from xent.integrations.transformers.recipe import Product, autocast_dtype, run, sum_up
+from xent.integrations.transformers.recipe import Product, autocast_dtype, describe, run, sum_up
 
 __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
 
@@ -22,9 +22,13 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
     if scaling is None:
         return NotImplemented
     logit_scale, softcap = scaling
-    check_unchanged(logits)
+    check_unchanged(logits._origins, looked_at=False)
+
+    offset = logits._recipe.offset
 
     def task(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
+        if offset is not None:
+            bias = offset.flatten() if bias is None else bias + offset.flatten()
         if len(products) == 1:
             hidden, weight = products[0].hidden, products[0].weight
         else:
@@ -35,7 +39,11 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
         )
         return loss
 
-    return run(logits._recipe, task)
+    loss = run(logits._recipe, task)
+    for origin in logits._origins:
+        if origin.call is not None:
+            origin.call.note_fused(describe(logits._recipe))
+    return loss
 
 
 def cross_entropy(

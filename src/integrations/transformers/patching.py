@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from xent.integrations.transformers.heads import defer_logits, find_heads, restore
+from xent.integrations.transformers.heads import defer_logits, find_heads, find_owner, restore
+from xent.integrations.transformers.history import forget, register
 from xent.integrations.transformers.smoothing import smooth_from_hidden_states
 
 __all__ = ["Patch", "patch", "unpatch"]
@@ -39,7 +40,8 @@ def patch(model: nn.Module | None = None) -> Patch:
     The head returns logits that are computed only if somebody looks at them. Scaling and soft-capping between head
     and loss are taken into the loss. ``outputs.logits``, generation and metrics get the logits that the model would
     have made; so does any function that xent does not know. Nothing else of the model changes: not its class, its
-    parameters nor its checkpoints.
+    parameters nor its checkpoints. The first training step that computes logits all the same warns, and `explain` says
+    what made it do so.
 
     Parameters
     ----------
@@ -74,9 +76,11 @@ def patch(model: nn.Module | None = None) -> Patch:
     """
     if model is None:
         return Patch(None, _patch_all())
-    heads = find_heads(model)
+    owner = find_owner(model)
+    heads = find_heads(owner)
     _smooth()
     changed = [defer_logits(head) for head in heads]
+    register(owner, heads)
     return Patch(model, any(changed))
 
 
@@ -97,8 +101,11 @@ def unpatch(model: nn.Module | None = None) -> None:
         kind = _hook_points()[0]
         kind.post_init = getattr(kind.post_init, "_xent_wraps", kind.post_init)
         return
-    for head in find_heads(model):
+    owner = find_owner(model)
+    heads = find_heads(owner)
+    for head in heads:
         restore(head)
+    forget(owner, heads)
 
 
 def _patch_all() -> bool:

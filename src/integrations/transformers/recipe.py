@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Product", "Recipe", "Step", "autocast_dtype", "follow", "run", "sum_up", "unchanged_since", "versions"]
+__all__ = ["Product", "Recipe", "Step", "autocast_dtype", "describe", "follow", "run", "sum_up"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +37,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """sum of products + bias, computed under autocast to that dtype if there is one, then the steps in order."""
+    """sum of products + bias, under autocast to that dtype if there is one, + offset, then the steps in order."""
 
     products: tuple[Product, ...]
     bias: Tensor | None
@@ -45,18 +45,20 @@ class Recipe:
     autocast: torch.dtype | None
     head: nn.Module | None
     """The head, where FSDP2 shards it alone: its weight is there during its own call, and it is called with a task."""
+    offset: Tensor | None = None
+    """(V,), or with axes of length 1 in front: what a model adds to its logits, such as final_logits_bias."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return hidden states and weights of all products, and the bias if there is one."""
+        """Return hidden states and weights of all products, and bias and offset if there are such."""
         parts = [part for product in self.products for part in (product.hidden, product.weight)]
-        return (*parts, self.bias) if self.bias is not None else tuple(parts)
+        return (*parts, *[tensor for tensor in (self.bias, self.offset) if tensor is not None])
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> "Recipe":
         """Return the recipe with others in the place of `tensors()`."""
-        products = [
-            Product(tensors[2 * i], tensors[2 * i + 1], product.scale) for i, product in enumerate(self.products)
-        ]
-        return replace(self, products=tuple(products), bias=None if self.bias is None else tensors[-1])
+        left = iter(tensors)
+        products = tuple([Product(next(left), next(left), product.scale) for product in self.products])
+        bias, offset = (None if tensor is None else next(left) for tensor in (self.bias, self.offset))
+        return replace(self, products=products, bias=bias, offset=offset)
 
     def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
         """Return the recipe for other rows, which `change` takes from hidden states."""
@@ -67,7 +69,8 @@ class Recipe:
     def on_classes(self, stop: int) -> "Recipe":
         """Return the recipe for the classes in front of `stop`."""
         products = tuple([replace(product, weight=product.weight[:stop]) for product in self.products])
-        return replace(self, products=products, bias=None if self.bias is None else self.bias[:stop])
+        bias, offset = (None if tensor is None else tensor[..., :stop] for tensor in (self.bias, self.offset))
+        return replace(self, products=products, bias=bias, offset=offset)
 
     def then(self, name: str, value: Any = None) -> "Recipe":
         """Return the recipe with one more step."""
@@ -100,6 +103,8 @@ def follow(recipe: Recipe) -> Tensor:
         return logits
 
     logits = run(recipe, products)
+    if recipe.offset is not None:
+        logits = logits + recipe.offset
     for step in recipe.steps:
         if step.name == "mul":
             logits = logits * step.value
@@ -135,19 +140,19 @@ def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
     return (scale * bound, bound) if bound > 0 else None
 
 
+def describe(recipe: Recipe) -> str:
+    """Return, in words, what is done to the product of hidden states and weight."""
+    words = {"mul": "multiplied by {}", "div": "divided by {}", "tanh": "tanh", "to": "converted to {}"}
+    return ", ".join(
+        [
+            *([f"{len(recipe.products) - 1} more product added (LoRA)"] if len(recipe.products) > 1 else []),
+            *(["the head's bias added"] if recipe.bias is not None else []),
+            *(["a number for each class added"] if recipe.offset is not None else []),
+            *[words[step.name].format(step.value) for step in recipe.steps],
+        ]
+    )
+
+
 def autocast_dtype(device: str) -> torch.dtype | None:
     """Return the dtype that autocast computes matrix products in on a device type, or None where it is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
-def versions(recipe: Recipe) -> tuple[int, ...]:
-    """Return how often each tensor has been written to; tensors of inference mode do not count that."""
-    if torch.compiler.is_compiling():  # which knows no Tensor.is_inference
-        return tuple([tensor._version for tensor in recipe.tensors()])
-    return tuple([0 if tensor.is_inference() else tensor._version for tensor in recipe.tensors()])
-
-
-def unchanged_since(recipe: Recipe, before: tuple[int, ...]) -> bool:
-    """Whether no tensor was written to, and none lost its memory to whoever shards or offloads it."""
-    there = all(tensor.untyped_storage().nbytes() or not tensor.numel() for tensor in recipe.tensors())
-    return (there or recipe.head is not None) and versions(recipe) == before

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from xent.integrations.transformers.changes import origin
 from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
 
 __all__ = [
@@ -55,18 +57,43 @@ def tanh(function: Any, logits: Any) -> Any:
 
 
 def add(function: Any, logits: Any, other: Any) -> Any:
-    """Record a sum of two heads, which LoRA makes: the head, and a scaled product of two small weights."""
-    if not is_open(logits) or not is_open(other):
+    """Record a sum of two heads, which LoRA makes, or of logits and one number a class, as in final_logits_bias."""
+    if not is_open(logits):
+        logits, other = other, logits
+    if not is_open(logits) or not isinstance(other, Tensor):
+        return NotImplemented
+    return _add_head(logits, other) if isinstance(other, DeferredLogits) else _add_offset(logits, other)
+
+
+def _add_head(logits: DeferredLogits, other: DeferredLogits) -> Any:
+    """Record the head, and a scaled product of two small weights."""
+    if not is_open(other):
         return NotImplemented
     mine, theirs = logits._recipe, other._recipe
     factors = [step.value for step in theirs.steps if step.name == "mul"]
     alike = logits.shape == other.shape and logits.dtype == other.dtype and mine.autocast == theirs.autocast
     simple = not mine.steps and len(factors) == len(theirs.steps) and theirs.bias is None
-    if not alike or not simple or mine.head is not None or theirs.head is not None:
+    whole = mine.head is None and theirs.head is None and mine.offset is None and theirs.offset is None
+    if not alike or not simple or not whole:
         return NotImplemented
     scale = math.prod(factors)
     added = [replace(product, scale=product.scale * scale) for product in theirs.products]
-    return _same_rows(logits, replace(mine, products=(*mine.products, *added)), sources=(logits, other))
+    return _same_rows(
+        logits, replace(mine, products=(*mine.products, *added)), origins=(*logits._origins, *other._origins)
+    )
+
+
+def _add_offset(logits: DeferredLogits, offset: Tensor) -> Any:
+    """Record a tensor (V,), or with axes of length 1 in front, before any scale."""
+    recipe, classes = logits._recipe, logits.shape[-1]
+    fits = offset.ndim <= logits.ndim and offset.shape[-1:] == (classes,) and offset.numel() == classes
+    kind = torch.float32 if recipe.autocast is not None else logits.dtype
+    if not fits or type(offset) not in (Tensor, Parameter) or offset.device != logits.device:
+        return NotImplemented
+    if recipe.steps or recipe.offset is not None or offset.dtype not in (logits.dtype, kind):
+        return NotImplemented
+    origins = (*logits._origins, origin((), (offset,)))
+    return _same_rows(logits, replace(recipe, offset=offset), torch.promote_types(logits.dtype, offset.dtype), origins)
 
 
 def to_float(function: Any, logits: Any) -> Any:
@@ -116,10 +143,10 @@ def _same_rows(
     logits: DeferredLogits,
     recipe: Any,
     dtype: torch.dtype | None = None,
-    sources: tuple[DeferredLogits, ...] | None = None,
+    origins: Any = None,
 ) -> DeferredLogits:
     dtype = logits.dtype if dtype is None else dtype
-    return defer(recipe, tuple(logits.shape), dtype, (logits,) if sources is None else sources)
+    return defer(recipe, tuple(logits.shape), dtype, logits._origins if origins is None else origins)
 
 
 def reshape(function: Any, logits: Any, *size: Any) -> Any:
@@ -160,7 +187,7 @@ def take(function: Any, logits: Any, index: Any) -> Any:
         if index.dtype != torch.bool or index.ndim >= logits.ndim:
             return NotImplemented
         recipe = logits._recipe.on_rows(lambda hidden: hidden[index])
-        return defer(recipe, (*recipe.products[0].hidden.shape[:-1], logits.shape[-1]), logits.dtype, (logits,))
+        return defer(recipe, (*recipe.products[0].hidden.shape[:-1], logits.shape[-1]), logits.dtype, logits._origins)
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
         return NotImplemented
@@ -199,7 +226,7 @@ def _of_rows(
     size = (*recipe.products[0].hidden.shape[:-1], logits.shape[-1] if classes is None else classes)
     is_view = logits._contiguous or not contiguous
     view = (logits, function, arguments) if is_view else None
-    return defer(recipe, size, logits.dtype, (logits,), view, contiguous)
+    return defer(recipe, size, logits.dtype, logits._origins, view, contiguous)
 
 
 def register_hook(function: Any, logits: Any, hook: Any) -> Any:

@@ -111,7 +111,7 @@ def translate(source: Source) -> str:
         elif kind.endswith("&"):
             arguments.append(f"*static_cast<{kind[:-1]}*>(buffers[{index}])")
         else:
-            arguments.append(f"static_cast<{kind}>(buffers[{index}])")
+            arguments.append(f"emulator::Pointer{{buffers[{index}]}}")
     joined = ",\n    ".join(arguments)
     entry = f"""
 extern "C" void emulator_entry(void* const* buffers, const emulator::Thread& thread_) {{

@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-__all__ = ["Parameter", "Source", "capture", "parameters"]
+__all__ = ["Parameter", "Source", "capture", "parameters", "read"]
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,15 @@ def capture(launch: Callable[..., Any], inputs: list[mx.array]) -> Source:
     return Source(name, text, instance[1] if instance else name, parameters(text, name))
 
 
+def read(text: str) -> dict[str, Source]:
+    """Return the kernels that a whole source instantiates, by the names that the host finds them under."""
+    instances = re.findall(r'template \[\[host_name\("(\w+)"\)\]\] \[\[kernel\]\] decltype\(((\w+)<[^;]*>)\)', text)
+    return {name: Source(name, text, instance, parameters(text, function)) for name, instance, function in instances}
+
+
 def parameters(text: str, name: str) -> tuple[Parameter, ...]:
     """Read the parameters of a kernel function."""
-    signature = re.search(rf"\[\[kernel\]\] void {name}\((.*?)\) \{{", text, re.DOTALL)
+    signature = re.search(rf"\[\[kernel[^\]]*\]\] void {name}\((.*?)\) \{{", text, re.DOTALL)
     assert signature is not None, text
     pattern = re.compile(r"\s*(.*?)\s*(\w+)\s*\[\[(.*)\]\]\s*", re.DOTALL)
     found = []

@@ -28,7 +28,7 @@ _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup\s+([\w:]+)\s+(\w+)\s*\[([^\]]+
 _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name\(.*?\)\]\] \[\[kernel\]\]")
 
 
-class FrontendError(RuntimeError):
+class FrontendError(Exception):
     """A kernel that Metal's compiler would refuse or warn about."""
 
 
@@ -52,6 +52,6 @@ def _unqualified(cursor: clang.Cursor, file: str) -> Iterator[str]:
             continue
         if child.kind in (clang.CursorKind.PARM_DECL, clang.CursorKind.VAR_DECL):
             pointee = child.type.get_pointee().spelling
-            if pointee and not any(space in pointee for space in _SPACES):
+            if pointee and child.type.spelling != "auto" and not any(space in pointee for space in _SPACES):
                 yield f"{child.location.line}: {child.spelling} has no address space: {child.type.spelling}"
         yield from _unqualified(child, file)

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import mlx.core as mx
+import torch
 
 from tests.metal.emulator.kernels import Emulator
+from tests.metal.emulator.shaders import ShaderLibrary
 
 __all__ = ["install"]
 
@@ -14,9 +16,11 @@ def install(folder: Path) -> Emulator:
 
     The emulator computes when it is called, and has no graph: `mx.compile` cannot trace it.
     """
-    from xent.backends.metal import machine
+    from xent.backends.metal import machine, torch_machine
 
     emulator = Emulator(folder)
     mx.fast.metal_kernel = emulator.metal_kernel
-    machine.MISSING, machine.DEVICES = None, ("cpu",)
+    torch.mps.compile_shader = lambda source: ShaderLibrary(emulator, source)
+    for found in (machine, torch_machine):
+        found.MISSING, found.DEVICES = None, ("cpu",)
     return emulator

@@ -25,6 +25,18 @@ class Emulator:
         self.workshop = Workshop(folder)
         self.sources: list[Source] = []
         self.seed = itertools.count()
+        self.limit: Callable[[Source], int] = lambda source: 1024
+        """How many threads a kernel's pipeline allows; 0 for a source that Apple's compiler refuses."""
+
+    def check_limit(self, source: Source, threads: int) -> None:
+        """Raise what MLX raises when it evaluates a launch with too many threads, or of what does not compile."""
+        limit = self.limit(source)
+        if not limit:
+            raise RuntimeError("[metal::Device] Unable to build metal library from source")
+        if threads > limit:
+            raise ValueError(
+                f"Thread group size ({threads}) is greater than  the maximum allowed threads per threadgroup ({limit})."
+            )
 
     def metal_kernel(
         self, name: str, input_names: list[str], output_names: list[str], source: str, *rest: Any, **settings: Any
@@ -61,6 +73,7 @@ class Emulator:
                 )
                 self.sources.append(captured[key])
                 frontend.check(captured[key])
+            self.check_limit(captured[key], threadgroup[0] * threadgroup[1] * threadgroup[2])
             outputs = [
                 Output(name, _storage(dtype), tuple(shape))
                 for name, dtype, shape in zip(output_names, output_dtypes, output_shapes, strict=True)

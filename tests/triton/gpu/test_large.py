@@ -6,7 +6,7 @@ from torch import Tensor
 
 import xent
 
-# More than 2.17e9 logits. With 32771 classes rows lie off the 16-byte boundaries; the last two are of the ring kernel.
+# More than 2.17e9 logits. With 32771 classes rows lie off the 16-byte boundaries; the last two have larger blocks.
 SIZES = [(70_000, 32_768), (70_000, 32_771), (50_000, 43_520), (17_000, 131_072)]
 SOME = 40
 

@@ -1,21 +1,28 @@
 """Kernels that are launched again without Triton's look at their arguments."""
 
-from typing import Any
-
 import pytest
 import torch
 import triton
 import triton.language as tl
 
 from xent.backends.triton import launch as launching
-from xent.backends.triton.launch import launch
+from xent.backends.triton.launch import kernel, launch
 
 COUNT = 4096
 
 
-@triton.jit
-def _combine_kernel(source, offset, found, count, pitch, factor, NEGATED: tl.constexpr, BLOCK: tl.constexpr):
-    """Read and write as many bytes at once as pointers and pitch are known to allow."""
+@kernel
+def _combine_kernel(
+    source,
+    offset,
+    found,
+    count: "i64",
+    pitch: "i64",
+    factor: "fp32",
+    NEGATED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Nothing is known of where memory begins, nor of the numbers."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(source + at * pitch, mask=inside, other=0.0) * factor
@@ -45,8 +52,9 @@ def test_each_kind_runs_what_was_compiled_for_it() -> None:
             place = torch.zeros(COUNT + 8, device="cuda")
             source, found = memory[start:], place[start:]
             added = offset if with_offset else None
-            arguments: list[Any] = [source, added, found, count, pitch, factor]
-            launch(_combine_kernel, (triton.cdiv(count, 512),), *arguments, NEGATED=negated, BLOCK=512, num_warps=2)
+            arguments = (source, added, found, count, pitch, factor)
+            constants = {"NEGATED": negated, "BLOCK": 512}
+            launch(_combine_kernel, triton.cdiv(count, 512), arguments, constants, num_warps=2)
             expected = source[: count * pitch : pitch] * factor + (offset[:count] if with_offset else 0)
             assert torch.equal(found[:count], -expected if negated else expected)
             assert not found[count:].any()
@@ -60,7 +68,8 @@ def test_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(_combine_kernel, "run", lambda *given, **named: looks.append(named) or look(*given, **named))
     for warps in (1, 2, 1, 2):
-        launch(_combine_kernel, (1,), x, None, found, 512, 1, 2.0, NEGATED=False, BLOCK=512, num_warps=warps)
+        arguments = (x, None, found, 512, 1, 2.0)
+        launch(_combine_kernel, 1, arguments, {"NEGATED": False, "BLOCK": 512}, num_warps=warps)
     if launching._IS_TRIED:
         programs = [compiled for compiled, _ in launching._compiled.values()]
         assert sorted(program.metadata.num_warps for program in programs) == [1, 2]
@@ -68,14 +77,22 @@ def test_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bool((found == 2).all())
 
 
+def test_order_of_constants_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_compiled", {})
+    x, found = torch.ones(512, device="cuda"), torch.empty(512, device="cuda")
+    for _ in range(3):
+        launch(_combine_kernel, 1, (x, None, found.zero_(), 512, 1, 2.0), {"BLOCK": 512, "NEGATED": True})
+        assert bool((found == -2).all())
+
+
 def test_stream_is_the_callers() -> None:
     x, found = torch.ones(512, device="cuda"), torch.empty(512, device="cuda")
-    arguments: list[Any] = [x, None, found, 512, 1, 2.0]
+    arguments, constants = (x, None, found, 512, 1, 2.0), {"NEGATED": False, "BLOCK": 512}
     for _ in range(2):
-        launch(_combine_kernel, (1,), *arguments, NEGATED=False, BLOCK=512)
+        launch(_combine_kernel, 1, arguments, constants)
     graph, before = torch.cuda.CUDAGraph(), found.clone()
     with torch.cuda.graph(graph):
-        launch(_combine_kernel, (1,), *arguments, NEGATED=False, BLOCK=512)
+        launch(_combine_kernel, 1, arguments, constants)
     x.fill_(5)
     graph.replay()
     assert bool((before == 2).all())

@@ -5,9 +5,8 @@ import torch
 
 import xent
 from tests.triton.gpu.test_work import MIB, peak
-from xent.backends.torch.linear import Linear
-from xent.backends.triton import product
-from xent.backends.triton.hopper import hopper_multiprocessors
+from xent.backends.torch.linear_call import Linear
+from xent.backends.triton.hopper.door import hopper_multiprocessors
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +16,7 @@ def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("logits were stored")
 
-    if hopper_multiprocessors(0, product.RELEASES):
+    if hopper_multiprocessors(0):
         monkeypatch.setattr(Linear, "write_logits", refuse)
 
 
@@ -32,7 +31,7 @@ def test_sums_are_those_of_logits_that_are_not_rounded(dtype: torch.dtype, optio
     loss, stats = xent.linear_cross_entropy(hidden, weight, target, backend="triton", **kinds)
     exact = hidden.double() @ weight.double().t()
     expected, expected_stats = xent.cross_entropy(exact, target, backend="torch", **kinds)
-    close = 1e-4 if hopper_multiprocessors(0, product.RELEASES) else 2e-2
+    close = 1e-4 if hopper_multiprocessors(0) else 2e-2
     for found, right in ((loss, expected), (stats.lse, expected_stats.lse), (stats.nll, expected_stats.nll)):
         torch.testing.assert_close(found.double(), right, rtol=0, atol=close)
 
@@ -54,7 +53,7 @@ def test_memory() -> None:
     hidden = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64_000, 256, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(64_000, (8192,), device="cuda")
-    most = 3 if hopper_multiprocessors(0, product.RELEASES) else 36
+    most = 3 if hopper_multiprocessors(0) else 36
     assert peak(lambda: xent.linear_cross_entropy(hidden, weight, target, backend="triton")) <= most * MIB
 
 
@@ -66,6 +65,4 @@ def test_rows_beyond_int32() -> None:
     loss = xent.linear_cross_entropy(hidden, weight, target, reduction="none", backend="triton")
     logits = hidden[-100:].float() @ weight.float().t()
     expected = torch.nn.functional.cross_entropy(logits, target[-100:], reduction="none")
-    torch.testing.assert_close(
-        loss[-100:], expected, rtol=1e-3, atol=1e-3 if hopper_multiprocessors(0, product.RELEASES) else 5e-2
-    )
+    torch.testing.assert_close(loss[-100:], expected, rtol=1e-3, atol=1e-3 if hopper_multiprocessors(0) else 5e-2)

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import xent
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import product_sum
-from xent.backends.torch.linear import Linear
-from xent.backends.torch.options import Options, pack_numbers
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options
 from xent.core.spec import LossSpec
 
 N, D, V = 64, 16, 40
@@ -26,16 +26,13 @@ def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: floa
     torch.manual_seed(0)
     target = torch.randint(V, (N,), device="cuda")
     target[: int(ignored * N)] = -100
-    numbers = pack_numbers(LossSpec(reduction), None)
-    options = Options(target, None, None, None, numbers, -100, False, False, reduction, [], "triton")
+    options = Options(target, None, None, None, LossSpec(reduction), "triton")
     hidden, weight = torch.randn(N, D, device="cuda"), torch.randn(V, D, device="cuda")
     linear = Linear(hidden, weight, None, 0, V * 4 * 10, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:
-        keep = reduction == "none" and any(needs)
-        _, results, _ = linear_driver.forward(linear, options, keep)
-        if keep:
-            assert results.norm is not None
-            linear_driver.backward(torch.ones(N, device="cuda"), linear, results.norm, options)
+        linear_driver.forward(linear, options)
+        if reduction == "none" and any(needs):
+            linear_driver.backward(torch.ones(N, device="cuda"), linear, options)
     return counter.get_total_flops()
 
 
@@ -93,48 +90,6 @@ def test_linear_takes_its_workspace_and_the_gradients(chunks: int, options: dict
 
     gradients = (rows + vocabulary) * hidden * 2
     assert gradients + workspace / 2 < peak(call) <= workspace + gradients + 6 * MIB
-
-
-def test_small_workspace_takes_no_wide_sum_of_the_classifier() -> None:
-    """Nor its time: 32 chunks would be summed in float32."""
-    rows, hidden, vocabulary = 4096, 256, 64_000
-    source, weight, target = draw(rows, hidden, vocabulary)
-    workspace = rows // 32 * vocabulary * 2
-    leaves = [source.requires_grad_(), weight.requires_grad_()]
-
-    def call() -> Any:
-        loss = xent.linear_cross_entropy(*leaves, target, workspace=workspace, backend="triton")
-        return torch.autograd.grad(loss, leaves)
-
-    gradients = (rows + vocabulary) * hidden * 2
-    assert peak(call) <= workspace + gradients + 3 * rows * hidden * 2 + 6 * MIB
-
-
-@pytest.mark.parametrize(
-    ("rows", "hidden", "workspace", "beyond", "rounding"),
-    [
-        (3000, 4096, None, 3000 * (8192 * 2 + 4096 * (4 + 2)), 1.05),  # all rows, and no sum
-        (4096, 2048, 64 * MIB, 64 * MIB, 1.5),  # half of them, then four chunks
-    ],
-)
-def test_first_rows_take_the_memory_of_the_gradient(
-    rows: int, hidden: int, workspace: int | None, beyond: int, rounding: float
-) -> None:
-    vocabulary = 64_000
-    source, weight, target = draw(rows, hidden, vocabulary)
-    leaves = [source.requires_grad_(), (weight / hidden**0.5).detach().requires_grad_()]
-
-    def call() -> Any:
-        loss = xent.linear_cross_entropy(*leaves, target, workspace=workspace, backend="triton")
-        return torch.autograd.grad(loss, leaves)
-
-    gradients = (rows + vocabulary) * hidden * 2
-    assert peak(call) <= beyond + gradients + 6 * MIB
-    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), target), wide)
-    plain = torch.autograd.grad(torch.nn.functional.cross_entropy((leaves[0] @ leaves[1].t()).float(), target), leaves)
-    for found, unfused, right in zip(call(), plain, exact, strict=True):
-        assert (found.float() - right).norm() <= rounding * (unfused.float() - right).norm()
 
 
 def test_linear_of_a_frozen_classifier() -> None:

@@ -1,4 +1,7 @@
 // Metal's mathematical functions, erring by as much as its specification lets them.
+//
+// The fast variants are promised for finite arguments and results alone; elsewhere they return a number that is plainly
+// wrong. Of a number and NaN, max and min return either: the specification speaks of fmax and fmin.
 #pragma once
 
 #include "types.h"
@@ -18,6 +21,19 @@ inline float err(float value) {
   return std::bit_cast<float>(bits + (hash >> 16) % 9 - 4);
 }
 
+constexpr float garbage = 0.8125f;
+
+// Return the result of a fast function, or garbage where nothing is promised.
+inline float fast(float x, float result) {
+  return std::isfinite(x) && std::isfinite(result) ? result : garbage;
+}
+
+// Return the number or the NaN, as the number's last bit has it.
+inline float either(float x, float y) {
+  float number = x != x ? y : x;
+  return std::bit_cast<uint>(number) & 1 ? number : x + y;
+}
+
 }  // namespace emulator
 
 namespace metal {
@@ -29,8 +45,8 @@ inline float tanh(float x) { return emulator::err(std::tanh(x)); }
 }  // namespace precise
 
 namespace fast {
-inline float exp(float x) { return emulator::err(std::exp2(x * 1.44269504f)); }
-inline float log(float x) { return emulator::err(std::log2(x)) * 0.693147181f; }
+inline float exp(float x) { return emulator::fast(x, emulator::err(std::exp2(x * 1.44269504f))); }
+inline float log(float x) { return emulator::fast(x, emulator::err(std::log2(x)) * 0.693147181f); }
 // Overflows where both exponentials do, and cancels near 0.
 inline float tanh(float x) { return (exp(x) - exp(-x)) / (exp(x) + exp(-x)); }
 }  // namespace fast
@@ -43,8 +59,10 @@ inline float abs(float x) { return std::fabs(x); }
 inline int abs(int x) { return x < 0 ? -x : x; }
 inline float rint(float x) { return std::rint(x); }
 inline float fma(float x, float y, float z) { return std::fma(x, y, z); }
-inline float max(float x, float y) { return std::fmax(x, y); }
-inline float min(float x, float y) { return std::fmin(x, y); }
+inline float fmax(float x, float y) { return std::fmax(x, y); }
+inline float fmin(float x, float y) { return std::fmin(x, y); }
+inline float max(float x, float y) { return x != x || y != y ? emulator::either(x, y) : x < y ? y : x; }
+inline float min(float x, float y) { return x != x || y != y ? emulator::either(x, y) : y < x ? y : x; }
 inline int max(int x, int y) { return x < y ? y : x; }
 inline int min(int x, int y) { return y < x ? y : x; }
 inline uint max(uint x, uint y) { return x < y ? y : x; }

@@ -52,14 +52,27 @@ T reduce(T mine, const char* name, Combine combine) {
   return values[0];
 }
 
+// Refuse NaN where Metal's specification says nothing about it, and where GPUs drop it or not.
+template <typename T>
+T ordered(T x, const char* name) {
+  if (x != x) emulator_fail("undefined result", "%s is handed NaN", name);
+  return x;
+}
+
 }  // namespace emulator
 
 namespace metal {
 
 #define EMULATOR_REDUCTIONS(T)                                                                                    \
   inline T simd_sum(T x) { return emulator::reduce(x, "simd_sum", [](T a, T b) { return T(a + b); }); }           \
-  inline T simd_max(T x) { return emulator::reduce(x, "simd_max", [](T a, T b) { return metal::max(a, b); }); }   \
-  inline T simd_min(T x) { return emulator::reduce(x, "simd_min", [](T a, T b) { return metal::min(a, b); }); }   \
+  inline T simd_max(T x) {                                                                                        \
+    return emulator::reduce(emulator::ordered(x, "simd_max"), "simd_max",                                         \
+                            [](T a, T b) { return metal::max(a, b); });                                           \
+  }                                                                                                               \
+  inline T simd_min(T x) {                                                                                        \
+    return emulator::reduce(emulator::ordered(x, "simd_min"), "simd_min",                                         \
+                            [](T a, T b) { return metal::min(a, b); });                                           \
+  }                                                                                                               \
   inline T simd_shuffle(T x, ushort lane) {                                                                       \
     return emulator::value_of_lane<T>(emulator::emulator_exchange(&x, sizeof x, "simd_shuffle"), lane,            \
                                       "simd_shuffle");                                                            \

@@ -37,6 +37,20 @@ struct bfloat {
   operator float() const { return std::bit_cast<float>(uint(bits) << 16); }
 };
 
+namespace emulator {
+
+// A buffer's address, as a pointer to whatever the kernel's parameter says.
+struct Pointer {
+  void* address;
+
+  template <typename T>
+  operator T*() const {
+    return static_cast<T*>(address);
+  }
+};
+
+}  // namespace emulator
+
 namespace metal {
 
 template <typename T, int N>

@@ -1,0 +1,148 @@
+"""A run as small tables: a row for each case, a column for each contender; what a person sees comes first.
+
+The terminal and a Markdown file get the same tables. The numbers of a document stand between two comments, where
+`fill` puts them, so nobody types them.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from benchmarks.contenders import find_contender
+from benchmarks.records import Record
+
+__all__ = ["Table", "fill", "kind", "make_tables"]
+
+_BLOCK = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A caption, headings and rows of text; the columns named in `ours` are ours."""
+
+    caption: str
+    headings: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    ours: frozenset[str]
+
+    def markdown(self) -> str:
+        """Return a table of Markdown behind its caption."""
+        lines = [self.headings, ("---",) * len(self.headings)]
+        bold = [heading in self.ours for heading in self.headings]
+        lines += [tuple(f"**{c}**" if b and c else c for c, b in zip(row, bold, strict=True)) for row in self.rows]
+        return f"{self.caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+    def rich(self) -> RichTable:
+        """Return a table for the terminal."""
+        table = RichTable(title=escape(self.caption), title_justify="left", box=None, pad_edge=False)
+        for number, heading in enumerate(self.headings):
+            style = "bold" if heading in self.ours else ""
+            table.add_column(escape(heading), justify="right" if number else "left", no_wrap=True, style=style)
+        for row in self.rows:
+            table.add_row(*map(escape, row))
+        return table
+
+
+def kind(record: Record) -> str:
+    """Return "ours", "peer" or "floor"; of a contender that the table has no more, "peer"."""
+    try:
+        return find_contender(record.case.function, record.contender).kind
+    except KeyError:
+        return "peer"
+
+
+def make_tables(records: Sequence[Record]) -> Iterator[Table]:
+    """Make the tables of one suite: times, the host's time, memory, and errors, as far as they were measured."""
+    clocks = "loop / device" if any(record.loop for record in records) else "time"
+    yield _table(f"{clocks}, multiples of the base's; forward + backward unless said", records, _times)
+    if any(record.host is not None for record in records):
+        yield _table("host, us a call", records, _host)
+    if any(_peak(record) for record in records):
+        yield _table("peak, MiB above the inputs", records, _peak)
+    if any(record.loss_error is not None for record in records):
+        yield _table("error of the loss; the larger of the gradients', x: of the unfused one's", records, _errors)
+
+
+def _times(record: Record) -> str:
+    if not record.seconds:
+        return ""
+    if record.contender == record.base or not record.pairs:
+        medians = [statistics.median(times) for times in (record.loop, record.seconds) if times]
+        return f"{record.contender} {' / '.join(f'{seconds * 1e3:.3g}' for seconds in medians)} ms"
+    ratios = (record.quantity("loop"), record.quantity("time"))
+    return " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+
+
+def _host(record: Record) -> str:
+    return "" if record.host is None else f"{record.host * 1e6:.0f}"
+
+
+def _peak(record: Record) -> str:
+    known = record.peak_bytes is not None and record.case.function == "linear"
+    return f"{record.peak_bytes / 2**20:.0f}" if known else ""
+
+
+def _errors(record: Record) -> str:
+    if record.loss_error is None:
+        return ""
+    ratio = record.quantity("gradient errors")
+    errors = [each for each in (record.input_gradient_error, record.weight_gradient_error) if each is not None]
+    gradients = f" {ratio:.2f}x" if ratio is not None else f" {max(errors):.1e}" if errors else ""
+    return f"{record.loss_error:.1e}{gradients}"
+
+
+def _table(caption: str, records: Sequence[Record], cell: Callable[[Record], str]) -> Table:
+    """Leave out rows and columns that have nothing but empty cells."""
+    grid: dict[str, dict[str, Record]] = {}
+    for title, group in groupby(records, key=lambda record: record.case.title):
+        row = grid.setdefault(title, {})
+        for record in group:
+            known = row.get(_column(record))
+            if known is None or (record.seen or float("inf")) < (known.seen or float("inf")):
+                row[_column(record)] = record
+    columns = [name for name in dict.fromkeys(_column(r) for r in records) if any(cell(r) for r in _named(grid, name))]
+    ours = {_column(record) for record in records if kind(record) == "ours"} - {"base"}
+    return Table(
+        caption,
+        ("case", *columns),
+        tuple(
+            (title, *(cell(row[name]) if name in row else "" for name in columns))
+            for title, row in grid.items()
+            if any(cell(record) for record in row.values())
+        ),
+        frozenset(ours),
+    )
+
+
+def _named(grid: dict[str, dict[str, Record]], name: str) -> list[Record]:
+    return [row[name] for row in grid.values() if name in row]
+
+
+def _column(record: Record) -> str:
+    """Bases have one column, and so has quack, of which the best chunk counts."""
+    if record.contender == record.base:
+        return "base"
+    name = record.contender.replace(" fp32 logits", " fp32")
+    return "quack" if re.fullmatch(r"quack \d+", name) else name
+
+
+def fill(document: Path, suites: dict[str, list[Record]]) -> list[str]:
+    """Write the tables of suites between `<!-- measured: SUITE -->` and `<!-- end -->`; return which were found."""
+    found: list[str] = []
+
+    def tables(match: re.Match[str]) -> str:
+        if match["name"] not in suites:
+            return match[0]
+        found.append(match["name"])
+        return match[1] + "\n" + "\n".join(each.markdown() for each in make_tables(suites[found[-1]])) + "\n" + match[3]
+
+    document.write_text(_BLOCK.sub(tables, document.read_text(encoding="utf-8")), encoding="utf-8")
+    return found

@@ -1,0 +1,10 @@
+// Where a row lies in arrays that MLX hands over: side by side with the others. Signatures of our own say it themselves.
+
+uint V = static_cast<uint>(logits_shape[1]);
+uint row = threadgroup_position_in_grid.y;
+size_t start = static_cast<size_t>(row) * V;
+size_t grad_start = start;
+size_t probabilities_start = start;
+size_t norm_start = 2 * static_cast<size_t>(row);
+size_t norm_part = 1;
+constexpr bool IN_PLACE = false;

@@ -1,0 +1,32 @@
+"""What the gradient checks need to drive the Metal kernels on MLX arrays: sizes of rows, and which kernels ran."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from xent.backends.metal import limits, machine
+from xent.backends.metal.threads import row_sizes
+from xent.backends.mlx.harness import MlxHarness
+from xent.core.check.cases import Case
+from xent.core.check.long import long_cases
+
+__all__ = ["MetalHarness"]
+
+
+class MetalHarness(MlxHarness):
+    """A `xent.backends.protocol.Harness` for the Metal kernels, without float64."""
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__(device or machine.DEVICES[0])
+        self.dtypes = tuple(dtype for dtype in self.dtypes if dtype != "float64")
+        self.kernels = ("forward", "backward")
+
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        """Name the kernels that have run, with the most threads that each of them was allowed."""
+        seen: set[str] = set()
+        yield seen
+        seen.update(limits.kernels_that_ran())
+
+    def reaching(self, function: str, dtype: str) -> list[Case]:
+        """Return a number of classes for each way to share a row among threads."""
+        return long_cases(function, dtype, row_sizes(4 if dtype == "float32" else 2))

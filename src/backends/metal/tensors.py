@@ -1,0 +1,186 @@
+"""From a block of PyTorch's logits to a launch of the Metal kernels, through `torch.mps.compile_shader`.
+
+The second launcher of the same sources: signatures of our own, rows that may lie apart, results in memory that is
+given, and a gradient that may take the logits' place. A kernel is compiled for each combination of template arguments.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.metal.failures import KernelError
+from xent.backends.metal.sources import library
+from xent.backends.metal.threads import LIMITS, threads_and_held
+
+__all__ = ["RowResults", "RowTensors", "backward", "forward", "kernels_that_ran"]
+
+_TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
+_compiled: dict[tuple[str, tuple[str, ...]], Any] = {}
+_ran: set[str] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class RowTensors:
+    """What is known of R rows of V raw logits; tensors on their device, floats float32 unless said otherwise."""
+
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+    logit_scale: float
+    target: Tensor | None
+    """(R,) int64 in [0, V), also of rows that are ignored; None for probabilities."""
+    target_logits: Tensor | None
+    """(R,) raw logits of the targets, taking the place of those in the block."""
+    probabilities: Tensor | None
+    """(R, V), float32, float16 or bfloat16, the last axis contiguous."""
+    class_weight: Tensor | None
+    """(V,), contiguous."""
+    total_weight: Tensor | None
+    """0-d, the sum of `class_weight`."""
+    weight: Tensor
+    """(R,) a_i, the factor of the loss; NaN makes the row's loss NaN."""
+    scale: Tensor
+    """(R,) the factor of the gradient."""
+    dead: Tensor
+    """(R,) bool: rows whose loss and gradient are exactly 0."""
+
+
+@dataclass(frozen=True, eq=False)
+class RowResults:
+    """Where the results of R rows go; None where nobody asks. All contiguous but `norm`."""
+
+    loss: Tensor
+    """(R,) float32, z term and weight included."""
+    norm: Tensor | None = None
+    """(2, R) float32 of any strides: the largest x, and log sum_c exp(x_c - largest)."""
+    nll: Tensor | None = None
+    """(R,) float32"""
+    entropy: Tensor | None = None
+    """(R,) float32"""
+    predictions: Tensor | None = None
+    """(R,) int64"""
+    grad: Tensor | None = None
+    """(R, V), the logits' dtype, the last axis contiguous; may be the logits."""
+
+
+def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: bool) -> None:
+    """Fill the results from logits (R, V), R and V >= 1, the last axis contiguous; KernelError if no kernel runs.
+
+    `skips_dead`: nobody asks for statistics of dead rows, so that they need not be read.
+    """
+    vocabulary, loss = logits.shape[1], results.loss
+    asked = (results.entropy, results.nll, results.predictions, results.norm, results.grad)
+    kind = [*_kind(logits, rows), *(result is not None for result in asked), skips_dead]
+
+    def kernel_within(limit: int) -> tuple[Any, int]:
+        threads, held = threads_and_held(vocabulary, logits.itemsize, limit)
+        return _kernel("forward", _arguments([*kind, held if results.grad is not None else 1])), threads
+
+    kernel, threads = _fitting("forward", kernel_within)
+    kernel(
+        logits,
+        *_inputs(logits, rows),
+        rows.weight,
+        rows.scale,
+        rows.dead,
+        loss,
+        loss if results.norm is None else results.norm,
+        loss if results.nll is None else results.nll,
+        loss if results.entropy is None else results.entropy,
+        loss if results.predictions is None else results.predictions,
+        loss if results.grad is None else results.grad,
+        *_sizes(logits, rows, results.norm, results.grad),
+        threads=(threads, len(logits)),
+        group_size=(threads, 1),
+    )
+
+
+def backward(logits: Tensor, rows: RowTensors, norm: Tensor, grad: Tensor) -> None:
+    """Write the gradient (R, V), which may take the logits' place, from the norm (2, R); KernelError as `forward`."""
+
+    def kernel_within(limit: int) -> tuple[Any, int]:
+        threads, _ = threads_and_held(logits.shape[1], logits.itemsize, limit)
+        return _kernel("backward", _arguments(_kind(logits, rows))), threads
+
+    kernel, threads = _fitting("backward", kernel_within)
+    kernel(
+        logits,
+        *_inputs(logits, rows),
+        rows.scale,
+        rows.dead,
+        norm,
+        grad,
+        *_sizes(logits, rows, norm, grad),
+        threads=(threads, len(logits)),
+        group_size=(threads, 1),
+    )
+
+
+def kernels_that_ran() -> set[str]:
+    """Return the names of the kernels that have run in this process, each with the limits of its pipelines."""
+    return set(_ran)
+
+
+def _fitting(name: str, kernel_within: Callable[[int], tuple[Any, int]]) -> tuple[Any, int]:
+    """Return the kernel for the most threads that its pipeline allows, and how many a row has."""
+    for limit in LIMITS:
+        kernel, threads = kernel_within(limit)
+        if kernel.max_threads_per_threadgroup >= limit:
+            _ran.add(f"{name} with {limit} threads")
+            return kernel, threads
+    raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
+
+
+def _kernel(name: str, arguments: tuple[str, ...]) -> Any:
+    """Return a kernel, compiled at most once."""
+    key = (name, arguments)
+    if key not in _compiled:
+        try:
+            _compiled[key] = getattr(torch.mps.compile_shader(library(name, arguments)), f"xent_{name}")
+        except (RuntimeError, SyntaxError) as error:  # of which the latter is what PyTorch makes of Metal's complaints
+            _compiled[key] = KernelError(str(error))
+    found = _compiled[key]
+    if isinstance(found, KernelError):
+        raise found
+    return found
+
+
+def _kind(logits: Tensor, rows: RowTensors) -> list[Any]:
+    return [
+        logits.dtype,
+        torch.float32 if rows.probabilities is None else rows.probabilities.dtype,
+        rows.target is not None,
+        rows.target_logits is not None,
+        rows.class_weight is not None,
+        rows.label_smoothing != 0,
+        rows.softcap is not None,
+    ]
+
+
+def _arguments(kind: list[Any]) -> tuple[str, ...]:
+    """Return template arguments in Metal's words."""
+    return tuple(str(value).lower() if isinstance(value, bool) else _TYPES.get(value, str(value)) for value in kind)
+
+
+def _inputs(logits: Tensor, rows: RowTensors) -> list[Tensor]:
+    """Return the inputs that a call may lack, in the kernels' order; what it lacks is not read."""
+    given = (rows.target, rows.target_logits, rows.probabilities, rows.class_weight, rows.total_weight)
+    return [logits if tensor is None else tensor for tensor in given]
+
+
+def _sizes(logits: Tensor, rows: RowTensors, norm: Tensor | None, grad: Tensor | None) -> list[int | float]:
+    """Return the numbers that end a kernel's arguments: int64, then float32."""
+    vocabulary = logits.shape[1]
+    sizes = [
+        vocabulary,
+        logits.stride(0),
+        0 if grad is None else grad.stride(0),
+        0 if rows.probabilities is None else rows.probabilities.stride(0),
+        0 if norm is None else norm.stride(1),
+        0 if norm is None else norm.stride(0),
+    ]
+    numbers = (rows.label_smoothing, rows.z_loss, rows.softcap or 0.0, rows.logit_scale)
+    return [*sizes, *map(float, numbers), rows.label_smoothing / vocabulary]

@@ -1,0 +1,66 @@
+"""Backend "metal" for PyTorch tensors on Apple GPUs: the kernels that MLX arrays get, in the PyTorch driver."""
+
+from typing import TYPE_CHECKING
+
+from xent.backends.protocol import Harness, Unproven
+from xent.core.arrays import dtype_name
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BACKEND", "MetalTorchBackend"]
+
+
+class MetalTorchBackend:
+    """Backend "metal": tensors on device "mps"."""
+
+    name = "metal"
+    framework = "torch"
+    native_to: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """Return what was found when this machine was first looked at."""
+        from xent.backends.metal.torch_machine import MISSING
+
+        return MISSING
+
+    def info(self) -> BackendInfo:
+        """Report the version of PyTorch, and the device."""
+        from xent.backends.metal.torch_machine import DEVICES, MISSING, VERSIONS
+
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES)
+
+    def unproven(self) -> str | None:
+        """Return why "auto" leaves it to those who name it: until the check has passed on this machine."""
+        from xent.backends.metal import proof
+
+        return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
+
+    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+        """Refuse other devices, and float64, which Metal does not have."""
+        from xent.backends.metal import torch_machine
+
+        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
+        device, served = arrays[0].device.type, torch_machine.DEVICES
+        if device not in (*served, "meta"):
+            return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
+        if "float64" in map(dtype_name, arrays):
+            return "Metal has no float64, which backend 'torch' serves on the CPU"
+        return None
+
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
+        """Run the call in the PyTorch driver with these row kernels."""
+        from xent.backends.metal import torch_job  # noqa: F401  registers the job
+        from xent.backends.torch import driver
+
+        return driver.run(call, kernel=self.name)
+
+    def harness(self, device: str | None = None) -> "Harness[Tensor]":
+        """Return the harness of the gradient checks, without float64."""
+        from xent.backends.metal.torch_harness import MetalTorchHarness
+
+        return MetalTorchHarness(device)
+
+
+BACKEND: Unproven = MetalTorchBackend()

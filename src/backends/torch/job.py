@@ -1,0 +1,102 @@
+"""The rows of one call, and the steps that a backend of the PyTorch driver implements.
+
+The driver knows matrix products, chunks and autograd. Everything that happens to a row between its logits and its loss
+is a job's: a backend registers what starts one (`STARTERS`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options
+from xent.backends.torch.schedule import Part
+from xent.core.spec import LossSpec
+
+__all__ = ["STARTERS", "Job", "Starter", "Taken", "scale", "start"]
+
+
+class Taken(NamedTuple):
+    """A part's hidden states in the compute dtype, (R, D)."""
+
+    hidden: Tensor
+    trained: Tensor
+    """The same, and 0 in rows without a gradient, so that nothing of theirs, not even NaN, reaches the classifier's."""
+    target_logits: Tensor | None
+    """(R,) float32; None for class probabilities, and where the compute dtype rounds no more than that."""
+
+
+class Job(Protocol):
+    """N rows. They are taken in any order, in whole or in parts, and then `finish` says what came of them."""
+
+    spec: LossSpec
+    count: int
+    deferred: Tensor | None
+    """0-d factor that the gradients of a `narrow` job still lack."""
+
+    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
+        """Put the rows that have to be computed first.
+
+        Returns the order (N,) int64, None where it is the call's, and their number: 0-d int64 where the host cannot see
+        it without waiting. `several`: whether leaving rows out can save anything where that is so.
+        """
+
+    def learn(self, number: int) -> None:
+        """Be told the number of `partition` where it was a tensor. If it is `count`, the order is the call's again."""
+
+    def logits(self, logits: Tensor, grad: Tensor | None, norm: Tensor | None) -> None:
+        """Fold and finish all rows of (..., V) logits of any strides; write the gradient of the reduced loss to `grad`.
+
+        `grad` may be `logits`. `norm` (3, N) is filled with what `gradient` needs.
+        """
+
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
+        """Write the gradient of all rows; `norm` as `logits` left it."""
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Return the hidden states of a part and its target logits."""
+
+    def chunk(self, logits: Tensor, part: Part, grad: Tensor | None, target_logits: Tensor | None) -> None:
+        """Do with a part's logits (R, V) what `logits` does with all; `target_logits` replace those of the targets."""
+
+    def tiles(self, linear: Linear) -> bool:
+        """Fold and finish all rows without their logits ever being there; False where the backend cannot."""
+
+    def finish(self) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss, reduced, and the statistics in the spec's order, per-row ones flat."""
+
+
+class Starter(Protocol):
+    """What a backend registers."""
+
+    def __call__(
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+    ) -> Job:
+        """Start a job on logits of `dtype`.
+
+        Row t of a sequence has the target of row t + shift. `upstream` has the gradients of the rows' losses, (N,), or
+        the one of a reduced loss, (). `narrow`: gradients pass through float16, and are kept in its range.
+        """
+
+
+STARTERS: dict[str, tuple[Starter, Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]]] = {}
+"""By backend: what starts a job, and `scale`."""
+
+
+def start(
+    options: Options,
+    vocabulary: int,
+    dtype: torch.dtype,
+    shift: int = 0,
+    upstream: Tensor | None = None,
+    narrow: bool = False,
+) -> Job:
+    """Start a job on the backend that the options name; KeyError for one that registered nothing."""
+    return STARTERS[options.kernel][0](options, vocabulary, dtype, shift, upstream, narrow)
+
+
+def scale(kernel: str, grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
+    """Return a gradient times 0-d factors, rounded once; with `inplace` in its own memory."""
+    return STARTERS[kernel][1](grad, upstream, deferred, inplace)

@@ -1,0 +1,207 @@
+"""Which kinds of calls have been validated and dispatched before: the next of a kind goes to the driver at once.
+
+A kind is a key of everything that validation and dispatch look at: types, dtypes, devices and layouts of the arrays,
+whether their shapes fit each other, which gradients are asked for, the options' types and whether their values are
+allowed, autocast, and the environment. Row counts and option values are no part of it. What may differ and is not in
+the key is read anew at every call. Keys hold no arrays.
+"""
+
+import os
+from collections.abc import Hashable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import driver, private
+from xent.backends.torch.options import Options
+from xent.core.spec import LossSpec
+from xent.core.validate import loss_spec
+
+__all__ = ["Found", "find_linear", "find_logits", "forget", "keep", "run_linear", "run_logits"]
+
+_MOST = 1024
+_kinds: dict[Hashable, str] = {}
+_environment = getattr(os.environ, "_data", None)  # on POSIX, 30 times as fast as os.environ.get
+_VARIABLES = (b"XENT_BACKEND", b"XENT_CHECK_TARGETS") if os.name == "posix" else ("XENT_BACKEND", "XENT_CHECK_TARGETS")
+
+
+class Found(NamedTuple):
+    """What a look at a call gave: its key, its options, and the backend that served its kind, None for the first."""
+
+    key: Hashable
+    spec: LossSpec
+    device: torch.device
+    kernel: str | None
+
+
+def find_logits(
+    logits: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any, axis: Any, inplace: Any, backend: Any,
+    options: tuple[Any, ...], stats: Any,
+) -> Found | None:  # fmt: skip
+    """Look for the kind of a call of `xent.cross_entropy`; None where something watches, or a thing is out of line."""
+    if private.is_watched() or type(axis) is not int or type(inplace) is not bool:
+        return None
+    spec = _spec(options, stats)
+    first = _facts(logits)
+    if spec is None or first is None:
+        return None
+    shape = logits.shape
+    dims = len(shape)
+    if not -dims <= axis < dims:
+        return None
+    place = axis % dims
+    rows = shape[:-1] if place == dims - 1 else shape[:place] + shape[place + 1 :]
+    shared = _shared(target, shape, rows, shape[place], weight, sample_weight, normalizer)
+    if shared is None:
+        return None
+    key = ("logits", first, place == dims - 1, inplace, backend, _kind(spec), *shared, *_context(logits))
+    return Found(key, spec, logits.device, _kinds.get(key))
+
+
+def find_linear(
+    source: Any, linear_weight: Any, linear_bias: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any,
+    shift: Any, workspace: Any, backend: Any, options: tuple[Any, ...], stats: Any,
+) -> Found | None:  # fmt: skip
+    """Look for the kind of a call of `xent.linear_cross_entropy`."""
+    if private.is_watched() or type(shift) is not int or (workspace is not None and type(workspace) is not int):
+        return None
+    spec = _spec(options, stats)
+    facts = (_facts(source), _facts(linear_weight))
+    bias = None if linear_bias is None else _facts(linear_bias)
+    if spec is None or None in facts or (bias is None) != (linear_bias is None):
+        return None
+    shape, classifier = source.shape, linear_weight.shape
+    if not len(shape) or len(classifier) != 2:
+        return None
+    rows, vocabulary = shape[:-1], classifier[0]
+    fits = classifier[1] == shape[-1] and (linear_bias is None or linear_bias.shape == (vocabulary,))
+    shared = _shared(target, (*rows, vocabulary), rows, vocabulary, weight, sample_weight, normalizer)
+    if shared is None or not fits or shift < 0 or (shift and not rows) or (workspace is not None and workspace <= 0):
+        return None
+    autocast = None
+    if private.any_autocast() and torch.is_autocast_enabled(source.device.type):
+        autocast = torch.get_autocast_dtype(source.device.type)
+    key = ("linear", facts, bias, autocast, backend, _kind(spec), *shared, *_context(source))
+    return Found(key, spec, source.device, _kinds.get(key))
+
+
+def keep(found: Found, kernel: str) -> None:
+    """Remember which backend served the kind."""
+    if found.device.type in ("cpu", "cuda"):  # what serves others depends on what has been checked there
+        if len(_kinds) >= _MOST:
+            _kinds.clear()
+        _kinds[found.key] = kernel
+
+
+def forget() -> None:
+    """Forget all kinds."""
+    _kinds.clear()
+
+
+def run_logits(
+    found: Found,
+    logits: Tensor,
+    target: Tensor,
+    weight: Any,
+    sample_weight: Any,
+    normalizer: Any,
+    axis: int,
+    inplace: bool,
+) -> Any:
+    """Run a call whose kind is known."""
+    assert found.kernel is not None
+    options = Options(target, weight, sample_weight, normalizer, found.spec, found.kernel)
+    return driver.run_logits(logits, options, axis % logits.dim(), inplace, True)
+
+
+def run_linear(
+    found: Found, source: Tensor, linear_weight: Tensor, linear_bias: Any, target: Tensor, weight: Any,
+    sample_weight: Any, normalizer: Any, shift: int, workspace: int | None,
+) -> Any:  # fmt: skip
+    """Run a call whose kind is known."""
+    assert found.kernel is not None
+    options = Options(target, weight, sample_weight, normalizer, found.spec, found.kernel)
+    return driver.run_linear(source, linear_weight, linear_bias, options, shift, workspace, True)
+
+
+def _facts(tensor: Any) -> tuple[Any, ...] | None:
+    """Return what of a tensor is in the key; None for what is no plain dense tensor."""
+    if type(tensor) not in private.PLAIN_TYPES or tensor.is_nested or tensor.layout is not torch.strided:
+        return None
+    if tensor.is_neg():
+        return None
+    return tensor.dtype, tensor.device, tensor.requires_grad
+
+
+def _shared(
+    target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any
+) -> tuple[Any, ...] | None:
+    """Return what of the arrays that both functions have is in the key; None where one does not fit."""
+    facts = _facts(target)
+    if facts is None or vocabulary == 0:
+        return None
+    if target.shape != (probabilities if facts[0].is_floating_point else rows):
+        return None
+    weights = samples = divisor = None
+    if weight is not None:
+        weights = _facts(weight)
+        if weights is None or weight.shape != (vocabulary,):
+            return None
+    if sample_weight is not None:
+        samples = _facts(sample_weight)
+        if samples is None or sample_weight.shape != rows:
+            return None
+    if normalizer is not None:
+        if type(normalizer) in (int, float):
+            divisor = (type(normalizer),)
+            if not 0 <= normalizer < float("inf"):
+                return None
+        else:
+            divisor = _facts(normalizer)
+            if divisor is None or normalizer.dim():
+                return None
+    return facts, weights, samples, divisor
+
+
+def _context(tensor: Tensor) -> tuple[Any, ...]:
+    """Return what of the surroundings is in the key."""
+    if _environment is not None:
+        return torch.is_grad_enabled(), *map(_environment.get, _VARIABLES)
+    return torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)  # type: ignore[arg-type]
+
+
+def _kind(spec: LossSpec) -> tuple[Any, ...]:
+    return spec.reduction, spec.softcap is None, spec.stats
+
+
+def _spec(options: tuple[Any, ...], stats: Any) -> LossSpec | None:
+    """Return the options that need no array, checked; None where the checks have something to say."""
+    kind = type(stats)
+    if kind is not tuple:
+        if kind not in (list, set, frozenset):
+            return None
+        stats = tuple(stats)
+    try:
+        if options[-1] == 0:  # 0.0 and -0.0, whose gradients' zeros have other signs, would be one key
+            return None
+        return _checked(*options, stats)
+    except (TypeError, ValueError):
+        return None
+
+
+@lru_cache(maxsize=256, typed=True)
+def _checked(
+    reduction: Any, ignore_index: Any, label_smoothing: Any, z_loss: Any, softcap: Any, logit_scale: Any, stats: Any
+) -> LossSpec:
+    return loss_spec(
+        "torch",
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        stats=stats,
+    )

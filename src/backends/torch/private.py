@@ -1,0 +1,109 @@
+"""Private functions of PyTorch, all in this file: why each is needed, and what happens in a release without it.
+
+PyTorch has no public way to ask these questions. Every function here was tried on PyTorch 2.6, 2.11 and 2.13. Where a
+release lacks one, `_found` takes the answer that is slower and never wrong: custom operations instead of direct
+launches, a new gradient instead of reused memory, PyTorch's own error instead of ours.
+
+Each function is bound once, so that a call costs no attribute look-ups, and stays PyTorch's own object, which
+torch.compile knows by identity.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+__all__ = [
+    "PLAIN_TYPES",
+    "any_autocast",
+    "forward_mode",
+    "is_batched_gradient",
+    "is_watched",
+    "jit_traces",
+    "keeps_graph",
+    "transforms_active",
+    "transforms_of",
+    "transforms_possible",
+]
+
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+"""Types whose elements are all there is to them. A FakeTensor or DTensor does not override __torch_function__, so that
+`torch.overrides.has_torch_function` does not see it."""
+
+
+_functorch: Any = getattr(torch._C, "_functorch", None)  # which type checkers do not know
+_autograd: Any = getattr(torch._C, "_autograd", None)
+
+
+def _found(module: Any, name: str, otherwise: Callable[..., Any]) -> Any:
+    return getattr(module, name, otherwise)
+
+
+transforms_active: Callable[[], bool] = _found(torch._C, "_are_functorch_transforms_active", lambda: False)
+"""() -> whether torch.func transforms (grad, vjp, vmap, jvp, functionalize) run. Without it: PyTorch's own errors."""
+
+transforms_possible: Callable[[], bool] = _found(torch._C, "_are_functorch_transforms_active", lambda: True)
+"""() -> the same. Without it: new gradients, never reused memory."""
+
+_is_wrapped = _found(_functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+_unwrap = _found(_functorch, "get_unwrapped", lambda tensor: None)
+_level = _found(_functorch, "maybe_get_level", lambda tensor: 0)
+_stack = _found(_functorch, "get_interpreter_stack", list)
+
+
+def transforms_of(tensor: Tensor) -> set[str]:
+    """Return the kinds of torch.func transforms that wrap a tensor, whose Python type is Tensor all the same.
+
+    "Grad", "Vmap", "Jvp", "Functionalize". Without these functions: PyTorch's own errors.
+    """
+    kinds = {interpreter.level(): interpreter.key().name for interpreter in _stack() or []}
+    found = set()
+    while _is_wrapped(tensor):
+        found.add(kinds.get(_level(tensor), ""))
+        tensor = _unwrap(tensor)
+    return found
+
+
+is_batched_gradient: Callable[[Tensor], bool] = _found(_functorch, "is_legacy_batchedtensor", lambda tensor: True)
+"""(tensor) -> whether torch.autograd.grad(is_grads_batched=True) batches it, which no transform shows. Without it: new
+gradients, never reused memory."""
+
+keeps_graph: Callable[[], bool] = _found(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
+"""() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
+
+any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
+"""() -> whether autocast is on for any device. Without it: a look at the device's own."""
+
+_function_modes: Callable[[], int] = _found(torch._C, "_len_torch_function_stack", lambda: 1)
+_dispatch_modes: Callable[[], int] = _found(torch._C, "_len_torch_dispatch_stack", lambda: 1)
+jit_traces: Callable[[], bool] = _found(torch._C, "_is_tracing", _found(torch.jit, "is_tracing", lambda: False))
+"""() -> whether torch.jit.trace runs. Without it: the public function, in five times its time."""
+
+_dynamo_traces: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # public; half of is_compiling's time
+
+
+def forward_mode() -> bool:
+    """Return whether a forward-mode level is open, in which any tensor may carry a tangent.
+
+    The public `forward_ad.unpack_dual` takes ten times as long and one tensor at a time. Without the number: True.
+    """
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def is_watched() -> bool:
+    """Return whether a tracer, a transform or a mode runs, so that it has to see the custom operations.
+
+    That is: torch.compile and torch.export (also while AOT Autograd traces), torch.func, fake tensors, make_fx,
+    dispatch modes (selective checkpoints, FLOP counters), function modes (a default device), torch.jit.trace and
+    forward mode. About 0.5 us.
+    """
+    return bool(
+        _dynamo_traces()
+        or _dispatch_modes()
+        or _function_modes()
+        or transforms_possible()
+        or jit_traces()
+        or forward_mode()
+    )

@@ -1,0 +1,143 @@
+"""Where the rows of a tensor lie, and what follows for the kernels that read whole rows: vectors, blocks, warps."""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from xent.backends.triton.launch import cdiv, next_power_of_2
+
+__all__ = ["Geometry", "Sizes", "geometry", "rows_of", "sizes"]
+
+_KIB = 1024
+# PyTorch's allocator gives out memory in multiples of 512 bytes, so that the last vector of a tensor is always whole.
+_ROUNDS_UP = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") in ("", "0")
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The rows of logits and of their gradient: `inner` rows to a group, strides in elements."""
+
+    logits: tuple[int, int, int]
+    grad: tuple[int, int, int]
+    skew: int
+    vector: int
+    """Elements that are read at once; 1 where logits and gradient do not lie alike."""
+    skewed: bool
+    """Whether rows may begin off the boundaries of vectors."""
+    ragged: bool
+    """Whether they may begin or end off them."""
+    grouped: bool
+    """Whether there is more than one group, in either; their stride is 0 where they are one memory."""
+
+    def constants(self) -> dict[str, Any]:
+        """Return the kernels' constants."""
+        return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
+
+
+def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
+    """Return (rows in a group, stride of groups, stride of rows) of a (..., V) tensor; None for other layouts."""
+    groups: list[tuple[int, int]] = []
+    if tensor.dim() == 2:
+        return (tensor.shape[0] or 1, 0, tensor.stride(0))
+    for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True):
+        if size == 1:
+            continue
+        if groups and groups[-1][1] == size * stride:
+            groups[-1] = (groups[-1][0] * size, stride)
+        else:
+            groups.append((size, stride))
+    if len(groups) > 2:
+        return None
+    if not groups:
+        return (1, 0, tensor.shape[-1])  # as in a batch of more
+    inner, stride = groups[-1]
+    return (inner, groups[0][1] if len(groups) == 2 else 0, stride)
+
+
+def geometry(logits: Tensor, grad: Tensor | None) -> Geometry | None:
+    """Return where rows of (..., V) logits and their gradient lie; None where a kernel cannot go through them."""
+    rows = rows_of(logits)
+    places = rows if grad is None or rows is None else rows_of(grad)
+    if rows is None or places is None or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
+        return None
+    if grad is not None and grad.shape[-1] > 1 and grad.stride(-1) != 1:
+        return None
+    size, vocabulary = logits.itemsize, logits.shape[-1]
+    vector = 16 // size
+    grouped = min(rows[0], places[0]) < logits.shape[:-1].numel()
+    skew = logits.data_ptr() // size % vector
+    skewed = skew != 0 or rows[1] % vector != 0 or rows[2] % vector != 0
+    ragged = skewed or vocabulary % vector != 0
+    if (ragged and not _is_padded(logits)) or (grad is not None and not _lie_alike(rows, places, skew, grad, logits)):
+        return Geometry(rows, places, 0, 1, False, True, grouped)
+    return Geometry(rows, places, skew if skewed else 0, vector, skewed, ragged, grouped)
+
+
+def _lie_alike(
+    rows: tuple[int, int, int], places: tuple[int, int, int], skew: int, grad: Tensor, logits: Tensor
+) -> bool:
+    """Whether each row of the gradient begins as far behind a boundary as that of the logits."""
+    if grad is logits:
+        return True
+    vector = 16 // logits.itemsize
+    if grad.itemsize != logits.itemsize:
+        apart = (skew, *(stride % vector for stride in rows[1:]))
+        return not any((*apart, grad.data_ptr() % 16, *(stride * grad.itemsize % 16 for stride in places[1:])))
+    if grad.data_ptr() // grad.itemsize % vector != skew or (places[2] - rows[2]) % vector:
+        return False
+    count = logits.shape[:-1].numel()
+    grouped = [shape[0] for shape in (rows, places) if shape[0] < count]
+    if not grouped:
+        return True
+    if grouped[0] != grouped[-1]:
+        return False
+    outer = [shape[1] if shape[0] < count else grouped[0] * shape[2] for shape in (rows, places)]
+    return (outer[0] - outer[1]) % vector == 0
+
+
+def _is_padded(tensor: Tensor) -> bool:
+    """Whether the vector that a tensor's last element is in may be read as a whole."""
+    return (tensor.is_cuda and _ROUNDS_UP) or tensor.untyped_storage().nbytes() % 16 == 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a row is cut for `rows_kernel`."""
+
+    block: int
+    lanes: int
+    blocks: int
+    whole: bool
+    options: dict[str, int]
+
+    def constants(self) -> dict[str, Any]:
+        """Return the kernel's constants."""
+        return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
+
+
+def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
+    """Return sizes for rows of so many classes.
+
+    The second look at a row should find it in L1, or in L2: short rows are served by three programs a multiprocessor,
+    long ones by one, with as many loads in flight as registers allow. Measured on an H200 (benchmarks/NOTES.md).
+    """
+    row = vocabulary * itemsize
+    if row <= 8 * _KIB:
+        block, warps, registers = next_power_of_2(vocabulary), 0, 0
+    elif place.skewed or place.vector == 1:
+        block, warps, registers = 8 * _KIB // itemsize, 16, 64
+    elif row <= 88 * _KIB:
+        block, warps, registers = 16 * _KIB // itemsize, 16, 40
+    elif row <= 160 * _KIB or predicted:
+        block, warps, registers = 32 * _KIB // itemsize, 16, 64
+    else:
+        block, warps, registers = 64 * _KIB // itemsize, 32, 0
+    # A block is never smaller than two vectors: its last one may begin outside of the reference's classes.
+    block = max(block, 2 * place.vector)
+    warps = warps or max(min(block * itemsize // _KIB, 8), 1)
+    lanes = block if place.skewed or place.vector == 1 else block // place.vector
+    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    blocks = next_power_of_2(cdiv(vocabulary, block))
+    return Sizes(block, lanes, blocks, vocabulary % block == 0 and not place.skewed, options)

@@ -1,0 +1,61 @@
+"""Barriers and arithmetic of kernels in Gluon."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+__all__ = ["activate", "barriers", "exp", "fade", "finite"]
+
+LOG2E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
+    """Return the barriers of so many places in shared memory: one each for "full", one for "empty", READERS to say so.
+
+    Before the copy engine uses them there has to be a fence, or it might come upon a barrier that is not there yet.
+    """
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for place in gl.static_range(COUNT):
+        mbarrier.init(full.index(place), count=1)
+        mbarrier.init(empty.index(place), count=READERS)
+    return full, empty
+
+
+@gluon.jit
+def exp(x):
+    """Return e^x, 0 where it is too small for a normal float32."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _reciprocal(x):
+    """Return 1 / x, to two units of the last place."""
+    return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def finite(largest):
+    """Return what exponents are taken relative to: the largest x, and 0 where there was nothing but -inf."""
+    return gl.where(largest == float("-inf"), 0.0, largest)
+
+
+@gluon.jit
+def fade(c, larger):
+    """Return what turns a sum relative to c into one relative to a larger reference."""
+    return exp(gl.minimum(c - larger, 0.0))
+
+
+@gluon.jit
+def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+    """Return x = k tanh(s z / k), or s z, for bend = (s, k); k - 2k / (1 + e^2v) is exact enough for 16-bit logits."""
+    logit_scale, softcap = bend
+    x = z
+    if SCALED:
+        x = x * logit_scale
+    if CAPPED:
+        x = softcap - 2 * softcap * _reciprocal(1 + exp(x * (2 / softcap)))
+    return x

@@ -1,0 +1,130 @@
+"""The kernels around a linear loss's matrix products: hidden states and target logits, sums, the upstream factor."""
+
+import triton.language as tl
+
+from xent.backends.triton.launch import kernel
+from xent.backends.triton.row_algebra import row_facts
+from xent.backends.triton.rows_kernel import reduce_rows
+
+__all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
+
+
+@kernel
+def take_kernel(
+    hidden,  # (N, D)
+    hidden_row: "i64",
+    hidden_column: "i64",
+    weight,  # (V, D) and its strides
+    weight_row: "i64",
+    weight_column: "i64",
+    bias,  # (V,) or None
+    bias_stride: "i64",
+    taken,  # (R, D), contiguous; or None
+    target_logits,  # (R,) float32; or None
+    classes,  # (R,) int32, the targets; or None
+    order,  # (N,) int64 or None
+    start: "i64",
+    target,
+    sample_weight,
+    class_weight,
+    scratch,
+    count: "i64",
+    length: "i64",
+    shift: "i64",
+    ignore_index: "i64",
+    vocabulary: "i32",
+    size: "i32",  # D
+    SHIFTED: tl.constexpr,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy one row of hidden states, zeros where the row has no gradient; find its target's logit in float32."""
+    here = tl.program_id(0).to(tl.int64)
+    row = start + here
+    if order is not None:
+        row = tl.load(order + row)
+    y, a, _w, _ignored, wrong = row_facts(
+        row,
+        row < count,
+        target,
+        sample_weight,
+        class_weight,
+        length,
+        shift,
+        ignore_index,
+        vocabulary,
+        SHIFTED,
+        target is None,
+    )
+    dead = (tl.where(tl.load(scratch + 1) == 0, 0.0, a) == 0 if MEAN else a == 0) & ~wrong
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, size, BLOCK):
+        columns = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = columns < size
+        h = tl.load(hidden + row * hidden_row + columns * hidden_column, mask=inside, other=0.0)
+        if target_logits is not None:
+            # Of the values that the products have.
+            rounded = (
+                h.to(weight.dtype.element_ty).to(tl.float32)
+                if taken is None
+                else h.to(taken.dtype.element_ty).to(tl.float32)
+            )
+            w = tl.load(weight + y * weight_row + columns * weight_column, mask=inside, other=0.0)
+            sums += rounded * w.to(tl.float32)
+        if taken is not None:
+            kept = h.to(taken.dtype.element_ty)
+            zero = tl.zeros([BLOCK], taken.dtype.element_ty)
+            tl.store(taken + here * size + columns, tl.where(dead, zero, kept), mask=inside)
+    if target_logits is not None:
+        z = tl.sum(sums, 0)
+        if bias is not None:
+            z += tl.load(bias + y * bias_stride).to(tl.float32)
+        tl.store(target_logits + here, z)
+    if classes is not None:
+        tl.store(classes + here, y.to(tl.int32))
+
+
+@kernel
+def sums_kernel(
+    loss,  # (N,)
+    z_term,  # (N,) or None
+    hits,  # (N,) or None
+    scratch,  # D, or None
+    counted,  # () int64 or None
+    total_loss,  # () or None
+    total_z,
+    accuracy,
+    count: "i64",
+    BLOCK: tl.constexpr,
+):
+    """Reduce per-row results; one program."""
+    if total_loss is not None:
+        tl.store(total_loss, reduce_rows(loss, count, scratch, BLOCK))
+    if total_z is not None:
+        tl.store(total_z, reduce_rows(z_term, count, scratch, BLOCK))
+    if accuracy is not None:
+        found = reduce_rows(hits, count, None, BLOCK)
+        rows = tl.maximum(tl.load(counted), 1).to(tl.float32)
+        tl.store(accuracy, tl.div_rn(found, rows))
+
+
+@kernel
+def scale_kernel(
+    grad,  # in the order of memory
+    out,  # the same, perhaps the same memory
+    upstream,  # ()
+    deferred,  # () or None
+    count: "i64",
+    INPLACE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Multiply a gradient by factors, rounding once; with INPLACE leave it alone where they make 1."""
+    factor = tl.load(upstream).to(tl.float32)
+    if deferred is not None:
+        factor *= tl.load(deferred)
+    if (factor != 1) | (not INPLACE):
+        for first in range(tl.program_id(0).to(tl.int64) * BLOCK, count, tl.num_programs(0) * BLOCK):
+            places = first + tl.arange(0, BLOCK)
+            inside = places < count
+            scaled = tl.load(grad + places, mask=inside, other=0.0).to(tl.float32) * factor
+            tl.store(out + places, scaled.to(out.dtype.element_ty), mask=inside)

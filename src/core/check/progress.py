@@ -1,0 +1,38 @@
+"""How far a check has come: a bar where `rich` is installed, else a line now and then. Both go to stderr."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic
+
+__all__ = ["progress"]
+
+_SECONDS = 5  # between lines
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str], None]]:
+    """Yield what is told of each of `total` steps, with its description, when it begins."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield _lines(total)
+        return
+    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total + 1)
+        yield lambda description: bar.update(task, description=description, advance=1)
+
+
+def _lines(total: int) -> Callable[[str], None]:
+    begun, last = 0, -float("inf")
+
+    def tell(description: str) -> None:
+        nonlocal begun, last
+        begun += 1
+        if monotonic() - last >= _SECONDS:
+            last = monotonic()
+            print(f"{begun} of {total}: {description}", file=sys.stderr, flush=True)
+
+    return tell

@@ -1,0 +1,89 @@
+"""explain: whether a model takes the fused path, in words."""
+
+from typing import Any
+
+from torch import nn
+
+from xent.integrations.transformers.heads import DeferringHead, find_heads, find_owner
+from xent.integrations.transformers.history import Outcome, history_of, why_unused
+
+__all__ = ["explain"]
+
+
+def explain(model: nn.Module) -> str:
+    """Say whether training and evaluation of a model compute their loss without logits, and if not, why not.
+
+    It reports what the last forward pass of each kind did: what was recorded between head and loss, or which function
+    looked at the logits, and the line of the code that called it. It runs nothing.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A model, patched or not, or a wrapper around one.
+
+    Returns
+    -------
+    text : str
+        A few lines to print.
+
+    Raises
+    ------
+    ValueError
+        The model is not one of transformers.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> from xent.integrations.transformers import explain, patch
+    >>> config = transformers.CohereConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...                                    num_attention_heads=2, logit_scale=0.5)
+    >>> model, tokens = transformers.CohereForCausalLM(config), torch.arange(8)[None]
+    >>> with patch(model):
+    ...     loss = model(tokens, labels=tokens).loss
+    ...     print(explain(model))
+    CohereForCausalLM is patched: its head lm_head (16 to 64) defers its logits.
+    Training: fused. Between head and loss: multiplied by 0.5.
+    Evaluation: none has been seen.
+    """
+    owner = find_owner(model)
+    name = type(owner).__name__
+    try:
+        heads: list[Any] = find_heads(owner)
+    except ValueError as error:
+        return f"{name} is not patched, and cannot be: {error}"
+    patched: list[Any] = [
+        head for head in heads if isinstance(head, DeferringHead) and not hasattr(head, "_xent_restored")
+    ]
+    history = history_of(owner)
+    if not patched:
+        why = (
+            "you call patch(model)"
+            if history is None
+            else "you call patch(model) again, because its head was replaced (resize_token_embeddings does so)"
+        )
+        return f"{name} is not patched: its training takes the memory of its logits until {why}."
+    names = {module: key for key, module in owner.named_modules(remove_duplicate=False)}
+    listed = " and ".join([f"{names[head]} ({head.in_features} to {head.out_features})" for head in patched])
+    lines = [
+        f"{name} is patched: its head {listed} defers its logits."
+        if len(patched) == 1
+        else f"{name} is patched: its heads {listed} defer their logits."
+    ]
+    history = vars(patched[0]).get("_xent_history") if history is None else history
+    if history is None:
+        return f"{lines[0]} Nothing was noted of it, because patch was not called with it."
+    for kind, outcome in (("Training", history.training), ("Evaluation", history.evaluation)):
+        lines.append(f"{kind}: {_words(outcome)}")
+    if history.went_past:
+        lines.append(f"An optimizer stepped without a call of the head: {why_unused(owner)}.")
+    return "\n".join(lines)
+
+
+def _words(outcome: Outcome) -> str:
+    if outcome.fused is not None:
+        between = f" Between head and loss: {outcome.fused}." if outcome.fused else ""
+        after = f" The logits were computed besides: {outcome.computed}." if outcome.computed else ""
+        return f"fused.{between}{after}"
+    if outcome.computed is not None:
+        return f"not fused: {outcome.computed}."
+    return "logits were deferred, and no loss of them was taken." if outcome.seen else "none has been seen."

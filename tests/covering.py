@@ -1,0 +1,88 @@
+"""Covering arrays: a few rows in which all combinations of any two or three settings occur, not the full product.
+
+A fault in how settings work together shows where those settings meet, whatever the others are; nearly all faults that
+are known need three or fewer. See D. R. Kuhn, D. R. Wallace and A. M. Gallo, "Software fault interactions and
+implications for software testing", IEEE Transactions on Software Engineering 30 (2004).
+"""
+
+import os
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+
+__all__ = ["FULL", "combinations_of", "covering", "crossed"]
+
+FULL = os.environ.get("XENT_TEST_FULL") == "1"
+"""Whether full products are wanted, and what else takes too long for every contribution."""
+
+_CANDIDATES = 6
+
+Row = dict[str, int]
+"""Setting -> the number of its value."""
+Combination = frozenset[tuple[str, int]]
+
+
+def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str) -> list[dict[str, Any]]:
+    """Return rows, each with one value for every setting, with all combinations of any `strength` settings.
+
+    Until no combination is missing, some rows are drawn at random, each around one that is, and the row with most
+    missing combinations is taken. The same seed gives the same rows.
+    """
+    generator = random.Random(seed)
+    missing = dict.fromkeys(combinations_of(factors, strength))  # ordered, unlike a set of strings
+    rows = []
+    while missing:
+        left = list(missing)
+        drawn = [_draw(factors, strength, missing, generator.choice(left), generator) for _ in range(_CANDIDATES)]
+        best = max(drawn, key=lambda row: sum(found in missing for found in _within(row, strength)))
+        for found in _within(best, strength):
+            missing.pop(found, None)
+        rows.append({name: factors[name][best[name]] for name in factors})
+    return rows
+
+
+def combinations_of(factors: Mapping[str, Sequence[Any]], strength: int) -> list[Combination]:
+    """Return all combinations of values of any `strength` settings; values are numbered."""
+    return [
+        frozenset(zip(names, values, strict=True))
+        for names in combinations(factors, strength)
+        for values in product(*(range(len(factors[name])) for name in names))
+    ]
+
+
+def _draw(
+    factors: Mapping[str, Sequence[Any]],
+    strength: int,
+    missing: Mapping[Combination, None],
+    begin: Combination,
+    generator: random.Random,
+) -> Row:
+    """Return the row that `begin` grows to, each further value being the one that adds most missing combinations."""
+    row = dict(begin)
+    rest = [name for name in factors if name not in row]
+    generator.shuffle(rest)
+    for name in rest:
+        values = list(range(len(factors[name])))
+        generator.shuffle(values)
+        others = list(combinations(row.items(), strength - 1))
+
+        def gain(value: int, added: str = name, others: list[Any] = others) -> int:
+            return sum(frozenset((*other, (added, value))) in missing for other in others)
+
+        row[name] = max(values, key=gain)
+    return row
+
+
+def _within(row: Row, strength: int) -> list[Combination]:
+    return [frozenset(items) for items in combinations(row.items(), strength)]
+
+
+def crossed(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
+    """Return what `parametrize` takes: every pair of values of two parameters, or the product if FULL."""
+    values = {name: tuple(some) for name, some in factors.items()}
+    rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors))]
+    rows = list(product(*values.values())) if FULL else rows
+    return ",".join(factors), [pytest.param(*row, id="-".join(str(value) for value in row)) for row in rows]

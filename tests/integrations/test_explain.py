@@ -1,0 +1,245 @@
+"""A patched model whose training is not fused says so once, with the reason, and explain(model) says it again."""
+
+import copy
+import functools
+import pickle
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import nn
+
+from tests.integrations.models import batch, gradients, make
+from xent.integrations.transformers import explain, heads, history, patch, unpatch
+from xent.integrations.transformers.deferred import is_open
+
+SAYS = "training this LlamaForCausalLM takes the memory of its logits, as without xent: "
+
+
+def step(model: Any) -> None:
+    """Take a step of training, as a caller of the model does who has a loss of his own."""
+    logits = model(batch()["input_ids"]).logits
+    (-logits.log_softmax(-1)[..., 0].mean()).backward()
+
+
+def test_fused() -> None:
+    model = make("gemma2")
+    assert explain(model).startswith("Gemma2ForCausalLM is not patched: its training takes the memory of its logits")
+    patch(model)
+    assert explain(model).splitlines() == [
+        "Gemma2ForCausalLM is patched: its head lm_head (32 to 96) defers its logits.",
+        "Training: none has been seen.",
+        "Evaluation: none has been seen.",
+    ]
+    outputs = model(**batch())
+    with torch.no_grad():
+        model.eval()(**batch())
+    assert explain(model).splitlines()[1:] == [
+        "Training: fused. Between head and loss: divided by 0.5, tanh, multiplied by 0.5.",
+        "Evaluation: fused. Between head and loss: divided by 0.5, tanh, multiplied by 0.5.",
+    ]
+    outputs.logits.max()  # nothing to warn of
+    besides = r"0\.5\. The logits were computed besides: Tensor\.max looked at them at \S*test_explain.py:\d+ in"
+    assert re.search(besides, explain(model))
+    unpatch(model)
+    assert "is not patched" in explain(model)
+
+
+def test_what_was_recorded() -> None:
+    for name, words in {
+        "phi": "the head's bias added",
+        "granite": "divided by 0.125",
+        "mamba": "",
+    }.items():
+        model = make(name)
+        with patch(model):
+            model(**batch())
+            assert f"Training: fused.{f' Between head and loss: {words}.' if words else ''}\n" in explain(model)
+
+
+def test_looked_at() -> None:
+    """Once, whatever looks later, and with the line of whoever looked, not of PyTorch."""
+    model = make("llama")
+    patch(model)
+    with pytest.warns(
+        RuntimeWarning, match=re.escape(SAYS) + r"Tensor\.log_softmax looked at them at \S+\.py:\d+ in step"
+    ):
+        step(model)
+    step(model)
+    gradients(model, batch())
+    assert "Training: fused." in explain(model)
+    step(model)
+    assert re.search(
+        r"Training: not fused: Tensor\.log_softmax looked at them at \S+\.py:\d+ in step\.", explain(model)
+    )
+    with torch.no_grad():
+        model(batch()["input_ids"]).logits.argmax(-1)
+    assert "Evaluation: not fused: Tensor.argmax looked at them" in explain(model)
+    model(batch()["input_ids"])
+    assert "Training: logits were deferred, and no loss of them was taken." in explain(model)
+
+
+def test_looked_at_past_python() -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
+            return z.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient.expand(2, 12, 96)
+
+    model = make("llama")
+    with patch(model), pytest.warns(RuntimeWarning, match=r"looked at them at \S+test_explain.py:\d+ in forward"):
+        Sum.apply(model(batch()["input_ids"]).logits).backward()
+
+
+def test_evaluation_does_not_warn() -> None:
+    model = make("llama")
+    with patch(model), torch.no_grad():
+        model(batch()["input_ids"]).logits.argmax(-1)
+    with patch(model):
+        model.eval()(batch()["input_ids"]).logits.argmax(-1)
+
+
+SPOIL: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "hook": (lambda model: model.lm_head.register_forward_hook(lambda *args: None), "the head has a forward hook"),
+    "DeepSpeed": (lambda model: setattr(model.lm_head.weight, "ds_id", 1), "taken away after its call"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOIL)
+def test_heads_that_compute(kind: str, fused: list[tuple[int, ...]]) -> None:
+    model = make("llama")
+    spoil, message = SPOIL[kind]
+    spoil(model)
+    with patch(model):
+        with pytest.warns(RuntimeWarning, match=re.escape(SAYS) + ".*" + message):
+            gradients(model, batch())
+        gradients(model, batch())
+        assert not fused
+        assert f"Training: not fused: {message}" in explain(model).replace("the head's weight is ", "")
+
+
+def replaced_forward(model: Any, **inputs: Any) -> Any:
+    hidden = model.model(inputs["input_ids"]).last_hidden_state
+    logits = F.linear(hidden, model.lm_head.weight)
+    return transformers.modeling_outputs.CausalLMOutputWithPast(loss=logits.logsumexp(-1).mean(), logits=logits)
+
+
+REPLACE: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "head": (
+        lambda model: model.resize_token_embeddings(104, mean_resizing=False),
+        "its head was replaced after patch",
+    ),
+    "head by hand": (
+        lambda model: setattr(model, "lm_head", nn.Linear(32, 96, bias=False)),
+        "its head was replaced after patch",
+    ),
+    "method of the model": (
+        lambda model: setattr(model, "forward", types.MethodType(replaced_forward, model)),
+        r"the forward of its LlamaForCausalLM was replaced by replaced_forward at \S+test_explain.py:\d+",
+    ),
+    "partial function": (
+        lambda model: setattr(model, "forward", functools.partial(replaced_forward, model)),
+        r"the forward of its LlamaForCausalLM was replaced by replaced_forward at \S+test_explain.py:\d+",
+    ),
+    "forward of the head": (
+        lambda model: setattr(model.lm_head, "forward", lambda hidden: F.linear(hidden, model.lm_head.weight)),
+        r"the forward of its DeferringLinear was replaced by .*<lambda> at \S+test_explain.py:\d+",
+    ),
+    "a loop of its own": (lambda model: setattr(type(model), "__call__", replaced_forward), "its head was not called"),
+}
+
+
+@pytest.mark.parametrize("kind", REPLACE)
+def test_heads_that_are_not_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which nobody notices before an optimizer steps."""
+    monkeypatch.setattr(history, "_compiled", set())
+    model, others = make("llama"), torch.optim.SGD(make("llama").parameters())
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {})
+    patch(model)
+    optimizer = torch.optim.SGD(model.parameters())
+    gradients(model, batch())
+    optimizer.step()
+    replace, message = REPLACE[kind]
+    replace(model)
+    if kind == "head":
+        optimizer = torch.optim.SGD(model.parameters())
+        gradients(model, batch())
+        optimizer.step()
+    gradients(model, batch())
+    others.step()
+    with pytest.warns(RuntimeWarning, match=re.escape(SAYS) + message):
+        optimizer.step()
+    optimizer.step()
+    if kind in ("head", "head by hand"):
+        assert "until you call patch(model) again, because its head was replaced" in explain(model)
+        patch(model)
+        gradients(model, batch())
+        assert "Training: fused.\n" in explain(model)
+    elif kind != "forward of the head":
+        assert re.search("An optimizer stepped without a call of the head: " + message, explain(model))
+
+
+def test_two_optimizers_of_one_model() -> None:
+    """Each steps once for each forward pass."""
+    model = make("llama")
+    patch(model)
+    weights = list(model.parameters())
+    optimizers = [torch.optim.SGD(weights[:1]), torch.optim.AdamW(weights[1:])]
+    for _ in range(3):
+        gradients(model, batch())
+        for optimizer in optimizers:
+            optimizer.step()
+    assert "Training: fused.\n" in explain(model)
+    assert "stepped" not in explain(model)
+
+
+@pytest.mark.parametrize("kind", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copies(kind: Any) -> None:
+    model = make("llama")
+    patch(model)
+    copied = kind(model)
+    gradients(copied, batch())
+    assert "Training: fused." in explain(copied)
+    with pytest.warns(RuntimeWarning, match=re.escape(SAYS)):
+        step(copied)
+
+
+def test_models_that_cannot_be_explained_away() -> None:
+    config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
+    text = explain(transformers.BertModel(config))
+    assert text.startswith("BertModel is not patched, and cannot be: the head of BertModel cannot be deferred")
+    with pytest.raises(ValueError, match="got Linear, which has no get_output_embeddings"):
+        explain(nn.Linear(2, 2))
+
+
+def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said while the step is compiled, before it has run."""
+    torch.compiler.reset()
+    monkeypatch.setattr(heads, "COMPILES", False)
+    monkeypatch.setattr(history, "_compiled", set())
+    model = make("llama")
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with pytest.warns(RuntimeWarning, match=r"this compiled training step takes the memory .* from PyTorch 2\.13 on"):
+        gradients(compiled, batch())
+    gradients(compiled, batch())
+    assert not is_open(compiled(**batch()).logits)
+    torch.compiler.reset()
+
+
+def test_compiled_function_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(history, "_compiled", set())
+    model = make("llama")
+    patch(model)
+    with pytest.warns(RuntimeWarning, match="what is compiled looks at them"):
+        torch.compile(step, fullgraph=False, backend="aot_eager")(model)
+    torch.compiler.reset()

@@ -1,0 +1,207 @@
+"""Logits that were not looked at before the weights changed are refused, whoever changed them and however."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests.integrations.models import batch, device, make
+from xent.integrations.transformers import changes, patch
+from xent.integrations.transformers.heads import DeferringLinear
+
+REFUSED = "never computed, and cannot be computed now: "
+
+
+class OldStyle(torch.optim.Optimizer):
+    """Writes through `.data`, as many optimizers outside of PyTorch do."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> None:
+        """Take a step that a bfloat16 weight hardly ever shows."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.data.add_(weight.grad.data, alpha=-group["lr"])
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    **{
+        f"{name} {key}": lambda weights, name=name, key=key: getattr(torch.optim, name)(weights, lr=1e-3, **{key: True})
+        for name, keys in {
+            "Adadelta": ("foreach",),
+            "Adagrad": ("foreach", "fused"),
+            "Adam": ("foreach", "fused", "amsgrad"),
+            "AdamW": ("foreach", "fused", "amsgrad"),
+            "Adamax": ("foreach",),
+            "ASGD": ("foreach",),
+            "NAdam": ("foreach",),
+            "RAdam": ("foreach",),
+            "RMSprop": ("foreach",),
+            "Rprop": ("foreach",),
+            "SGD": ("foreach", "fused", "maximize"),
+        }.items()
+        for key in keys
+    },
+    "LBFGS": lambda weights: torch.optim.LBFGS(weights, lr=1e-3),
+    "transformers' Adafactor": lambda weights: transformers.Adafactor(weights, lr=1e-3, relative_step=False),
+    "old style": lambda weights: OldStyle(weights, lr=1e-3),
+    "too small a step to see": lambda weights: OldStyle(weights, lr=1e-30),
+}
+
+
+def test_every_optimizer_of_pytorch_is_here() -> None:
+    kinds = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
+    tested = {name.partition(" ")[0] for name in OPTIMIZERS}
+    others = {"Optimizer", "SparseAdam", "Muon", "Adafactor"}  # sparse gradients, matrices; and the next test
+    assert kinds - others <= tested
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, frozen: bool) -> None:
+    """A frozen head has the same logits after the step, and they are given."""
+    model = make("llama")
+    model.lm_head.weight.requires_grad_(not frozen)
+    patch(model)
+    optimizer = OPTIMIZERS[name](list(model.parameters()))
+    plain = model(**batch()).logits.detach()
+    kept = [model(**batch()) for _ in range(2)]
+    kept[0].loss.backward()
+    if frozen:
+        for weight in model.parameters():
+            weight.grad = torch.zeros_like(weight) if weight.grad is None and weight.requires_grad else weight.grad
+        optimizer = OPTIMIZERS[name]([weight for weight in model.parameters() if weight.requires_grad])
+    optimizer.step(lambda: kept[0].loss.detach()) if name == "LBFGS" else optimizer.step()
+    if frozen:
+        assert torch.equal(kept[0].logits.detach(), plain)
+        return
+    for look in (lambda z: z.sum(), lambda z: z.argmax(-1), lambda z: (z[:, :-1] * 2).tolist()):
+        with pytest.raises(RuntimeError, match=REFUSED + r"[A-Za-z]+\.step\(\) changed the weights"):
+            look(kept[0].logits)
+    with pytest.raises(RuntimeError, match=REFUSED):
+        model.loss_function(kept[1].logits, batch()["labels"], vocab_size=96)
+
+
+@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+def test_optimizers_of_matrices(name: str) -> None:
+    model = make("llama")
+    patch(model)
+    kind = getattr(torch.optim, name, None)
+    if kind is None:
+        pytest.skip(f"torch {torch.__version__} has no {name}")
+    optimizer = kind([model.lm_head.weight], lr=1e-3)
+    outputs = model(**batch())
+    outputs.loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=REFUSED + name):
+        outputs.logits.sum()
+
+
+def test_clock_that_starts_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "_clocks", {})
+    head = DeferringLinear(8, 16, device=device)
+    with torch.inference_mode():
+        head(torch.randn(2, 5, 8, device=device))
+    logits = head(torch.randn(2, 5, 8, device=device))
+    head.weight.grad = torch.zeros_like(head.weight)
+    optimizer = torch.optim.SGD(head.parameters(), fused=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=REFUSED + "SGD"):
+        logits.sum()
+
+
+def test_optimizer_of_another_model() -> None:
+    """Which says nothing of these logits."""
+    model, other = make("llama"), make("llama")
+    patch(model)
+    plain = model(**batch()).logits.detach()
+    outputs = model(**batch())
+    other(**batch()).loss.backward()
+    torch.optim.AdamW(other.parameters(), fused=True).step()
+    assert torch.equal(outputs.logits.detach(), plain)
+
+
+@pytest.mark.parametrize("fused_step", [False, True])
+@pytest.mark.parametrize("compiled", ["model", "step"])
+def test_compiled(compiled: str, fused_step: bool) -> None:
+    torch.compiler.reset()
+    model = make("llama")
+    patch(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused_step)
+    call: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled == "model" else model
+    step: Any = torch.compile(optimizer.step, backend="aot_eager") if compiled == "step" else optimizer.step
+    for _ in range(3):
+        kept = call(**batch())
+        torch.testing.assert_close(call(**batch()).logits.detach(), model(**batch()).logits.detach())
+        kept.loss.backward()
+        step()
+        with pytest.raises(RuntimeError, match=REFUSED):
+            kept.logits.sum()
+    torch.compiler.reset()
+
+
+CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
+    "data.add_": (lambda head: head.weight.data.add_(1e-3), r"written to through parameter\.data"),
+    "data.copy_": (lambda head: head.weight.data.copy_(head.weight.data * 2), r"written to through parameter\.data"),
+    "data of the bias": (lambda head: head.bias.data.mul_(2), r"written to through parameter\.data"),
+    "data = ...": (lambda head: setattr(head.weight, "data", head.weight.data + 1), "moved or replaced"),
+    "NaN": (lambda head: head.weight.data.fill_(torch.nan), r"written to through parameter\.data"),
+    "dtype": (lambda head: head.to(torch.float64), r"converted from torch\.float32 to torch\.float64"),
+    "in place": (lambda head: nn.init.zeros_(head.weight), "weights were written to in place"),
+    "load_state_dict": (lambda head: head.load_state_dict(nn.Linear(8, 16).state_dict()), "written to in place"),
+    "freed": (lambda head: head.weight.untyped_storage().resize_(0), "sharded or offloaded"),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("kind", CHANGES)
+def test_writes(kind: str, mode: Any) -> None:
+    happen, message = CHANGES[kind]
+    head = DeferringLinear(8, 16, device=device)
+    with mode():
+        logits = head(torch.randn(2, 5, 8, device=device))
+    happen(head)
+    with pytest.raises(RuntimeError, match=REFUSED + ".*" + message):
+        logits.sum()
+
+
+@pytest.mark.parametrize("how", ["sum", "C++"])
+def test_what_did_not_change(how: str) -> None:
+    """Neither NaN, nor a weight with gaps in memory, nor an assignment of the same data, nor another tensor."""
+    plain = nn.Linear(8, 16, device=device)
+    with torch.no_grad():
+        plain.weight = nn.Parameter(torch.randn(8, 16, device=device).T)
+        plain.weight[3, 3] = torch.nan
+        head = copy.deepcopy(plain)
+    head.__class__ = DeferringLinear
+    hidden = torch.randn(2, 5, 8, device=device)
+    logits = head(hidden)
+    head.weight.data = head.weight.data
+    torch.zeros(3).add_(1)
+    found: Tensor = logits.detach() if how == "sum" else torch.relu(logits + 0)
+    expected = plain(hidden).detach() if how == "sum" else plain(hidden).relu()
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
+
+
+def test_backward_of_logits_that_were_looked_at_past_python() -> None:
+    """What recomputes them in the backward pass refuses too."""
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, z: Tensor) -> Tensor:
+            return z + z
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient * 2
+
+    head = DeferringLinear(8, 16, device=device)
+    doubled = Double.apply(head(torch.randn(2, 5, 8, device=device, requires_grad=True)))
+    head.weight.data.mul_(2)
+    with pytest.raises(RuntimeError, match=r"written to through parameter\.data"):
+        doubled.sum().backward()

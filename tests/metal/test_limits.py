@@ -1,0 +1,96 @@
+"""What becomes of kernels whose pipelines allow few threads, and of those that Apple's compiler refuses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import xent
+from tests.metal.emulator import install
+from tests.metal.emulator.capture import Source
+from tests.metal.emulator.kernels import Emulator
+from tests.targets import Target
+from xent.backends.metal import failures, limits, rows, sources
+from xent.core.check.cases import OPTIONS, Case
+from xent.core.check.judge import judge_case
+
+RNG = np.random.default_rng(0)
+
+
+@pytest.fixture
+def emulator(kernel_folder: Path) -> Iterator[Emulator]:
+    before = mx.fast.metal_kernel
+    _forget()
+    yield install.install(kernel_folder)
+    mx.fast.metal_kernel = before
+    _forget()
+
+
+def _forget() -> None:
+    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
+        found.cache_clear()
+    limits._tried.clear()
+    failures._warned.clear()
+
+
+@pytest.mark.parametrize("limit", [500, 384, 96, 32])
+@pytest.mark.parametrize("vocabulary", [67, 4096, 20_000])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fewer_threads_where_a_pipeline_allows_no_more(
+    target: Target, emulator: Emulator, limit: int, vocabulary: int, reduction: str
+) -> None:
+    emulator.limit = lambda source: limit
+    case = Case("cross_entropy", (3,), vocabulary, "float32", "all", OPTIONS["all"], reduction=reduction, ignored=0.0)
+    for comparison in judge_case(target.backend, target.harness, case):
+        assert comparison.passed, comparison
+
+
+def test_a_limit_is_found_out_once_and_before_the_graph_is_evaluated(emulator: Emulator) -> None:
+    asked: list[int] = []
+
+    def limit(source: Source) -> int:
+        asked.append(1)
+        return 128
+
+    emulator.limit = limit
+    logits, classes = mx.zeros((9, 40_000)), mx.zeros((9,), mx.int32)
+    xent.cross_entropy(logits, classes, backend="metal")
+    before = len(asked)
+    for _ in range(3):
+        xent.cross_entropy(logits, classes, backend="metal")
+    assert len(asked) == before + 3
+
+
+def loss_and_gradient(**options: Any) -> tuple[float, mx.array]:
+    logits, classes = mx.array(RNG.normal(size=(3, 50)).astype(np.float32)), mx.array([1, 2, 3])
+    loss, grad = mx.value_and_grad(lambda z: xent.cross_entropy(z, classes, **options))(logits)
+    expected = xent.cross_entropy(np.array(logits), np.array(classes), **{**options, "backend": "numpy"})
+    assert loss.item() == pytest.approx(float(expected), rel=1e-5)
+    return float(loss), grad
+
+
+def test_auto_takes_mlx_where_the_compiler_refuses_the_source(emulator: Emulator) -> None:
+    emulator.limit = lambda source: 0
+    with pytest.warns(RuntimeWarning, match=r"MLX's operations take its place: \[metal::Device\] Unable to build"):
+        loss_and_gradient()
+    with pytest.raises(
+        xent.BackendError,
+        match=r"'metal' cannot serve this call: its kernels do not run on this GPU, which backend 'mlx' serves: "
+        r"\[metal::Device\] Unable to build",
+    ):
+        loss_and_gradient(backend="metal")
+
+
+@pytest.mark.parametrize("limit", [0, 16])
+def test_one_kernel_that_does_not_run_is_replaced_with_a_warning(emulator: Emulator, limit: int) -> None:
+    def softcaps(source: Source) -> int:
+        return limit if "forward__float_1_0_0_0_1" in source.name else 1024
+
+    emulator.limit = softcaps
+    loss_and_gradient(backend="metal")
+    with pytest.warns(RuntimeWarning, match="a Metal kernel of xent does not run on this GPU, and MLX's operations"):
+        loss_and_gradient(softcap=3.0, backend="metal")
+    loss_and_gradient(softcap=3.0, backend="metal")

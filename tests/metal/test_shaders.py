@@ -1,0 +1,110 @@
+"""What only the emulator shows of kernels on PyTorch tensors: limits, refusals, faults, and how many are built."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+import torch
+
+from tests.metal.emulator import install
+from tests.metal.emulator.frontend import FrontendError
+from tests.metal.emulator.kernels import Emulator
+from tests.metal.emulator.launch import EmulatorError
+from tests.metal.test_tensors import DEVICE, METAL, draw, outcome
+from xent.backends import ALSO
+from xent.backends.metal import failures, sources, tensors
+from xent.backends.metal.tensors import RowResults, RowTensors
+from xent.backends.metal.torch_harness import MetalTorchHarness
+from xent.core.check.cases import Case
+from xent.core.check.judge import judge_case
+
+
+def several_launches() -> None:
+    """Run a kernel often enough that some buffer of each name ends where its pages end."""
+    for _ in range(4):
+        outcome(*draw(vocabulary=5001), **METAL)
+
+
+@pytest.fixture(autouse=True)
+def emulator(kernel_folder: Path) -> Iterator[Emulator]:
+    before = mx.fast.metal_kernel, torch.mps.compile_shader
+    tensors._compiled.clear()
+    yield install.install(kernel_folder)
+    mx.fast.metal_kernel, torch.mps.compile_shader = before
+    for remembered in (tensors._compiled, failures._warned):
+        remembered.clear()
+
+
+@pytest.mark.parametrize("limit", [500, 40])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fewer_threads_where_a_pipeline_allows_no_more(emulator: Emulator, limit: int, reduction: str) -> None:
+    emulator.limit = lambda source: limit
+    case = Case("cross_entropy", (3,), 20_000, "float32", "plain", reduction=reduction, ignored=0.0)
+    for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
+        assert comparison.passed, comparison
+
+
+@pytest.mark.parametrize("limit", [0, 16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_kernel_that_does_not_run_is_replaced_with_a_warning(emulator: Emulator, limit: int, reduction: str) -> None:
+    emulator.limit = lambda source: limit
+    logits, target = draw()
+    upstream = torch.ones(6) if reduction == "none" else None
+    with pytest.warns(RuntimeWarning, match="does not run on this GPU, and PyTorch's operations take its place: "):
+        found = outcome(logits, target, upstream, reduction=reduction, **METAL)
+    expected = outcome(logits, target, upstream, reduction=reduction, backend="torch")
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
+    for vocabulary, rows in ((2100, 8), (4000, 30)):
+        outcome(*draw(rows, vocabulary), z_loss=rows / 100, **METAL)
+    assert len(emulator.sources) == 1
+
+
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "message"),
+    [
+        ("sums", "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);", "", r"missing|uninitialised"),
+        (
+            "columns",
+            "columns.packs = count / width<T>",
+            "columns.packs = count / width<T> + 1",
+            "out of bounds|no out",
+        ),
+        (
+            "forward_signature",
+            "size_t start = static_cast<size_t>(row)",
+            "size_t start = (row + 9ul)",
+            "out of bounds",
+        ),
+        ("forward", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
+    ],
+)
+def test_planted_faults_are_seen(
+    monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, message: str
+) -> None:
+    read = sources._read
+    assert right in read(file)
+    monkeypatch.setattr(sources, "_read", lambda name: read(name).replace(right, wrong if name == file else right))
+    with pytest.raises(EmulatorError, match=message):
+        several_launches()
+
+
+def test_wrong_types_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = sources._read
+    right, wrong = "const device T* logits [[", "const constant T* logits [["
+    monkeypatch.setattr(sources, "_read", lambda name: read(name).replace(right, wrong))
+    logits, target = draw()
+    with pytest.raises(FrontendError):
+        outcome(logits, target, **METAL)
+
+
+def test_memory_beyond_the_results_is_left_alone() -> None:
+    memory = torch.full((12,), 7.0)
+    logits, target = draw()
+    ones = torch.ones(6)
+    rows = RowTensors(0.0, 0.0, None, 1.0, target.clamp(min=0), None, None, None, None, ones, ones, ones < 0)
+    tensors.forward(logits, rows, RowResults(memory[3:9]), skips_dead=True)
+    assert (memory != 7).nonzero().flatten().tolist() == list(range(3, 9))

@@ -1,0 +1,202 @@
+"""The Metal kernels on PyTorch tensors, through signatures of our own.
+
+Where there is no Apple GPU the emulator runs them, for CPU tensors in the place of those on "mps".
+"""
+
+from dataclasses import replace
+from itertools import cycle, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from xent.backends import ALSO
+from xent.backends.metal import proof, torch_machine
+from xent.backends.metal.torch_harness import MetalTorchHarness
+from xent.core.check.cases import Case, option_cases
+from xent.core.check.judge import judge_case
+from xent.core.check.report import check_all, planned
+from xent.core.check.shapes import SHAPES
+from xent.core.spec import STAT_NAMES
+
+DTYPES = ("float32", "bfloat16", "float16")
+FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+METAL = {"backend": "metal"}
+DEVICE = torch_machine.DEVICES[0]
+
+
+def matrix() -> list[Case]:
+    """Return every named option and shape of both functions, each with one dtype and reduction."""
+    cases = []
+    for function in FUNCTIONS:
+        dealt = cycle(product(DTYPES, ("mean", "sum", "none")))
+        named = [case for case in option_cases(function, "float32") if case.reduction == "mean"]
+        cases += [replace(case, dtype=dtype, reduction=how) for case, (dtype, how) in zip(named, dealt, strict=False)]
+        shapes = [replace(shape, function=function, name=name) for name, shape in SHAPES.items() if not shape.offset]
+        cases += [replace(case, dtype=dtype, reduction=how) for case, (dtype, how) in zip(shapes, dealt, strict=False)]
+    return cases
+
+
+@pytest.mark.parametrize("case", matrix(), ids=str)
+def test_loss_and_gradients(case: Case) -> None:
+    for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
+        assert comparison.passed, comparison
+        assert comparison.bound < 0.5, "a zero gradient must not pass"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_rows_and_chunks(function: str, dtype: str) -> None:
+    harness = MetalTorchHarness(DEVICE)
+    cases = [case for case in harness.reaching(function, dtype) if not case.options]
+    for case in cases[DTYPES.index(dtype) :: 3]:
+        for comparison in judge_case(ALSO["metal"](), harness, case):
+            assert comparison.passed, (str(case), comparison)
+
+
+def draw(rows: int = 6, vocabulary: int = 300, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    logits = (2 * torch.randn(rows, vocabulary)).to(DEVICE, dtype)
+    target = torch.randint(vocabulary, (rows,)).to(DEVICE)
+    target[2] = -100
+    return logits, target
+
+
+def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **options: Any) -> list[Tensor]:
+    leaf = logits.detach().requires_grad_()
+    loss = xent.cross_entropy(leaf, target, **options)
+    (grad,) = torch.autograd.grad(loss, leaf, upstream)
+    return [loss.detach(), grad]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("name", ["sliced", "transposed", "expanded", "offset", "padded"])
+def test_any_strides(name: str, reduction: str) -> None:
+    logits, target = draw()
+    strided = {
+        "sliced": logits.repeat(1, 2)[:, : logits.shape[1]],
+        "transposed": logits.t().contiguous().t(),
+        "expanded": logits[:1].expand(6, -1),
+        "offset": torch.cat([logits.new_zeros(3), logits.flatten()])[3:].view(logits.shape),
+        "padded": torch.nn.functional.pad(logits, (0, 5))[:, :-5],
+    }[name]
+    upstream = torch.arange(6.0, device=DEVICE) if reduction == "none" else None
+    options = METAL | {"reduction": reduction, "label_smoothing": 0.1}
+    for one, other in zip(
+        outcome(strided, target, upstream, **options),
+        outcome(strided.contiguous().clone(), target, upstream, **options),
+        strict=True,
+    ):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("vocabulary", [40, 3000, 70_001])
+def test_a_gradient_in_the_place_of_the_logits_is_the_same(reduction: str, vocabulary: int) -> None:
+    logits, target = draw(vocabulary=vocabulary)
+    upstream = torch.ones(6, device=DEVICE) if reduction == "none" else None
+    _, expected = outcome(logits, target, upstream, reduction=reduction, **METAL)
+    leaf = logits.detach().requires_grad_()
+    loss = xent.cross_entropy(leaf * 1, target, reduction=reduction, inplace=True, **METAL)
+    (found,) = torch.autograd.grad(loss, leaf, upstream)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("probabilities", [False, True])
+@pytest.mark.parametrize("sample_weight", [False, True])
+def test_statistics_are_those_of_backend_torch(probabilities: bool, sample_weight: bool) -> None:
+    logits, target = draw()
+    if probabilities:
+        target = torch.rand(logits.shape, device=DEVICE).softmax(-1)
+    options: dict[str, Any] = {"z_loss": 0.1, "stats": STAT_NAMES}
+    if sample_weight:
+        options["sample_weight"] = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 1.0], device=DEVICE)
+    _, found = xent.cross_entropy(logits, target, **options, **METAL)
+    _, expected = xent.cross_entropy(logits, target, **options, backend="torch")
+    for name in STAT_NAMES:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_nan_and_infinity_make_their_row_nan_and_no_other(value: float) -> None:
+    logits, target = draw()
+    logits[1, 7] = logits[2, 7] = value  # of which row 2 is ignored
+    loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
+    for found in (loss, grad.sum(1)):
+        assert found.isnan().tolist() == [False, True, *[False] * 4]
+
+
+def test_a_target_out_of_range_makes_its_row_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from xent.backends.torch import facts
+
+    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
+    logits, target = draw()
+    target[3], target[4] = 10**9, -7
+    loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
+    assert loss.isnan().tolist() == grad.isnan().all(1).tolist() == [False, False, False, True, True, False]
+
+
+def test_same_bits_with_and_without_a_gradient() -> None:
+    logits, target = draw(vocabulary=9000)
+    with_gradient, _ = outcome(logits, target, **METAL)
+    assert torch.equal(xent.cross_entropy(logits, target, **METAL), with_gradient)
+
+
+def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    backend = ALSO["metal"]()
+    run = backend.run
+    monkeypatch.setattr(backend, "run", lambda call: [ran.append("metal"), run(call)][1])
+    logits, target = draw()
+    xent.cross_entropy(logits, target)
+    assert not ran
+    monkeypatch.setattr("xent.core.check.report.cases_of", lambda _, *kind: (option_cases(*kind)[:1], []))
+    works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
+    assert not any(line.failed for line in check_all(works))
+    ran.clear()
+    xent.cross_entropy(logits, target)
+    assert ran == ["metal"]
+    assert proof._is_proven()
+    monkeypatch.setattr(proof, "fingerprint", lambda: "other sources")
+    assert not proof._is_proven()
+
+
+def test_a_check_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proof, "remember", lambda: pytest.fail("it was remembered"))
+    monkeypatch.setattr("xent.core.check.report.cases_of", lambda _, *kind: (option_cases(*kind)[:1], []))
+    monkeypatch.setattr("xent.core.check.report.judge_case", lambda *_: 1 / 0)
+    works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
+    assert all(line.failed for line in check_all(works))
+
+
+def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(proof, "file", lambda: tmp_path / "file" / "passed.txt")
+    with pytest.warns(RuntimeWarning, match="cannot be remembered"):
+        proof.remember()
+    assert not proof._is_proven()
+
+
+def test_other_devices_and_float64_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, target = draw()
+    with pytest.raises(xent.BackendError, match="Metal has no float64, which backend 'torch' serves"):
+        xent.cross_entropy(logits.cpu().double(), target.cpu(), **METAL)
+    monkeypatch.setattr(torch_machine, "DEVICES", ("other",))
+    with pytest.raises(xent.BackendError, match=r"it serves other tensors and got a .*, which backend 'torch' serves"):
+        xent.cross_entropy(logits, target, **METAL)
+
+
+def test_what_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert (torch_machine.find()[0] or "").startswith("its kernels are for Apple GPUs, and PyTorch finds none here (")
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert torch_machine.find() == (None, {"torch": torch.__version__}, ("mps",))
+    monkeypatch.setenv("PYTORCH_MPS_FAST_MATH", "1")
+    assert (torch_machine.find()[0] or "").startswith("PYTORCH_MPS_FAST_MATH=1 compiles")
+    monkeypatch.delenv("PYTORCH_MPS_FAST_MATH")
+    monkeypatch.delattr(torch.mps, "compile_shader")
+    assert (torch_machine.find()[0] or "").startswith("it needs PyTorch 2.7 or later and found")

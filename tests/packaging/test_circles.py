@@ -1,0 +1,63 @@
+"""Imports run one way, those inside functions and under TYPE_CHECKING too: nothing imports what imports it.
+
+A folder counts as one with what lies in it. `core` alone counts by its files: it holds what describes a call, which
+backends import, and what dispatches one, which imports backends.
+"""
+
+import ast
+import graphlib
+from collections.abc import Callable
+
+import pytest
+
+from tests.packaging.tree import MODULES
+
+Imports = dict[str, set[str]]
+_FOLDERS = ("xent.backends", "xent.integrations")
+
+
+def _imports(name: str) -> set[str]:
+    """Return the modules of the package that a module imports, wherever in its text."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports by a relative name"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                found.add(whole if whole in MODULES else str(node.module))
+    return found & set(MODULES)
+
+
+def _folder(name: str) -> str:
+    """Return the folder of backends or integrations that a module is in, or the module."""
+    parts = name.split(".")
+    is_package = MODULES[name].name == "__init__.py"
+    inside = ".".join(parts[:2]) in _FOLDERS and len(parts) + is_package > 3
+    return ".".join(parts[:3]) if inside else name
+
+
+def circle(imports: Imports) -> list[str]:
+    """Return modules that import each other in turn, none if there are none."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+@pytest.mark.parametrize("unit", [str, _folder], ids=["files", "folders"])
+def test_nothing_imports_what_imports_it(unit: Callable[[str], str]) -> None:
+    graph: Imports = {}
+    for name in MODULES:
+        graph.setdefault(unit(name), set()).update(map(unit, _imports(name)))
+    assert circle({name: imported - {name} for name, imported in graph.items()}) == []
+
+
+def test_a_circle_is_found() -> None:
+    assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
+    assert "xent.backends.torch.plain" in _imports("xent.backends.torch.plain_job")
+    assert "xent.backends.triton" in _imports("xent.backends"), "imports inside functions count"
+    assert _folder("xent.backends.triton.hopper.door") == _folder("xent.backends.triton") == "xent.backends.triton"
+    assert _folder("xent.backends.protocol") == "xent.backends.protocol"

@@ -1,0 +1,158 @@
+"""`python -m xent check`: its cases, its progress, what it says at the end, and what counts as failed."""
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.targets import Target
+from xent.__main__ import main
+from xent.core.check import progress as progress_module
+from xent.core.check import report
+from xent.core.check.cases import Case, option_cases
+from xent.core.check.judge import Comparison, judge_case
+from xent.core.check.long import chunk_cases, long_cases
+from xent.core.check.report import Work, check_all, planned, summary
+
+FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_cases_that_reach_the_device_pass(target: Target, function: str) -> None:
+    for dtype in target.harness.dtypes:
+        cases = target.harness.reaching(function, dtype)
+        assert any(case.alone for case in cases)
+        slow = target.device == "cpu" and target.name in ("metal", "triton")  # emulated, interpreted
+        some = cases[:: 5 if slow else 1]
+        for case in some:
+            for comparison in judge_case(target.backend, target.harness, case):
+                assert comparison.passed, (str(case), comparison)
+                assert comparison.bound < 0.5, "a zero gradient must not pass"
+
+
+def test_the_loss_without_gradients_is_judged_too(target: Target) -> None:
+    case = Case("cross_entropy", (3,), 50, "float32", "")
+    outputs = [result.output for result in judge_case(target.backend, target.harness, replace(case, alone=True))]
+    assert outputs == ["loss", "logits", "loss without gradients"]
+
+
+def test_chunks_are_several(target: Target) -> None:
+    one, several = chunk_cases("float32")[:3:2]
+    assert one.workspace is None
+    assert several.workspace is not None
+    assert several.workspace // (several.vocabulary * 4) * 3 < several.rows[0]
+
+
+def test_long_cases_are_named_with_their_reason() -> None:
+    cases = long_cases("cross_entropy", "bfloat16", {"because": 9000})
+    assert {case.vocabulary for case in cases} == {9000}
+    assert {case.reduction for case in cases} == {"mean", "none"}
+    assert all(case.name.startswith("because") for case in cases)
+
+
+class Watched:
+    """A harness whose device has two kernels, of which one runs."""
+
+    dtypes, kernels = ("float32",), ("first", "second")
+
+    def __init__(self) -> None:
+        self.has_passed = False
+
+    @contextmanager
+    def watched(self) -> Iterator[set[str]]:
+        seen: set[str] = set()
+        yield seen
+        seen.add("first with 512 threads")
+
+    def reaching(self, function: str, dtype: str) -> list[Case]:
+        return [Case(function, (2,), 40_000, dtype, "long")]
+
+    def passed(self) -> None:
+        self.has_passed = True
+
+
+def work(harness: Any, monkeypatch: pytest.MonkeyPatch) -> Work:
+    monkeypatch.setattr(report, "option_cases", lambda *names: option_cases(*names)[:2])
+    monkeypatch.setattr(report, "shape_cases", lambda *names: [])
+    backend: Any = type("Backend", (), {"name": "some"})()
+    kinds = [(function, "float32") for function in FUNCTIONS]
+    return Work(backend, "chip", harness, {kind: report.cases_of(harness, *kind) for kind in kinds})
+
+
+def test_the_last_sentence_says_which_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    harness = Watched()
+    planned_work = work(harness, monkeypatch)
+    monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("loss", 0.0, 1.0)])
+    lines = list(check_all([planned_work], told.append))
+    assert [line.cases for line in lines] == [3, 3]
+    assert len(told) == 6
+    assert told[2] == "some on chip: cross_entropy-2x40000-float32-mean-long"
+    expected = "All 6 cases passed; some on chip ran first with 512 threads (not reached: second)."
+    assert summary([planned_work], lines) == expected
+    assert harness.has_passed
+
+
+def an_error() -> None:
+    raise RuntimeError("Unable to build metal library")
+
+
+def a_warning() -> None:
+    warnings.warn("MLX's operations take its place", RuntimeWarning, stacklevel=1)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [(an_error, "RuntimeError: Unable to build metal library"), (a_warning, "RuntimeWarning: MLX's operations take")],
+)
+def test_an_error_and_a_warning_are_failures_of_their_case(
+    what: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = Watched()
+    planned_work = work(harness, monkeypatch)
+
+    def judge(backend: Any, harness: Any, case: Case) -> list[Comparison]:
+        if case.name == "long":
+            what()
+        return [Comparison("loss", 0.0, 1.0)]
+
+    monkeypatch.setattr(report, "judge_case", judge)
+    lines = list(check_all([planned_work]))
+    assert [len(line.failed) for line in lines] == [1, 1]
+    assert words in lines[0].failed[0]
+    assert summary([planned_work], lines).startswith("2 of 6 cases failed; ")
+    assert not harness.has_passed
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_progress(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+        monkeypatch.setattr(progress_module, "_SECONDS", 0)
+    else:
+        pytest.importorskip("rich")
+    with progress_module.progress(3) as tell:
+        for step in range(3):
+            tell(f"step {step}")
+    captured = capsys.readouterr()
+    assert not captured.out
+    if not rich:
+        assert captured.err.splitlines() == ["1 of 3: step 0", "2 of 3: step 1", "3 of 3: step 2"]
+
+
+def test_command_tells_of_a_device_in_one_sentence(
+    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def few(harness: Any, function: str, dtype: str) -> tuple[list[Case], list[Case]]:
+        return option_cases(function, dtype)[:1], [replace(option_cases(function, dtype)[0], vocabulary=300)]
+
+    monkeypatch.setattr(report, "cases_of", few)
+    assert main(["check", target.name]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("All ")
+    for work in planned([target.name]):
+        assert f"{work} ran " in last

@@ -1,0 +1,77 @@
+"""The matrix leaves out no two options together in any dtype, no three in all, and no shape in any dtype."""
+
+from itertools import combinations, product
+
+import pytest
+
+from tests.cases import DTYPES, FUNCTIONS, REDUCTIONS, SHAPES, all_cases, covering_cases, named_cases
+from tests.covering import combinations_of, covering, crossed
+from xent.core.check.cases import Case, option_cases
+
+
+def values_of(case: Case) -> dict[str, str]:
+    """Return each setting of a case, read from what the case will do."""
+    settings = {"reduction": case.reduction, "normalizer": None, "bias": case.bias, "shift": case.shift}
+    off = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "weight": False}
+    off |= {"sample_weight": False, "probabilities": False, "ignore_index": -100}
+    found = {name: str(value) for name, value in (settings | off | case.options).items()}
+    found["reduction"] += f", {found.pop('normalizer')}"
+    found["target"] = f"{found.pop('probabilities')}, {found.pop('ignore_index')}"
+    return found
+
+
+def combinations_in(rows: list[dict[str, str]], strength: int) -> set[frozenset[tuple[str, str]]]:
+    return {frozenset(some) for row in rows for some in combinations(sorted(row.items()), strength)}
+
+
+def every_combination(rows: list[dict[str, str]], strength: int) -> set[frozenset[tuple[str, str]]]:
+    values = {name: sorted({row[name] for row in rows}) for name in sorted(rows[0])}
+    return {
+        frozenset(zip(names, some, strict=True))
+        for names in combinations(values, strength)
+        for some in product(*(values[name] for name in names))
+    }
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_two_options_meet_in_every_dtype_and_every_three_in_some(function: str) -> None:
+    rows = {dtype: [values_of(case) for case in covering_cases(function, dtype)] for dtype in DTYPES}
+    for dtype in DTYPES:
+        assert combinations_in(rows[dtype], 2) == every_combination(rows[dtype], 2)
+    narrow = [row for dtype in DTYPES[1:] for row in rows[dtype]]
+    assert combinations_in(narrow, 3) == every_combination(narrow, 3)
+    expected = {"reduction": 5, "target": 3, "label_smoothing": 3, "logit_scale": 3}
+    for name in narrow[0]:
+        if function == "linear_cross_entropy" or name not in ("bias", "shift"):
+            assert len({row[name] for row in narrow}) == expected.get(name, 2), name
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_every_named_option_and_shape_is_there(function: str) -> None:
+    cases = {dtype: all_cases(function, dtype) for dtype in DTYPES}
+    served = [case for dtype in DTYPES[1:] for case in cases[dtype]]
+    assert {case.name for case in option_cases(function, "float32")} <= {case.name for case in served}
+    for dtype in DTYPES:
+        plain = [case for case in named_cases(function, dtype) if case.name == "plain"]
+        assert [case.reduction for case in plain] == list(REDUCTIONS)
+        shapes = {(case.rows, case.vocabulary, case.target_dtype, case.ignored) for case in cases[dtype]}
+        assert {(case.rows, case.vocabulary, case.target_dtype, case.ignored) for case in SHAPES.values()} <= shapes
+        assert len({str(case) for case in cases[dtype]}) == len(cases[dtype])
+
+
+@pytest.mark.parametrize("strength", [1, 2, 3])
+def test_covering_set_is_small_and_the_same_for_a_seed(strength: int) -> None:
+    factors = {"a": "01", "b": "012", "c": "01", "d": "0123", "e": "01"}
+    rows = covering(factors, strength, "a seed")
+    numbers = [{name: values.index(row[name]) for name, values in factors.items()} for row in rows]
+    found = {frozenset(some) for row in numbers for some in combinations(row.items(), strength)}
+    assert found == set(combinations_of(factors, strength))
+    assert len(rows) <= [4, 14, 36][strength - 1]
+    assert rows == covering(factors, strength, "a seed")
+    assert strength == 1 or rows != covering(factors, strength, "another")
+
+
+def test_crossed_parameters_are_named() -> None:
+    names, rows = crossed(one=["a", "b"], other=[1, 2])
+    assert names == "one,other"
+    assert {(row.values, row.id) for row in rows} == {((a, b), f"{a}-{b}") for a in "ab" for b in (1, 2)}

@@ -1,0 +1,231 @@
+"""Eager calls past the custom operations: hooks, retained graphs, batches, second derivatives and memory are right."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import xent
+from tests.targets import Target
+
+REDUCTIONS = ("mean", "none")
+FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+
+
+class Watching(TorchDispatchMode):
+    """A mode that changes nothing; calls have to go through the custom operations, which it notes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "xent":
+            self.operations.append(function._opname)
+        return function(*args, **(kwargs or {}))
+
+
+def draw(target: Target, function: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """Return leaves and classes."""
+    torch.manual_seed(0)
+    shapes = [(5, 11)] if function == "cross_entropy" else [(5, 8), (11, 8)]
+    leaves = [torch.randn(shape, device=target.device).to(dtype).requires_grad_() for shape in shapes]
+    return leaves, torch.tensor([0, 3, -100, 10, 7], device=target.device)
+
+
+def loss_of(target: Target, function: str, leaves: list[Tensor], classes: Tensor, **options: Any) -> Tensor:
+    loss: Tensor = getattr(xent, function)(*leaves, classes, backend=target.name, **options)
+    return loss
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_results_are_those_of_the_operations(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
+    leaves, classes = draw(target, function, dtype)
+    outcome = []
+    for mode in (None, Watching()):
+        with mode or torch.enable_grad():
+            loss = loss_of(target, function, leaves, classes, reduction=reduction, z_loss=0.1)
+            outcome.append([loss, *torch.autograd.grad(loss, leaves, 0.5 * torch.ones_like(loss))])
+    assert mode is not None
+    assert mode.operations[0] == function
+    for one, other in zip(*outcome, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_no_operation_is_dispatched(
+    target: Target, function: str, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves, classes = draw(target, function)
+    monkeypatch.setattr(torch.ops, "xent", None)
+    loss = loss_of(target, function, leaves, classes, reduction=reduction)
+    assert all(grad.isfinite().all() for grad in torch.autograd.grad(loss, leaves, torch.ones_like(loss)))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_hooks_on_saved_tensors_see_all_that_is_kept(
+    target: Target, function: str, reduction: str, dtype: torch.dtype
+) -> None:
+    """What comes back from them is used: everything may have gone to another memory, or to a disk."""
+    leaves, classes = draw(target, function, dtype)
+    options = {"reduction": reduction, "sample_weight": torch.rand(5, device=target.device)}
+    loss = loss_of(target, function, leaves, classes, **options)
+    expected = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        kept.append(tensor.detach().clone())
+        return len(kept) - 1
+
+    copies = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: kept[index]):
+        loss = loss_of(target, function, copies, classes, **options)
+    assert len(kept) >= 2
+    with torch.no_grad():
+        for copy in copies:
+            copy.copy_(torch.full_like(copy, torch.nan))  # nobody looks there again
+    found = torch.autograd.grad(loss, copies, torch.ones_like(loss))
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_graph_is_gone_after_backward(target: Target, function: str, reduction: str) -> None:
+    leaves, classes = draw(target, function)
+    loss = loss_of(target, function, leaves, classes, reduction=reduction)
+    upstream = torch.ones_like(loss)
+    torch.autograd.grad(loss, leaves, upstream)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, leaves, upstream)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradient_of_a_kept_graph_is_another_tensor(target: Target, function: str) -> None:
+    leaves, classes = draw(target, function)
+    loss = loss_of(target, function, leaves, classes)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for grad in first:
+        grad.zero_()
+    second = torch.autograd.grad(loss, leaves, retain_graph=True)
+    assert all(grad.abs().sum() > 0 for grad in second)
+    copies = [grad.clone() for grad in second]
+    torch.autograd.grad(3 * loss, leaves)
+    for grad, copy in zip(second, copies, strict=True):
+        assert torch.equal(grad, copy)
+
+
+UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "negative bit": lambda u: torch._neg_view(-u),
+    "negative bit of an imaginary part": lambda u: torch.complex(torch.zeros_like(u), -u).conj().imag,
+    "expanded": lambda u: u.flatten()[:1].expand(u.shape) if u.dim() else u,
+    "every other": lambda u: torch.stack([u, u], -1)[..., 0],
+    "a parameter": lambda u: torch.nn.Parameter(u, requires_grad=False),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("kind", UPSTREAMS)
+def test_upstream_gradients_that_are_views(target: Target, function: str, reduction: str, kind: str) -> None:
+    leaves, classes = draw(target, function)
+    loss = loss_of(target, function, leaves, classes, reduction=reduction)
+    upstream = UPSTREAMS[kind](torch.full_like(loss, 2.5))
+    plain = torch.full_like(loss, 2.5)
+    assert torch.equal(upstream, plain)
+    expected = torch.autograd.grad(loss, leaves, plain, retain_graph=True)
+    for keep in (True, False):
+        for one, other in zip(torch.autograd.grad(loss, leaves, upstream, retain_graph=keep), expected, strict=True):
+            assert not one.is_neg()
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("argument", ["logits", "sample_weight"])
+def test_arguments_with_a_negative_bit(target: Target, argument: str) -> None:
+    logits, sample = torch.randn(5, 11, device=target.device), torch.rand(5, device=target.device)
+    classes = torch.arange(5, device=target.device)
+    found, expected = (
+        xent.cross_entropy(
+            turned if argument == "logits" else logits,
+            classes,
+            sample_weight=turned if argument == "sample_weight" else sample,
+            backend=target.name,
+        )
+        for value in [logits if argument == "logits" else sample]
+        for turned in (torch._neg_view(-value), value)
+    )
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("where", ["forward", "backward", "both"])
+def test_autocast_changes_nothing_of_float32_logits(target: Target, reduction: str, where: str) -> None:
+    leaves, classes = draw(target, "cross_entropy")
+    outcome = []
+    for kinds in ("", where):
+        with torch.autocast(target.device, torch.bfloat16, enabled=kinds in ("forward", "both")):
+            loss = loss_of(target, "cross_entropy", leaves, classes, reduction=reduction)
+        with torch.autocast(target.device, torch.bfloat16, enabled=kinds in ("backward", "both")):
+            outcome.append((loss, *torch.autograd.grad(loss, leaves, torch.ones_like(loss))))
+    for one, other in zip(*outcome, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_products_under_autocast_are_those_of_its_dtype(target: Target, reduction: str) -> None:
+    leaves, classes = draw(target, "linear_cross_entropy")
+    with torch.autocast(target.device, torch.bfloat16):
+        loss = loss_of(target, "linear_cross_entropy", leaves, classes, reduction=reduction)
+    found = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+    low = [leaf.detach().bfloat16().requires_grad_() for leaf in leaves]
+    other = loss_of(target, "linear_cross_entropy", low, classes, reduction=reduction)
+    assert torch.equal(loss, other)
+    for one, expected in zip(found, torch.autograd.grad(other, low, torch.ones_like(other)), strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, expected.float(), rtol=2.0**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_tensors_of_inference_mode(target: Target, function: str, reduction: str) -> None:
+    leaves, classes = draw(target, function)
+    expected = loss_of(target, function, leaves, classes, reduction=reduction).detach()
+    with torch.inference_mode():
+        copies = [leaf.clone() for leaf in leaves]
+        inside = loss_of(target, function, copies, classes.clone(), reduction=reduction)
+    outside = loss_of(target, function, copies, classes, reduction=reduction)
+    assert torch.equal(outside, expected)
+    with torch.inference_mode():
+        torch.testing.assert_close(inside, expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("end", ["loss dropped", "backward"])
+def test_memory_waits_for_no_garbage_collector(target: Target, function: str, reduction: str, end: str) -> None:
+    """No cycle of references holds what a call saved."""
+    leaves, classes = draw(target, function)
+    gc.disable()
+    try:
+        sources = [leaf * 1 for leaf in leaves]
+        held = [weakref.ref(source) for source in sources]
+        loss = loss_of(target, function, sources, classes, reduction=reduction)
+        del sources
+        if end == "backward":
+            torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+        else:
+            del loss
+        assert [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.enable()

@@ -1,0 +1,81 @@
+"""Whatever a first call leaves behind, a second one that differs gives what it gives in a fresh process.
+
+Results to the bit, gradients, warnings, and errors with their words. A cache whose key forgets what two calls of a pair
+differ in fails here.
+"""
+
+import gc
+import json
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+import xent
+from tests.targets import Target
+from tests.torch.second_calls import PAIRS, SAMPLE
+
+
+def outcomes(target: Target, *arguments: str) -> Any:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.torch.second_calls", target.name, target.device, *arguments]
+    return json.loads(subprocess.run(program, check=True, capture_output=True, text=True).stdout)
+
+
+@pytest.fixture(scope="module")
+def found(target: Target) -> Any:
+    """Return what came out of every pair, from one process and its forks."""
+    return outcomes(target)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any, function: str, pair: str) -> None:
+    if target.device != "cpu" and pair not in SAMPLE:
+        pytest.skip("an accelerator takes seconds to start in each process: a sample runs on it, all of them on CPUs")
+    result = found[function][pair]
+    assert result["alone"][0] not in ("failed", "died"), result["alone"]
+    assert result["after"] == result["alone"]
+    assert result["back"] == result["first"]
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_pairs_differ(found: Any, function: str) -> None:
+    """Nearly all of them, so that a cache that takes one for the other shows."""
+    same = {name for name, result in found[function].items() if result["alone"] == result["first"]}
+    assert len(same) < len(found[function]) / 3, same
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "pair"),
+    [("values", "another z_loss"), ("types", "label_smoothing True after 1.0"), ("stats", "names appended to stats")],
+)
+def test_a_forgetful_cache_is_found(target: Target, forgotten: str, pair: str) -> None:
+    result = outcomes(target, forgotten, pair)["cross_entropy"][pair]
+    assert result["after"] != result["alone"]
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_tensor_is_kept_alive(target: Target, function: str, reduction: str) -> None:
+    tensors = {
+        "weight": torch.ones(12, device=target.device),
+        "sample_weight": torch.ones(6, device=target.device),
+        "normalizer": torch.tensor(3.0, device=target.device),
+        "target": torch.arange(6, device=target.device),
+    }
+    if function == "cross_entropy":
+        tensors["logits"] = torch.randn(6, 12, device=target.device, requires_grad=True)
+    else:
+        tensors["input"] = torch.randn(6, 8, device=target.device, requires_grad=True)
+        tensors["linear_weight"] = torch.randn(12, 8, device=target.device, requires_grad=True)
+        tensors["linear_bias"] = torch.randn(12, device=target.device, requires_grad=True)
+    for _ in range(2):
+        loss, stats = getattr(xent, function)(**tensors, reduction=reduction, stats=("lse",), backend=target.name)
+        loss.sum().backward()
+    references = [weakref.ref(tensor) for tensor in (*tensors.values(), loss, stats.lse)]
+    del tensors, loss, stats
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)

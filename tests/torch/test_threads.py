@@ -1,0 +1,31 @@
+"""On the CPU a call may have several threads; tests have one, so that processes beside each other need not wait."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.cases import FUNCTIONS
+from tests.targets import Target
+from xent.core.check.cases import option_cases
+from xent.core.check.judge import judge_case
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_two_threads(target: Target, function: str, dtype: str) -> None:
+    """Take logits of several blocks, each of which is large enough for PyTorch to share it among threads."""
+    for case in option_cases(function, dtype):
+        if (case.name, case.reduction) in (("plain", "mean"), ("all", "none"), ("probabilities, all", "sum")):
+            large = replace(case, rows=(3, 20), vocabulary=2503)
+            for comparison in judge_case(target.backend, target.harness, large):
+                assert comparison.passed, comparison

@@ -1,0 +1,43 @@
+"""What `python -m xent check` asks of the Triton backend: its kernels' names, which of them ran, and sizes for them."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from xent.backends.triton.harness import TritonHarness
+
+
+def test_every_kernel_is_known_by_name() -> None:
+    kernels = TritonHarness("cuda").kernels
+    assert len(set(kernels)) == len(kernels)
+    assert {"rows_kernel", "tile_kernel", "product_kernel", "partition_kernel"} <= set(kernels)
+
+
+def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def profile(activities: Any) -> Any:
+        assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        events = [SimpleNamespace(key=key) for key in ("rows_kernel", "scale_kernel_0d1", "ampere_sgemm", "tile")]
+        yield SimpleNamespace(key_averages=lambda: events)
+
+    monkeypatch.setattr(torch.profiler, "profile", profile)
+    with TritonHarness("cuda").watched() as seen:
+        assert not seen
+    assert seen == {"rows_kernel", "scale_kernel"}
+
+
+def test_sizes_are_on_and_off_boundaries_of_16_bytes() -> None:
+    harness = TritonHarness("cuda")
+    for dtype in harness.dtypes:
+        assert {case.vocabulary % 16 == 0 for case in harness.reaching("cross_entropy", dtype)} == {True, False}
+        assert any(case.workspace for case in harness.reaching("linear_cross_entropy", dtype))
+
+
+def test_the_interpreter_is_named_where_it_runs_the_kernels() -> None:
+    harness = TritonHarness("cpu")
+    with harness.watched() as seen:
+        pass
+    assert seen == set(harness.kernels) == {"Triton's interpreter"}

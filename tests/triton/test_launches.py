@@ -1,0 +1,199 @@
+"""What a call launches: how many kernels of which kind, and no work that nobody asked for."""
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import xent
+from tests.targets import Target
+from xent.backends.torch import linear as linear_driver
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options
+from xent.backends.triton import job, tiles
+from xent.backends.triton.hopper import product
+from xent.core.spec import LossSpec
+
+ROWS, WIDTH, V = 6, 8, 33
+PRODUCT = 2 * ROWS * WIDTH * V
+
+Launches = list[tuple[str, int, dict[str, Any]]]
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Note each launch: the kernel's name, how many programs, and its arguments by name."""
+    noted: Launches = []
+
+    def watch(module: Any) -> None:
+        launch = module.launch
+
+        def note(
+            kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **more: int
+        ) -> None:
+            names = list(inspect.signature(kernel.fn).parameters)[: len(arguments)]
+            noted.append((kernel.fn.__name__, programs, dict(zip(names, arguments, strict=True)) | constants))
+            launch(kernel, programs, arguments, constants, **more)
+
+        monkeypatch.setattr(module, "launch", note)
+
+    for module in (job, tiles, product):
+        watch(module)
+    return noted
+
+
+def counted(launches: Launches) -> dict[str, int]:
+    found = dict(Counter(name.removesuffix("_kernel") for name, *_ in launches))
+    launches.clear()
+    return found
+
+
+def draw(target: Target, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return logits, hidden states, a classifier and classes."""
+    torch.manual_seed(0)
+    shapes = [(ROWS, V), (ROWS, WIDTH), (V, WIDTH)]
+    tensors = [torch.randn(shape, device=target.device).to(dtype).requires_grad_() for shape in shapes]
+    return *tensors, torch.arange(ROWS, device=target.device)
+
+
+FORWARD = {
+    "mean": {"divisor": 1, "rows": 1},
+    "sum": {"divisor": 1, "rows": 1},
+    "none": {"rows": 1},
+}
+
+
+@pytest.mark.parametrize("reduction", FORWARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_logits(target: Target, launches: Launches, reduction: str, dtype: torch.dtype) -> None:
+    logits, _, _, classes = draw(target, dtype)
+    loss = xent.cross_entropy(logits, classes, reduction=reduction, backend=target.name)
+    made_first = reduction != "none" and dtype != torch.float16
+    assert (launches[-1][2]["grad"] is not None) == made_first
+    assert (launches[-1][2]["norm"] is not None) != made_first
+    assert counted(launches) == FORWARD[reduction]
+    torch.autograd.grad(loss, logits, torch.ones_like(loss))
+    # The factor of rows is found again: it costs less than to keep it.
+    again = {"divisor": 1} if reduction != "none" else {}
+    assert counted(launches) == ({"scale": 1} if made_first else {**again, "gradient": 1})
+
+
+@pytest.mark.parametrize("reduction", FORWARD)
+@pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "frozen"])
+def test_no_gradient_is_written_that_nobody_asks_for(
+    target: Target, launches: Launches, reduction: str, kind: str
+) -> None:
+    logits, hidden, weight, classes = draw(target)
+    if kind == "frozen":
+        logits, hidden, weight = logits.detach(), hidden.detach(), weight.detach()
+    options = {"reduction": reduction, "backend": target.name}
+    with {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "frozen": torch.enable_grad}[kind]():
+        xent.cross_entropy(logits, classes, **options)
+        assert launches[-1][2]["grad"] is launches[-1][2]["norm"] is None
+        assert counted(launches) == FORWARD[reduction]
+        xent.linear_cross_entropy(hidden, weight, classes, **options)
+    assert all(given.get("taken") is None for *_, given in launches)
+    found = counted(launches)
+    assert found.pop("tile", 0) + found.pop("product", 0) == 1
+    reduced = {} if reduction == "none" else {"divisor": 1, "sums": 1}
+    assert found == {"take": 1, "finish": 1, **reduced}
+
+
+STATS: dict[str, dict[str, int]] = {
+    "lse": {},
+    "predictions": {},
+    "entropy": {},
+    "z_loss": {"sums": 1},
+    "accuracy": {"sums": 1},
+}
+
+
+@pytest.mark.parametrize("name", STATS)
+def test_statistics(target: Target, launches: Launches, name: str) -> None:
+    logits, _, _, classes = draw(target)
+    xent.cross_entropy(logits, classes, stats=(name,), backend=target.name)
+    assert counted(launches) == FORWARD["mean"] | STATS[name]
+
+
+@pytest.mark.parametrize("reduction", FORWARD)
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_chunks(target: Target, launches: Launches, reduction: str, chunks: int) -> None:
+    _, hidden, weight, classes = draw(target)
+    options = {"workspace": ROWS // chunks * V * 4, "reduction": reduction, "backend": target.name}
+    loss = xent.linear_cross_entropy(hidden, weight, classes, **options)
+    forward = counted(launches)
+    torch.autograd.grad(loss, (hidden, weight), torch.ones_like(loss))
+    backward = counted(launches)
+    of_chunks = {"partition": 1, "take": chunks, "rows": chunks}
+    if target.device != "cpu" and chunks == 1:
+        del of_chunks["partition"]
+    if reduction == "none":
+        assert forward.get("tile", 0) + forward.get("product", 0) > 0
+        assert "rows" not in forward
+        assert backward == of_chunks
+    else:
+        assert forward == {"divisor": 1, **of_chunks, "sums": 1}
+        assert backward == {"scale": 2}
+
+
+@pytest.mark.parametrize(("ignored", "rows"), [(0, 6), (2, 4), (6, 0)])
+def test_ignored_rows_are_neither_computed_nor_multiplied(
+    target: Target, launches: Launches, ignored: int, rows: int
+) -> None:
+    _, hidden, weight, classes = draw(target)
+    classes[:ignored] = -100
+    options = Options(classes, None, None, None, LossSpec("mean"), target.name)
+    linear = Linear(hidden.detach(), weight.detach(), None, 0, 2 * V * 4, torch.float32, (True, True, False))
+    with FlopCounterMode(display=False) as counter:
+        linear_driver.forward(linear, options)
+    programs = sum(count for name, count, _ in launches if name == "rows_kernel")
+    if target.device == "cpu":
+        assert programs == rows
+        assert counter.get_total_flops() == 3 * PRODUCT * rows // ROWS
+    else:  # the first chunk is under way before their number is known
+        assert programs <= max(rows, 2)
+
+
+@pytest.mark.parametrize(
+    ("needs", "products"),
+    [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False, False, True), 1)],
+)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_products_are_as_many_as_asked_for(
+    target: Target, launches: Launches, needs: tuple[bool, bool, bool], products: int, reduction: str
+) -> None:
+    _, hidden, weight, classes = draw(target)
+    options = Options(classes, None, None, None, LossSpec(reduction), target.name)
+    bias = torch.zeros(V, device=target.device)
+    linear = Linear(hidden.detach(), weight.detach(), bias, 0, None, torch.float32, needs)
+    with FlopCounterMode(display=False) as counter:
+        made = linear_driver.forward(linear, options)[2]
+        if reduction == "none":
+            made = linear_driver.backward(torch.ones(ROWS, device=target.device), linear, options)
+    assert counter.get_total_flops() == (products + (reduction == "none")) * PRODUCT
+    assert [grad.numel() > 0 for grad in made] == list(needs)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
+def test_statistics_of_rows_of_weight_0_are_those_of_others(
+    target: Target, reduction: str, needs: tuple[bool, bool]
+) -> None:
+    """Their hidden states are zeros for the classifier's gradient alone."""
+    _, hidden, weight, classes = draw(target)
+    leaves = [hidden.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])]
+    sample = torch.ones(ROWS, device=target.device)
+    sample[2:4] = 0
+    names = ("lse", "nll", "entropy", "predictions")
+    kinds = {"reduction": reduction, "stats": names, "sample_weight": sample, "workspace": 2 * V * 4}
+    for target_of in (classes, torch.nn.functional.one_hot(classes, V).float()):
+        found, expected = (
+            xent.linear_cross_entropy(*leaves, target_of, backend=backend, **kinds)[1]
+            for backend in (target.name, "torch")
+        )
+        for name in names:
+            torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,138 @@
+"""The kernel of rows whose targets are class probabilities, in one block and several, against float64."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+
+INF = float("inf")
+CLOSE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
+STATS = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing, weight": {"label_smoothing": 0.1, "weight": True},
+    "sample_weight, z_loss": {"sample_weight": True, "z_loss": 0.1},
+    "softcap, scale": {"softcap": 4.0, "logit_scale": -0.7, "label_smoothing": 0.2},
+}
+
+
+def draw(target: Target, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(4, vocabulary, generator=generator)
+    given = torch.rand(4, vocabulary, generator=generator) ** 8
+    given /= given.sum(-1, keepdim=True)
+    return logits.to(target.device, dtype), given.to(target.device)
+
+
+def results(
+    logits: Tensor, given: Tensor, backend: str, reduction: str, stats: bool, **options: Any
+) -> dict[str, Tensor]:
+    leaf = logits.detach().requires_grad_()
+    names = STATS if stats else ()
+    made = xent.cross_entropy(leaf, given, reduction=reduction, stats=names, backend=backend, **options)
+    loss = made[0] if stats else made
+    upstream = torch.linspace(-1, 2, loss.numel(), device=leaf.device).view(loss.shape).to(loss.dtype)
+    found = {name: getattr(made[1], name) for name in names}
+    return found | {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, leaf, upstream)[0]}
+
+
+def compare(
+    target: Target, logits: Tensor, given: Tensor, reduction: str = "none", **options: Any
+) -> dict[str, Tensor]:
+    """Compare with and without statistics; return what was found."""
+    wide = {name: value.cpu().double() if isinstance(value, Tensor) else value for name, value in options.items()}
+    for stats in (False, True):
+        found = results(logits, given, target.name, reduction, stats, **options)
+        expected = results(logits.cpu().double(), given.cpu(), "torch", reduction, stats, **wide)
+        for name, right in expected.items():
+            close = CLOSE[logits.dtype] if name == "gradient" else 5e-6
+            smallest = 2.0**-24 if logits.dtype == torch.float16 else 1e-6
+            torch.testing.assert_close(
+                found[name].cpu().to(right.dtype), right, rtol=close, atol=smallest, equal_nan=True,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 33, 1500])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_sizes(target: Target, name: str, dtype: torch.dtype, vocabulary: int, reduction: str) -> None:
+    logits, given = draw(target, vocabulary, dtype)
+    options = dict(OPTIONS[name])
+    if options.pop("weight", False):
+        options["weight"] = torch.linspace(0, 2, vocabulary, device=target.device)
+    if options.pop("sample_weight", False):
+        options["sample_weight"] = torch.tensor([1.0, 0.0, 0.5, 2.0], device=target.device)
+    compare(target, logits, given, reduction, **options)
+
+
+KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sure": lambda z, q: [z[5].fill_(60), q.fill_(0), q[5].fill_(1)],
+    "far above": lambda z, q: z.add_(3000),
+    "impossible, with no share": lambda z, q: [z[:8].fill_(-INF), q[:8].fill_(0)],
+    "impossible, with a share": lambda z, q: z[:8].fill_(-INF),
+    "all impossible": lambda z, q: z.fill_(-INF),
+    "one NaN": lambda z, q: z[7].fill_(torch.nan),
+    "no probability at all": lambda z, q: q.fill_(0),
+    "probabilities that are no distribution": lambda z, q: q.mul_(3),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", [33, 1500])
+def test_hard_rows(target: Target, kind: str, vocabulary: int) -> None:
+    """In one row; the others are what they are without."""
+    logits, given = draw(target, vocabulary, torch.float32)
+    before = results(logits, given, target.name, "none", True)
+    KINDS[kind](logits[2], given[2])
+    found = compare(target, logits, given)
+    others = torch.tensor([0, 1, 3], device=target.device)
+    for name in ("loss", "gradient", "lse", "nll", "entropy"):
+        assert torch.equal(found[name][others], before[name][others])
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "classes first": lambda t: t.t().contiguous().t(),
+    "padded": lambda t: torch.nn.functional.pad(t, (3, 2), value=torch.nan)[:, 3:-2],
+    "every other class": lambda t: t.repeat_interleave(2, -1)[:, ::2],
+    "bfloat16": lambda t: t.bfloat16(),
+    "float64": lambda t: t.double(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_probabilities_of_any_layout(target: Target, layout: str) -> None:
+    logits, given = draw(target, 33, torch.float32)
+    given = given.bfloat16().float()
+    one, other = (results(logits, q, target.name, "none", True) for q in (LAYOUTS[layout](given), given))
+    for name, value in other.items():
+        assert torch.equal(one[name], value), name
+
+
+def test_rows_in_groups_of_groups(target: Target) -> None:
+    """Probabilities are copied where no launch goes through them, and logits are taken in blocks."""
+    torch.manual_seed(0)
+    wide = [torch.rand(2, 4, 3, 33, device=target.device) for _ in range(2)]
+    cut = [tensor[:, :3, :2] for tensor in wide]
+    for logits, given in ((cut[0], cut[1]), (cut[0].contiguous(), cut[1]), (cut[0], cut[1].contiguous())):
+        found = results(logits, given, target.name, "none", True)
+        expected = results(cut[0].contiguous(), cut[1].contiguous(), target.name, "none", True)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+def test_truth_of_equal_probabilities_is_the_lowest_class(target: Target) -> None:
+    logits = torch.zeros(2, 1500, device=target.device)
+    given = torch.zeros(2, 1500, device=target.device)
+    given[:, [3, 1200]] = 0.5
+    logits[0, 3], logits[1, 1200] = 1, 1
+    _, stats = xent.cross_entropy(logits, given, stats=("accuracy", "predictions"), backend=target.name)
+    assert stats.predictions.tolist() == [3, 1200]
+    assert float(stats.accuracy) == 0.5

@@ -1,0 +1,336 @@
+"""The kernels of whole rows, in blocks so small that every loop and every mask runs, against float64."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+from xent.backends.torch.options import Options
+from xent.backends.triton import job as jobs
+from xent.backends.triton.geometry import Geometry, Sizes, sizes
+from xent.backends.triton.job import TritonJob
+from xent.backends.triton.launch import cdiv, next_power_of_2
+from xent.core.spec import LossSpec
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+ROWS = 5  # of an odd number of classes they begin at as many places between two boundaries
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut rows into the smallest blocks, of two vectors."""
+
+    def cut(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
+        block = 2 * max(place.vector, 4)
+        found = sizes(vocabulary, itemsize, place, predicted)
+        return replace(
+            found,
+            block=block,
+            lanes=block * found.lanes // found.block,
+            blocks=next_power_of_2(cdiv(vocabulary, block)),
+            whole=vocabulary % block == 0 and not place.skewed,
+            options={"num_warps": 1},
+        )
+
+    monkeypatch.setattr(jobs, "sizes", cut)
+
+
+def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    """Return logits and classes: the first, the last and others, and ignored rows."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    classes = torch.randint(vocabulary, (rows,), generator=generator)
+    classes[0], classes[-1], classes[2::4] = 0, vocabulary - 1, -100
+    return logits.to(target.device, dtype), classes.to(target.device)
+
+
+def padded(values: Tensor, start: int = 0) -> Tensor:
+    """Return a copy that begins so many elements behind a boundary, in memory of whole vectors, as all is on a GPU."""
+    memory = torch.full((-(-(start + values.numel()) // 8) * 8,), 1000, dtype=values.dtype, device=values.device)
+    return memory[start : start + values.numel()].view(values.shape).copy_(values)
+
+
+def differentiated(logits: Tensor, classes: Tensor, **options: Any) -> list[Tensor]:
+    """Return the rows' losses, and the gradients of their sum and of them one by one."""
+    found = []
+    for reduction in ("none", "sum"):
+        leaf = logits.detach().requires_grad_()
+        loss = xent.cross_entropy(leaf, classes, reduction=reduction, **options)
+        upstream = torch.ones_like(loss) if reduction == "sum" else torch.linspace(-1, 2, len(classes)).to(loss)
+        found += [loss.detach(), *torch.autograd.grad(loss, leaf, upstream)]
+    return [found[0], found[1], found[3]]
+
+
+def compare(logits: Tensor, classes: Tensor, backend: str, **options: Any) -> None:
+    found = differentiated(logits, classes, backend=backend, **options)
+    wide = {name: value.cpu().double() if isinstance(value, Tensor) else value for name, value in options.items()}
+    expected = differentiated(logits.cpu().double(), classes.cpu(), backend="torch", **wide)
+    close = CLOSE[logits.dtype]
+    for one, other, near in zip(found, expected, (3e-6, close, close), strict=True):
+        smallest = 2.0**-24 if logits.dtype == torch.float16 else 2e-7
+        torch.testing.assert_close(one.cpu().double(), other, rtol=near, atol=smallest)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "weight, smoothing, z_loss": {"weight": True, "label_smoothing": 0.2, "z_loss": 0.1},
+    "scale": {"logit_scale": -0.7},
+    "softcap, scale, smoothing": {"softcap": 4.0, "logit_scale": 1.5, "label_smoothing": 0.1},
+}
+
+
+def given(target: Target, name: str, vocabulary: int) -> dict[str, Any]:
+    options = dict(OPTIONS[name])
+    if options.pop("weight", False):
+        options["weight"] = torch.linspace(0, 2, vocabulary, device=target.device)
+    return options
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48])
+def test_sizes(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
+    """Around multiples of a vector and of a block; each with one of the options."""
+    logits, classes = draw(target, vocabulary, dtype)
+    logits = padded(logits)
+    names = list(OPTIONS)
+    for name in {"plain", names[vocabulary % len(names)]}:
+        compare(logits, classes, target.name, **given(target, name, vocabulary))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocabulary", [33, 48])
+@pytest.mark.parametrize("start", [0, 3])
+def test_rows_off_boundaries(target: Target, name: str, dtype: torch.dtype, vocabulary: int, start: int) -> None:
+    values, classes = draw(target, vocabulary, dtype, rows=4)
+    compare(padded(values, start), classes, target.name, **given(target, name, vocabulary))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocabulary", [4099, 8200])
+def test_gradients_of_several_blocks(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
+    """As they are on a GPU, where the backward pass has a program a block."""
+    logits, classes = draw(target, vocabulary, dtype, rows=3)
+    compare(padded(logits), classes, target.name, label_smoothing=0.1)
+
+
+def bits(target: Target, logits: Tensor, classes: Tensor, **options: Any) -> Tensor:
+    loss, stats = xent.cross_entropy(
+        logits, classes, reduction="none", stats=("lse", "nll", "entropy"), backend=target.name, **options
+    )
+    return torch.stack([loss, stats.lse, stats.nll, stats.entropy], -1).reshape(-1, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocabulary", [33, 1001])
+@pytest.mark.parametrize("name", ["plain", "weight, smoothing, z_loss"])
+def test_bits_of_a_row_are_those_it_has_elsewhere(
+    target: Target, vocabulary: int, dtype: torch.dtype, name: str, request: pytest.FixtureRequest
+) -> None:
+    """Rows that are all alike begin everywhere between two boundaries; then some of them alone."""
+    if vocabulary < 1000:
+        request.getfixturevalue("small")
+    values, _ = draw(target, vocabulary, dtype, rows=1)
+    logits, options = padded(values.repeat(9, 1)), given(target, name, vocabulary)
+    classes = torch.full((9,), vocabulary // 2, device=target.device)
+    found = bits(target, logits, classes, **options)
+    assert torch.equal(found, found[:1].expand(9, -1))
+    for some in (logits[3:4], logits[5], logits[2:3].view(1, 1, -1), padded(values, 5)):
+        alone = bits(target, some, classes[: some.shape[:-1].numel()].view(some.shape[:-1]), **options)
+        assert torch.equal(alone, found[:1])
+
+
+KINDS: dict[str, Callable[[Tensor, int], Any]] = {
+    "sure": lambda row, y: row[y].fill_(40),
+    "surest": lambda row, y: row[y].fill_(3e4),
+    "hopeless": lambda row, y: row[y].fill_(-3e4),
+    "first block far below": lambda row, y: row[:8].fill_(-3e4),
+    "first block far above": lambda row, y: row[:8].add_(300),
+    "last block far above": lambda row, y: row[-8:].add_(300),
+    "all far above": lambda row, y: row.add_(2000),
+    "all far below": lambda row, y: row.sub_(2000),
+    "all the same": lambda row, y: row.fill_(-3e4),
+    "first block impossible": lambda row, y: row[:8].fill_(-INF),
+    "last block impossible": lambda row, y: row[-8:].fill_(-INF),
+    "target impossible": lambda row, y: row[y].fill_(-INF),
+    "target alone possible": lambda row, y: [row[:y].fill_(-INF), row[y + 1 :].fill_(-INF)],
+    "all impossible": lambda row, y: row.fill_(-INF),
+    "one infinite": lambda row, y: row[y - 1].fill_(INF),
+    "target infinite": lambda row, y: row[y].fill_(INF),
+    "one NaN": lambda row, y: row[y - 1].fill_(NAN),
+    "target NaN": lambda row, y: row[y].fill_(NAN),
+    "huge": lambda row, y: row.mul_(1e30 if row.dtype != torch.float16 else 1e4),
+}
+
+
+def exact(x: Tensor, y: int) -> list[Tensor]:
+    """Return what `differentiated` does, where 1 - p of a sure target loses no digits in float64 either."""
+    others = torch.cat([x[:, :y], x[:, y + 1 :]], 1).logsumexp(1)
+    above = others - x[:, y]
+    nll = torch.where(x.amax(1) == INF, NAN, torch.nn.functional.softplus(above, threshold=50))
+    grad = (x - x.logsumexp(1, keepdim=True)).exp()
+    grad[:, y] = -above.sigmoid()
+    grad[nll.isnan()] = NAN
+    return [nll, torch.linspace(-1, 2, len(x)).double()[:, None] * grad, grad]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (48, 20), (31, 30)])
+def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) -> None:
+    """The target in the first, a middle and the last block; what a row is does not reach the others."""
+    logits = 2 * torch.randn(len(KINDS), vocabulary, generator=torch.Generator().manual_seed(y))
+    logits = padded(logits.to(target.device, dtype))
+    for row, kind in zip(logits, KINDS.values(), strict=True):
+        kind(row, y)
+    classes = torch.full((len(KINDS),), y, device=target.device)
+    found = differentiated(logits, classes, backend=target.name)
+    for output, (one, other) in enumerate(zip(found, exact(logits.cpu().double(), y), strict=True)):
+        for kind, row, right in zip(KINDS, one.cpu().double(), other, strict=True):
+            close = {"rtol": max(CLOSE[dtype], 1e-5) if output else 3e-6, "atol": 1e-30}
+            if dtype == torch.float16 and output:
+                close["atol"] = 2.0**-24
+            torch.testing.assert_close(
+                row,
+                right,
+                **close,
+                equal_nan=True,
+                msg=lambda text, kind=kind, output=output: f"{kind} {output}: {text}",
+            )
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
+    logits = (2 * torch.randn(len(KINDS), 31, generator=torch.Generator().manual_seed(0))).to(target.device, dtype)
+    for row, kind in zip(logits, KINDS.values(), strict=True):
+        kind(row, 20)
+    classes = torch.full((len(KINDS),), 20, device=target.device)
+    options = {"reduction": "none", "stats": ("lse", "nll", "entropy", "predictions"), "label_smoothing": 0.1}
+    found, expected = (
+        xent.cross_entropy(z, classes.to(z.device), backend=name, **options)
+        for z, name in ((logits, target.name), (logits.cpu().double(), "torch"))
+    )
+    for name in ("lse", "nll", "entropy", "predictions"):
+        ones, others = (getattr(stats, name).cpu().double() for stats in (found[1], expected[1]))
+        for kind, one, other in zip(KINDS, ones, others, strict=True):
+            torch.testing.assert_close(
+                one, other, rtol=3e-6, atol=1e-5, equal_nan=True,
+                msg=lambda text, kind=kind, name=name: f"{kind} {name}: {text}",
+            )  # fmt: skip
+    for kind, one, other in zip(KINDS, found[0].cpu().double(), expected[0], strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda text, kind=kind: f"{kind}: {text}"
+        )
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocabulary", [33, 40])
+def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
+    """Rows apart; the gradient begins where the logits do, or elsewhere, and classes may be a vector or less apart."""
+    values, classes = draw(target, vocabulary, dtype, rows=5)
+    options = Options(classes, None, None, None, LossSpec("sum"), "triton")
+    outcome = []
+    for pitch, start, other_pitch, other_start in (
+        (vocabulary, 8, vocabulary, 8), (vocabulary, 3, vocabulary, 3), (vocabulary + 8, 5, vocabulary + 16, 13),
+        (vocabulary + 7, 0, vocabulary + 7, 8), (vocabulary, 0, vocabulary + 1, 0), (vocabulary, 0, vocabulary, 1),
+    ):  # fmt: skip
+        held = [torch.full((400,), 7, dtype=dtype, device=target.device) for _ in range(2)]
+        logits = held[0].as_strided((5, vocabulary), (pitch, 1), start).copy_(values)
+        grad = held[1].as_strided((5, vocabulary), (other_pitch, 1), other_start)
+        job = TritonJob(options, vocabulary, dtype, 0, None, False)
+        job.logits(logits, grad, None)
+        outcome.append(grad.clone())
+        untouched = torch.ones(400, dtype=torch.bool)
+        untouched.as_strided(grad.shape, grad.stride(), other_start).fill_(False)
+        assert (held[1].cpu()[untouched] == 7).all()
+        for reduction in ("mean", "none"):
+            spec = replace(options.spec, reduction=reduction)
+            upstream = torch.ones(5 if reduction == "none" else (), device=target.device)
+            backward = TritonJob(options._replace(spec=spec), vocabulary, dtype, 0, upstream, False)
+            norm = torch.empty(3, 5, device=target.device)
+            TritonJob(options, vocabulary, dtype, 0, None, False).logits(logits, None, norm)
+            held[1].fill_(7)
+            backward.gradient(logits, grad, norm)
+            assert (held[1].cpu()[untouched] == 7).all()
+            scale = 1 / float((classes >= 0).sum()) if reduction == "mean" else 1.0
+            torch.testing.assert_close(grad.float(), scale * outcome[0].float(), rtol=2 * CLOSE[dtype], atol=1e-7)
+    for grad in outcome:
+        torch.testing.assert_close(grad, outcome[0], rtol=CLOSE[dtype], atol=1e-7)
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_of_all_but_the_last_token_are_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Any] = []
+    launch = jobs.launch
+    monkeypatch.setattr(
+        jobs, "launch", lambda kernel, *rest, **options: (noted.append(rest), launch(kernel, *rest, **options))
+    )
+    batch = padded(torch.randn(2, 9, 33, device=target.device).bfloat16())
+    leaf = batch[:, :-1].detach().requires_grad_()
+    classes = torch.randint(33, (2, 8), device=target.device)
+    loss = xent.cross_entropy(leaf, classes, reduction="none", backend=target.name)
+    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
+    assert [programs for programs, *_ in noted] == [16, 16]
+    assert [constants["VECTOR"] for *_, constants in noted] == [8, 8]
+    copy = leaf.detach().clone().requires_grad_()
+    again = xent.cross_entropy(copy, classes, reduction="none", backend=target.name)
+    assert torch.equal(loss, again)
+    assert torch.equal(grad, torch.autograd.grad(again, copy, torch.ones_like(again))[0])
+
+
+@pytest.mark.parametrize("vocabulary", [33, 40])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_layouts_that_no_launch_serves_are_cut(
+    target: Target, vocabulary: int, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of groups of rows, and classes apart."""
+    programs: list[int] = []
+    launch = jobs.launch
+    monkeypatch.setattr(
+        jobs,
+        "launch",
+        lambda kernel, count, *rest, **more: (programs.append(count), launch(kernel, count, *rest, **more)),
+    )
+    values = torch.randn(2, 4, 3, vocabulary, device=target.device)
+    for change in (lambda t: t[:, :3, :2], lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)):
+        outcome = []
+        for tensor in (change(values), change(values).contiguous()):
+            leaf = tensor.detach().requires_grad_()
+            classes = torch.arange(leaf[..., 0].numel(), device=target.device).view(leaf.shape[:-1])
+            programs.clear()
+            loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
+            outcome.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
+            assert max(programs) == classes.numel() or not tensor.is_contiguous()
+        for one, other in zip(*outcome, strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("vocabulary", [33, 48])
+def test_float16_gradients_are_made_by_the_backward_pass(target: Target, vocabulary: int, reduction: str) -> None:
+    """Where a mean over many rows, and a weight of a row, would leave its range before the loss scale comes."""
+    logits, classes = draw(target, vocabulary, torch.float16)
+    weights = torch.full((ROWS,), 1e-4, device=target.device)
+    options = {"reduction": reduction, "sample_weight": weights, "normalizer": 1e3}
+    leaf, wide = logits.requires_grad_(), logits.detach().cpu().double().requires_grad_()
+    upstream = 1e7
+    found = xent.cross_entropy(leaf, classes, backend=target.name, **options)
+    options["sample_weight"] = weights.cpu().double()
+    expected = xent.cross_entropy(wide, classes.cpu(), backend="torch", **options)
+    (grad,) = torch.autograd.grad(found, leaf, torch.full_like(found, upstream))
+    (right,) = torch.autograd.grad(expected, wide, torch.full_like(expected, upstream))
+    assert grad.dtype == torch.float16
+    torch.testing.assert_close(grad.cpu().double(), right, rtol=1e-3, atol=1e-6)
