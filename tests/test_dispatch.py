@@ -88,8 +88,9 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
 
 def test_backend_of_another_framework_says_what_would_serve(target: Target) -> None:
     framework = target.backend.framework
+    frameworks = " and ".join(load[target.name]().framework for load in (TABLE, ALSO) if target.name in load)
     with pytest.raises(
-        xent.BackendError, match=f"serves {framework} arrays and got numpy arrays, which 'numpy' serves"
+        xent.BackendError, match=f"serves {frameworks} arrays and got numpy arrays, which 'numpy' serves"
     ):
         loss(backend=target.name)
     logits, classes = target.arrays(np.zeros((2, 4)), np.array([0, 1]))
@@ -132,8 +133,9 @@ def test_check_passes_and_prints_a_table(
     )
     assert main(["check", target.name]) == 0
     printed = capsys.readouterr().out
-    devices = target.backend.info().devices
-    lines = 2 * sum(len(target.backend.harness(device).dtypes) for device in devices)
+    backends = [load[target.name]() for load in (TABLE, ALSO) if target.name in load]
+    harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
+    lines = 2 * sum(len(harness.dtypes) for harness in harnesses)
     assert printed.count("passed") == lines + 1  # and the last sentence
 
 
@@ -150,6 +152,7 @@ def test_check_fails_when_a_gradient_is_wrong(
 
 def test_check_leaves_out_what_is_missing_or_not_named(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "TABLE", {"fake": lambda: fake})
+    monkeypatch.setattr(report, "ALSO", {})
     assert report.planned(["torch"]) == []
     fake.missing_reason = "the moon is full"
     assert report.planned() == []

@@ -64,8 +64,9 @@ def _named(name: str, title: str, framework: str, call: LogitsCall | LinearCall)
     backend = _loaded(name, framework)
     if backend.framework != framework:
         others = [repr(other) for other in TABLE if _loaded(other, framework).framework == framework]
+        served = " and ".join(load[name]().framework for load in (TABLE, ALSO) if name in load)
         raise BackendError(
-            f"{title} serves {backend.framework} arrays and got {framework} arrays, which "
+            f"{title} serves {served} arrays and got {framework} arrays, which "
             f"{' or '.join(others) or 'no backend'} serves"
         )
     reason = _refusal(backend, call)

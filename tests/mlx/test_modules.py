@@ -106,7 +106,7 @@ def test_wrong_option_is_an_error_at_construction(arguments: dict[str, object], 
 @pytest.mark.parametrize("module", [nn.Linear(64, 11), nn.Embedding(11, 64)], ids=["linear", "embedding"])
 def test_module_in_the_place_of_its_weight(module: nn.Module) -> None:
     with pytest.raises(
-        TypeError, match=r"pass weight, bias = xent\.integrations\.mlx\.classifier\(module\) as linear_w"
+        TypeError, match=r"pass linear_weight, linear_bias = xent\.integrations\.mlx\.classifier\(module\)"
     ):
         xent.linear_cross_entropy(X, module, Y)
     weight, bias = classifier(module)
