@@ -151,3 +151,5 @@ class BackendInfo:
     reason: str | None
     versions: dict[str, str]
     devices: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Which fast paths are on or off and why, and what "auto" waits for."""

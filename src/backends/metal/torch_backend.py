@@ -29,7 +29,9 @@ class MetalTorchBackend:
         """Report the version of PyTorch, and the device."""
         from xent.backends.metal.torch_machine import DEVICES, MISSING, VERSIONS
 
-        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES)
+        doubt = self.unproven() if MISSING is None else None
+        notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def unproven(self) -> str | None:
         """Return why "auto" leaves it to those who name it: until the check has passed on this machine."""

@@ -36,7 +36,12 @@ class TritonBackend:
         """Report the versions of Triton and PyTorch, and the device."""
         from xent.backends.triton.machine import DEVICES, MISSING, VERSIONS
 
-        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES)
+        notes: tuple[str, ...] = ()
+        if MISSING is None:
+            from xent.backends.triton.hopper.door import fast_path
+
+            notes = (fast_path(),)
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which these kernels would round to float32."""
