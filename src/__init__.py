@@ -10,7 +10,8 @@ import sys as _sys
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
 from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, QuantizedWeight, Stats
+from xent.core.log_probs import linear_log_probs, log_probs
+from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support
 
 __version__ = "0.1.0"
 
@@ -22,8 +23,11 @@ __all__ = [
     "BackendInfo",
     "QuantizedWeight",
     "Stats",
+    "Support",
     "__version__",
     "backends",
     "cross_entropy",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "log_probs",
 ]

@@ -1,0 +1,57 @@
+"""What belongs to sampled tokens: a temperature, and the classes that the sampler allowed."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
+from xent.core.spec import LossSpec, Support
+from xent.core.validate import check_number
+
+__all__ = ["arrays_of", "check_support", "tempered"]
+
+
+def arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
+    """Return the arrays among them, by the names that they have for the caller."""
+    named = {} if framework_of(temperature) is None else {"temperature": temperature}
+    if support is None:
+        return named
+    if not isinstance(support, Support):
+        raise TypeError(f"support must be a xent.Support or None, got {describe(support)}")
+    return named | {"support.ids": support.ids, "support.offsets": support.offsets}
+
+
+def tempered(framework: str, spec: LossSpec, temperature: Any, rows: tuple[int, ...]) -> tuple[LossSpec, Any]:
+    """Return the options, and the temperature of each row; None where one number holds for all.
+
+    One number goes into the options:
+    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
+    """
+    if framework_of(temperature) is None or (framework == "mlx" and not temperature.shape and rows):
+        if framework_of(temperature) is None and not is_tracing(framework):
+            check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < math.inf)
+        cap = None if spec.softcap is None else spec.softcap / temperature
+        return replace(spec, logit_scale=spec.logit_scale / temperature, softcap=cap), None
+    if dtype_name(temperature) not in FLOAT_DTYPES:
+        raise TypeError(f"temperature must be a number or hold floats, got {describe(temperature)}")
+    if tuple(temperature.shape) != rows:
+        raise ValueError(
+            f"temperature must be a number or have the target's shape {rows}, one for each row; got "
+            f"{tuple(temperature.shape)}"
+        )
+    return spec, temperature
+
+
+def check_support(support: Support | None, rows: int) -> None:
+    """Raise TypeError or ValueError for a support whose shapes or dtypes do not fit `rows` rows."""
+    if support is None:
+        return
+    for name in ("ids", "offsets"):
+        part = getattr(support, name)
+        if dtype_name(part) not in INTEGER_DTYPES or len(part.shape) != 1:
+            raise TypeError(f"support.{name} must be a 1-d integer array, got {describe(part)}")
+    if support.offsets.shape[0] != rows + 1:
+        raise ValueError(
+            f"support.offsets must have {rows + 1} entries, one more than there are rows of target; got "
+            f"{support.offsets.shape[0]}"
+        )
