@@ -20,7 +20,7 @@ from xent.backends.reference import BACKEND, cross_entropy_gradient, linear_cros
 from xent.core import api, validate
 from xent.core.check.cases import Case, Inputs, make_inputs
 
-__all__ = ["Comparison", "compare", "judge_case", "results_of_case"]
+__all__ = ["Comparison", "compare", "judge_case", "results_of_case", "worst_of"]
 
 _SLACK = 1.5
 _DRAWS = 8
@@ -55,7 +55,7 @@ def judge_case(
     draws = [_judge_draw(backend, harness, case, seed, workspace)]
     if not all(comparison.passed for comparison in draws[0]):
         draws += [_judge_draw(backend, harness, case, seed + more, workspace) for more in range(1, _DRAWS)]
-    return [_worst_of(same) for same in zip(*draws, strict=True)]
+    return [worst_of(same) for same in zip(*draws, strict=True)]
 
 
 def _judge_draw(
@@ -65,7 +65,8 @@ def _judge_draw(
     return [compare(name, made[name], truth[name], plain[name], case) for name in truth]
 
 
-def _worst_of(draws: Sequence[Comparison]) -> Comparison:
+def worst_of(draws: Sequence[Comparison]) -> Comparison:
+    """Return the worst error and the largest bound of several draws of one output."""
     errors, bounds = zip(*((draw.error, draw.bound) for draw in draws), strict=True)
     return Comparison(draws[0].output, float(np.max(errors)), float(np.max(bounds)))
 
