@@ -45,7 +45,7 @@ def divergence_gradients(call: DivergenceCall, upstream: Any = 1.0) -> dict[str,
 
 
 class _Rows:
-    """N rows: weight `a` and divergence `loss`, (N,); `derivative` dl/dx and `slope` dx/dz, (N, V); the mean's divisor."""
+    """N rows: weight `a` and divergence `loss`, (N,); `derivative` dl/dx and `slope` dx/dz, (N, V)."""
 
     def __init__(self, call: DivergenceCall) -> None:
         count = int(np.prod(call.rows))

@@ -25,9 +25,9 @@ def divergence(
     """Compute the Kullback-Leibler or generalised Jensen-Shannon divergence of a student from a teacher.
 
     With the options at their defaults this is ``F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1),
-    reduction="batchmean", log_target=True)`` of rows. The gradient of "mean" and "sum" is computed in the same pass, and
-    multiplied by the upstream gradient in backward; with "none", and for PyTorch's float16 logits, backward computes
-    it from the logits.
+    reduction="batchmean", log_target=True)`` of rows. The gradient of "mean" and "sum" is computed in the same pass,
+    and multiplied by the upstream gradient in backward; with "none", and for PyTorch's float16 logits, backward
+    computes it from the logits.
 
     For p, the student's distribution, and q, the teacher's, both softmax(act(z) / T) with the temperature T, and act(z)
     = k tanh(s z / k) with a softcap k, s z without, of each side's own::
@@ -42,8 +42,8 @@ def divergence(
     a_i where it is not given; 0 where that is 0. Nothing is multiplied by T^2: do so where the gradient should not
     shrink with the temperature.
 
-    Each class is added up as q (e^u - 1 - u) with u = log p - log q, which has the same sum: no term is negative, so that
-    the result has no cancellation where the two are close, and is exactly 0 where they are equal.
+    Each class is added up as q (e^u - 1 - u) with u = log p - log q, which has the same sum: no term is negative, so
+    that the result has no cancellation where the two are close, and is exactly 0 where they are equal.
 
     Parameters
     ----------
@@ -132,9 +132,9 @@ def linear_divergence(
 ) -> Any:
     """Compute the divergence of a linear classifier from a teacher, without memory for either's logits.
 
-    This is ``divergence(F.linear(input, linear_weight, linear_bias), teacher, ...)`` with logits in float32, whatever the
-    dtype of hidden states and classifiers, in chunks of rows: the logits of both sides are computed for one chunk, the
-    student's become their gradient, which is multiplied back, and then comes the next chunk. Options that are not
+    This is ``divergence(F.linear(input, linear_weight, linear_bias), teacher, ...)`` with logits in float32, whatever
+    the dtype of hidden states and classifiers, in chunks of rows: the logits of both sides are computed for one chunk,
+    the student's become their gradient, which is multiplied back, and then comes the next chunk. Options that are not
     described here mean what they mean in `xent.divergence`.
 
     Parameters

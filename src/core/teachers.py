@@ -1,7 +1,8 @@
 """Teachers whose distribution a student is compared with, and one call of a divergence, described once.
 
-A distribution comes from logits that exist (`StoredLogits`), from a classifier (`LinearLogits`), or, for a teacher, from
-its most probable classes (`TopKTeacher`). The first two are the same for both sides; a temperature is folded into them.
+A distribution comes from logits that exist (`StoredLogits`), from a classifier (`LinearLogits`), or, for a teacher,
+from its most probable classes (`TopKTeacher`). The first two are the same for both sides; a temperature is folded into
+them.
 """
 
 from dataclasses import dataclass
@@ -105,10 +106,10 @@ class LinearLogits:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceCall:
-    """A validated call. `rows` is the shape of a per-row loss, `vocabulary` V, `normalizer` a number, 0-d array or None.
+    """A validated call. `rows` is the shape of a per-row loss; `normalizer` is a number, a 0-d array or None.
 
-    The temperature is in `softcap` and `logit_scale` of both sides; the log-probabilities of a `TopKTeacher` have it
-    already. `workspace` is in bytes.
+    `temperature` is in `softcap` and `logit_scale` of both sides already, and in the log-probabilities of a
+    `TopKTeacher`. `workspace` is in bytes.
     """
 
     student: StoredLogits | LinearLogits
@@ -119,6 +120,7 @@ class DivergenceCall:
     reduction: str
     rows: tuple[int, ...]
     vocabulary: int
+    temperature: float = 1.0
     axis: int = -1
     workspace: int | None = None
 

@@ -20,11 +20,11 @@ from xent.core.spec import REDUCTIONS, QuantizedWeight
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
 from xent.core.validate import check_number, check_numbers, check_shift_and_workspace
 
-__all__ = ["check_beta", "linear_divergence_call", "logits_divergence_call"]
+__all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
 
 _NO_REVERSE = (
-    "beta must be 0 with a TopKTeacher, got {!r}: KL(p || q) and mixtures need the teacher's probability of every class "
-    "that the student gives mass to, and a top-k teacher has K of them. Pass logits or a LinearTeacher"
+    "beta must be 0 with a TopKTeacher, got {!r}: KL(p || q) and mixtures need the teacher's probability of every "
+    "class that the student gives mass to, and a top-k teacher has K of them. Pass logits or a LinearTeacher"
 )
 
 
@@ -63,6 +63,7 @@ def logits_divergence_call(
         _reduction(reduction),
         rows,
         _vocabulary(vocabulary),
+        heat,
         axis,
     )
 
@@ -100,6 +101,7 @@ def linear_divergence_call(
         _reduction(reduction),
         rows,
         _vocabulary(vocabulary),
+        heat,
         len(rows),
         workspace,
     )
@@ -108,6 +110,11 @@ def linear_divergence_call(
 def check_beta(beta: Any) -> None:
     """Raise TypeError or ValueError for a beta that is no number in [0, 1]."""
     check_number("beta", beta, "in [0, 1]", lambda value: 0 <= value <= 1)
+
+
+def check_temperature(temperature: Any) -> None:
+    """Raise TypeError or ValueError for a temperature that is no number above 0."""
+    check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < math.inf)
 
 
 def _frameworks(student: dict[str, Any], teacher: Any, sample_weight: Any, normalizer: Any) -> tuple[str, Any]:
@@ -144,7 +151,7 @@ def _numbers(
     beta, heat, cap, scale = (number_of(framework, value) for value in (beta, temperature, softcap, logit_scale))
     if not is_tracing(framework):
         check_beta(beta)
-        check_number("temperature", heat, "finite and > 0", lambda value: 0 < value < math.inf)
+        check_temperature(heat)
         check_numbers(0.0, 0.0, cap, scale, None)
     return None if cap is None else cap / heat, scale / heat, heat
 

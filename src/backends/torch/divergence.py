@@ -1,7 +1,7 @@
 """Divergences in the PyTorch driver, from a call to autograd and back: autocast, which gradients are asked for, shapes.
 
-`divergence_call` is the call as it runs -> `divergence_autograd`, and `divergence_ops` below it -> `divergence_loop`, the
-chunks of rows, with `divergence_facts` -> what a backend registered with `divergence_steps`: `divergence_plain` here.
+`divergence_call` is the call as it runs -> `divergence_autograd`, and `divergence_ops` below it -> `divergence_loop`,
+the chunks of rows, with `divergence_facts` -> what a backend registered in `divergence_steps`: `divergence_plain` here.
 """
 
 import torch
@@ -97,6 +97,7 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
         student.logit_scale,
         cap,
         scale,
+        call.temperature,
         (needs[0], needs[1], needs[2]),
         tail,
         call.reduction,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xent.core.validate import check_numbers
-from xent.core.validate_divergence import check_beta
+from xent.core.validate_divergence import check_beta, check_temperature
 
 __all__ = ["SCHEMA", "Divergence", "pack", "reduction_of", "unpack"]
 
@@ -15,7 +15,7 @@ SCHEMA = (
     "Tensor? sample_weight, Tensor? normalizer, Tensor numbers, bool[] needs, bool[] has, str tail, str reduction, "
     "int? workspace, ScalarType compute, str kernel"
 )
-"""`numbers`: beta; softcap and scale of the student, then of the teacher; the normalizer. `has`: which of the softcaps
+"""`numbers`: beta; softcap and scale of the student, then of the teacher; the temperature; the normalizer. `has`: which of the softcaps
 and the normalizer are given."""
 
 
@@ -38,6 +38,8 @@ class Divergence(NamedTuple):
     logit_scale: float
     teacher_softcap: float | None
     teacher_scale: float
+    temperature: float
+    """In the softcaps and scales already; here only to be checked."""
     needs: tuple[bool, bool, bool]
     """Gradients of student, weight, bias."""
     tail: str
@@ -80,6 +82,7 @@ def pack(call: Divergence) -> tuple[Any, ...]:
         call.logit_scale,
         0.0 if call.teacher_softcap is None else call.teacher_softcap,
         call.teacher_scale,
+        call.temperature,
         call.normalizer if has_divisor else 0.0,
     ]
     return (
@@ -88,15 +91,16 @@ def pack(call: Divergence) -> tuple[Any, ...]:
         _as_tensor(numbers),
         list(call.needs),
         [call.softcap is not None, call.teacher_softcap is not None, has_divisor],
-        *call[14:],
+        *call[15:],
     )
 
 
 def unpack(arguments: Any) -> Divergence:
     """Return the call of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
     *tensors, normalizer, numbers, needs, has, tail, reduction, workspace, compute, kernel = arguments
-    beta, softcap, scale, teacher_softcap, teacher_scale, divisor = numbers.tolist()
+    beta, softcap, scale, teacher_softcap, teacher_scale, temperature, divisor = numbers.tolist()
     check_beta(beta)
+    check_temperature(temperature)
     if tail and beta != 0:
         raise ValueError(f"beta must be 0 with a TopKTeacher, got {beta}")
     caps = [cap if given else None for cap, given in zip((softcap, teacher_softcap), has, strict=False)]
@@ -110,6 +114,7 @@ def unpack(arguments: Any) -> Divergence:
         scale,
         caps[1],
         teacher_scale,
+        temperature,
         tuple(needs),
         tail,
         reduction,

@@ -22,7 +22,7 @@ _WIDENED_BYTES = 32 * 2**20  # of a classifier that is widened piece by piece
 
 
 def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return the loss, the factor that gradients still lack, and the gradients of a reduced loss, asked for or empty."""
+    """Return the loss, the factor that gradients still lack, and the gradients of a reduced loss, if asked for."""
     run = _Run(call, None)
     gradients = run.chunks(call.makes_gradient_first and any(call.needs))
     loss = run.loss

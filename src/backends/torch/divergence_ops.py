@@ -32,7 +32,7 @@ def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
 def _fake_call(args: Any) -> Divergence:
     """Return the call without its numbers."""
     *tensors, normalizer, _, needs, _, tail, reduction, workspace, compute, kernel = args
-    numbers = (0.0, None, 1.0, None, 1.0)
+    numbers = (0.0, None, 1.0, None, 1.0, 1.0)
     return Divergence(*tensors, normalizer, *numbers, tuple(needs), tail, reduction, workspace, compute, kernel)
 
 

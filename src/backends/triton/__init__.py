@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +41,11 @@ class TritonBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which these kernels would round to float32."""
+        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+
+    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
 
-        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
         device = arrays[0].device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
@@ -56,6 +59,17 @@ class TritonBackend:
         from xent.backends.triton import job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse what the losses refuse."""
+        return self._refuse([call.array])
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence in the PyTorch driver with these kernels."""
+        from xent.backends.torch import divergence
+        from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""
