@@ -15,8 +15,8 @@ SCHEMA = (
     "Tensor? sample_weight, Tensor? normalizer, Tensor numbers, bool[] needs, bool[] has, str tail, str reduction, "
     "int? workspace, ScalarType compute, str kernel"
 )
-"""`numbers`: beta; softcap and scale of the student, then of the teacher; the temperature; the normalizer. `has`: which of the softcaps
-and the normalizer are given."""
+"""`numbers`: beta; softcap and scale of the student, then of the teacher; the temperature; the normalizer.
+`has`: which of the softcaps and the normalizer are given."""
 
 
 class Divergence(NamedTuple):

@@ -65,7 +65,7 @@ def planned(names: list[str] | None = None) -> list[Work]:
 def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
     """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
     if function.endswith("divergence"):
-        return divergence_cases(function, dtype), []
+        return [], divergence_cases(function, dtype)
     return option_cases(function, dtype) + shape_cases(function, dtype), harness.reaching(function, dtype)
 
 
