@@ -1,6 +1,5 @@
 """What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from xent.backends.mlx.checks import check_targets, check_temperature
 from xent.backends.mlx.kernels import RowFacts
 from xent.backends.mlx.options import numbers_of, scalar, terms_of
 from xent.core.spec import LinearCall, LogitsCall, LossSpec
@@ -104,13 +104,14 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
     shape = target.shape[:-1] if given else target.shape
     count = int(np.prod(shape))
     class_weight = None if call.weight is None else call.weight.astype(acc)
+    bend = None
     probabilities = rows_of = classes = invalid = row_weight = None
     ignored = ~_shifted(mx.ones(shape, mx.bool_), shift, False).reshape(-1)
     if given:
         probabilities = target.reshape(count, vocabulary)
         rows_of = _shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
     else:
-        _check_targets(target, vocabulary, spec.ignore_index, shift)
+        check_targets(target, vocabulary, spec.ignore_index, shift)
         ignore = mx.array(spec.ignore_index, dtype=mx.int64)
         wide = _shifted(target.astype(mx.int64), shift, spec.ignore_index).reshape(-1)
         ignored = (wide == ignore) | ignored
@@ -118,6 +119,8 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         classes = mx.where(ignored | invalid, 0, wide).astype(mx.int32)
         row_weight = None if class_weight is None else class_weight[classes]
 
+    if call.temperature is not None:
+        bend = _bend(call, shape, shift, ignored, acc)
     sample = call.sample_weight
     weight = mx.ones(shape, acc) if sample is None else sample.astype(acc)
     weight = mx.where(ignored, 0, _shifted(weight, shift, 0).reshape(-1))
@@ -130,7 +133,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         dead = dead & ~invalid
     scale, deferred = _scale(weight, row_weight, divisor, dtype)
     rows = RowFacts(
-        terms=terms_of(spec),
+        terms=terms_of(spec, bent=bend is not None),
         numbers=numbers_of(spec, vocabulary, class_weight, acc),
         target=classes,
         probabilities=None,
@@ -141,6 +144,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         target_logits=None,
         finite=False,
         alone=False,
+        bend=bend,
     )
     return Facts(spec, vocabulary, rows, probabilities, rows_of, ignored, invalid, deferred, divisor)
 
@@ -161,6 +165,18 @@ def _scale(
     return weight / size, inverse * size
 
 
+def _bend(
+    call: LogitsCall | LinearCall, shape: tuple[int, ...], shift: int, ignored: mx.array, acc: mx.Dtype
+) -> mx.array:
+    """Return `xent.backends.mlx.kernels.RowFacts.bend`: both numbers over the temperature of the row."""
+    check_temperature(call.temperature, shift)
+    given = mx.broadcast_to(call.temperature.astype(acc), shape)
+    temperature = _shifted(given, shift, 1).reshape(-1)
+    temperature = mx.where(ignored, 1, mx.where(temperature > 0, temperature, mx.nan))
+    softcap = 0.0 if call.loss.softcap is None else call.loss.softcap
+    return mx.stack([scalar(number, acc) / temperature for number in (call.loss.logit_scale, softcap)], axis=-1)
+
+
 def _divisor(normalizer: Any, weight: mx.array, row_weight: mx.array | None, invalid: mx.array | None) -> mx.array:
     if normalizer is not None:
         return scalar(normalizer, weight.dtype)
@@ -175,26 +191,3 @@ def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
     kept = values[..., shift:]
     missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
     return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
-
-
-def _check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
-    """Raise IndexError for the first wrong target of those that a row uses, if XENT_CHECK_TARGETS=1.
-
-    While `mx.compile` traces a function there are no values to look at.
-    """
-    if os.environ.get("XENT_CHECK_TARGETS") != "1":
-        return
-    try:
-        mx.eval(target)
-    except ValueError:
-        return
-    values = np.array(target).astype(np.int64)
-    wrong = ((values < 0) | (values >= vocabulary)) & (values != ignore_index)
-    if shift:
-        wrong[..., :shift] = False
-    if wrong.any():
-        position = [int(index) for index in np.argwhere(wrong)[0]]
-        raise IndexError(
-            f"target{position or ''} is {values[tuple(position)]}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={ignore_index}"
-        )
