@@ -34,6 +34,8 @@ class Block:
         if self._given is not None and facts.class_weight is not None:
             self._shares = self._given * facts.class_weight
         self._p: mx.array | None = None
+        self._sum_of_p: mx.array | None = None
+        """(R,) where MLX's softmax is so far from 1 that it matters."""
 
     def fold(self, asked: Asked) -> Sums:
         """Return what the rows add up to, over these classes."""
@@ -159,8 +161,11 @@ class Block:
         if self.acc != mx.float64 and device_type() == "cpu":
             p = mx.softmax(self.x, axis=-1, precise=True)
             log_sum = -mx.log(p.max(-1))
+            if p.shape[-1] <= _ADDED:
+                return p, log_sum
             # The sum by which MLX divided is a long one too; that of p says by how much it was off.
-            return p, log_sum + mx.log(_class_sum(p)) if p.shape[-1] > _ADDED else log_sum
+            self._sum_of_p = _class_sum(p)
+            return p, log_sum + mx.log(self._sum_of_p)
         powers = exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
         if not self._target_apart():
             total = powers.sum(-1)
@@ -176,7 +181,7 @@ class Block:
         """Return sum_c p_c (peak - x_c) (R,)."""
         found = _class_sum(product(p, below))
         if not self._target_apart():
-            return found
+            return found if self._sum_of_p is None else found / self._sum_of_p
         below_y = self._below_target(peak)
         return found + self._here(product(mx.exp(-(below_y + log_sum)), below_y))
 
@@ -184,7 +189,7 @@ class Block:
         """Return sum_c p_c^2 (R,)."""
         found = _class_sum(mx.square(p))
         if not self._target_apart():
-            return found
+            return found if self._sum_of_p is None else found / mx.square(self._sum_of_p)
         return found + self._here(mx.square(mx.exp(-(self._below_target(peak) + log_sum))))
 
     def _level(self, below: mx.array, peak: mx.array) -> Gap:
