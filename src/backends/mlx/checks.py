@@ -9,7 +9,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-__all__ = ["check_targets", "check_temperature"]
+from xent.core.spec import Support
+
+__all__ = ["check_support", "check_targets", "check_temperature"]
 
 
 def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
@@ -34,6 +36,27 @@ def check_temperature(temperature: mx.array, shift: int) -> None:
     place = _first(~(values > 0), shift if values.ndim else 0)
     if place is not None:
         raise ValueError(f"temperature must be > 0 in every row, got {values[tuple(place)]} at {place}")
+
+
+def check_support(support: Support, vocabulary: int) -> None:
+    """Raise ValueError for offsets that do not rise from 0 to the number of ids, IndexError for the first wrong id."""
+    ids, offsets = _values(support.ids), _values(support.offsets)
+    if ids is None or offsets is None:
+        return
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
+        raise ValueError(
+            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {offsets[0]} to {offsets[-1]}"
+            + (" with a fall between" if (counts < 0).any() else "")
+        )
+    place = _first((ids < 0) | (ids >= vocabulary), 0)
+    if place is not None:
+        raise IndexError(f"support.ids{place} is {ids[place[0]]}; classes are 0 to {vocabulary - 1}")
+    row = np.repeat(np.arange(len(counts)), counts)
+    found, times = np.unique(row * vocabulary + ids, return_counts=True)
+    if (times > 1).any():
+        row, name = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must have a class at most once in a row; row {row} has {name} more than once")
 
 
 def _values(array: mx.array) -> Any:

@@ -15,6 +15,8 @@ from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
 from xent.backends.mlx.plain import gradient_of
+from xent.backends.mlx.scatter import scattered
+from xent.backends.mlx.support import Entries
 from xent.core.chunks import rows_per_chunk
 from xent.core.spec import LinearCall, QuantizedWeight
 
@@ -66,6 +68,25 @@ class Chunks:
             hidden, logits, rows = self._chunk(facts, start, stop, tie)
             grad = gradient_of(self._kernels, logits, rows, found.norm[start:stop])
             tie = self._add(sums, grad, hidden, rows)
+        return sums.result()
+
+    def pick(self, entries: Entries) -> mx.array:
+        """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""
+        picks, tie = mx.zeros(entries.ids.shape, self._facts.rows.weight.dtype), list[mx.array]()
+        for start, stop in self._parts:
+            _, logits, _ = self._chunk(self._facts, start, stop, tie)
+            inside, row = entries.within(start, stop)
+            picks = mx.where(inside, logits[row, entries.ids].astype(picks.dtype), picks)
+            tie = [picks]
+        return picks
+
+    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+        """Return the gradients from that of the picks: see `xent.backends.mlx.supported.Source`."""
+        sums, tie = self._sums(needs), [values]
+        for start, stop in self._parts:
+            hidden, _, rows = self._chunk(facts, start, stop, tie)
+            tied = mx.depends(values.astype(hidden.dtype), tie)
+            tie = sums.add(scattered(tied, entries, facts, start, stop), hidden, rows.dead)
         return sums.result()
 
     def _add(self, sums: GradientSums, grad: mx.array, hidden: mx.array, rows: RowFacts) -> list[mx.array]:

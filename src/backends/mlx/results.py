@@ -7,6 +7,7 @@ from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Found
 from xent.backends.mlx.linear import Chunks
 from xent.backends.mlx.logits import Logits
+from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.spec import DIFFERENTIABLE, Stats
 
@@ -24,7 +25,7 @@ def _reduced(values: mx.array, facts: Facts) -> mx.array:
 
 
 def run(
-    given: dict[str, mx.array], rows: Logits | Chunks, facts: Facts, shape: tuple[int, ...]
+    given: dict[str, mx.array], rows: Logits | Chunks | Supported, facts: Facts, shape: tuple[int, ...]
 ) -> tuple[mx.array, Stats]:
     """Return the loss and the statistics that the spec names, per-row ones in `shape`.
 
