@@ -181,7 +181,7 @@ class _Rows:
         count = int((~self.ignored).sum())
         hits = (self.predictions == truth) & ~self.ignored
         accuracy = np.float64(hits.sum() / count if count else 0.0)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"):
             values = {
                 "lse": _masked(self.lse, self.ignored).reshape(self.shape),
                 "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
@@ -198,7 +198,8 @@ class _Rows:
 
 def _expectation(weights: Array, values: Array) -> Array:
     """Sum weights * values over classes; what has no weight does not count, not even infinity."""
-    products: Array = np.where(weights == 0, 0.0, weights * values)
+    with np.errstate(invalid="ignore"):
+        products: Array = np.where(weights == 0, 0.0, weights * values)
     return np.asarray(products.sum(-1))
 
 
