@@ -122,10 +122,11 @@ def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:
 
 def named_cases(function: str, dtype: str) -> list[Case]:
     """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
-    cases = option_cases(function, dtype)
+    cases = [case for case in option_cases(function, dtype) if not case.stats]
     dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
     mine = {(name, reduction) for name, (wanted, reduction) in dealt if wanted == dtype}
-    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine]
+    reported = [case for case in option_cases(function, dtype) if case.stats and dtype in ("float32", "bfloat16")]
+    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine] + reported
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:

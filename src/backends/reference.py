@@ -133,7 +133,8 @@ class _Rows:
     def per_row(self) -> tuple[Array, Array]:
         """Return l_i and the z term's share of it, both (N,)."""
         with np.errstate(invalid="ignore"):
-            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0])
+            # Without a z-loss also where lse is infinite, in a row whose support is empty.
+            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
             loss = self.a * _expectation(self.share, self.surprise) + z_term
         return _masked(loss, self.dead[:, 0]), z_term
 
@@ -157,7 +158,7 @@ class _Rows:
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + 2 * self.spec.z_loss * self.lse
+            total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
             grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
             grad = np.where(self.dead | beyond[:, None], 0.0, grad)
             for name, given in others.items():

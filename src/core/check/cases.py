@@ -216,13 +216,15 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Support:
-    """Draw for each row from one class to all. The last leaves its target out; the first is empty if it is ignored."""
+    """Draw for each row from one class to all. The last with a target leaves it out; the first may be empty."""
     sets = []
+    counts = (target.ravel() >= 0) & (target.ravel() < vocabulary)
+    last = counts.size - 1 - counts[::-1].argmax() if counts.any() else -1
     for row, chosen in enumerate(target.ravel()):
         taken = rng.permutation(vocabulary)[: rng.integers(2, vocabulary + 2)]
-        if not 0 <= chosen < vocabulary:
+        if not counts[row]:
             taken = taken[: 0 if row == 0 else None]
-        elif row == target.size - 1 and vocabulary > 1:
+        elif row == last and vocabulary > 1:
             taken = taken[taken != chosen]
         else:
             taken = rng.permutation(np.union1d(taken[: None if row % 5 else 0], chosen))
