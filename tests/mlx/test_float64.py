@@ -8,7 +8,7 @@ import xent
 from tests.cases import FUNCTIONS
 from tests.targets import Target
 from xent.core.check.cases import Case, option_cases
-from xent.core.check.judge import results_of_case
+from xent.core.check.results import results_of_case
 
 CASES = [case for function in FUNCTIONS for case in option_cases(function, "float64")]
 
