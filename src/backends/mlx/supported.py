@@ -44,7 +44,8 @@ class Supported:
         asked = Asked.of(self._facts.spec.stats, grad=False)
         found = finish(self._fold(asked), self._facts.rows, asked)
         if found.mean_logit is not None:
-            found = replace(found, mean_logit=mx.where(self._entries.count == 0, 0, found.mean_logit))
+            empty = (self._entries.count == 0) & ~self._entries.wrong
+            found = replace(found, mean_logit=mx.where(empty, 0, found.mean_logit))
         return found, {}
 
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
