@@ -112,6 +112,40 @@ def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
         assert info.name in printed
 
 
+def test_check_passes_and_prints_a_table(
+    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = 1 if FULL else 7  # the matrix has them all
+    monkeypatch.setattr(
+        report, "cases_of", lambda _, *names: ([target.sized(case) for case in option_cases(*names)[::every]], [])
+    )
+    assert main(["check", target.name]) == 0
+    printed = capsys.readouterr().out
+    backends = [load[target.name]() for load in (TABLE, ALSO) if target.name in load]
+    harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
+    lines = 4 * sum(len(harness.dtypes) for harness in harnesses)
+    assert printed.count("passed") == lines + 1  # and the last sentence
+
+
+def test_check_fails_when_a_gradient_is_wrong(
+    target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "cases_of", lambda _, *names: (option_cases(*names)[:3], []))
+    monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
+    assert main(["check", target.name]) == 1
+    printed = capsys.readouterr().out
+    assert "3 failed" in printed
+    assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
+
+
+def test_check_leaves_out_what_is_missing_or_not_named(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "TABLE", {"fake": lambda: fake})
+    monkeypatch.setattr(report, "ALSO", {})
+    assert report.planned(["torch"]) == []
+    fake.missing_reason = "the moon is full"
+    assert report.planned() == []
+
+
 @pytest.mark.parametrize("name", ["numpy", "nonsense"])
 def test_check_of_what_cannot_be_checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", name]) == 2

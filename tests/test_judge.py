@@ -12,7 +12,8 @@ from tests.targets import Target
 from xent.core import api
 from xent.core.check import judge
 from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import Comparison, compare, judge_case, results_of_case
+from xent.core.check.judge import Comparison, compare, judge_case
+from xent.core.check.results import results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,

@@ -42,6 +42,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xent.core.check.cases import Case
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["Backend", "Harness", "Unproven"]
 
@@ -68,6 +69,12 @@ class Backend(Protocol):
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return the loss, an array of the call's framework, and the statistics that `call.loss.stats` names."""
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Return why this divergence cannot be served, with what would serve it; None if it can."""
+
+    def run_divergence(self, call: DivergenceCall) -> Any:
+        """Return the divergence, an array of the call's framework."""
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
         """Return what the gradient checks need to drive this backend, on `device` or the best device there is."""
@@ -96,9 +103,12 @@ class Harness(Protocol[Array]):
         """Return a framework's array as a NumPy array, floats as float64."""
 
     def gradients(
-        self, function: Callable[..., Array], inputs: tuple[Array, ...], upstream: Array | None
-    ) -> tuple[Array, list[Array]]:
-        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None)."""
+        self, function: Callable[..., Any], inputs: tuple[Array, ...], upstream: Any
+    ) -> tuple[Any, list[Array]]:
+        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None).
+
+        Of a function that returns a tuple, `upstream` is a tuple too, with None for a result that has none.
+        """
 
     def linear(self, input: Array, weight: Array, bias: Array | None) -> Array:
         """Return the logits (..., V) that the unfused computation would hold."""
@@ -121,6 +131,42 @@ class Harness(Protocol[Array]):
         """Compute the loss from (..., V) logits with the framework's own differentiable operations.
 
         Its rounding error is the yardstick; nothing of xent takes part in it.
+        """
+
+    def unfused_divergence(
+        self,
+        logits: Array,
+        *,
+        teacher: Array | None = None,
+        ids: Array | None = None,
+        log_probs: Array | None = None,
+        tail: str = "",
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_scale: float = 1.0,
+        reduction: str = "mean",
+        sample_weight: Array | None = None,
+        normalizer: float | None = None,
+    ) -> Array:
+        """Compute a divergence from (..., V) logits, and teacher logits or a top-k teacher, as `unfused_loss` does."""
+
+    def unfused_rows(
+        self,
+        logits: Array,
+        target: Array,
+        ignored: Array,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: Array | None = None,
+        allowed: Array | None = None,
+    ) -> dict[str, Array]:
+        """Compute lse, nll and entropy (...) from (..., V) logits in the same way; they are 0 in `ignored` rows.
+
+        `target` holds classes, or the probabilities of all; `allowed` (..., V) says which classes a row may take.
         """
 
     def watched(self) -> AbstractContextManager[set[str]]:

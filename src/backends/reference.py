@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats
+from xent.backends.reference_divergence import divergence
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
 
@@ -44,6 +46,13 @@ class Reference:
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
 
+    def refuse_divergence(self, call: DivergenceCall) -> None:
+        """Refuse nothing."""
+
+    def run_divergence(self, call: DivergenceCall) -> Any:
+        """Return the divergence as float64."""
+        return divergence(call)
+
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""
         raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
@@ -52,16 +61,19 @@ class Reference:
 BACKEND = Reference()
 
 
-def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0) -> Array:
-    """Return the gradient of the loss with respect to `call.logits`, in the logits' shape."""
+def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any) -> Array:
+    """Return the gradient with respect to `call.logits`, in the logits' shape.
+
+    `upstream` is that of the loss; `others` those of lse, nll and entropy.
+    """
     rows = _logits_rows(call)
     shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
-    return np.moveaxis(rows.gradient(upstream).reshape(shape), -1, call.axis)
+    return np.moveaxis(rows.gradient(upstream, **others).reshape(shape), -1, call.axis)
 
 
-def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0) -> tuple[Array, Array, Array]:
+def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
-    grad = _linear_rows(call).gradient(upstream)
+    grad = _linear_rows(call).gradient(upstream, **others)
     hidden, weight = _float64(call.input), _float64(call.linear_weight)
     # Rows without a target contribute nothing, whatever their hidden states hold.
     flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
@@ -82,6 +94,10 @@ class _Rows:
     spec: LossSpec
     shape: tuple[int, ...]
     shift: int
+    temperature: Array
+    """(N,)"""
+    outside: Array | None
+    """(N, V): which classes each row may not take."""
 
     def __post_init__(self) -> None:
         spec, classes = self.spec, np.arange(self.z.shape[1])
@@ -102,22 +118,32 @@ class _Rows:
 
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
             x = spec.logit_scale * self.z
-            self.predictions = np.where(self.ignored, -1, x.argmax(-1))
+            inside = x if self.outside is None else np.where(self.outside, -np.inf, x)
+            self.predictions = np.where(self.ignored, -1, inside.argmax(-1))
             self.slope: Any = spec.logit_scale
             if spec.softcap is not None:
                 tanh = np.tanh(x / spec.softcap)
                 x = spec.softcap * tanh
                 self.slope = spec.logit_scale * (1 - tanh**2)
+            x = x / self.temperature[:, None]
+            self.slope = self.slope / self.temperature[:, None]
+            self.mean_logit = _mean(x, self.outside)
+            if self.outside is not None:
+                x = np.where(self.outside, -np.inf, x)
             largest = x.max(-1, keepdims=True)
             largest = np.where(largest == -np.inf, 0, largest)
             self.lse = np.log(np.exp(x - largest).sum(-1)) + largest[:, 0]
             self.surprise = self.lse[:, None] - x
             self.p = np.exp(-self.surprise)
+            if self.outside is not None:
+                self.surprise[self.outside] = np.inf
+                self.p[self.outside] = 0.0
 
     def per_row(self) -> tuple[Array, Array]:
         """Return l_i and the z term's share of it, both (N,)."""
         with np.errstate(invalid="ignore"):
-            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0])
+            # Without a z-loss also where lse is infinite, in a row whose support is empty.
+            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
             loss = self.a * _expectation(self.share, self.surprise) + z_term
         return _masked(loss, self.dead[:, 0]), z_term
 
@@ -134,29 +160,47 @@ class _Rows:
         """Return the reduced loss."""
         return self.reduce(self.per_row()[0])
 
-    def gradient(self, upstream: Any) -> Array:
-        """Return the (N, V) gradient with respect to the raw logits."""
+    def gradient(self, upstream: Any, **others: Any) -> Array:
+        """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
         scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
         if self.spec.reduction == "mean":
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
+        beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + 2 * self.spec.z_loss * self.lse
+            total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
             grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
-        return np.where(self.dead | (self.spec.reduction == "mean" and self.divisor == 0), 0.0, grad)
+            grad = np.where(self.dead | beyond[:, None], 0.0, grad)
+            for name, given in others.items():
+                each = np.asarray(given, np.float64).reshape(-1)[:, None] * self._derivative(name) * self.slope
+                each = np.where(beyond[:, None] & (name == "nll"), 0.0, each)
+                grad = grad + np.where(self.ignored[:, None], 0.0, each)
+        return np.where(self.spec.reduction == "mean" and self.divisor == 0, 0.0, grad)
+
+    def _derivative(self, name: str) -> Array:
+        """Return the derivative (N, V) of a statistic with respect to x."""
+        if name == "lse":
+            return self.p
+        if name == "nll":
+            return self.q.sum(-1, keepdims=True) * self.p - self.q
+        entropy = _expectation(self.p, self.surprise)[:, None]
+        return np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy))
 
     def stats(self) -> Stats:
         """Return the statistics that the spec names."""
         truth = self.target.argmax(-1) if self.target.ndim == 2 else self.target
         count = int((~self.ignored).sum())
-        correct = int(((self.predictions == truth) & ~self.ignored).sum())
-        with np.errstate(invalid="ignore"):
+        hits = (self.predictions == truth) & ~self.ignored
+        accuracy = np.float64(hits.sum() / count if count else 0.0)
+        with np.errstate(invalid="ignore", divide="ignore"):
             values = {
                 "lse": _masked(self.lse, self.ignored).reshape(self.shape),
                 "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
                 "entropy": _masked(_expectation(self.p, self.surprise), self.ignored).reshape(self.shape),
                 "predictions": self.predictions.reshape(self.shape),
+                "log_sum_sq_probs": _masked(np.log((self.p**2).sum(-1)), self.ignored).reshape(self.shape),
+                "mean_logit": _masked(self.mean_logit, self.ignored).reshape(self.shape),
                 "z_loss": self.reduce(self.per_row()[1]),
-                "accuracy": np.float64(correct / count if count else 0.0),
+                "accuracy": hits.astype(np.float64).reshape(self.shape) if self.spec.accuracy_of_rows else accuracy,
                 "count": np.int64(count),
             }
         return Stats(**{name: values[name] for name in self.spec.stats})
@@ -164,8 +208,16 @@ class _Rows:
 
 def _expectation(weights: Array, values: Array) -> Array:
     """Sum weights * values over classes; what has no weight does not count, not even infinity."""
-    products: Array = np.where(weights == 0, 0.0, weights * values)
+    with np.errstate(invalid="ignore"):
+        products: Array = np.where(weights == 0, 0.0, weights * values)
     return np.asarray(products.sum(-1))
+
+
+def _mean(x: Array, outside: Array | None) -> Array:
+    """Return the mean of x over the classes that are not outside, (N,)."""
+    if outside is None:
+        return np.asarray(x.mean(-1))
+    return np.asarray(np.where(outside, 0.0, x).sum(-1) / np.maximum((~outside).sum(-1), 1))
 
 
 def _masked(values: Array, mask: Array) -> Array:
@@ -204,22 +256,32 @@ def _linear_rows(call: LinearCall) -> _Rows:
     no_target = np.zeros(call.input.shape[:-1], bool)
     shifted = call
     if call.shift:
-        take = np.minimum(here, max(length - 1, 0))
+        take: Array = np.minimum(here, max(length - 1, 0))
         no_target = np.moveaxis(np.moveaxis(no_target, sequence, -1) | (here >= length), -1, sequence)
-        weights = call.sample_weight
+
+        def taken(values: Array | None) -> Array | None:
+            return None if values is None else np.take(values, take, axis=sequence)
+
         shifted = replace(
             call,
-            target=np.take(call.target, take, axis=sequence),
-            sample_weight=None if weights is None else np.take(weights, take, axis=sequence),
+            target=taken(call.target),
+            sample_weight=taken(call.sample_weight),
+            temperature=taken(call.temperature),
         )
     with np.errstate(invalid="ignore", over="ignore"):
         z = _float64(call.input) @ _float64(call.linear_weight).T
         if call.linear_bias is not None:
             z = z + _float64(call.linear_bias)
-    return _rows(z, shifted.target, no_target, shifted)
+    order = np.arange(no_target.size).reshape(no_target.shape)
+    if call.shift:
+        order = np.take(order, take, axis=sequence)
+    return _rows(z, shifted.target, no_target, shifted, order.ravel())
 
 
-def _rows(z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCall) -> _Rows:
+def _rows(
+    z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCall, order: Array | None = None
+) -> _Rows:
+    """`order`: which row of the support each row has; its own where None."""
     shape, vocabulary = z.shape[:-1], z.shape[-1]
     count = int(np.prod(shape))
     ignored = no_target.reshape(count)
@@ -233,4 +295,39 @@ def _rows(z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCa
     sample = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
     normalizer = None if call.normalizer is None else float(call.normalizer)
     shift = call.shift if isinstance(call, LinearCall) else 0
-    return _Rows(z.reshape(count, vocabulary), flat, ignored, weight, sample, normalizer, call.loss, shape, shift)
+    temperature = np.ones(count) if call.temperature is None else _float64(call.temperature).reshape(count)
+    if not (temperature > 0).all():
+        raise ValueError(f"temperature must be > 0 in every row, got {temperature[~(temperature > 0)][0]}")
+    outside = None if call.support is None else _outside(call.support, count, vocabulary)
+    if outside is not None and order is not None:
+        outside = outside[order]
+    return _Rows(
+        z.reshape(count, vocabulary),
+        flat,
+        ignored,
+        weight,
+        sample,
+        normalizer,
+        call.loss,
+        shape,
+        shift,
+        temperature,
+        outside,
+    )
+
+
+def _outside(support: Support, count: int, vocabulary: int) -> Array:
+    """Return which classes each row may not take, (N, V); raise for a support that describes none."""
+    ids, offsets = np.asarray(support.ids, np.int64), np.asarray(support.offsets, np.int64)
+    sizes = np.diff(offsets)
+    if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] != len(ids):
+        raise ValueError(
+            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {offsets[0]} to {offsets[-1]}"
+            + (" with a fall between" if (sizes < 0).any() else "")
+        )
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
+    if wrong.size:
+        raise IndexError(f"support.ids[{wrong[0]}] is {ids[wrong[0]]}; classes are 0 to {vocabulary - 1}")
+    outside = np.ones((count, vocabulary), bool)
+    outside[np.repeat(np.arange(count), sizes), ids] = False
+    return outside

@@ -4,7 +4,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
+    "DIFFERENTIABLE",
+    "LOG_PROB_STATS",
     "REDUCTIONS",
+    "ROW_STATS",
     "STAT_NAMES",
     "BackendInfo",
     "LinearCall",
@@ -12,15 +15,21 @@ __all__ = [
     "LossSpec",
     "QuantizedWeight",
     "Stats",
+    "Support",
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
-STAT_NAMES = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
+DIFFERENTIABLE = ("lse", "nll", "entropy")
+"""Statistics that carry gradients with reduction "none"."""
+ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")
+STAT_NAMES = (*ROW_STATS, "z_loss", "accuracy", "count")
+LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy")
+"""What the log-probability functions report beside their results, all of it per row."""
 
 
 @dataclass(frozen=True, eq=False)
 class LossSpec:
-    """The options that both functions share. `stats` keeps the order of `STAT_NAMES`."""
+    """The options that all functions share. `stats` keeps the order of `STAT_NAMES`."""
 
     reduction: str = "mean"
     ignore_index: int = -100
@@ -29,6 +38,10 @@ class LossSpec:
     softcap: float | None = None
     logit_scale: float = 1.0
     stats: tuple[str, ...] = ()
+    exact: bool = False
+    """Whether logits that the call computes must not be rounded below float32."""
+    accuracy_of_rows: bool = False
+    """Whether the accuracy is each row's, 1 or 0, rather than the share of rows."""
 
     def without_stats(self) -> "LossSpec":
         """Return the same without statistics."""
@@ -37,7 +50,11 @@ class LossSpec:
 
 @dataclass(frozen=True, eq=False)
 class LogitsCall:
-    """A validated call of `xent.cross_entropy`. `normalizer` is a float, a 0-d array or None."""
+    """A validated call on logits. `normalizer` is a float, a 0-d array or None.
+
+    `temperature`, of the target's shape (in MLX perhaps 0-d), divides the logits of each row after scale and softcap; a
+    temperature that is one number is in `loss.logit_scale` and `loss.softcap`.
+    """
 
     logits: Any
     target: Any
@@ -47,6 +64,8 @@ class LogitsCall:
     loss: LossSpec
     axis: int
     inplace: bool
+    temperature: Any = None
+    support: "Support | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +109,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """A validated call of `xent.linear_cross_entropy`. `workspace` is in bytes."""
+    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`."""
 
     input: Any
     linear_weight: Any
@@ -102,16 +121,45 @@ class LinearCall:
     loss: LossSpec
     shift: int
     workspace: int | None
+    temperature: Any = None
+    support: "Support | None" = None
+
+
+@dataclass(frozen=True, eq=False)
+class Support:
+    """The classes that each row may take: what a sampler with top-k, top-p or min-p left of the vocabulary.
+
+    Row i of the N rows of `target`, in row-major order, has the classes ``ids[offsets[i]:offsets[i + 1]]``. Sums over
+    the vocabulary are sums over these alone.
+
+    Parameters
+    ----------
+    ids : integer array (M,)
+        Classes in [0, V), each at most once in a row, in any order.
+    offsets : integer array (N + 1,)
+        Where each row begins; the last entry is M.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> support = xent.Support(ids=np.array([0, 2, 1]), offsets=np.array([0, 2, 3]))
+    >>> xent.log_probs(np.zeros((2, 3)), np.array([0, 1]), support=support).round(4)
+    array([-0.6931,  0.    ])
+    """
+
+    ids: Any
+    offsets: Any
 
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """What the call was asked to report beside the loss; a field that was not asked for is None.
+    """What the call was asked to report beside its results; a field that was not asked for is None.
 
-    No gradient, but for lse, nll and entropy with reduction "none" and MLX arrays.
+    With reduction "none" lse, nll and entropy carry gradients; nothing else does.
 
     Rows are the positions of `target`; a row whose target is `ignore_index` (or that `shift` leaves without a target)
-    is not counted and holds 0, or -1 for predictions. x are the logits after scale and softcap.
+    is not counted and holds 0, or -1 for predictions. x are the logits after scale, softcap and temperature. With a
+    support, classes are those of the row's support.
 
     Attributes
     ----------
@@ -123,11 +171,15 @@ class Stats:
         -sum_c p_c log p_c in nats, p = softmax(x).
     predictions : array, target's (index) shape, int64 (int32 in MLX)
         The class of the largest logit, the lowest index among equals.
+    log_sum_sq_probs : array, target's (index) shape, the loss's dtype
+        log sum_c p_c^2; minus the Renyi entropy of order 2.
+    mean_logit : array, target's (index) shape, the loss's dtype
+        The mean of x_c over classes.
     z_loss : 0-d array, the loss's dtype; target's (index) shape with reduction "none"
         The share of the returned loss that the z term makes, reduced as the loss is.
     accuracy : 0-d array, the loss's dtype
         The share of counted rows whose prediction is the target (the most probable class, for class probabilities),
-        in [0, 1]; 0 when no row counts.
+        in [0, 1]; 0 when no row counts. From the log-probability functions: of each row, 1 or 0, target's shape.
     count : 0-d array, int64 (int32 in MLX)
         How many rows count.
     """
@@ -136,6 +188,8 @@ class Stats:
     nll: Any = None
     entropy: Any = None
     predictions: Any = None
+    log_sum_sq_probs: Any = None
+    mean_logit: Any = None
     z_loss: Any = None
     accuracy: Any = None
     count: Any = None

@@ -20,7 +20,7 @@ from xent.core.arrays import (
 )
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
-__all__ = ["check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
+__all__ = ["check_number", "check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
 
 
 def logits_call(
@@ -147,16 +147,17 @@ def check_numbers(
     label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, normalizer: float | None
 ) -> None:
     """Raise TypeError or ValueError for an option that is not a number in its range."""
-    _check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
-    _check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
+    check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
+    check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
     if softcap is not None:
-        _check_number("softcap", softcap, "finite and > 0, or None", lambda value: 0 < value < math.inf)
-    _check_number("logit_scale", logit_scale, "finite", math.isfinite)
+        check_number("softcap", softcap, "finite and > 0, or None", lambda value: 0 < value < math.inf)
+    check_number("logit_scale", logit_scale, "finite", math.isfinite)
     if normalizer is not None:
-        _check_number("normalizer", normalizer, "finite and >= 0", lambda value: 0 <= value < math.inf)
+        check_number("normalizer", normalizer, "finite and >= 0", lambda value: 0 <= value < math.inf)
 
 
-def _check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
+def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
+    """Raise TypeError or ValueError for a value that is no number or that `holds` is not true of."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, {allowed}; got {describe(value)}")
     if not holds(value):

@@ -1,0 +1,218 @@
+"""Log-probabilities of chosen tokens, and the entropy: what a user reads, as `api` has the losses.
+
+To a backend they are a loss of each row (reduction "none") without options, negated, and its statistics.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from xent.core import validate
+from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
+from xent.core.dispatch import select
+from xent.core.sampling import sampled
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LinearCall, LogitsCall, Stats, Support
+
+__all__ = ["linear_log_probs", "log_probs"]
+
+_LOSS = {"reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0, "stats": ()}
+_ARRAYS = {"weight": None, "sample_weight": None, "normalizer": None}
+
+
+def log_probs(
+    logits: Any,
+    target: Any,
+    *,
+    temperature: Any = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    support: Support | None = None,
+    axis: int = -1,
+    entropy: bool = False,
+    stats: Collection[str] = (),
+    backend: str = "auto",
+) -> Any:
+    """Compute the log-probability of each target class, and the entropy of each row's distribution.
+
+    With the options at their defaults this is ``logits.float().log_softmax(-1).gather(-1, target[..., None])[..., 0]``,
+    in one pass. Backward computes the gradient from the logits and each row's norm.
+
+    For row i, class c, raw logits z, softcap k, scale s and temperature T::
+
+        x_ic = k * tanh(s * z_ic / k) / T_i   with softcap,   s * z_ic / T_i   without
+        lp_i = x_iy - lse_i        H_i = lse_i - sum_c p_ic x_ic        lse_i = log sum_c exp(x_ic)
+
+    and for upstream gradients u of lp and v of H::
+
+        dL/dx_ic = u_i ([c == y] - p_ic) - v_i p_ic (log p_ic + H_i)
+
+    Parameters
+    ----------
+    logits : array (..., V); float64, float32, bfloat16 or float16
+        Unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
+    target : integer array (...)
+        Class indices in [0, V) or ignore_index.
+    temperature : float > 0, or float array with the target's shape
+        Divides the logits of all rows, or of each, after scale and softcap. No gradient.
+    softcap, logit_scale, axis, backend
+        As in `xent.cross_entropy`.
+    ignore_index : int
+        Rows with this target have log-probability and entropy 0, and exactly 0 gradient.
+    support : Support, optional
+        The classes that each row may take; all sums over classes are over these. A target that is not among them has
+        log-probability -inf and no gradient from it.
+    entropy : bool
+        Whether to return the entropy of each row as well.
+    stats : collection of str
+        Names out of "lse", "predictions", "log_sum_sq_probs", "mean_logit" and "accuracy", all of each row: see
+        `xent.Stats`. "lse" carries gradients, the others do not.
+
+    Returns
+    -------
+    log_probs : array, the target's shape
+        float32, or float64 for float64 logits and for NumPy. With ``entropy``, a tuple (log_probs, entropy), both of
+        that shape and differentiable.
+    stats : Stats
+        Last in the tuple, only where ``stats`` names any.
+
+    Raises
+    ------
+    TypeError, ValueError
+        An argument of the wrong type, dtype, shape or range; a temperature that is not > 0.
+    IndexError
+        As in `xent.cross_entropy`; ids of a support outside [0, V) alike.
+    BackendError, RuntimeError, NotImplementedError
+        As in `xent.cross_entropy`.
+
+    References
+    ----------
+    The softmax and its temperature: Hinton et al. 2015, arXiv:1503.02531, section 2. The entropy's gradient follows
+    from its definition.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> logits = np.array([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
+    >>> log_probs, entropy = xent.log_probs(logits, np.array([0, 1]), temperature=0.5, entropy=True)
+    >>> log_probs.round(4), entropy.round(4)
+    (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
+    """
+    names = _names(stats, entropy)
+    _check_classes(target)
+    call = validate.logits_call(
+        logits,
+        target,
+        **_ARRAYS,
+        **_LOSS,
+        axis=axis,
+        inplace=False,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+    return _run(sampled(call, temperature, support, names), names, backend)
+
+
+def linear_log_probs(
+    input: Any,
+    linear_weight: Any,
+    target: Any,
+    *,
+    linear_bias: Any = None,
+    temperature: Any = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    support: Support | None = None,
+    shift: int = 0,
+    entropy: bool = False,
+    workspace: int | None = None,
+    stats: Collection[str] = (),
+    backend: str = "auto",
+) -> Any:
+    """Compute log-probabilities of targets from hidden states, without memory for the (tokens x vocabulary) logits.
+
+    This is ``log_probs(F.linear(input, linear_weight, linear_bias), target, ...)`` with logits in float32, whatever the
+    dtype of hidden states and classifier: forward adds them up tile by tile, backward computes them again chunk by
+    chunk. Results have the same bits whether or not a gradient or the entropy is asked for.
+
+    Parameters
+    ----------
+    input : array (..., D); float64, float32, bfloat16 or float16
+        Hidden states.
+    linear_weight, linear_bias, workspace
+        As in `xent.linear_cross_entropy`.
+    target : integer array (...)
+        Class indices in [0, V) or ignore_index.
+    shift : int >= 0
+        Row t has the target t + shift along the last sequence axis (axis -2 of input); entries of ``temperature`` and
+        rows of ``support`` go with the target. The last ``shift`` rows have no target and count as ignored.
+    temperature, softcap, logit_scale, ignore_index, support, entropy, stats, backend
+        As in `xent.log_probs`.
+
+    Returns
+    -------
+    log_probs, stats
+        As from `xent.log_probs`, of the shape ``input.shape[:-1]``.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError, BackendError, RuntimeError, NotImplementedError
+        As `xent.log_probs` does.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> hidden, classifier = np.eye(4)[None], 2 * np.eye(4)
+    >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
+    array([[-0.3408, -0.3408, -0.3408, -2.3408]])
+    """
+    names = _names(stats, entropy)
+    _check_classes(target)
+    call = validate.linear_call(
+        input,
+        linear_weight,
+        target,
+        **_ARRAYS,
+        **_LOSS,
+        linear_bias=linear_bias,
+        shift=shift,
+        workspace=workspace,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+    )
+    return _run(sampled(call, temperature, support, names), names, backend)
+
+
+def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
+    """Return the names of the statistics to ask a backend for, checked and in their order."""
+    if not isinstance(entropy, bool):
+        raise TypeError(f"entropy must be a bool, got {entropy!r}")
+    allowed = ", ".join(map(repr, LOG_PROB_STATS))
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise TypeError(f"stats must be a tuple, list or set of names out of {allowed}, got {stats!r}")
+    unknown = [name for name in stats if name not in LOG_PROB_STATS]
+    if unknown:
+        more = ": pass entropy=True" if unknown[0] == "entropy" else ""
+        raise ValueError(f"stats must be names out of {allowed}, got {unknown[0]!r}{more}")
+    return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
+
+
+def _check_classes(target: Any) -> None:
+    """Raise TypeError for class probabilities, which a loss would take."""
+    if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
+        return
+    raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
+
+
+def _run(call: LogitsCall | LinearCall, names: tuple[str, ...], backend: str) -> Any:
+    """Run the call, and return its results in the caller's order."""
+    loss, found = select(backend, call).run(call)
+    results = [0 - loss]
+    if "entropy" in names:
+        results.append(found.entropy)
+    asked = {name: getattr(found, name) for name in names if name != "entropy"}
+    if asked:
+        results.append(Stats(**asked))
+    return results[0] if len(results) == 1 else tuple(results)
