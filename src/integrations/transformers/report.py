@@ -11,11 +11,14 @@ from xent.integrations.transformers.replaced import trl_computes_with
 __all__ = ["explain"]
 
 _TRL = {
-    "xent": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, xent computes log-probabilities "
-    "from hidden states, without logits.",
-    "trl": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, kernels of TRL's compute "
-    "log-probabilities from hidden states, until you call xent.integrations.trl.patch().",
+    whose: f"Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, {words}."
+    for whose, words in {
+        "xent": "xent computes log-probabilities from hidden states, without logits",
+        "trl": "kernels of TRL's compute log-probabilities from hidden states, until you call "
+        "xent.integrations.trl.patch()",
+    }.items()
 }
+"""What is said of a model whose forward TRL replaced, by whose function that calls."""
 
 
 def explain(model: nn.Module) -> str:
