@@ -56,9 +56,10 @@ def _tempered(
     """Return the options, and the temperature of each row; None where one number holds for all.
 
     One number goes into the options:
-    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
+    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T. A 0-d MLX array, of which nobody knows
+    whether it is > 0, is a temperature of each row.
     """
-    if is_number or (framework == "mlx" and not temperature.shape and rows):
+    if is_number:
         if framework_of(temperature) is None and not is_tracing(framework):
             check_number(
                 "temperature", temperature, "finite and > 0, or an array of floats", lambda value: 0 < value < math.inf
@@ -67,7 +68,7 @@ def _tempered(
         return replace(spec, logit_scale=spec.logit_scale / temperature, softcap=cap), None
     if dtype_name(temperature) not in FLOAT_DTYPES:
         raise TypeError(f"temperature must be a number, or an array of floats; got {describe(temperature)}")
-    if tuple(temperature.shape) != rows:
+    if tuple(temperature.shape) not in ((rows, ()) if framework == "mlx" else (rows,)):
         raise ValueError(
             f"temperature must be a number or have the target's shape {rows}, one for each row; got "
             f"{tuple(temperature.shape)}"
