@@ -33,14 +33,16 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_wrong_gradient_fails(target: Target, function: str, dtype: str, mutation: str) -> None:
     for case in _some(target, function, dtype):
-        truth, made, plain = results_of_case(target.backend, target.harness, case)
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
         for name in truth:
             if name in case.results or (
                 mutation == "something in a zero row" and (np.abs(truth[name]).sum(-1) > 0).all()
             ):
                 continue
-            assert compare(name, made[name], truth[name], plain[name], case).passed
-            assert not compare(name, MUTATIONS[mutation](made[name]), truth[name], plain[name], case).passed
+            assert compare(name, made[name], truth[name], plain[name], case, sizes.get(name)).passed
+            assert not compare(
+                name, MUTATIONS[mutation](made[name]), truth[name], plain[name], case, sizes.get(name)
+            ).passed
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1.1, np.nan])
@@ -48,11 +50,11 @@ def test_wrong_gradient_fails(target: Target, function: str, dtype: str, mutatio
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_wrong_result_fails(target: Target, function: str, dtype: str, factor: float) -> None:
     for case in _some(target, function, dtype):
-        truth, made, plain = results_of_case(target.backend, target.harness, case)
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
         for name in case.results:
             infinite = np.isinf(made[name])
             wrong = np.where(infinite, made[name], factor * np.where(infinite, 0.0, made[name]))
-            assert not compare(name, wrong, truth[name], plain[name], case).passed
+            assert not compare(name, wrong, truth[name], plain[name], case, sizes.get(name)).passed
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
@@ -60,14 +62,18 @@ def test_wrong_result_fails(target: Target, function: str, dtype: str, factor: f
 def test_wrong_share_of_one_result_in_the_gradient_fails(target: Target, function: str, dtype: str) -> None:
     """Gradients are linear in what comes from above: a share is a gradient of which all others are missing."""
     for case in (case for case in _some(target, function, dtype) if case.stats):
-        truth, made, plain = results_of_case(target.backend, target.harness, case)
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
         for result in case.results:
             others = tuple(name for name in case.results if name != result)
             share, *_ = results_of_case(target.backend, target.harness, replace(case, missing=others))
             for name in truth.keys() - set(case.results):
                 for factor in (0.0, -1.0, 2.0, *([1.05] if dtype in ("float64", "float32") else [])):
                     wrong = made[name] + (factor - 1) * share[name]
-                    assert not compare(name, wrong, truth[name], plain[name], case).passed, (result, name, factor)
+                    assert not compare(name, wrong, truth[name], plain[name], case, sizes.get(name)).passed, (
+                        result,
+                        name,
+                        factor,
+                    )
 
 
 @pytest.mark.parametrize("case", [0, 1])
@@ -84,7 +90,7 @@ def test_what_is_infinite_must_be_so(case: int, place: str) -> None:
 def test_log_probability_of_rounded_logits_fails(target: Target, function: str) -> None:
     """In bfloat16 a logit of 4 is rounded by up to 0.016: far more than float32 logits of the same numbers."""
     case = Case(function, (40,), 67, "bfloat16", "", reduction="none", entropy=True)
-    truth, _, plain = results_of_case(target.backend, target.harness, case)
+    truth, _, plain, _ = results_of_case(target.backend, target.harness, case)
     for name in case.results:
         assert not compare(name, truth[name] * (1 + 2.0**-12), truth[name], plain[name], case).passed
 
@@ -107,9 +113,13 @@ def test_gradient_without_one_of_the_options_fails(
         for left_out in case.options.keys() - {"probabilities", "ignore_index"} | ({"shift"} if case.shift else set()):
             if left_out == "normalizer" and case.reduction != "mean":
                 continue
-            truth, made, plain = results_of_case(target.backend, target.harness, case)
+            truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
             for name in truth.keys() - set(case.results):
-                assert not compare(name, made[name], truth[name], plain[name], case).passed, (case, left_out, name)
+                assert not compare(name, made[name], truth[name], plain[name], case, sizes.get(name)).passed, (
+                    case,
+                    left_out,
+                    name,
+                )
             found.add(left_out)
     options = {"temperature", "logit_scale", "softcap", "support"}
     if function in FUNCTIONS:
