@@ -1,4 +1,4 @@
-"""What the examples of reinforcement learning share: numbers to sort, a small model that is to sort them, and a plot."""
+"""What the examples of reinforcement learning share: digits to sort, a small model for it, and a plot."""
 
 from pathlib import Path
 

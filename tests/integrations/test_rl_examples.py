@@ -1,4 +1,4 @@
-"""The examples of reinforcement learning and preference tuning, in short form: the reward rises, and the plot is there."""
+"""The examples of reinforcement learning and preference tuning, in short form: the reward rises, a plot is drawn."""
 
 import re
 import runpy

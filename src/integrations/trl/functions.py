@@ -7,6 +7,7 @@ a tie counts, which dtype comes back) is what it means here. TRL need not be ins
 from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import xent
@@ -47,7 +48,7 @@ class ChunkedLogProbFunction:
         hidden : tensor (N, D), float
             Hidden states.
         weight : tensor (V, D), float
-            The classifier.
+            The classifier. Outside of autocast it is converted to the dtype of `hidden`.
         bias : tensor (V,), float, or None
             Its bias.
         targets : integer tensor (N,)
@@ -95,9 +96,9 @@ class ChunkedLogProbFunction:
         stats = tuple(_STATS[name] for name in names if name in _STATS)
         made: Any = xent.linear_log_probs(
             hidden,
-            _lasting(weight),
+            _usable(weight, hidden),
             targets,
-            linear_bias=None if bias is None else _lasting(bias),
+            linear_bias=None if bias is None else _usable(bias, hidden),
             temperature=temperature,
             softcap=final_logit_softcapping,
             logit_scale=logit_scale,
@@ -157,9 +158,13 @@ def selective_log_softmax_and_entropy(
     return log_probs.float(), entropy.float()
 
 
-def _lasting(weight: Tensor) -> Tensor:
-    """Return the weight, or a view of it that backward still finds after DeepSpeed ZeRO-3 has taken the weight away.
+def _usable(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Return the weight in the dtype of the product, and in memory that backward still finds.
 
-    ZeRO-3 gathers a parameter for the call and gives it the memory of an empty tensor afterwards.
+    Outside of autocast a product has the dtype of the hidden states, as in TRL: with cast_lm_head_to_fp32 these are
+    float32, and the weight is not. DeepSpeed's ZeRO-3 gathers a parameter for the call alone and gives it the memory of
+    an empty tensor afterwards; a view keeps what was gathered.
     """
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
     return weight.view_as(weight) if hasattr(weight, "ds_id") else weight
