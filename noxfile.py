@@ -217,8 +217,9 @@ def tests_integrations(session: nox.Session) -> None:
 
     Liger-Kernel is interpreted by Triton where there is no GPU.
     """
-    install(session, "test", "parallel", "integrations", torch=True)
+    install(session, "test", "parallel", "integrations", "trl", torch=True)
     settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
+    settings["HF_HUB_OFFLINE"] = "1"  # models and data are made in the tests
     examples = "tests/packaging/test_examples.py"
     run_pytest(session, "tests/integrations", examples, **settings)
     if sys.platform == "linux" and not session.posargs:
