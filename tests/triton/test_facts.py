@@ -38,8 +38,8 @@ def check(options: Options, dtype: torch.dtype = torch.float32, shift: int = 0) 
     facts = plain.gather_facts(options, V, dtype, shift, narrow=narrow)
     job = TritonJob(options, V, dtype, shift, None, narrow)
     close = {"rtol": 1e-6, "atol": 0.0, "equal_nan": True}  # sums are in another order
-    if job.scratch is not None:
-        divisor, inverse, rest, counter = job.scratch
+    if job.facts.scratch is not None:
+        divisor, inverse, rest, counter = job.facts.scratch
         assert float(counter) == 0
         if facts.divisor is not None:
             torch.testing.assert_close(divisor, facts.divisor.float(), **close)
@@ -55,7 +55,7 @@ def check(options: Options, dtype: torch.dtype = torch.float32, shift: int = 0) 
                     facts.weight * inverse, facts.scale, **(close | {"rtol": 1e-3 if rest > 1e38 else 1e-6})
                 )
     if "count" in options.spec.stats:
-        assert int(job._counted) == int((~facts.ignored).sum())
+        assert int(job.facts.counted) == int((~facts.ignored).sum())
     if job.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
         order, number = job.partition(True)
         idle = facts.ignored if options.spec.stats else facts.weight == 0
@@ -254,7 +254,7 @@ def test_upstream(target: Target, layout: str, dtype: torch.dtype) -> None:
     grad, norm = torch.empty_like(logits), torch.zeros(3, 14, device=target.device)
     norm[1], norm[2] = V - 1, V
     job.gradient(logits, grad, norm)
-    classes = job.target.flatten()
+    classes = job.facts.target.flatten()
     expected = torch.full((14, V), 1 / V, device=target.device)
     expected[torch.arange(14, device=target.device), classes.clamp(min=0)] -= 1
     expected *= (upstream.reshape(14).float() * (classes >= 0))[:, None]
