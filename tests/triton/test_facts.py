@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.targets import Target
 from xent.backends.torch import facts as plain
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel, partition_kernel
 from xent.backends.triton.job import TritonJob
@@ -26,7 +27,7 @@ def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
     torch.manual_seed(0)
     classes = torch.randint(V, rows)
     classes.view(-1)[1::3] = -100
-    fields = {name: given.pop(name, None) for name in ("weight", "sample_weight", "normalizer")}
+    fields = {name: given.pop(name, None) for name in Options._fields[1:7]}
     fields |= {"target": given.pop("target", classes)}
     placed = {name: value.to(on.device) if isinstance(value, Tensor) else value for name, value in fields.items()}
     return Options(**placed, spec=LossSpec(**{"reduction": "mean", **given}), kernel="triton")
@@ -110,7 +111,7 @@ def test_float16_feels_no_size_of_weights(target: Target, size: float) -> None:
     options = make_options(target, (3, 5), sample_weight=torch.full((3, 5), size))
     found = check(options, torch.float16)
     if size < 1e30:
-        assert float(found.scratch[1]) * size == pytest.approx(1)
+        assert float(found.facts.scratch[1]) * size == pytest.approx(1)
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, 1e-20, 12345.0])
@@ -123,7 +124,7 @@ def test_normalizer(target: Target, number: float, dtype: torch.dtype, kind: tor
 
 def test_normalizer_on_the_cpu(target: Target) -> None:
     options = make_options(target, (3, 5))._replace(normalizer=torch.tensor(7.0))
-    assert float(check(options).scratch[0]) == 7
+    assert float(check(options).facts.scratch[0]) == 7
 
 
 def test_normalizer_divides_no_sum(target: Target) -> None:
@@ -151,7 +152,7 @@ def test_ignore_index(target: Target, ignore_index: int, dtype: torch.dtype) -> 
     if torch.iinfo(dtype).min <= ignore_index <= torch.iinfo(dtype).max:
         classes[1:, ::2] = ignore_index
     options = make_options(target, (3, 5), target=classes.to(dtype), ignore_index=ignore_index, stats=("count",))
-    assert int(check(options)._counted) == int((classes != ignore_index).sum())
+    assert int(check(options).facts.counted) == int((classes != ignore_index).sum())
 
 
 def test_any_strides(target: Target) -> None:
@@ -159,7 +160,7 @@ def test_any_strides(target: Target) -> None:
     expected = check(make_options(target, (3, 5), target=classes, sample_weight=sample, weight=weight[:, 0]))
     given = {"target": classes.t().contiguous().t(), "sample_weight": sample.repeat_interleave(2, 1)[:, ::2]}
     found = check(make_options(target, (3, 5), weight=weight[:, 0].contiguous(), **given))
-    assert torch.equal(found.scratch, expected.scratch)
+    assert torch.equal(found.facts.scratch, expected.facts.scratch)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -185,7 +186,7 @@ def test_targets_out_of_range(target: Target, wrong: int, weighted: bool, monkey
             TritonJob(options, V, torch.float32, 0, None, False)
         monkeypatch.setattr(plain, "looks_at_targets", lambda device: False)  # as on a GPU
     for dtype in (torch.float32, torch.float16):
-        assert check(options, dtype).scratch.isfinite().all()
+        assert check(options, dtype).facts.scratch.isfinite().all()
 
 
 def rows_of_facts(on: Target, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,11 +250,11 @@ def test_upstream(target: Target, layout: str, dtype: torch.dtype) -> None:
     """Of rows' losses; the gradient of logits that are all 0 shows it."""
     torch.manual_seed(1)
     upstream = UPSTREAMS[layout](torch.randn(2, 7, device=target.device))
-    job = TritonJob(make_options(target, (2, 7), reduction="none"), V, dtype, 0, upstream, False)
+    job = TritonJob(make_options(target, (2, 7), reduction="none"), V, dtype, 0, Upstream(upstream), False)
     logits = torch.zeros(2, 7, V, dtype=dtype, device=target.device)
     grad, norm = torch.empty_like(logits), torch.zeros(3, 14, device=target.device)
     norm[1], norm[2] = V - 1, V
-    job.gradient(logits, grad, norm)
+    job.gradient(logits, grad, norm, None)
     classes = job.facts.target.flatten()
     expected = torch.full((14, V), 1 / V, device=target.device)
     expected[torch.arange(14, device=target.device), classes.clamp(min=0)] -= 1

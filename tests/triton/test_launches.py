@@ -11,6 +11,7 @@ import xent
 from tests.targets import Target
 from tests.triton.noted import Launches, note_launches
 from xent.backends.torch import linear as linear_driver
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.triton import job  # noqa: F401  whose launches are noted
@@ -125,7 +126,7 @@ def test_ignored_rows_are_neither_computed_nor_multiplied(
 ) -> None:
     _, hidden, weight, classes = draw(target)
     classes[:ignored] = -100
-    options = Options(classes, None, None, None, LossSpec("mean"), target.name)
+    options = Options(classes, None, None, None, None, None, None, LossSpec("mean"), target.name)
     linear = Linear(hidden.detach(), weight.detach(), None, 0, 2 * V * 4, torch.float32, (True, True, False))
     with FlopCounterMode(display=False) as counter:
         linear_driver.forward(linear, options)
@@ -146,13 +147,13 @@ def test_products_are_as_many_as_asked_for(
     target: Target, launches: Launches, needs: tuple[bool, bool, bool], products: int, reduction: str
 ) -> None:
     _, hidden, weight, classes = draw(target)
-    options = Options(classes, None, None, None, LossSpec(reduction), target.name)
+    options = Options(classes, None, None, None, None, None, None, LossSpec(reduction), target.name)
     bias = torch.zeros(V, device=target.device)
     linear = Linear(hidden.detach(), weight.detach(), bias, 0, None, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:
         made = linear_driver.forward(linear, options)[2]
         if reduction == "none":
-            made = linear_driver.backward(torch.ones(ROWS, device=target.device), linear, options)
+            made = linear_driver.backward(Upstream(torch.ones(ROWS, device=target.device)), linear, options)
     assert counter.get_total_flops() == (products + (reduction == "none")) * PRODUCT
     assert [grad.numel() > 0 for grad in made] == list(needs)
 

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from xent.backends.torch import private
 from xent.backends.torch.logits import makes_gradient_first
-from xent.backends.torch.options import TENSORS, reduction_of
+from xent.backends.torch.options import ARGUMENTS, TENSORS, reduction_of
 
 __all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy", "asks_for_gradient"]
-
-_OPTIONS = 11  # arguments of `SCHEMA`
 
 
 def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
@@ -56,7 +54,7 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Any, *_: Any) -> Any:
-        rest = (None,) * (1 + _OPTIONS)
+        rest = (None,) * (1 + ARGUMENTS)
         if _differentiated(kept_upstream):
             return _refused(kept_upstream, kept_upstream), *rest
         if upstream is None:
@@ -65,7 +63,8 @@ class CrossEntropy(torch.autograd.Function):
             return _scaled(ctx, ctx.saved_tensors[0], upstream, None), *rest
         logits, norm, *tensors = ctx.saved_tensors
         operation = torch.ops.xent.cross_entropy_backward
-        return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
+        args = (logits, norm, None, upstream, None, None, None)
+        return _first_order(operation, *args, *tensors, *ctx.constants), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -88,17 +87,17 @@ class CrossEntropyInplace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * _OPTIONS
+        rest = (None,) * ARGUMENTS
         if upstream is None:
             return None, *rest
         if ctx.is_made:
             return _first_order(_scaled, ctx, ctx.saved_tensors[0], upstream, None), *rest
         logits, norm, *tensors = ctx.saved_tensors
-        args = (norm, *tensors, *ctx.constants)
+        args = (norm, None, upstream, None, None, None, *tensors, *ctx.constants)
         if _memory_is_needed(upstream):
-            return _first_order(torch.ops.xent.cross_entropy_backward, upstream, logits, *args), *rest
+            return _first_order(torch.ops.xent.cross_entropy_backward, logits, *args), *rest
         memory = logits.detach()
-        torch.ops.xent.cross_entropy_backward_(upstream, memory, *args)
+        torch.ops.xent.cross_entropy_backward_(memory, *args)
         return memory, *rest
 
 
@@ -129,7 +128,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
-        rest = (None,) * (4 + _OPTIONS)
+        rest = (None,) * (4 + ARGUMENTS)
         if _differentiated(*more):
             return *(
                 None if grad is None else _refused(grad, grad).to(dtype)
@@ -140,7 +139,8 @@ class LinearCrossEntropy(torch.autograd.Function):
         if ctx.reduction == "none":
             tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
-            gradients = _first_order(operation, upstream, *tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
+            args = (*tensors[:3], *ctx.linear, upstream, None, None, None, *tensors[3:], *ctx.constants)
+            gradients = _first_order(operation, *args)
         else:
             deferred, *kept = ctx.saved_tensors
             gradients = [

@@ -28,7 +28,7 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of (..., V) logits."""
     if needs_grad:
-        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options[:4])
+        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
         return loss, stats
     loss, stats = _on(logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
@@ -56,7 +56,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool, *tensors: Any) -> Any:
-        ctx.rest, ctx.kernel, ctx.inplace = options[4:], options.kernel, inplace
+        ctx.rest, ctx.kernel, ctx.inplace = options[-2:], options.kernel, inplace
         ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
             grad = logits if inplace else gradient_like(logits)
@@ -76,7 +76,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 6
+        rest = (None,) * 9
         if upstream is None:
             return None, *rest
         if ctx.is_made:
@@ -88,12 +88,13 @@ class _CrossEntropy(torch.autograd.Function):
         def gradient() -> Tensor:
             if _is_simple(upstream):
                 reuse = ctx.inplace and not private.keeps_graph()
-                args = (upstream, logits.detach(), norm, options, reuse)
+                args = (jobs.Upstream(upstream), logits.detach(), norm, None, options, reuse)
                 made: Tensor = _on(logits, logits_driver.backward, *args)
                 if reuse:
                     torch.autograd.graph.increment_version(logits)
             else:
-                made = torch.ops.xent.cross_entropy_backward(upstream, logits.detach(), norm, *pack(options))
+                args = (logits.detach(), norm, None, upstream, None, None, None)
+                made = torch.ops.xent.cross_entropy_backward(*args, *pack(options))
             return made
 
         return _once(anchor, gradient), *rest
@@ -105,12 +106,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
         loss, deferred, made, stats = _on(source, linear_driver.forward, linear, options)
-        ctx.rest, ctx.kernel, ctx.is_made = options[4:], options.kernel, options.spec.reduction != "none"
+        ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
         ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
         if not ctx.is_made:
             ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-            ctx.save_for_backward(anchor := loss.new_empty(0), source, weight, bias, *_tensors(options[:4]))
+            ctx.save_for_backward(anchor := loss.new_empty(0), source, weight, bias, *_tensors(options.tensors))
         else:
             ctx.save_for_backward(anchor := loss.new_empty(0), deferred, *made)
         if stats:
@@ -128,10 +129,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if _is_simple(upstream):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
-                    made = _on(source, linear_driver.backward, upstream, linear, options)
+                    made = _on(source, linear_driver.backward, jobs.Upstream(upstream), linear, options)
             else:
-                args = (source, weight, bias, ctx.needs, shift, workspace, compute)
-                made = torch.ops.xent.linear_cross_entropy_backward(upstream, *args, *pack(options))
+                args = (source, weight, bias, ctx.needs, shift, workspace, compute, upstream, None, None, None)
+                made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
         else:
             anchor, deferred, *kept = ctx.saved_tensors
             made = [
@@ -150,8 +151,9 @@ def _tensors(values: Any) -> tuple[Tensor | None, ...]:
 
 
 def _restored(ctx: Any, tensors: Any) -> Options:
-    target, weight, sample_weight, normalizer = tensors
-    return Options(target, weight, sample_weight, normalizer if ctx.number is None else ctx.number, *ctx.rest)
+    target, weight, sample_weight, normalizer, *sampling = tensors
+    number = normalizer if ctx.number is None else ctx.number
+    return Options(target, weight, sample_weight, number, *sampling, *ctx.rest)
 
 
 def _is_simple(upstream: Tensor) -> bool:

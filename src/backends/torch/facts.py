@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
 from xent.core.spec import LossSpec
@@ -86,13 +87,13 @@ def gather_facts(
     vocabulary: int,
     dtype: torch.dtype,
     shift: int = 0,
-    upstream: Tensor | None = None,
+    upstream: Upstream | None = None,
     narrow: bool = False,
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
-    Row t takes target and sample weight of t + `shift` along the last axis of the target. `upstream` is the gradient of
-    the rows' losses, or of the reduced loss. `narrow`: gradients are kept in float16's range.
+    Row t takes target and sample weight of t + `shift` along the last axis of the target. `narrow`: gradients are
+    kept in float16's range.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
@@ -140,8 +141,8 @@ def gather_facts(
             scale, deferred = weight / size, inverse * size
         else:
             scale = weight * inverse
-    if upstream is not None:
-        scale = scale * upstream.to(acc).flatten()
+    if upstream is not None and upstream.loss is not None:
+        scale = scale * upstream.loss.to(acc).flatten()
     class_weight = None if options.weight is None else options.weight.to(acc)
     return Facts(
         spec=spec,

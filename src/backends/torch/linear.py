@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.gradients import Gradients, no_gradients
-from xent.backends.torch.job import Job, start
+from xent.backends.torch.job import Job, Upstream, start
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.schedule import Schedule
@@ -29,8 +29,8 @@ def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, li
     return loss, job.deferred, made, stats
 
 
-def backward(upstream: Tensor, linear: Linear, options: Options) -> list[Tensor]:
-    """Return the gradients for `upstream`, that of the rows' losses, from logits made again chunk by chunk."""
+def backward(upstream: Upstream, linear: Linear, options: Options) -> list[Tensor]:
+    """Return the gradients for `upstream`, from logits made again chunk by chunk."""
     quiet = options._replace(spec=options.spec.without_stats())
     job = start(quiet, len(linear.weight), linear.compute, linear.shift, upstream)
     return _in_chunks(linear, job, True)

@@ -88,6 +88,8 @@ class _Block:
         x, results, rows = self._activations(), self.results, self.rows
         needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
         peak = x.amax(-1) if needs_lse or results.z_term is not None else None
+        if results.mean_logit is not None:
+            results.mean_logit[rows] = row_sum(x) / x.shape[1]
         self._log_softmax(x)
         lse = None
         if peak is not None:
@@ -98,8 +100,10 @@ class _Block:
             if results.lse is not None:
                 results.lse[rows] = lse
         share, total = self._losses(lse)
-        if self.grad is not None or results.entropy is not None:
+        if self.grad is not None or results.entropy is not None or results.log_sum_sq_probs is not None:
             self.work.exp_()
+        if results.log_sum_sq_probs is not None:
+            results.log_sum_sq_probs[rows] = row_sum(self.work.square()).log()
         if results.entropy is not None:
             results.entropy[rows] = row_sum(torch.special.entr(self.work))
         if self.grad is not None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts, gather_facts
-from xent.backends.torch.job import STARTERS, Taken
+from xent.backends.torch.job import STARTERS, Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain import PlainPass
@@ -41,7 +41,7 @@ class PlainJob:
     """What takes blocks of rows; a device's own kernels in a subclass."""
 
     def __init__(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.spec = options.spec
         self._facts = self._ordered = gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
@@ -81,7 +81,7 @@ class PlainJob:
         for start, block, out in logit_blocks(logits, grad):
             run.forward(block, start, out)
 
-    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
         """Write the gradient of all rows of (..., V) logits, from their norm."""
         run = self.row_pass(self._facts, Results(loss=self._facts.weight, norm=norm))
         for start, block, out in logit_blocks(logits, grad):

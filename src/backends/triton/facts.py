@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import check_targets, divisor_of
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel
 from xent.backends.triton.launch import launch, next_power_of_2
@@ -23,7 +24,7 @@ _LARGEST_SOFTCAP = 256
 class Facts:
     """The options of N rows."""
 
-    def __init__(self, options: Options, vocabulary: int, shift: int, upstream: Tensor | None, narrow: bool) -> None:
+    def __init__(self, options: Options, vocabulary: int, shift: int, upstream: Upstream | None, narrow: bool) -> None:
         self.spec = spec = options.spec
         self.vocabulary, self.shift = vocabulary, shift
         target = options.target
@@ -39,7 +40,7 @@ class Facts:
         self.sample_weight = None if weight is None else weight.contiguous()
         self.class_weight = None if options.weight is None else options.weight.float().contiguous()
         self.total_weight = None if self.class_weight is None else self.class_weight.sum()
-        self.upstream = None if upstream is None else upstream.reshape(-1)
+        self.upstream = None if upstream is None or upstream.loss is None else upstream.loss.reshape(-1)
         self.mean = spec.reduction == "mean" or narrow
         names = spec.stats
         self.all_rows = bool(names)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.job import STARTERS, Taken
+from xent.backends.torch.job import STARTERS, Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.schedule import Part
@@ -26,7 +26,7 @@ class TritonJob:
     """See `xent.backends.torch.job.Job`."""
 
     def __init__(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.facts = facts = Facts(options, vocabulary, shift, upstream, narrow)
         self.results = Results(facts)
@@ -84,7 +84,7 @@ class TritonJob:
         else:
             launch_rows(self.facts, self.results, block, norm)
 
-    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
         """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
         if self.facts.probabilities is not None or norm is None:
             self.logits(logits, grad, None)
