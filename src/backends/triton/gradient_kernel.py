@@ -5,7 +5,8 @@ import triton.language as tl
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exponent, is_exact
 from xent.backends.triton.row_algebra import coefficients, log_total, position, row_facts
-from xent.backends.triton.rows_kernel import fetch, gradient_block, store, target_gradient
+from xent.backends.triton.row_gradient import gradient_block, target_gradient
+from xent.backends.triton.row_memory import fetch, store
 
 __all__ = ["gradient_kernel"]
 

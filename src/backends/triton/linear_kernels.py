@@ -4,7 +4,7 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.row_algebra import row_facts
-from xent.backends.triton.rows_kernel import reduce_rows
+from xent.backends.triton.row_results import reduce_rows
 
 __all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, order, slope, times
 from xent.backends.triton.row_algebra import position, row_facts
+from xent.backends.triton.row_results import store_nothing
 
 __all__ = ["probabilities_kernel"]
 
@@ -96,18 +97,7 @@ def probabilities_kernel(
     if (ignored if ALL_ROWS else dead) != 0:
         if loss is not None:
             tl.store(loss + row, 0.0)
-        if lse is not None:
-            tl.store(lse + row, 0.0)
-        if nll is not None:
-            tl.store(nll + row, 0.0)
-        if entropy is not None:
-            tl.store(entropy + row, 0.0)
-        if predictions is not None:
-            tl.store(predictions + row, -1)
-        if hits is not None:
-            tl.store(hits + row, 0.0)
-        if z_term is not None:
-            tl.store(z_term + row, 0.0)
+        store_nothing(row, lse, nll, entropy, predictions, hits, z_term)
         if grad is not None:
             place = grad + position(here, grad_inner, grad_outer, grad_row, GROUPED)
             for first in range(0, vocabulary, BLOCK):
