@@ -21,6 +21,7 @@ from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.ops import NO_SECOND, undisturbed
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import gradient_like
+from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -67,34 +68,37 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             norm = new_norm(logits)
             loss, stats = _on(logits, logits_driver.forward, logits.detach(), None, norm, options)
-            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, *_tensors(tensors))
+            entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
+            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(tensors))
             ctx.number = None if isinstance(tensors[3], Tensor) else tensors[3]
         if stats:
-            ctx.mark_non_differentiable(*stats)
+            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
         ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
         rest = (None,) * 9
-        if upstream is None:
+        upstream = _upstream(ctx, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
             anchor, kept = ctx.saved_tensors
-            return _once(anchor, lambda: _scaled(ctx.kernel, kept, upstream, None)), *rest
-        anchor, logits, norm, *tensors = ctx.saved_tensors
+            return _once(anchor, lambda: _scaled(ctx.kernel, kept, of_loss, None)), *rest
+        anchor, logits, norm, entropy, *tensors = ctx.saved_tensors
+        entropy = None if upstream.entropy is None else entropy
         options = _restored(ctx, tensors)
 
         def gradient() -> Tensor:
-            if _is_simple(upstream):
+            if all(map(_is_simple, upstream)):
                 reuse = ctx.inplace and not private.keeps_graph()
-                args = (jobs.Upstream(upstream), logits.detach(), norm, None, options, reuse)
+                args = (upstream, logits.detach(), norm, entropy, options, reuse)
                 made: Tensor = _on(logits, logits_driver.backward, *args)
                 if reuse:
                     torch.autograd.graph.increment_version(logits)
             else:
-                args = (logits.detach(), norm, None, upstream, None, None, None)
-                made = torch.ops.xent.cross_entropy_backward(*args, *pack(options))
+                operation = torch.ops.xent.cross_entropy_backward
+                made = operation(logits.detach(), norm, entropy, *upstream, *pack(options))
             return made
 
         return _once(anchor, gradient), *rest
@@ -115,28 +119,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         else:
             ctx.save_for_backward(anchor := loss.new_empty(0), deferred, *made)
         if stats:
-            ctx.mark_non_differentiable(*stats)
+            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
         ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if upstream is None:
+    def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
+        upstream = _upstream(ctx, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return (None,) * 5
         if not ctx.is_made:
             anchor, source, weight, bias, *tensors = ctx.saved_tensors
             options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
-            if _is_simple(upstream):
+            if all(map(_is_simple, upstream)):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
-                    made = _on(source, linear_driver.backward, jobs.Upstream(upstream), linear, options)
+                    made = _on(source, linear_driver.backward, upstream, linear, options)
             else:
-                args = (source, weight, bias, ctx.needs, shift, workspace, compute, upstream, None, None, None)
+                args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
                 made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
         else:
             anchor, deferred, *kept = ctx.saved_tensors
             made = [
-                _scaled(ctx.kernel, grad, upstream, deferred) if need else None
+                _scaled(ctx.kernel, grad, of_loss, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         grads = [
@@ -156,9 +161,14 @@ def _restored(ctx: Any, tensors: Any) -> Options:
     return Options(target, weight, sample_weight, number, *sampling, *ctx.rest)
 
 
-def _is_simple(upstream: Tensor) -> bool:
+def _upstream(ctx: Any, of_loss: Tensor | None, of_stats: Any) -> jobs.Upstream:
+    spec = ctx.rest[0]
+    return upstream_of(spec.reduction, spec.stats, of_loss, of_stats)
+
+
+def _is_simple(upstream: Tensor | None) -> bool:
     """Whether an upstream gradient is what its memory says: no batch, no fake, no negated view, and nothing watches."""
-    return (
+    return upstream is None or (
         type(upstream) in private.PLAIN_TYPES
         and not private.is_watched()
         and not private.is_batched_gradient(upstream)
@@ -166,7 +176,7 @@ def _is_simple(upstream: Tensor) -> bool:
     )
 
 
-def _scaled(kernel: str, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
+def _scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless it is needed again."""
     if _is_simple(upstream):
         inplace = not (torch.is_grad_enabled() or private.keeps_graph())

@@ -5,7 +5,7 @@ is a job's: a backend registers what starts one (`STARTERS`).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,12 @@ class Upstream(NamedTuple):
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None
+
+    @staticmethod
+    def of(names: tuple[str, ...], loss: Tensor | None, stats: Any) -> "Upstream":
+        """Return the gradients of a loss and of the statistics of these names."""
+        given = {name: grad for name, grad in zip(names, stats, strict=True) if grad is not None}
+        return Upstream(loss, **given)
 
 
 class Job(Protocol):

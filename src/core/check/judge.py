@@ -1,9 +1,10 @@
 """Whether results and gradients are right: against the float64 reference, by the framework's own rounding error.
 
 The reference computes from the very numbers that the backend sees, rounded to the case's dtype. A gradient is judged
-row by row, relative to the row: its worst error may be 1.5 times the worst that the framework's unfused computation
-makes on the same inputs, plus two units in the last place. Rows whose gradient is exactly zero must be exactly zero. A
-zero, negated, doubled or row-shifted gradient is far beyond that in every dtype.
+row by row, relative to the row, or to all that the results contribute to it where there are several: its worst error
+may be 1.5 times the worst that the framework's unfused computation makes on the same inputs, plus two units in the last
+place. Rows whose gradient is exactly zero must be exactly zero. A zero, negated, doubled or row-shifted gradient is far
+beyond that in every dtype.
 
 A few rows may be rounded well by chance, on one processor and not on another. So where one draw of the inputs is not
 within its bound, the worst errors of both over several draws decide.
@@ -11,6 +12,7 @@ within its bound, the worst errors of both over several draws decide.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,8 +57,8 @@ def judge_case(
 def _judge_draw(
     backend: Backend, harness: Harness[Any], case: Case, seed: int, workspace: int | None
 ) -> list[Comparison]:
-    truth, made, plain = results_of_case(backend, harness, case, seed, workspace)
-    return [compare(name, made[name], truth[name], plain[name], case) for name in truth]
+    truth, made, plain, sizes = results_of_case(backend, harness, case, seed, workspace)
+    return [compare(name, made[name], truth[name], plain[name], case, sizes.get(name)) for name in truth]
 
 
 def _worst_of(draws: Sequence[Comparison]) -> Comparison:
@@ -64,13 +66,16 @@ def _worst_of(draws: Sequence[Comparison]) -> Comparison:
     return Comparison(draws[0].output, float(np.max(errors)), float(np.max(bounds)))
 
 
-def compare(output: str, made: Any, truth: Any, plain: Any, case: Case) -> Comparison:
-    """Compare one output with the truth, bounded by the error of the plain computation."""
+def compare(output: str, made: Any, truth: Any, plain: Any, case: Case, sizes: Any = None) -> Comparison:
+    """Compare one output with the truth, bounded by the error of the plain computation.
+
+    `sizes`: what errors of a gradient's rows are relative to; the norm of each row where None.
+    """
     dtype = case.dtype
     is_result = output.removesuffix(ALONE) in case.results
     if is_result and case.function != "linear_cross_entropy" and dtype != "float64":
         dtype = "float32"
-    worst = _worst_result if is_result else _worst_row
+    worst = _worst_result if is_result else partial(_worst_row, sizes)
     bound = _SLACK * worst(plain, truth) + _UNITS_ALLOWED[dtype] * _UNITS[dtype]
     return Comparison(output, worst(made, truth) if made.shape == truth.shape else np.inf, bound)
 
@@ -84,11 +89,11 @@ def _worst_result(values: Any, truth: Any) -> float:
     return float(np.abs(values - truth).max(initial=0) / max(np.abs(truth).max(initial=0), 1e-30))
 
 
-def _worst_row(values: Any, truth: Any) -> float:
-    """Return the worst error of the gradient of any row, relative to the row."""
+def _worst_row(sizes: Any, values: Any, truth: Any) -> float:
+    """Return the worst error of the gradient of any row, relative to the row's size."""
     if not truth.size:
         return 0.0
     error = np.linalg.norm(np.atleast_2d(values - truth), axis=-1)
-    size = np.linalg.norm(np.atleast_2d(truth), axis=-1)
+    size = np.linalg.norm(np.atleast_2d(truth), axis=-1) if sizes is None else sizes
     relative = np.where(size > 0, error / np.where(size > 0, size, 1.0), np.where(error > 0, np.inf, error))
     return float(relative.max())

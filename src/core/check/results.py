@@ -74,8 +74,12 @@ def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall
 
 def results_of_case(
     backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
-) -> tuple[Results, Results, Results]:
-    """Return results and gradients of the reference, of the backend, and of the framework's unfused computation."""
+) -> tuple[Results, Results, Results, Results]:
+    """Return results and gradients of the reference, of the backend, and of the framework's unfused computation.
+
+    Last, the size of each row of the gradients: the sum of the norms of what each result contributes to the row.
+    Contributions may cancel, which leaves an error that is small beside them and large beside their sum.
+    """
     case = replace(case, workspace=case.workspace if workspace is None else workspace)
     run = _Run.drawn(harness, case, seed)
 
@@ -83,14 +87,14 @@ def results_of_case(
         named = dict(zip(run.inputs.differentiable, arrays, strict=True))
         return run.in_order(function_of(case.function)(**named, **run.options, **case.keywords, backend=backend.name))
 
-    truth = _reference(run)
+    truth, sizes = _reference(run)
     made = run.named(harness.gradients(fused, run.arrays, run.upstream))
     plain = run.named(_exact(run) if case.function == "linear_log_probs" else _unfused(run))
     if case.alone:
         for name, array in zip(case.results, fused(*run.arrays), strict=True):
             made[name + ALONE] = harness.numpy(array)
             truth[name + ALONE], plain[name + ALONE] = truth[name], plain[name]
-    return truth, made, plain
+    return truth, made, plain, sizes
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,24 +136,31 @@ class _Run:
         return dict(zip(names, map(self.harness.numpy, (*results, *gradients)), strict=True))
 
 
-def _reference(run: _Run) -> Results:
-    """Compute from the very numbers that the backend sees, rounded to the case's dtype."""
+def _reference(run: _Run) -> tuple[Results, Results]:
+    """Compute from the very numbers that the backend sees, rounded to the case's dtype; and the sizes of rows."""
     case, numpy = run.case, run.harness.numpy
     arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
     options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
     call = call_of(case, arrays, options)
     loss, stats = BACKEND.run(call)
-    is_loss = case.function in LOSSES
-    results = [loss if is_loss else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
-    first, *others = (0.0 if values is None else numpy(values) for values in run.upstream)
-    upstream = np.broadcast_to(first if is_loss else 0 - first, np.shape(loss))
-    named = {name: np.broadcast_to(values, loss.shape) for name, values in zip(case.results[1:], others, strict=True)}
-    if isinstance(call, LogitsCall):
-        gradients: Any = [cross_entropy_gradient(call, upstream, **named)]
-    else:
-        gradients = linear_cross_entropy_gradients(call, upstream, **named)
+    sign = 1 if case.function in LOSSES else -1
+    results = [loss if sign > 0 else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
     found = dict(zip(case.results, map(np.asarray, results), strict=True))
-    return found | dict(zip(arrays, gradients, strict=False))
+    given = {name: numpy(grad) for name, grad in zip(case.results, run.upstream, strict=True) if grad is not None}
+    sizes: Results = {}
+    for result, grad in given.items():
+        first = sign * grad if result == case.results[0] else np.zeros(np.shape(loss))
+        others = {} if result == case.results[0] else {result: grad}
+        for name, share in zip(arrays, _gradients(call, first, others), strict=False):
+            found[name] = found.get(name, 0.0) + share
+            sizes[name] = sizes.get(name, 0.0) + np.linalg.norm(np.atleast_2d(share), axis=-1)
+    return found, sizes
+
+
+def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results) -> tuple[Any, ...]:
+    if isinstance(call, LogitsCall):
+        return (cross_entropy_gradient(call, upstream, **others),)
+    return linear_cross_entropy_gradients(call, upstream, **others)
 
 
 def _as_numpy(harness: Harness[Any], value: Any) -> Any:
