@@ -69,17 +69,17 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_statistics_of_rows_are_the_references(target: Target, function: str, name: str) -> None:
+def test_statistics_of_rows_are_the_references(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
     options = ASKED[name]
-    *found, stats = call(target, function, entropy=True, stats=LOG_PROB_STATS, **options)
-    x, w, _ = map(wide, arrays())
+    *found, stats = call(target, function, dtype, entropy=True, stats=LOG_PROB_STATS, **options)
     given = {key: wide(value) if isinstance(value, mx.array) else value for key, value in options.items()}
     if "support" in given:
         given["support"] = SUPPORT
     if np.shape(given.get("temperature")) == ():
         given["temperature"] = float(given.get("temperature", 1.0))
-    source = (x, w) if function == "linear_log_probs" else (wide(call_logits()),)
+    source = map(wide, arrays(dtype)[:2] if function == "linear_log_probs" else [call_logits(dtype)])
     *expected, truth = getattr(xent, function)(*source, Y, entropy=True, stats=LOG_PROB_STATS, **given)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.array(one), other, rtol=2e-6, atol=2e-6)
@@ -89,8 +89,8 @@ def test_statistics_of_rows_are_the_references(target: Target, function: str, na
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6, err_msg=stat)
 
 
-def call_logits() -> mx.array:
-    x, w, _ = arrays()
+def call_logits(dtype: mx.Dtype = mx.float32) -> mx.array:
+    x, w, _ = arrays(dtype)
     return x @ w.T
 
 

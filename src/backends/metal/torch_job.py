@@ -48,7 +48,7 @@ class MetalPass:
             return None if values is None else values[part]
 
         results = RowResults(
-            found.loss[part], norm, some(found.nll), some(found.entropy), some(found.predictions), grad
+            found.loss[part], norm, some(found.nll), some(found.entropy), some(found.predictions), grad=grad
         )
         try:
             tensors.forward(logits, self._rows(part, target_logits), results, self._skips_dead)
@@ -65,7 +65,7 @@ class MetalPass:
             return
         part = slice(start, start + len(logits))
         try:
-            tensors.backward(logits, self._rows(part, target_logits), self.results.norm[:, part], grad)
+            tensors.backward(logits, self._rows(part, target_logits), self.results.norm[:, part], None, grad)
         except KernelError as error:
             warn_once(error, "PyTorch")
             PlainPass(self.facts, self.results).backward(logits, start, grad, target_logits)
@@ -96,6 +96,7 @@ class MetalPass:
             probabilities=probabilities,
             class_weight=self._class_weight,
             total_weight=None if self._class_weight is None else facts.class_weight_total,
+            bend=None,
             weight=facts.weight[part],
             scale=facts.scale[part],
             dead=self._dead[part],
