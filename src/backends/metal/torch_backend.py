@@ -40,7 +40,12 @@ class MetalTorchBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which Metal does not have."""
-        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        if reason is not None:
+            return reason
+        if call.loss.exact:
+            return "log-probabilities are not there yet, which backend 'torch' serves"
+        return None
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.metal import torch_machine
@@ -50,8 +55,6 @@ class MetalTorchBackend:
             return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
-        if call.loss.exact:
-            return "log-probabilities are not there yet, which backend 'torch' serves"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
