@@ -42,7 +42,12 @@ class MetalTorchBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which Metal does not have."""
-        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        if reason is not None:
+            return reason
+        if call.loss.exact:
+            return "log-probabilities are not there yet, which backend 'torch' serves"
+        return None
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.metal import torch_machine

@@ -47,7 +47,14 @@ class TritonBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which these kernels would round to float32."""
-        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        if reason is not None:
+            return reason
+        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
+        if call.loss.exact or lacking:
+            what = "log-probabilities" if call.loss.exact else lacking[0]
+            return f"its kernels do not compute {what} yet, which backend 'torch' does"
+        return None
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
@@ -57,10 +64,6 @@ class TritonBackend:
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
-        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
-        if call.loss.exact or lacking:
-            what = "log-probabilities" if call.loss.exact else lacking[0]
-            return f"its kernels do not compute {what} yet, which backend 'torch' does"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":

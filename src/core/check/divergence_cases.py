@@ -67,15 +67,15 @@ def divergence_cases(function: str, dtype: str) -> list[DivergenceCase]:
             replace(base, name="weights", options={"sample_weight": True}),
             replace(base, name="weights, normalizer", options={"sample_weight": True, "normalizer": 13.5}),
             replace(base, name="close", apart=0.1 if dtype == "float64" else 0.01),
-            replace(base, name="far", apart=15.0),
-            replace(base, name="every class known", vocabulary=9, classes=9),
+            replace(base, name="far", apart=6.0 if dtype == "float64" else 15.0),
+            replace(base, name="every class known", vocabulary=33, classes=33),
             replace(base, name="a long row", rows=(3,), vocabulary=3001, classes=64, hidden=8),
             replace(base, name="no rows", rows=(0,)),
         ]
         if teacher not in _TOP_K:  # of one known class a loss is the rounding of its probability
             named.append(replace(base, name="one class", vocabulary=1))
         if teacher != "drop":  # where log p of a class that is nearly certain is all that the value is made of
-            named.append(replace(base, name="two classes", vocabulary=2, classes=1))
+            named.append(replace(base, name="two classes", vocabulary=2, classes=1, apart=4.0))
         if teacher == "linear":
             named.append(replace(base, name="capped teacher", teacher_softcap=4.0, teacher_scale=0.7))
         if function == "linear_divergence":
