@@ -11,7 +11,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from xent.backends.reference_divergence import divergence
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
 
@@ -43,6 +45,13 @@ class Reference:
         """Return loss and statistics as float64."""
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
+
+    def refuse_divergence(self, call: DivergenceCall) -> None:
+        """Refuse nothing."""
+
+    def run_divergence(self, call: DivergenceCall) -> Any:
+        """Return the divergence as float64."""
+        return divergence(call)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness, Unproven
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,16 +40,21 @@ class MetalTorchBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which Metal does not have."""
+        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        if reason is not None:
+            return reason
+        if call.loss.exact:
+            return "log-probabilities are not there yet, which backend 'torch' serves"
+        return None
+
+    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.metal import torch_machine
 
-        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
         device, served = arrays[0].device.type, torch_machine.DEVICES
         if device not in (*served, "meta"):
             return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
-        if call.loss.exact:
-            return "log-probabilities are not there yet, which backend 'torch' serves"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
@@ -57,6 +63,17 @@ class MetalTorchBackend:
         from xent.backends.torch import driver
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse what the losses refuse. There are no kernels for divergences: PyTorch's own operations serve them."""
+        return self._refuse([call.array])
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
+        from xent.backends.metal import torch_job  # noqa: F401  registers what scales gradients
+        from xent.backends.torch import divergence
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,18 +41,23 @@ class TritonBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse other devices, and float64, which these kernels would round to float32."""
+        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+        if reason is not None:
+            return reason
+        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
+        if call.loss.exact or lacking:
+            what = "log-probabilities" if call.loss.exact else lacking[0]
+            return f"its kernels do not compute {what} yet, which backend 'torch' does"
+        return None
+
+    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
 
-        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
         device = arrays[0].device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
-        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
-        if call.loss.exact or lacking:
-            what = "log-probabilities" if call.loss.exact else lacking[0]
-            return f"its kernels do not compute {what} yet, which backend 'torch' does"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
@@ -60,6 +66,17 @@ class TritonBackend:
         from xent.backends.triton import job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse what the losses refuse."""
+        return self._refuse([call.array])
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence in the PyTorch driver with these kernels."""
+        from xent.backends.torch import divergence
+        from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -21,7 +21,7 @@ from xent.backends.protocol import Backend, Harness
 from xent.core.check.cases import Case
 from xent.core.check.results import ALONE, results_of_case
 
-__all__ = ["Comparison", "compare", "judge_case"]
+__all__ = ["Comparison", "compare", "judge_case", "worst_of"]
 
 _SLACK = 1.5
 _DRAWS = 8
@@ -51,7 +51,7 @@ def judge_case(
     draws = [_judge_draw(backend, harness, case, seed, workspace)]
     if not all(comparison.passed for comparison in draws[0]):
         draws += [_judge_draw(backend, harness, case, seed + more, workspace) for more in range(1, _DRAWS)]
-    return [_worst_of(same) for same in zip(*draws, strict=True)]
+    return [worst_of(same) for same in zip(*draws, strict=True)]
 
 
 def _judge_draw(
@@ -61,7 +61,8 @@ def _judge_draw(
     return [compare(name, made[name], truth[name], plain[name], case, sizes.get(name)) for name in truth]
 
 
-def _worst_of(draws: Sequence[Comparison]) -> Comparison:
+def worst_of(draws: Sequence[Comparison]) -> Comparison:
+    """Return the worst error and the largest bound of several draws of one output."""
     errors, bounds = zip(*((draw.error, draw.bound) for draw in draws), strict=True)
     return Comparison(draws[0].output, float(np.max(errors)), float(np.max(bounds)))
 
