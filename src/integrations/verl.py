@@ -76,8 +76,8 @@ def linear_cross_entropy(
                 "dist_process_group must be None, or a group of one process: weight has to hold the whole vocabulary; "
                 f"got a group of {processes}"
             )
-    how = "none" if reduction is None else reduction
-    if not isinstance(how, str) or how.lower() not in _REDUCTIONS:
+    how = "none" if reduction is None else str(reduction).lower()
+    if how not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))} or None, got {reduction!r}")
     log_probs, entropy = xent.linear_log_probs(
         hidden.reshape(-1, hidden.shape[-1]),
@@ -87,7 +87,7 @@ def linear_cross_entropy(
         entropy=True,
     )
     log_probs, entropy = log_probs.float(), entropy.float()
-    if how.lower() == "none":
-        return log_probs, entropy
-    total = log_probs.sum()
-    return total if how.lower() == "sum" else total / max(len(log_probs), 1), entropy
+    if how != "none":
+        tokens = max(len(log_probs), 1)
+        log_probs = log_probs.sum() / (tokens if how == "mean" else 1)
+    return log_probs, entropy
