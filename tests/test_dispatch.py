@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 
 import xent
+from tests.covering import FULL
 from tests.targets import Target
 from xent.__main__ import main
 from xent.backends import ALSO, TABLE
 from xent.core import dispatch
+from xent.core.check import report
+from xent.core.check.cases import option_cases
+from xent.core.check.judge import Comparison
 
 
 class Fake:
