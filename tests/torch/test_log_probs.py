@@ -92,8 +92,6 @@ def check(target: Target, problem: Problem) -> None:
         size = right[finite].abs().amax() + 1 if finite.any() else torch.ones(())
         unit = UNITS["float64" if problem.dtype == "float64" else "float32"]
         assert not finite.any() or error.amax() <= 1.5 * allowed.amax() + 2 * unit * size
-    for made, right, near, same in zip(
-        gradients, true_gradients, plain_gradients, drawn.reference(), strict=True
-    ):
+    for made, right, near, same in zip(gradients, true_gradients, plain_gradients, drawn.reference(), strict=True):
         np.testing.assert_allclose(right.detach().numpy(), same, rtol=1e-8, atol=1e-11)
         judge(made, right, near, problem.dtype)
