@@ -115,13 +115,14 @@ class _Block:
         share, total = self._losses(lse)
         wants_entropy, entropy = results.entropy is not None or self.upstream.entropy is not None, None
         if self.grad is not None or wants_entropy or results.log_sum_sq_probs is not None:
-            self._exponentiate()
+            self._exponentiate(wants_entropy)
         if results.log_sum_sq_probs is not None:
             results.log_sum_sq_probs[rows] = row_sum(self.work.square()).log()
-        if wants_entropy:
-            entropy = row_sum(torch.special.entr(self.work))
-        if results.entropy is not None and entropy is not None:
-            results.entropy[rows] = entropy
+        if self.log_p is not None:
+            # From p alone, -p log p would be off by p's rounding: of a p near 1, by more than is left of the entropy.
+            entropy = 0 - row_sum(self.work * self.log_p)
+            if results.entropy is not None:
+                results.entropy[rows] = entropy
         if self.grad is not None:
             self._gradient(share, total, lse, entropy)
 
@@ -131,7 +132,7 @@ class _Block:
         assert norm is not None
         peak, log_sum = norm[0, self.rows], norm[1, self.rows]
         torch.sub(x, peak[:, None], out=self.work).sub_(log_sum[:, None])
-        self._exponentiate()
+        self._exponentiate(self.upstream.entropy is not None)
         share, total = self._shares()
         entropy = self.results.entropy
         self._gradient(share, total, peak + log_sum, None if entropy is None else entropy[self.rows])
@@ -167,9 +168,9 @@ class _Block:
         powers = torch.exp(self.work, out=self.parent.scratch("powers", self.z))
         self.work.sub_(row_sum(powers).log()[:, None])
 
-    def _exponentiate(self) -> None:
-        """Overwrite log p in `work` with p; keep log p if the entropy's gradient needs it."""
-        if self.upstream.entropy is not None:
+    def _exponentiate(self, keeps: bool) -> None:
+        """Overwrite log p in `work` with p; keep log p if the entropy or its gradient needs it."""
+        if keeps:
             # p is 0 far above -1000, and 0 times infinity would be NaN.
             self.log_p = torch.clamp(self.work, min=-1000, out=self.parent.scratch("log_p", self.z))
         self.work.exp_()

@@ -45,7 +45,6 @@ class PlainJob:
         self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.spec = options.spec
-        self._rounds = upstream is not None or not self.spec.exact
         self._facts = self._ordered = gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
         self.count = len(self._facts.weight)
         self.deferred = self._facts.deferred
@@ -105,7 +104,7 @@ class PlainJob:
         if dead is not None:
             trained = hidden.masked_fill(dead[rows, None], 0)
         found = None
-        if facts.target is not None and self._rounds and linear.compute.itemsize == 2:
+        if facts.target is not None and linear.compute.itemsize == 2:
             found = target_logits(hidden, linear.classifier, linear.classifier_bias, facts.target[rows])
         return Taken(hidden, trained, found)
 

@@ -75,13 +75,15 @@ class _Block:
         safe = torch.where(self._peak == -torch.inf, 0, self._peak)
         self._log_sum = pairs.sum((x - pairs.each_row(safe)).exp()).log()
         self._lse = safe + self._log_sum
-        self._log_p = x - pairs.each_row(self._lse)
-        self._p = self._log_p.exp()
+        log_p = x - pairs.each_row(self._lse)
+        self._p = log_p.exp()
+        # p is 0 far above -1000, and 0 times infinity would be NaN.
+        self._log_p = log_p.clamp(min=-1000)
         self._x = x
         has_target = pairs.sum(self._is_target.to(x.dtype)) > 0
-        found = pairs.sum(torch.where(self._is_target, -self._log_p, 0))
+        found = pairs.sum(torch.where(self._is_target, -log_p, 0))
         self._nll = torch.where(has_target, found, torch.inf)
-        self._entropy = pairs.sum(torch.special.entr(self._p))
+        self._entropy = 0 - pairs.sum(self._p * self._log_p)
 
     def _wide(self, values: Tensor) -> Tensor:
         return values.to(self._home, torch.float64)
@@ -168,8 +170,7 @@ class _Block:
                 alpha = alpha + self._wide(upstream.lse[rows])
             if upstream.entropy is not None:
                 of_entropy = self._wide(upstream.entropy[rows])
-                # p is 0 far above -1000, and 0 times infinity would be NaN.
-                above = self._log_p.clamp(min=-1000) + pairs.each_row(self._entropy)
+                above = self._log_p + pairs.each_row(self._entropy)
                 factor = -pairs.each_row(of_entropy) * above
         made = self._p * (pairs.each_row(alpha) + factor) - torch.where(self._is_target, pairs.each_row(gamma), 0)
         made = made * self._slope
