@@ -242,17 +242,7 @@ def test_temperature_that_is_not_positive(
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(np.array(one)), wanted)
         np.testing.assert_array_equal(np.array(one)[~wanted], np.array(other)[~wanted])
-    logits = call_logits()
-
-    def total(z: mx.array, temperature: mx.array) -> mx.array:
-        found = xent.log_probs(z, mx.array(Y), temperature=temperature, entropy=True, backend=target.name, **more)
-        return (found[0] + found[1]).sum()
-
-    for step in (mx.grad(total), mx.compile(mx.grad(total))):
-        gradient = np.array(step(logits, mx.array(values, mx.float32)))
-        np.testing.assert_array_equal(np.isnan(gradient).any(1), wanted)
-        np.testing.assert_array_equal(np.isnan(gradient).all(1), wanted)
-        assert not gradient[3].any()
+    gradients_are_nan(target, lambda function: function, mx.array(values, mx.float32), wanted, more)
     whole = np.array(call(target, function, temperature=mx.array(wrong), **more))
     np.testing.assert_array_equal(np.isnan(whole), Y != -100)
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
@@ -260,6 +250,39 @@ def test_temperature_that_is_not_positive(
         call(target, function, temperature=mx.array(values, mx.float32), **more)
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
         call(target, function, temperature=mx.array(wrong), **more)
+
+
+def gradients_are_nan(target: Target, wrap: Any, temperature: mx.array, wanted: Any, more: dict[str, Any]) -> None:
+    def total(z: mx.array, temperature: mx.array) -> mx.array:
+        found = xent.log_probs(z, mx.array(Y), temperature=temperature, entropy=True, backend=target.name, **more)
+        return (found[0] + found[1]).sum()
+
+    gradient = np.array(wrap(mx.grad(total))(call_logits(), temperature))
+    np.testing.assert_array_equal(np.isnan(gradient).any(1), wanted)
+    np.testing.assert_array_equal(np.isnan(gradient).all(1), wanted)
+    assert not gradient[3].any()
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_temperature_that_is_not_positive_in_a_compiled_function(target: Target, supported: bool) -> None:
+    values = mx.array(np.where(np.isin(np.arange(N), [0, 3, 7]), -1.0, T), mx.float32)
+    more = {"support": ours()} if supported else {}
+    gradients_are_nan(target, mx.compile, values, np.isin(np.arange(N), [0, 7]), more)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("supported", [False, True])
+def test_temperatures_that_are_huge_or_tiny(target: Target, softcap: float | None, supported: bool) -> None:
+    """All classes are alike at an infinite temperature, and one is left at a tiny one."""
+    more = {"support": ours()} if supported else {}
+    temperature = mx.array(np.where(np.arange(N) % 2, 1e-20, np.inf), mx.float32)
+    log_probs, entropy = call(target, temperature=temperature, softcap=softcap, entropy=True, **more)
+    counted = (np.arange(N) % 2 == 0) & (Y != -100)
+    classes = SIZES if supported else np.full(N, V)
+    inside = counted & (classes > 0) & ((np.arange(N) != 10) | (not supported))
+    np.testing.assert_allclose(np.array(log_probs)[inside], -np.log(classes[inside]), rtol=1e-6)
+    np.testing.assert_allclose(np.array(entropy)[inside], np.log(classes[inside]), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(np.array(entropy)[(np.arange(N) % 2 == 1)], 0)
 
 
 OFFSETS = SUPPORT.offsets

@@ -61,7 +61,7 @@ def by_tiles(options: Options, logits: Tensor, rows: int, width: int) -> dict[st
     given = Given(logits, logits.new_empty(logits.shape[1], 1), None, 0, None, torch.float32, (False,) * 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "tile_shape", lambda *_: (rows, width))
-        sums = fold(given, options.spec, classes, job.facts.class_weight)
+        sums = fold(given, job.facts, classes)
     launch_finish(job.facts, job.results, sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous())
     return results(job)
 

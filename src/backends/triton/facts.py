@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.facts import check_targets, divisor_of
+from xent.backends.torch.facts import bend_of, check_targets, divisor_of
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel
@@ -31,7 +31,7 @@ class Facts:
         self.device = target.device
         self.probabilities = target if target.is_floating_point() else None
         if self.probabilities is None:
-            check_targets(options, vocabulary, shift)
+            check_targets(options, vocabulary, shift, first=upstream is None)
         shape = target.shape if self.probabilities is None else target.shape[:-1]
         self.count = shape.numel()
         self.length = shape[-1] if shape else 1
@@ -40,11 +40,17 @@ class Facts:
         self.sample_weight = None if weight is None else weight.contiguous()
         self.class_weight = None if options.weight is None else options.weight.float().contiguous()
         self.total_weight = None if self.class_weight is None else self.class_weight.sum()
-        self.upstream = None if upstream is None or upstream.loss is None else upstream.loss.reshape(-1)
+        self.bend = bend_of(options)
+        """(N, 2): logit scale and softcap of each position of the target; None where one number is for all."""
+        self.support = self._support(options)
+        """(ids, offsets) of the classes that each position of the target may take; None for all classes."""
+        self.upstream = Upstream() if upstream is None else upstream
+        self.statistics = self.upstream[1:] != (None, None, None)
+        """Whether there are upstream gradients of statistics, which rows of weight 0 have as well."""
         self.mean = spec.reduction == "mean" or narrow
         names = spec.stats
-        self.all_rows = bool(names)
-        """Whether rows without a gradient are due for their statistics."""
+        self.all_rows = bool(names) or self.statistics
+        """Whether rows of weight 0 are due for their statistics, or for gradients of these."""
         self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
         needed = spec.reduction != "none" or narrow or self.counted is not None
         self.scratch = self._divided(divisor_of(options), narrow) if needed else None
@@ -59,27 +65,39 @@ class Facts:
         return self.count, self.length, self.shift, self.spec.ignore_index, self.vocabulary
 
     @property
-    def numbers(self) -> tuple[float, ...]:
+    def numbers(self) -> tuple[Any, ...]:
         """What kernels are told of the loss and of the logits' scale."""
         spec = self.spec
         smoothing = spec.label_smoothing
-        return 1 - smoothing, smoothing / self.vocabulary, spec.z_loss, spec.softcap or 0.0, spec.logit_scale
+        return 1 - smoothing, smoothing / self.vocabulary, spec.z_loss, *self.scales
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """What kernels are told of the logits' scale: softcap, logit scale, and each row's own with their stride."""
+        return self.spec.softcap or 0.0, self.spec.logit_scale, *_strided(self.bend)
 
     @property
     def bent(self) -> dict[str, bool]:
         """What is done to logits."""
-        return {"CAPPED": self.spec.softcap is not None, "SCALED": self.spec.logit_scale != 1}
+        scaled = self.spec.logit_scale != 1 or self.bend is not None
+        return {"CAPPED": self.spec.softcap is not None, "SCALED": scaled}
 
     @property
-    def loss_upstream(self) -> tuple[Tensor | None, int]:
-        """The upstream gradient of each row's loss and its stride, 0 where there is one for all."""
-        upstream = self.upstream
-        return upstream, 0 if upstream is None or upstream.numel() == 1 else upstream.stride(0)
+    def upstreams(self) -> tuple[Tensor | int | None, ...]:
+        """The upstream gradients of each row's loss, lse, nll and entropy, each with its stride."""
+        each = (None if given is None else given.reshape(-1) for given in self.upstream)
+        return tuple(value for given in each for value in _strided(given))
 
     def is_quick(self, half: bool) -> bool:
         """Whether the softcap may be off by its 10^7th part: among many classes, and where it bends."""
         cap = self.spec.softcap
-        return half and self.vocabulary >= _MANY and (cap is None or cap <= _LARGEST_SOFTCAP)
+        bends = cap is None or (self.bend is None and cap <= _LARGEST_SOFTCAP)
+        return half and self.vocabulary >= _MANY and bends
+
+    def _support(self, options: Options) -> tuple[Tensor, Tensor] | None:
+        if options.support_ids is None or options.support_offsets is None:
+            return None
+        return options.support_ids.contiguous(), options.support_offsets.contiguous()
 
     def _divided(self, divisor: tuple[float | None, Tensor | None], narrow: bool) -> Tensor:
         """Return what is found of all rows."""
@@ -110,3 +128,8 @@ class Facts:
             num_warps=4 if self.count <= 1024 else 16,
         )
         return scratch
+
+
+def _strided(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a tensor and the stride of its rows, 0 where one is for all."""
+    return tensor, 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)

@@ -17,6 +17,7 @@ from xent.backends.triton.linear_launches import launch_finish, launch_take, sca
 from xent.backends.triton.probabilities_launch import launch_probabilities
 from xent.backends.triton.results import Results
 from xent.backends.triton.row_launches import Block, blocks_of, launch_gradient, launch_rows
+from xent.backends.triton.support_launch import launch_support
 from xent.backends.triton.tiles import fold
 
 __all__ = ["TritonJob"]
@@ -81,16 +82,18 @@ class TritonJob:
     def _take_rows(self, block: Block, norm: Tensor | None) -> None:
         if self.facts.probabilities is not None:
             launch_probabilities(self.facts, self.results, block)
+        elif self.facts.support is not None:
+            launch_support(self.facts, self.results, block)
         else:
             launch_rows(self.facts, self.results, block, norm)
 
     def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
         """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
-        if self.facts.probabilities is not None or norm is None:
+        if norm is None or self.facts.probabilities is not None or self.facts.support is not None:
             self.logits(logits, grad, None)
             return
         for block in blocks_of(logits, grad):
-            launch_gradient(self.facts, block, norm)
+            launch_gradient(self.facts, block, norm, entropy)
 
     def take(self, linear: Linear, part: Part) -> Taken:
         """Return the hidden states of a part, and its target logits."""
@@ -98,7 +101,7 @@ class TritonJob:
         rows, width = part.stop - part.start, linear.hidden.shape[1]
         target_logits = None if facts.probabilities is not None else self._empty(rows)
         trained = torch.empty(rows, width, dtype=linear.compute, device=self.device)
-        if not facts.all_rows or (facts.sample_weight is None and not facts.mean):
+        if not facts.all_rows or facts.statistics or (facts.sample_weight is None and not facts.mean):
             launch_take(facts, order, linear, part, target_logits, trained)
             return Taken(trained, trained, target_logits)
         # Rows without a gradient have statistics.
@@ -110,15 +113,15 @@ class TritonJob:
         return Taken(taken.to(linear.compute), trained, target_logits)
 
     def tiles(self, linear: Linear) -> bool:
-        """Find the results of all rows without storing their logits; False for class probabilities."""
+        """Find the results of all rows without storing their logits; False for probabilities and supports."""
         facts = self.facts
-        if facts.probabilities is not None:
+        if facts.probabilities is not None or facts.support is not None:
             return False
         if self.count:
             target_logits, classes = self._empty(self.count), self._empty(self.count, torch.int32)
             whole = Part(0, self.count, None, True)
             launch_take(facts, self._order, linear, whole, target_logits, None, classes)
-            sums = fold(linear, self.spec, classes, facts.class_weight)
+            sums = fold(linear, facts, classes)
             launch_finish(facts, self.results, sums, target_logits)
         return True
 

@@ -55,6 +55,7 @@ def launch_take(
         {
             "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
+            "STATISTICS": facts.statistics,
             "BLOCK": min(next_power_of_2(max(hidden.shape[1], 1)), 2048),
         },
         num_warps=4,

@@ -37,7 +37,7 @@ def launch_probabilities(facts: Facts, results: Results, block: Block) -> None:
             given.stride(-1),
             facts.sample_weight,
             facts.class_weight,
-            *facts.loss_upstream,
+            *facts.upstreams,
             facts.scratch,
             loss,
             *statistics,

@@ -18,6 +18,7 @@ class Results:
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._made: dict[str, Tensor | None] = {}
+        self._held: Tensor | None = None
         self.partial = False
         """Whether rows may be left out: their results are 0."""
 
@@ -50,6 +51,8 @@ class Results:
             self._each("predictions", "predictions" in names, torch.int64),
             self._each("hits", "accuracy" in names),
             self._each("z_term", "z_loss" in names),
+            self._each("log_sum_sq_probs", "log_sum_sq_probs" in names),
+            self._each("mean_logit", "mean_logit" in names),
         )
 
     def new_total(self) -> Tensor:
@@ -57,16 +60,23 @@ class Results:
         total = self._made["total"] = self._one()
         return total
 
+    def held(self, entries: int) -> Tensor:
+        """Return memory for the gradient of so many pairs of a row and a class, the same for all launches."""
+        if self._held is None:
+            self._held = torch.empty(entries, dtype=torch.float32, device=self._facts.device)
+        return self._held
+
     def finish(self) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and the statistics."""
         facts, made = self._facts, self._made
         names, each_row = facts.spec.stats, facts.spec.reduction == "none"
+        of_rows = facts.spec.accuracy_of_rows
         loss = self.loss
         _ = self.statistics  # in case there was no launch
         total = loss if each_row else made.get("total")
         missing = total is None
         total_z = self._one() if "z_loss" in names and not each_row else None
-        accuracy = self._one() if "accuracy" in names else None
+        accuracy = self._one() if "accuracy" in names and not of_rows else None
         if total is None:
             total = self._one()
         if missing or total_z is not None or accuracy is not None:
@@ -90,7 +100,7 @@ class Results:
         found: dict[str, Any] = {
             **made,
             "z_loss": made.get("z_term") if each_row else total_z,
-            "accuracy": accuracy,
+            "accuracy": made.get("hits") if of_rows else accuracy,
             "count": facts.counted,
         }
         return total, [found[name] for name in names]

@@ -1,7 +1,11 @@
 """The fold of a whole row: sums that each lane has of its own classes, and their sum over lanes, without the target.
 
 `quick_sums` adds up exponentials relative to the largest logit of the row's first block, which needs no maximum over
-the row. Where that overflows or vanishes, `careful_sums` finds the largest first.
+the row. Where that overflows or vanishes, `careful_sums` finds the largest first. Each lane has, with e = e^(x - m)::
+
+    s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
+
+of which all but s are there only where they are asked for (ENTROPY, SMOOTHED, SQUARED, AVERAGED).
 
 Of rows that begin off a boundary (SKEWED) a lane holds other classes than of an aligned row. Before the lanes are added
 up they are turned back, so that a row's loss has the same bits wherever the row begins.
@@ -10,13 +14,10 @@ up they are turned back, so that a row's loss has the same bits wherever the row
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import LOG2E, activate, exponent, finite, is_exact, order, times
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, finite, is_exact, order, times
 from xent.backends.triton.row_memory import fetch
 
-__all__ = ["FLOOR", "careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
-
-# Where e^(x - m) has this exponent it is 0; keeps 0 * inf out of sums.
-FLOOR = tl.constexpr(-300.0)
+__all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
 
 
 @triton.jit
@@ -44,10 +45,10 @@ def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _add(
-    s, t, u, best, at, z, classes, first, vocabulary, reference, exact, class_weight, logit_scale, softcap,
+    s, t, u, q, v, best, at, z, classes, first, vocabulary, reference, exact, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, CAREFUL: tl.constexpr,
     QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
-    PREDICTED: tl.constexpr,
+    SQUARED: tl.constexpr, AVERAGED: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """Add a block to a row's sums."""
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
@@ -63,12 +64,16 @@ def _add(
             u -= in_lanes(times(tl.load(class_weight + classes, mask=inside, other=0.0), e2), LANES)
         else:
             u -= in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
+    if SQUARED:
+        q += in_lanes(e * e, LANES)
+    if AVERAGED:
+        v += in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if PREDICTED:
         key = order(z, inside if MASKED else True, logit_scale)
         largest = tl.max(tl.reshape(key, [LANES, BLOCK // LANES]), 1)
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
-    return s, t, u, best, at
+    return s, t, u, q, v, best, at
 
 
 @triton.jit
@@ -76,7 +81,8 @@ def quick_sums(
     source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
+    PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
@@ -93,34 +99,35 @@ def quick_sums(
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     m = finite(tl.max(tl.where(seen, x, -float("inf")), 0))
     exact = is_exact(m, EXACT)
-    s, t, u, best, at = _add(
-        nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight, logit_scale,
-        softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
-        SMOOTHED, ENTROPY, PREDICTED,
+    s, t, u, q, v, best, at = _add(
+        nothing, nothing, nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight,
+        logit_scale, softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
+        CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip
     for first in range(BLOCK, last + (BLOCK if WHOLE else 0), BLOCK):
         z = fetch(source, first, first + BLOCK, BLOCK, "evict_last").to(tl.float32)
-        s, t, u, best, at = _add(
-            s, t, u, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
+        s, t, u, q, v, best, at = _add(
+            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
-            PREDICTED,
+            SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
             z = fetch(source, last, whole, BLOCK, "evict_last").to(tl.float32)
-            s, t, u, best, at = _add(
-                s, t, u, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
-                logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
-                CAPPED, SMOOTHED, ENTROPY, PREDICTED,
+            s, t, u, q, v, best, at = _add(
+                s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
+                logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
+                SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
             )  # fmt: skip
-    return m, exact, s, t, u, best, at
+    return m, exact, s, t, u, q, v, best, at
 
 
 @triton.jit
 def careful_sums(
     source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
+    AVERAGED: tl.constexpr,
 ):  # fmt: skip
     """Return m, whether it is exact, and the sums of each lane, for the largest x of all as m."""
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -135,16 +142,18 @@ def careful_sums(
     s = tl.zeros([LANES], tl.float32)
     t = s
     u = s
+    q = s
+    v = s
     best = s
     at = tl.zeros([LANES], tl.int32)
     for first in range(0, last + 1, BLOCK):
         z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
-        s, t, u, _best, _at = _add(
-            s, t, u, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
+        s, t, u, q, v, _best, _at = _add(
+            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK, SCALED, CAPPED,
-            SMOOTHED, ENTROPY, False,
+            SMOOTHED, ENTROPY, SQUARED, AVERAGED, False,
         )  # fmt: skip
-    return m, exact, s, t, u
+    return m, exact, s, t, u, q, v
 
 
 @triton.jit
@@ -163,11 +172,11 @@ def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.co
 
 @triton.jit
 def joined(
-    s, t, u, off, lane, inside, z, reference, exact, logit_scale, softcap,
+    s, t, u, q, v, off, lane, inside, z, reference, exact, logit_scale, softcap,
     LANES: tl.constexpr, SKEWED: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over all lanes, with that of the target added up anew without it, from `lane_of_target`.
+    """Return the sums over all lanes: s, t and q without the target, whose lane is added up anew (`lane_of_target`).
 
     To subtract the target would leave rounding errors of the size of what is left, where it is nearly all of the sum.
     """
@@ -175,6 +184,8 @@ def joined(
         s = turn(s, off, LANES)
         t = turn(t, off, LANES) if ENTROPY else t
         u = turn(u, off, LANES) if SMOOTHED else u
+        q = turn(q, off, LANES) if SQUARED else q
+        v = turn(v, off, LANES) if AVERAGED else v
     x = activate(z.to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK)
     _e2, e, mixed = _terms(tl.where(inside, x, -float("inf")), reference, exact, CAREFUL, ENTROPY)
     others = tl.arange(0, LANES) != lane
@@ -182,4 +193,7 @@ def joined(
     mix = 0.0
     if ENTROPY:
         mix = tl.sum(tl.where(others, t, 0.0), 0) + tl.sum(mixed, 0)
-    return sums, mix, tl.sum(u, 0) if SMOOTHED else 0.0
+    squares = 0.0
+    if SQUARED:
+        squares = tl.sum(tl.where(others, q, 0.0), 0) + tl.sum(e * e, 0)
+    return sums, mix, tl.sum(u, 0) if SMOOTHED else 0.0, squares, tl.sum(v, 0) if AVERAGED else 0.0

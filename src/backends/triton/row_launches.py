@@ -56,13 +56,13 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
     """Fold and finish the rows of a block, write their gradient where it has a place, and the norm if there is one."""
     spec, place, logits = facts.spec, block.place, block.logits
     loss, statistics = results.loss, results.statistics
-    _lse, _nll, _entropy, predictions, hits, _z_term = statistics
-    programs, upstream = block.count, facts.loss_upstream
-    reduced = block.alone and spec.reduction != "none" and 0 < programs < _LARGEST_COUNT and upstream[0] is None
+    predicted = "predictions" in spec.stats or "accuracy" in spec.stats
+    programs, upstreams = block.count, facts.upstreams
+    reduced = block.alone and spec.reduction != "none" and 0 < programs < _LARGEST_COUNT and upstreams[0] is None
     if not programs:
         return
     half = logits.itemsize == 2
-    size = sizes(facts.vocabulary, logits.itemsize, place, predictions is not None or hits is not None)
+    size = sizes(facts.vocabulary, logits.itemsize, place, predicted)
     smoothed, bent = spec.label_smoothing != 0, facts.bent
     launch(
         rows_kernel,
@@ -80,7 +80,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             facts.class_weight,
             facts.total_weight if smoothed else None,
             block.target_logits,
-            *upstream,
+            *upstreams,
             facts.scratch,
             loss,
             norm,
@@ -97,7 +97,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             **place.constants(),
             "EXACT": not half,
             "QUICK": facts.is_quick(half),
-            "FOLDS": half and not any(bent.values()),
+            "FOLDS": half and not any(bent.values()) and facts.upstream.entropy is None,
             "SMOOTHED": smoothed,
             "Z_LOSS": spec.z_loss != 0,
             **bent,
@@ -107,8 +107,8 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
     )
 
 
-def launch_gradient(facts: Facts, block: Block, norm: Tensor) -> None:
-    """Write the gradient of a block's rows from the norm of all."""
+def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | None) -> None:
+    """Write the gradient of a block's rows from the norm, and perhaps the entropy, of all."""
     spec, place, logits, half = facts.spec, block.place, block.logits, block.logits.itemsize == 2
     if not block.count:
         return
@@ -129,9 +129,10 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor) -> None:
             facts.sample_weight,
             facts.class_weight,
             facts.total_weight if smoothed else None,
-            *facts.loss_upstream,
+            *facts.upstreams,
             facts.scratch,
             norm,
+            entropy,
             *facts.rows,
             *facts.numbers,
         ),

@@ -6,7 +6,7 @@ A row may begin off a boundary (SKEWED). It is then read from the boundary befor
 import triton
 import triton.language as tl
 
-__all__ = ["clear", "fetch", "store"]
+__all__ = ["fetch", "fill", "store"]
 
 
 @triton.jit
@@ -36,7 +36,7 @@ def store(
 
 
 @triton.jit
-def clear(row, off, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    """Write a gradient of zeros."""
+def fill(row, value, off, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
+    """Write one number to a whole row."""
     for first in range(0, last + 1, BLOCK):
-        store(row, first, tl.zeros([BLOCK], tl.float32), off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+        store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

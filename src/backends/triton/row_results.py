@@ -7,7 +7,7 @@ __all__ = ["reduce_rows", "store_nothing", "take_ticket"]
 
 
 @triton.jit
-def store_nothing(row, lse, nll, entropy, predictions, hits, z_term):
+def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit):
     """Record the statistics of an ignored row."""
     if lse is not None:
         tl.store(lse + row, 0.0)
@@ -21,6 +21,10 @@ def store_nothing(row, lse, nll, entropy, predictions, hits, z_term):
         tl.store(hits + row, 0.0)
     if z_term is not None:
         tl.store(z_term + row, 0.0)
+    if log_sum_sq is not None:
+        tl.store(log_sum_sq + row, 0.0)
+    if mean_logit is not None:
+        tl.store(mean_logit + row, 0.0)
 
 
 @triton.jit

@@ -12,10 +12,20 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import FAR, LN2, LOG2E, activate, exponent, order, times
-from xent.backends.triton.row_algebra import coefficients, losses, position, row_facts
-from xent.backends.triton.row_fold import FLOOR, careful_sums, joined, lane_of_target, quick_sums
+from xent.backends.triton.row_algebra import (
+    bend_of_row,
+    coefficients,
+    entropy_of,
+    factors,
+    log_of_squares,
+    losses,
+    position,
+    row_facts,
+    with_statistics,
+)
+from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
-from xent.backends.triton.row_memory import clear, fetch
+from xent.backends.triton.row_memory import fetch, fill
 from xent.backends.triton.row_results import reduce_rows, store_nothing, take_ticket
 
 __all__ = ["rows_kernel"]
@@ -46,8 +56,14 @@ def rows_kernel(
     class_weight,  # (V,) float32 or None
     class_weight_total,  # () float32 or None
     target_logits,  # (R,) float32 or None: take the place of the targets' raw logits
-    upstream,  # (N,) or None
+    upstream,  # (N,), or (1,) with a stride of 0, or None
     upstream_stride: "i64",
+    lse_upstream,  # (N,) or None, as the next two: with any of them gradients are for these and `upstream`
+    lse_upstream_stride: "i64",
+    nll_upstream,
+    nll_upstream_stride: "i64",
+    entropy_upstream,
+    entropy_upstream_stride: "i64",
     scratch,  # float32: D, 1 / D (0 for D = 0), what a gradient still lacks, programs that are done; or None
     loss,  # (N,) float32, like all results
     norm,  # (3, N): m, others, total; or None
@@ -57,6 +73,8 @@ def rows_kernel(
     predictions,  # int64
     hits,  # 1 where the prediction is the target
     z_term,
+    log_sum_sq,
+    mean_logit,
     total_loss,  # () float32, with REDUCED
     count: "i64",  # N
     length: "i64",
@@ -68,11 +86,13 @@ def rows_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,  # (N, 2): logit scale and softcap of each position of the target; or None
+    bend_stride: "i64",
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows of a tensor lie in groups
     MEAN: tl.constexpr,
     REDUCED: tl.constexpr,  # the last program adds up the losses
-    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics
+    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics, or for gradients of these
     SKEWED: tl.constexpr,  # rows may begin off boundaries
     RAGGED: tl.constexpr,  # rows may begin or end off boundaries
     VECTOR: tl.constexpr,  # elements of 16 bytes; 1 where logits and gradient do not lie alike
@@ -89,7 +109,11 @@ def rows_kernel(
     BLOCKS: tl.constexpr,  # a power of two, and at least as many as a row that begins on a boundary has
 ):
     """See the module's docstring."""
-    ENTROPY: tl.constexpr = entropy is not None
+    TILTED: tl.constexpr = entropy_upstream is not None
+    STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
+    ENTROPY: tl.constexpr = TILTED or (entropy is not None)
+    SQUARED: tl.constexpr = log_sum_sq is not None
+    AVERAGED: tl.constexpr = mean_logit is not None
     PREDICTED: tl.constexpr = (predictions is not None) or (hits is not None)
     here = tl.program_id(0).to(tl.int64)
     row = start + here
@@ -99,6 +123,7 @@ def rows_kernel(
         row, row < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
     y = y.to(tl.int32)
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
@@ -106,6 +131,10 @@ def rows_kernel(
     r = tl.where(invalid, float("nan"), a * inverse)
     if upstream is not None:
         r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    if STATISTICS:
+        if upstream is None:
+            r = tl.where(invalid, float("nan"), 0.0)
+        r = tl.where(dead, 0.0, r)
     a = tl.where(invalid, float("nan"), a)
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
@@ -128,9 +157,9 @@ def rows_kernel(
             tl.store(norm + row, 0.0)
             tl.store(norm + count + row, 0.0)
             tl.store(norm + 2 * count + row, 1.0)
-        store_nothing(row, lse, nll, entropy, predictions, hits, z_term)
+        store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            clear(place, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
         if target_logits is None:
             z_y = tl.load(logits + begin + y).to(tl.float32)
@@ -139,25 +168,29 @@ def rows_kernel(
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
 
         lane, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
-        m, exact, s, t, u, best, at = quick_sums(
+        m, exact, s, t, u, q, v, best, at = quick_sums(
             source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
-            PREDICTED,
+            SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
-        others, mixed, below = joined(
-            s, t, u, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
-            LANES, SKEWED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+        others, mixed, below, squares, level = joined(
+            s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
+            LANES, SKEWED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
         )  # fmt: skip
         e2_y = exponent(x_y, m, exact)
         total = others + tl.math.exp2(e2_y)
-        if ((total > SMALLEST) & (total < LARGEST) & (EXACT | (tl.abs(m) < FAR))) == 0:
-            m, exact, s, t, u = careful_sums(
+        fits = (total > SMALLEST) & (total < LARGEST) & (EXACT | (tl.abs(m) < FAR))
+        if SQUARED:
+            all_squares = squares + tl.math.exp2(2 * e2_y)
+            fits = fits & (all_squares > SMALLEST) & (all_squares < LARGEST)
+        if fits == 0:
+            m, exact, s, t, u, q, v = careful_sums(
                 source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
-                BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+                BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
             )  # fmt: skip
-            others, mixed, below = joined(
-                s, t, u, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
-                LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+            others, mixed, below, squares, level = joined(
+                s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
+                LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
             )  # fmt: skip
             e2_y = exponent(x_y, m, exact)
 
@@ -189,11 +222,17 @@ def rows_kernel(
             tl.store(lse + row, row_lse)
         if nll is not None:
             tl.store(nll + row, tl.where(invalid, float("nan"), row_nll))
+        row_entropy = 0.0
+        if ENTROPY:
+            row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
         if entropy is not None:
-            mixed += times(e_y, tl.maximum(e2_y, FLOOR))
-            tl.store(entropy + row, log_sum - LN2 * mixed / total)
+            tl.store(entropy + row, row_entropy)
         if z_term is not None:
             tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
+        if log_sum_sq is not None:
+            tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum))
+        if mean_logit is not None:
+            tl.store(mean_logit + row, level / vocabulary)
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
@@ -206,28 +245,34 @@ def rows_kernel(
             if hits is not None:
                 tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0))
         gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+        gamma, excess, beta = with_statistics(
+            gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
+            entropy_upstream, entropy_upstream_stride,
+        )  # fmt: skip
 
         if grad is not None:
-            if dead:
-                clear(place, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            if ignored if STATISTICS else dead:
+                fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
             else:
-                factor = (gamma + excess) / total
+                factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
                 if FOLDS and foldable:
                     write_gradient(
                         source, place, off, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
-                        exact, factor, delta, class_weight, logit_scale, softcap,
-                        BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, True,
+                        exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
+                        WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
                     )  # fmt: skip
                 else:
                     write_gradient(
-                        source, place, off, last, vocabulary, whole, m, exact, factor, delta, class_weight, logit_scale,
-                        softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED, SMOOTHED, False,
+                        source, place, off, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                        logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
+                        SMOOTHED, TILTED, False,
                     )  # fmt: skip
                 g_y = target_gradient(
-                    z_y, others, total, e_y, gamma, excess, delta, w_y, logit_scale, softcap, SCALED, CAPPED
-                )
+                    z_y, others, total, e_y, gamma, excess, beta, row_nll, delta, w_y, logit_scale, softcap,
+                    SCALED, CAPPED, TILTED,
+                )  # fmt: skip
                 tl.debug_barrier()
                 tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
 
