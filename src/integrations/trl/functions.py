@@ -216,7 +216,7 @@ class ChunkedDivergenceFunction:
         >>> from xent.integrations.trl import ChunkedDivergenceFunction
         >>> student, teacher = (torch.eye(4), 2 * torch.eye(4), None), (torch.eye(4), 2 * torch.eye(4), None)
         >>> ChunkedDivergenceFunction.apply(*student, *teacher, 0.5)
-        (tensor([0., 0., 0., 0.]), tensor([0.9753, 0.9753, 0.9753, 0.9753]))
+        (tensor([0., 0., 0., 0.]), tensor([0.9183, 0.9183, 0.9183, 0.9183]))
         """
         weight = _usable(student_weight, student_hidden)
         bias = None if student_bias is None else _usable(student_bias, student_hidden)
