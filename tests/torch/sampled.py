@@ -145,7 +145,7 @@ class Drawn:
         if problem.softcap is not None:
             x = problem.softcap * torch.tanh(x / problem.softcap)
         target, temperature, order = self.moved()
-        x = x / torch.from_numpy(temperature).to(x)[:, None]
+        x = x / torch.from_numpy(np.array(temperature)).to(x)[:, None]
         inside = torch.ones(x.shape, dtype=torch.bool)
         if self.support is not None:
             inside = ~self.outside(order)
@@ -192,7 +192,9 @@ class Drawn:
         cap = problem.softcap
         is_number = isinstance(self.temperature, float)
         divisor = self.temperature if is_number else 1.0
-        spec = LossSpec("none", softcap=None if cap is None else cap / divisor, logit_scale=problem.logit_scale / divisor)
+        spec = LossSpec(
+            "none", softcap=None if cap is None else cap / divisor, logit_scale=problem.logit_scale / divisor
+        )
         each = None if is_number else np.asarray(self.temperature)
         support = None if self.support is None else xent.Support(*self.support)
         used = [weight * wanted for weight, wanted in zip(self.weights, problem.upstream, strict=True)]
@@ -202,9 +204,7 @@ class Drawn:
             call = LogitsCall(*arrays, self.target, None, None, None, spec, problem.axis, False, each, support)
             return [cross_entropy_gradient(call, **upstream)]
         bias = arrays[2] if problem.bias else None
-        linear = LinearCall(
-            *arrays[:2], bias, self.target, None, None, None, spec, problem.shift, None, each, support
-        )
+        linear = LinearCall(*arrays[:2], bias, self.target, None, None, None, spec, problem.shift, None, each, support)
         return list(linear_cross_entropy_gradients(linear, **upstream))[: len(arrays)]
 
 
