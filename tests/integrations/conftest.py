@@ -19,6 +19,7 @@ NEEDS = {
     "test_trainer.py": "accelerate",
     "test_peft.py": "peft",
     "test_trl.py": "trl",
+    "test_trl_divergence.py": "trl",
     "test_trl_functions.py": "trl",
 }
 """What a file needs besides PyTorch and transformers, which mlx-lm brings without PyTorch."""

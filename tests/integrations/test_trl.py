@@ -8,6 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import trl.trainer.distillation_trainer as distillation_trainer
 import trl.trainer.utils as trainer_utils
 from trl.kernels.chunked_logprob import ChunkedLogProbFunction as Theirs
 
@@ -16,7 +17,13 @@ from tests.integrations.trl_training import TRAINERS, Run, make_model, train
 from xent.integrations import trl as integration
 from xent.integrations.transformers import explain
 from xent.integrations.transformers import patch as patch_model
-from xent.integrations.trl import ChunkedLogProbFunction, patch, selective_log_softmax_and_entropy, unpatch
+from xent.integrations.trl import (
+    ChunkedDivergenceFunction,
+    ChunkedLogProbFunction,
+    patch,
+    selective_log_softmax_and_entropy,
+    unpatch,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning"),  # how TRL uses transformers
@@ -32,15 +39,18 @@ def plain_trl() -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the hidden states that log-probabilities were computed from, as they come."""
+    """Return the shapes of the hidden states that log-probabilities or divergences were computed from, as they come."""
     shapes: list[tuple[int, ...]] = []
-    function = xent.linear_log_probs
 
-    def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
-        shapes.append(tuple(input.shape))
-        return function(input, *args, **kwargs)
+    def watch(function: Any) -> Any:
+        def watched(input: Any, *args: Any, **kwargs: Any) -> Any:
+            shapes.append(tuple(input.shape))
+            return function(input, *args, **kwargs)
 
-    monkeypatch.setattr(xent, "linear_log_probs", watched)
+        return watched
+
+    for name in ("linear_log_probs", "linear_divergence"):
+        monkeypatch.setattr(xent, name, watch(getattr(xent, name)))
     return shapes
 
 
@@ -73,6 +83,8 @@ MORE: dict[str, tuple[str, dict[str, Any]]] = {
     "preference losses": ("dpo", {"loss_type": ["ipo", "sft"], "loss_weights": [1.0, 0.5]}),
     "probabilities in the loss": ("sft", {"loss_type": "dft"}),
     "accumulation": ("sft", {"gradient_accumulation_steps": 2}),
+    "forward divergence": ("distillation", {"beta": 0.0}),
+    "reverse divergence": ("distillation", {"beta": 1.0}),
     "AdamW": ("dpo", {"optim": "adamw_torch", "learning_rate": 1e-3, "adam_epsilon": 1e-2}),
 }
 
@@ -180,14 +192,15 @@ class TestExplain:
 
 class TestPatch:
     def test_undone_exactly(self) -> None:
-        before = dict(vars(trainer_utils))
+        modules = trainer_utils, distillation_trainer
+        before = [dict(vars(module)) for module in modules]
         assert trainer_utils._ChunkedLogProbFunction is Theirs
         patch()
         assert trainer_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
-        unpatch()
-        assert dict(vars(trainer_utils)) == before
-        unpatch()
-        assert dict(vars(trainer_utils)) == before
+        assert distillation_trainer.ChunkedDivergenceFunction is ChunkedDivergenceFunction
+        for _ in range(2):
+            unpatch()
+            assert [dict(vars(module)) for module in modules] == before
 
     def test_nested(self) -> None:
         with patch():

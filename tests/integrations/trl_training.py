@@ -152,7 +152,23 @@ def _grpo(model: Any, settings: dict[str, Any]) -> Any:
     )
 
 
-TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {"sft": _sft, "dpo": _dpo, "kto": _kto, "grpo": _grpo}
+def _distillation(model: Any, settings: dict[str, Any]) -> Any:
+    return trl.DistillationTrainer(
+        model,
+        teacher_model=make_model("gemma2", seed=7),
+        args=trl.DistillationConfig(max_completion_length=6, **{"beta": 0.5, "temperature": 0.9, **settings}),
+        train_dataset=_rows(lambda i: {"prompt": words(3 + i % 2, i)}),
+        processing_class=make_tokenizer(),
+    )
+
+
+TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
+    "sft": _sft,
+    "dpo": _dpo,
+    "kto": _kto,
+    "grpo": _grpo,
+    "distillation": _distillation,
+}
 
 
 def train(name: str, model: Any, folder: Path, steps: int = 3, **settings: Any) -> tuple[Run, Any]:

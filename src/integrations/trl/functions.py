@@ -1,4 +1,4 @@
-"""TRL's log-probability kernels by their signatures and their results, computed by xent.
+"""TRL's kernels by their signatures and their results, computed by xent.
 
 The signatures are those of `trl.kernels` in TRL 1.16. What a name means there (which operations lie before a mean, what
 a tie counts, which dtype comes back) is what it means here. TRL need not be installed.
@@ -12,7 +12,7 @@ from torch import Tensor
 
 import xent
 
-__all__ = ["OUTPUTS", "ChunkedLogProbFunction", "selective_log_softmax_and_entropy"]
+__all__ = ["OUTPUTS", "ChunkedDivergenceFunction", "ChunkedLogProbFunction", "selective_log_softmax_and_entropy"]
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """What TRL can ask for beside log-probabilities, in the order in which it gets them."""
@@ -156,6 +156,99 @@ def selective_log_softmax_and_entropy(
         index = index.masked_fill(row_mask == 0, _IGNORED)
     log_probs, entropy = xent.log_probs(logits, index, temperature=temperature, ignore_index=_IGNORED, entropy=True)
     return log_probs.float(), entropy.float()
+
+
+class ChunkedDivergenceFunction:
+    """The divergence of a student from a teacher, with the signature of TRL's function for its distillation trainer.
+
+    It is no autograd function itself: `apply` calls `xent.linear_divergence`, and for the entropy
+    `xent.linear_log_probs`.
+    """
+
+    @staticmethod
+    def apply(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the divergence at each token, and the student's entropy.
+
+        Parameters
+        ----------
+        student_hidden, student_weight, student_bias : tensors (N, D), (V, D) and (V,), or None for no bias
+            The student's hidden states and classifier.
+        teacher_hidden, teacher_weight, teacher_bias : tensors (N, D'), (V, D') and (V,), or None for no bias
+            The teacher's, which get no gradient.
+        beta : float in [0, 1]
+            0 for KL(teacher || student), 1 for KL(student || teacher), between for the generalised Jensen-Shannon
+            divergence.
+        temperature : float > 0
+            Divides the logits of both sides, after scale and softcap.
+        student_logit_scale, teacher_logit_scale : float
+            Multiply the logits.
+        student_final_logit_softcapping, teacher_final_logit_softcapping : float > 0, optional
+            Softcaps, applied after the scale.
+
+        Returns
+        -------
+        divergence : tensor (N,), float32
+            Differentiable with respect to the student.
+        entropy : tensor (N,), float32
+            Of the student's distribution. No gradient. It costs one more product of hidden states and classifier.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `xent.linear_divergence` does.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from xent.integrations.trl import ChunkedDivergenceFunction
+        >>> student, teacher = (torch.eye(4), 2 * torch.eye(4), None), (torch.eye(4), 2 * torch.eye(4), None)
+        >>> ChunkedDivergenceFunction.apply(*student, *teacher, 0.5)
+        (tensor([0., 0., 0., 0.]), tensor([0.9183, 0.9183, 0.9183, 0.9183]))
+        """
+        weight = _usable(student_weight, student_hidden)
+        bias = None if student_bias is None else _usable(student_bias, student_hidden)
+        divergence: Tensor = xent.linear_divergence(
+            student_hidden,
+            weight,
+            xent.LinearTeacher(
+                teacher_hidden.detach(),
+                _usable(teacher_weight.detach(), teacher_hidden),
+                None if teacher_bias is None else _usable(teacher_bias.detach(), teacher_hidden),
+                softcap=teacher_final_logit_softcapping,
+                logit_scale=teacher_logit_scale,
+            ),
+            linear_bias=bias,
+            beta=beta,
+            temperature=temperature,
+            softcap=student_final_logit_softcapping,
+            logit_scale=student_logit_scale,
+            reduction="none",
+        )
+        with torch.no_grad():
+            _, entropy = xent.linear_log_probs(
+                student_hidden,
+                weight,
+                torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
+                linear_bias=bias,
+                temperature=temperature,
+                softcap=student_final_logit_softcapping,
+                logit_scale=student_logit_scale,
+                entropy=True,
+            )
+        return divergence.float(), entropy.float()
 
 
 def _usable(weight: Tensor, hidden: Tensor) -> Tensor:

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from xent.integrations.trl.functions import ChunkedLogProbFunction, selective_log_softmax_and_entropy
+from xent.integrations.trl.functions import (
+    ChunkedDivergenceFunction,
+    ChunkedLogProbFunction,
+    selective_log_softmax_and_entropy,
+)
 
 __all__ = ["Patch", "patch", "unpatch"]
 
@@ -29,6 +33,7 @@ class _Place:
 
 _PLACES = (
     _Place("trl.trainer.utils", "_ChunkedLogProbFunction", ChunkedLogProbFunction),
+    _Place("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", ChunkedDivergenceFunction),
     _Place("trl.trainer.utils", "_fused_logprob_entropy", selective_log_softmax_and_entropy, needs_triton=True),
 )
 
@@ -54,11 +59,12 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Have TRL's trainers compute log-probabilities and entropies with xent.
+    """Have TRL's trainers compute log-probabilities, entropies and divergences with xent.
 
     SFT, DPO, KTO, GRPO, RLOO and the asynchronous GRPO trainer take log-probabilities from hidden states through one
-    function of TRL's, on every device; that becomes `xent.linear_log_probs`. What trainers compute from logits on GPUs
-    becomes `xent.log_probs`. It holds for trainers that are there already, and for all that are made later.
+    function of TRL's, on every device; that becomes `xent.linear_log_probs`. The distillation trainer's divergence
+    becomes `xent.linear_divergence`. What trainers compute from logits on GPUs becomes `xent.log_probs`. It holds for
+    trainers that are there already, and for all that are made later.
 
     Returns
     -------
@@ -123,8 +129,8 @@ def _parameters(function: Any) -> list[str]:
 def _words(place: _Place, what: str) -> str:
     return (
         f"xent.integrations.trl looked for {place.name} in {place.module} of TRL {_version()}, and {what}. It is "
-        "written for TRL 1.16: install that with pip install 'trl==1.16.0', or call xent.linear_log_probs in a loss of "
-        "your own. TRL was left as it was"
+        "written for TRL 1.16: install that with pip install 'trl==1.16.0', or call xent.linear_log_probs and "
+        "xent.linear_divergence in a loss of your own. TRL was left as it was"
     )
 
 
