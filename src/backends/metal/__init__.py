@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -78,6 +79,23 @@ class MetalBackend:
         from xent.backends.mlx import driver
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse float64 and MLX's CPU device. Divergences have no kernels: MLX's own operations serve them."""
+        from xent.backends.metal import machine
+        from xent.backends.mlx.devices import device_type
+
+        if dtype_name(call.array) == "float64":
+            return "Metal has no float64, which backend 'mlx' serves on the CPU"
+        if device_type() not in machine.DEVICES:
+            return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
+        return None
+
+    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+        """Run a divergence in the MLX driver, with MLX's own operations on the GPU."""
+        from xent.backends.mlx import divergence
+
+        return divergence.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""

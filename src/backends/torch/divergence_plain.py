@@ -98,8 +98,10 @@ def _gaps(w: Tensor, o: Tensor, u: Tensor) -> Tensor:
 def _pulled(p: Tensor, u: Tensor) -> Tensor:
     """Return p (sum_c p_c u_c - u); 0 where p is.
 
-    The sum is minus the divergence, from the same u: so an error that is common to them cancels.
+    u is taken relative to that of the most probable class: where that has nearly all probability, what it differs from
+    the mean by is much smaller than either.
     """
+    u = u - u.gather(1, p.argmax(-1, keepdim=True))
     mean = torch.where(p == 0, 0, p * u).sum(-1, keepdim=True)
     return torch.where(p == 0, 0, p * (mean - u))
 
