@@ -27,7 +27,7 @@ FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
         {"reduction": "mean"},
         {"reduction": "mean", "normalizer": 13.5},
         {"reduction": "mean", "normalizer": "array"},
-        {"reduction": "sum", "normalizer": 13.5},  # which a sum does not use
+        {"reduction": "sum"},
         {"reduction": "none"},
     ),
     "target": ({}, {"ignore_index": 2}, {"probabilities": True}),
@@ -76,8 +76,9 @@ def named_cases(function: str, dtype: str) -> list[Case]:
     """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
     cases = option_cases(function, dtype)
     dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
-    mine = {(name, reduction) for name, (wanted, reduction) in dealt if wanted == dtype}
-    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine]
+    mine = {name: reduction for name, (wanted, reduction) in dealt if wanted == dtype}
+    mine |= {name: "mean" for name in mine if name in OPTIONS and OPTIONS[name].keys() == {"normalizer"}}
+    return [case for case in cases if case.name == "plain" or mine.get(case.name) == case.reduction]
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:

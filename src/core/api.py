@@ -71,7 +71,7 @@ def cross_entropy(
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional
         What "mean" divides by: the token count over all micro-batches and ranks, say; an array's value is not checked.
-        The other reductions divide by nothing and do not look at it. No gradient.
+        With "sum" and "none", which divide by nothing, it is a ValueError. No gradient.
     axis : int
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool

@@ -45,7 +45,7 @@ def logits_call(
     axis %= len(shape)
     rows = shape[:axis] + shape[axis + 1 :]
     _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight)
-    normalizer = _normalizer(framework, normalizer)
+    normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace)
 
 
@@ -96,7 +96,7 @@ def linear_call(
     if shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
     _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
-    normalizer = _normalizer(framework, normalizer)
+    normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LinearCall(
         input, linear_weight, linear_bias, target, weight, sample_weight, normalizer, spec, shift, workspace
     )
@@ -215,7 +215,12 @@ def _number(framework: str, value: Any) -> Any:
     return value
 
 
-def _normalizer(framework: str, normalizer: Any) -> Any:
+def _normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(
+            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
+            "by it, or divide the result, loss / normalizer"
+        )
     if normalizer is None or framework_of(normalizer) is not None:
         if normalizer is not None and len(normalizer.shape) != 0:
             raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")

@@ -19,12 +19,16 @@ def test_options_reach_the_loss() -> None:
         mx.random.uniform(shape=(2, 5)),
         mx.random.uniform(shape=(11,)),
     )
-    loss, stats = CrossEntropyLoss(weight, stats=["lse"], **OPTIONS)(logits, Y, sample_weight=sample, normalizer=4)
+    loss, stats = CrossEntropyLoss(weight, stats=["lse"], **OPTIONS)(logits, Y, sample_weight=sample)
     expected, expected_stats = xent.cross_entropy(
-        logits, Y, weight=weight, sample_weight=sample, normalizer=4, stats=["lse"], **OPTIONS
+        logits, Y, weight=weight, sample_weight=sample, stats=["lse"], **OPTIONS
     )
     np.testing.assert_array_equal(loss, expected)
     np.testing.assert_array_equal(stats.lse, expected_stats.lse)
+    mean = CrossEntropyLoss(weight)(logits, Y, normalizer=4)
+    np.testing.assert_array_equal(mean, xent.cross_entropy(logits, Y, weight=weight, normalizer=4))
+    with pytest.raises(ValueError, match="normalizer would be ignored with reduction='none'"):
+        CrossEntropyLoss(**OPTIONS)(logits, Y, normalizer=4)
     moved = CrossEntropyLoss(axis=1)(logits.swapaxes(1, 2), Y)
     np.testing.assert_allclose(moved.item(), xent.cross_entropy(logits, Y).item(), rtol=1e-6)
 

@@ -42,6 +42,8 @@ def test_options_reach_the_loss() -> None:
     expected = xent.cross_entropy(logits, classes, sample_weight=sample, normalizer=4, **options)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="normalizer would be ignored with reduction='sum'"):
+        CrossEntropyLoss(reduction="sum", axis=-1)(logits, classes, normalizer=4)
     assert "z_loss=0.1" in repr(module)
     assert "weight" not in repr(module)
 
