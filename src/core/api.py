@@ -1,6 +1,6 @@
 """The two functions: what a user reads. Describe the call, choose who serves it, run it; nothing else."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from xent.backends import plans_of
@@ -163,7 +163,8 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     sample_weight: Any = None,
     normalizer: Any = None,
-    shift: int = 0,
+    shift: int | Sequence[int] = 0,
+    head_weight: Sequence[float] | None = None,
     workspace: int | None = None,
     stats: Collection[str] = (),
     backend: str = "auto",
@@ -240,7 +241,7 @@ def linear_cross_entropy(
     """
     plans = plans_of(input)
     found = None
-    if plans is not None:
+    if plans is not None and head_weight is None:
         options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         arrays = (input, linear_weight, linear_bias, target, weight, sample_weight, normalizer)
         found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
@@ -255,6 +256,7 @@ def linear_cross_entropy(
         sample_weight=sample_weight,
         normalizer=normalizer,
         shift=shift,
+        head_weight=head_weight,
         workspace=workspace,
         reduction=reduction,
         ignore_index=ignore_index,

@@ -172,6 +172,8 @@ def linear_log_probs(
     """
     names = _names(stats, entropy)
     _check_classes(target)
+    if isinstance(shift, (tuple, list)):
+        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
     call = validate.linear_call(
         input,
         linear_weight,

@@ -109,7 +109,11 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`."""
+    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`.
+
+    A `shift` that is a tuple has an entry for each head, the first axis of `input`, and `head_weight` too if there is
+    one: see `xent.core.heads`.
+    """
 
     input: Any
     linear_weight: Any
@@ -119,10 +123,11 @@ class LinearCall:
     sample_weight: Any
     normalizer: Any
     loss: LossSpec
-    shift: int
+    shift: int | tuple[int, ...]
     workspace: int | None
     temperature: Any = None
     support: "Support | None" = None
+    head_weight: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

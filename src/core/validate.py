@@ -20,7 +20,15 @@ from xent.core.arrays import (
 )
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
-__all__ = ["check_number", "check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
+__all__ = [
+    "check_heads",
+    "check_number",
+    "check_numbers",
+    "check_shift_and_workspace",
+    "linear_call",
+    "logits_call",
+    "loss_spec",
+]
 
 
 def logits_call(
@@ -58,8 +66,9 @@ def linear_call(
     weight: Any,
     sample_weight: Any,
     normalizer: Any,
-    shift: int,
+    shift: Any,
     workspace: int | None,
+    head_weight: Any = None,
     **loss: Any,
 ) -> LinearCall:
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
@@ -92,13 +101,31 @@ def linear_call(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
     check_shift_and_workspace(shift, workspace)
+    shift, head_weight = check_heads(framework, shift, head_weight, spec.reduction)
     rows = tuple(input.shape[:-1])
-    if shift and not rows:
+    if isinstance(shift, tuple):
+        if len(rows) < 2 or rows[0] != len(shift):
+            raise ValueError(
+                f"shift={shift} needs input of shape ({len(shift)}, ..., T, D), with the hidden states of each head; "
+                f"got {tuple(input.shape)}"
+            )
+        rows = rows[1:]
+    elif shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
     _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
     normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LinearCall(
-        input, linear_weight, linear_bias, target, weight, sample_weight, normalizer, spec, shift, workspace
+        input,
+        linear_weight,
+        linear_bias,
+        target,
+        weight,
+        sample_weight,
+        normalizer,
+        spec,
+        shift,
+        workspace,
+        head_weight=head_weight,
     )
 
 
@@ -135,12 +162,39 @@ def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
             )
 
 
-def check_shift_and_workspace(shift: int, workspace: int | None) -> None:
+def check_shift_and_workspace(shift: Any, workspace: int | None) -> None:
     """Raise ValueError for a shift or a workspace that cannot be one."""
-    if not _is_int(shift) or shift < 0:
-        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    heads = shift if isinstance(shift, (tuple, list)) else (shift,)
+    if not heads or not all(_is_int(one) and one >= 0 for one in heads):
+        several = "" if heads and heads[0] is shift else ", or a tuple with one such int for each head"
+        raise ValueError(f"shift must be an int >= 0{several}, got {shift!r}")
     if workspace is not None and (not _is_int(workspace) or workspace <= 0):
         raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
+
+
+def check_heads(
+    framework: str, shift: Any, head_weight: Any, reduction: str
+) -> tuple[Any, tuple[float, ...] | None]:
+    """Return the shift, a tuple where there are heads, and the weights of heads; raise where they do not fit."""
+    if isinstance(shift, list):
+        shift = tuple(shift)
+    if head_weight is None:
+        return shift, None
+    if not isinstance(shift, tuple):
+        raise ValueError(f"head_weight weighs heads: pass a tuple as shift, with an entry for each; got shift={shift}")
+    if not isinstance(head_weight, (tuple, list)):
+        raise TypeError(f"head_weight must be a tuple of numbers, one for each head; got {describe(head_weight)}")
+    if len(head_weight) != len(shift):
+        raise ValueError(f"head_weight must have {len(shift)} entries, as shift={shift} has; got {len(head_weight)}")
+    if reduction == "none":
+        raise ValueError(
+            "head_weight would be ignored with reduction='none', which returns each head's own rows: multiply those"
+        )
+    weights = tuple(number_of(framework, weight) for weight in head_weight)
+    if not is_tracing(framework):
+        for head, weight in enumerate(weights):
+            check_number(f"head_weight[{head}]", weight, "finite", math.isfinite)
+    return shift, weights
 
 
 def check_numbers(

@@ -12,7 +12,7 @@ from xent.backends.mlx.kernels import RowFacts
 from xent.backends.mlx.options import numbers_of, scalar, terms_of
 from xent.core.spec import LinearCall, LogitsCall, LossSpec
 
-__all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
+__all__ = ["Facts", "accumulation_dtype", "check_targets", "gather_facts", "is_float"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +110,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         probabilities = target.reshape(count, vocabulary)
         rows_of = _shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
     else:
-        _check_targets(target, vocabulary, spec.ignore_index, shift)
+        check_targets(target, vocabulary, spec.ignore_index, shift)
         ignore = mx.array(spec.ignore_index, dtype=mx.int64)
         wide = _shifted(target.astype(mx.int64), shift, spec.ignore_index).reshape(-1)
         ignored = (wide == ignore) | ignored
@@ -177,7 +177,7 @@ def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
     return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
 
 
-def _check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
+def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
     """Raise IndexError for the first wrong target of those that a row uses, if XENT_CHECK_TARGETS=1.
 
     While `mx.compile` traces a function there are no values to look at.
