@@ -42,7 +42,7 @@ class Reference:
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
-        if isinstance(call, LinearCall) and isinstance(call.shift, tuple):
+        if isinstance(call, LinearCall) and call.heads is not None:
             return combined(call, [self.run(one) for one in apart(call)], np)
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
@@ -67,12 +67,12 @@ def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any)
 
 def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
-    if isinstance(call.shift, tuple):
-        weights = call.head_weight or (1,) * len(call.shift)
+    if call.heads is not None:
+        weights = call.heads.weight or (1,) * len(call.heads.shift)
         upstreams = upstream if call.loss.reduction == "none" else [upstream * weight for weight in weights]
         parts = map(linear_cross_entropy_gradients, apart(call), upstreams)
-        inputs, classifiers, biases = zip(*parts, strict=True)
-        return np.stack(inputs), np.sum(classifiers, 0), np.sum(biases, 0)
+        inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
+        return inputs, classifiers.sum(0), biases.sum(0)
     grad = _linear_rows(call).gradient(upstream, **others)
     hidden, weight = _float64(call.input), _float64(call.linear_weight)
     # Rows without a target contribute nothing, whatever their hidden states hold.

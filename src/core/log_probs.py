@@ -172,8 +172,7 @@ def linear_log_probs(
     """
     names = _names(stats, entropy)
     _check_classes(target)
-    if isinstance(shift, (tuple, list)):
-        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
+    _check_heads(shift)
     call = validate.linear_call(
         input,
         linear_weight,
@@ -209,6 +208,11 @@ def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
 def _check_classes(target: Any) -> None:
     if hasattr(target, "dtype") and dtype_name(target) in FLOAT_DTYPES:
         raise TypeError(f"target must hold class indices, of an integer dtype; got dtype {dtype_name(target)}")
+
+
+def _check_heads(shift: Any) -> None:
+    if isinstance(shift, (tuple, list)):
+        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
 
 
 def _run(

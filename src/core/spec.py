@@ -10,6 +10,7 @@ __all__ = [
     "ROW_STATS",
     "STAT_NAMES",
     "BackendInfo",
+    "Heads",
     "LinearCall",
     "LogitsCall",
     "LossSpec",
@@ -111,8 +112,7 @@ class QuantizedWeight:
 class LinearCall:
     """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`.
 
-    A `shift` that is a tuple has an entry for each head, the first axis of `input`, and `head_weight` too if there is
-    one: see `xent.core.heads`.
+    With `heads`, the first axis of `input` is theirs, the target has none, and `shift` is 0: see `xent.core.heads`.
     """
 
     input: Any
@@ -123,11 +123,19 @@ class LinearCall:
     sample_weight: Any
     normalizer: Any
     loss: LossSpec
-    shift: int | tuple[int, ...]
+    shift: int
     workspace: int | None
     temperature: Any = None
     support: "Support | None" = None
-    head_weight: tuple[float, ...] | None = None
+    heads: "Heads | None" = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Several heads of one classifier: how far ahead each predicts, and how much it counts, 1 each where None."""
+
+    shift: tuple[int, ...]
+    weight: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

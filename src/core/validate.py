@@ -18,13 +18,13 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
+from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = [
-    "check_heads",
     "check_number",
     "check_numbers",
     "check_shift_and_workspace",
+    "heads_of",
     "linear_call",
     "logits_call",
     "loss_spec",
@@ -101,15 +101,16 @@ def linear_call(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
     check_shift_and_workspace(shift, workspace)
-    shift, head_weight = check_heads(framework, shift, head_weight, spec.reduction)
+    heads = heads_of(framework, shift, head_weight, spec.reduction)
     rows = tuple(input.shape[:-1])
-    if isinstance(shift, tuple):
-        if len(rows) < 2 or rows[0] != len(shift):
+    if heads is not None:
+        count = len(heads.shift)
+        if len(rows) < 2 or rows[0] != count:
             raise ValueError(
-                f"shift={shift} needs input of shape ({len(shift)}, ..., T, D), with the hidden states of each head; "
+                f"shift={heads.shift} needs input of shape ({count}, ..., T, D), with the hidden states of each head; "
                 f"got {tuple(input.shape)}"
             )
-        rows = rows[1:]
+        rows, shift = rows[1:], 0
     elif shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
     _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
@@ -125,7 +126,7 @@ def linear_call(
         spec,
         shift,
         workspace,
-        head_weight=head_weight,
+        heads=heads,
     )
 
 
@@ -172,20 +173,17 @@ def check_shift_and_workspace(shift: Any, workspace: int | None) -> None:
         raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
 
 
-def check_heads(
-    framework: str, shift: Any, head_weight: Any, reduction: str
-) -> tuple[Any, tuple[float, ...] | None]:
-    """Return the shift, a tuple where there are heads, and the weights of heads; raise where they do not fit."""
-    if isinstance(shift, list):
-        shift = tuple(shift)
+def heads_of(framework: str, shift: Any, head_weight: Any, reduction: str) -> Heads | None:
+    """Return the heads that a checked shift says there are, None for a number; raise for weights that do not fit."""
+    shifts = tuple(shift) if isinstance(shift, (tuple, list)) else None
     if head_weight is None:
-        return shift, None
-    if not isinstance(shift, tuple):
+        return None if shifts is None else Heads(shifts)
+    if shifts is None:
         raise ValueError(f"head_weight weighs heads: pass a tuple as shift, with an entry for each; got shift={shift}")
     if not isinstance(head_weight, (tuple, list)):
         raise TypeError(f"head_weight must be a tuple of numbers, one for each head; got {describe(head_weight)}")
-    if len(head_weight) != len(shift):
-        raise ValueError(f"head_weight must have {len(shift)} entries, as shift={shift} has; got {len(head_weight)}")
+    if len(head_weight) != len(shifts):
+        raise ValueError(f"head_weight must have {len(shifts)} entries, as shift={shifts} has; got {len(head_weight)}")
     if reduction == "none":
         raise ValueError(
             "head_weight would be ignored with reduction='none', which returns each head's own rows: multiply those"
@@ -194,7 +192,7 @@ def check_heads(
     if not is_tracing(framework):
         for head, weight in enumerate(weights):
             check_number(f"head_weight[{head}]", weight, "finite", math.isfinite)
-    return shift, weights
+    return Heads(shifts, weights)
 
 
 def check_numbers(

@@ -57,6 +57,12 @@ def test_linear_loss_owns_its_classifier(bias: bool) -> None:
     frozen, expected_frozen = (mx.grad(call)(X) for call in (lambda x: module(x, Y), lambda x: plain(module, x)))
     np.testing.assert_allclose(frozen, expected_frozen, rtol=1e-4, atol=1e-6)
     assert "shift=1" in repr(module)
+    heads = LinearCrossEntropyLoss(64, 11, shift=[1, 2], head_weight=[1, 0.5])
+    expected = xent.linear_cross_entropy(X, heads.linear.weight, Y[0], shift=(1, 2), head_weight=(1, 0.5))
+    np.testing.assert_array_equal(heads(X, Y[0]), expected)
+    assert "shift=[1, 2], head_weight=[1, 0.5]" in repr(heads)
+    with pytest.raises(ValueError, match="head_weight must have 2 entries"):
+        LinearCrossEntropyLoss(64, 11, shift=(1, 2), head_weight=(1,))
 
 
 def test_quantized_module_serves() -> None:

@@ -92,6 +92,13 @@ def test_linear_loss_owns_its_classifier() -> None:
     loss.backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     assert "shift=1" in repr(module)
+    heads = LinearCrossEntropyLoss(8, 11, shift=[1, 2], head_weight=[1, 0.5])
+    hidden, classes = torch.randn(2, 3, 8), torch.randint(11, (3,))
+    expected = xent.linear_cross_entropy(hidden, heads.linear.weight, classes, shift=(1, 2), head_weight=(1, 0.5))
+    torch.testing.assert_close(heads(hidden, classes), expected, rtol=0, atol=0)
+    assert "shift=[1, 2], head_weight=[1, 0.5]" in repr(heads)
+    with pytest.raises(ValueError, match="head_weight must have 2 entries"):
+        LinearCrossEntropyLoss(8, 11, shift=(1, 2), head_weight=(1,))
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this PyTorch is older than the module")

@@ -18,9 +18,9 @@ __all__ = ["run"]
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     """Run a call with the row kernel of that backend; KeyError for one that registered none."""
-    if isinstance(call, LinearCall) and isinstance(call.shift, tuple):
+    if isinstance(call, LinearCall) and call.heads is not None:
         if not is_float(call.target):
-            check_targets(call.target, call.linear_weight.shape[0], call.loss.ignore_index, min(call.shift))
+            check_targets(call.target, call.linear_weight.shape[0], call.loss.ignore_index, min(call.heads.shift))
         return heads.run(call, partial(run, kernel=kernel), mx, mx.array.astype)
     chosen = KERNELS[kernel]
     if isinstance(call, LogitsCall):

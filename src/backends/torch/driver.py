@@ -36,9 +36,9 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         sources = _tensors(call, "input", "linear_weight", "linear_bias")
         refuse_transforms(sources)
         quiet = _is_eager(*sources.values(), *options[:4])
-        if isinstance(call.shift, tuple):
+        if call.heads is not None:
             if quiet and not call.target.is_floating_point():
-                check_targets(options, len(call.linear_weight), min(call.shift))
+                check_targets(options, len(call.linear_weight), min(call.heads.shift))
             return heads.run(call, partial(run, kernel=kernel), torch, Tensor.to)
         arguments = (call.input, call.linear_weight, call.linear_bias, options, call.shift, call.workspace)
         made = run_linear(*arguments, quiet)
