@@ -142,7 +142,8 @@ class _Rows:
     def per_row(self) -> tuple[Array, Array]:
         """Return l_i and the z term's share of it, both (N,)."""
         with np.errstate(invalid="ignore"):
-            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0])
+            # Without a z-loss also where lse is infinite, in a row whose support is empty.
+            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
             loss = self.a * _expectation(self.share, self.surprise) + z_term
         return _masked(loss, self.dead[:, 0]), z_term
 
@@ -166,7 +167,7 @@ class _Rows:
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + 2 * self.spec.z_loss * self.lse
+            total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
             grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
             grad = np.where(self.dead | beyond[:, None], 0.0, grad)
             for name, given in others.items():
@@ -190,7 +191,7 @@ class _Rows:
         count = int((~self.ignored).sum())
         hits = (self.predictions == truth) & ~self.ignored
         accuracy = np.float64(hits.sum() / count if count else 0.0)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"):
             values = {
                 "lse": _masked(self.lse, self.ignored).reshape(self.shape),
                 "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
@@ -207,7 +208,8 @@ class _Rows:
 
 def _expectation(weights: Array, values: Array) -> Array:
     """Sum weights * values over classes; what has no weight does not count, not even infinity."""
-    products: Array = np.where(weights == 0, 0.0, weights * values)
+    with np.errstate(invalid="ignore"):
+        products: Array = np.where(weights == 0, 0.0, weights * values)
     return np.asarray(products.sum(-1))
 
 

@@ -4,13 +4,12 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
 from xent.core import validate
-from xent.core.arrays import FLOAT_DTYPES, dtype_name, one_framework
+from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
-from xent.core.sampling import arrays_of, check_support, tempered
+from xent.core.sampling import sampled
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LinearCall, LogitsCall, Stats, Support
 
 __all__ = ["linear_log_probs", "log_probs"]
@@ -111,9 +110,7 @@ def log_probs(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    return _run(
-        call, one_framework(logits=logits, **arrays_of(temperature, support)), temperature, support, names, backend
-    )
+    return _run(sampled(call, temperature, support, names), names, backend)
 
 
 def linear_log_probs(
@@ -186,9 +183,7 @@ def linear_log_probs(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    return _run(
-        call, one_framework(input=input, **arrays_of(temperature, support)), temperature, support, names, backend
-    )
+    return _run(sampled(call, temperature, support, names), names, backend)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
@@ -206,8 +201,10 @@ def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
 
 
 def _check_classes(target: Any) -> None:
-    if hasattr(target, "dtype") and dtype_name(target) in FLOAT_DTYPES:
-        raise TypeError(f"target must hold class indices, of an integer dtype; got dtype {dtype_name(target)}")
+    """Raise TypeError for class probabilities, which a loss would take."""
+    if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
+        return
+    raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
 
 
 def _check_heads(shift: Any) -> None:
@@ -215,21 +212,8 @@ def _check_heads(shift: Any) -> None:
         raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
 
 
-def _run(
-    call: LogitsCall | LinearCall,
-    framework: str,
-    temperature: Any,
-    support: Support | None,
-    names: tuple[str, ...],
-    backend: str,
-) -> Any:
-    """Complete the call, run it, and return its results in the caller's order."""
-    rows = tuple(call.target.shape)
-    spec, each = tempered(framework, call.loss, temperature, rows)
-    check_support(support, call.target.size if framework != "torch" else call.target.numel())
-    call = replace(
-        call, loss=replace(spec, stats=names, exact=True, accuracy_of_rows=True), temperature=each, support=support
-    )
+def _run(call: LogitsCall | LinearCall, names: tuple[str, ...], backend: str) -> Any:
+    """Run the call, and return its results in the caller's order."""
     loss, found = select(backend, call).run(call)
     results = [0 - loss]
     if "entropy" in names:
