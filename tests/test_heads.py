@@ -102,7 +102,7 @@ def unfused(target: Target, case: Case, inputs: Inputs, wide: str, names: tuple[
         options = {name: value for name, value in inputs.options.items() if name != "head_weight"}
         sample = np.roll(options.get("sample_weight", np.ones(case.rows)), -shift, -1)
         options["sample_weight"] = np.where(here, sample, 0.0)
-        moved = Inputs({}, np.roll(inputs.target, -shift, axis), options, None)
+        moved = replace(inputs, target=np.roll(inputs.target, -shift, axis), options=options)
         upstream = inputs.upstream[number] if case.reduction == "none" else inputs.upstream
         factor = inputs.options.get("head_weight", WEIGHTS[:1] * len(case.shift))[number]
         return placed(target, moved, wide), target.arrays(np.asarray(upstream * factor), dtype=wide)[0]

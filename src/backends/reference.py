@@ -70,7 +70,10 @@ def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **othe
     if call.heads is not None:
         weights = call.heads.weight or (1,) * len(call.heads.shift)
         upstreams = upstream if call.loss.reduction == "none" else [upstream * weight for weight in weights]
-        parts = map(linear_cross_entropy_gradients, apart(call), upstreams)
+        parts = [
+            linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
+            for head, (one, mine) in enumerate(zip(apart(call), upstreams, strict=True))
+        ]
         inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
         return inputs, classifiers.sum(0), biases.sum(0)
     grad = _linear_rows(call).gradient(upstream, **others)
