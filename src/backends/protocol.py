@@ -13,10 +13,10 @@ Each language has these steps once; where rows are always whole there is nothing
 
 - NumPy: `xent.backends.reference`, whole rows, as the formulas are written. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations.
-- Triton: fold in `xent.backends.triton.rows_kernel.rows_kernel` and `xent.backends.triton.tile_kernels.tile_kernel`;
+- Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
   merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
   `xent.backends.triton.row_algebra.coefficients`, after tiles `xent.backends.triton.tile_kernels.finish_kernel`;
-  gradient in `xent.backends.triton.rows_kernel.gradient_block`. Class probabilities have a kernel of their own,
+  gradient in `xent.backends.triton.row_gradient.gradient_block`. Class probabilities have a kernel of their own,
   `xent.backends.triton.probabilities_kernel`.
 - MLX: fold in `xent.backends.mlx.block.Block.fold`; merge in `xent.backends.mlx.finish.merge`; finish in
   `xent.backends.mlx.finish.finish` and `xent.backends.mlx.finish.coefficients`; gradient in

@@ -10,9 +10,10 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
+from tests.triton.noted import note_launches
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
-from xent.backends.triton import job as jobs
+from xent.backends.triton import row_launches
 from xent.backends.triton.geometry import Geometry, Sizes, sizes
 from xent.backends.triton.job import TritonJob
 from xent.backends.triton.launch import cdiv, next_power_of_2
@@ -40,7 +41,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
             options={"num_warps": 1},
         )
 
-    monkeypatch.setattr(jobs, "sizes", cut)
+    monkeypatch.setattr(row_launches, "sizes", cut)
 
 
 def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -273,18 +274,14 @@ def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, d
 
 @pytest.mark.usefixtures("small")
 def test_rows_of_all_but_the_last_token_are_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[Any] = []
-    launch = jobs.launch
-    monkeypatch.setattr(
-        jobs, "launch", lambda kernel, *rest, **options: (noted.append(rest), launch(kernel, *rest, **options))
-    )
+    noted = note_launches(monkeypatch)
     batch = padded(torch.randn(2, 9, 33, device=target.device).bfloat16())
     leaf = batch[:, :-1].detach().requires_grad_()
     classes = torch.randint(33, (2, 8), device=target.device)
     loss = xent.cross_entropy(leaf, classes, reduction="none", backend=target.name)
     (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
-    assert [programs for programs, *_ in noted] == [16, 16]
-    assert [constants["VECTOR"] for *_, constants in noted] == [8, 8]
+    assert [programs for _, programs, _ in noted] == [16, 16]
+    assert [given["VECTOR"] for *_, given in noted] == [8, 8]
     copy = leaf.detach().clone().requires_grad_()
     again = xent.cross_entropy(copy, classes, reduction="none", backend=target.name)
     assert torch.equal(loss, again)
@@ -297,23 +294,17 @@ def test_layouts_that_no_launch_serves_are_cut(
     target: Target, vocabulary: int, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of groups of rows, and classes apart."""
-    programs: list[int] = []
-    launch = jobs.launch
-    monkeypatch.setattr(
-        jobs,
-        "launch",
-        lambda kernel, count, *rest, **more: (programs.append(count), launch(kernel, count, *rest, **more)),
-    )
+    noted = note_launches(monkeypatch)
     values = torch.randn(2, 4, 3, vocabulary, device=target.device)
     for change in (lambda t: t[:, :3, :2], lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)):
         outcome = []
         for tensor in (change(values), change(values).contiguous()):
             leaf = tensor.detach().requires_grad_()
             classes = torch.arange(leaf[..., 0].numel(), device=target.device).view(leaf.shape[:-1])
-            programs.clear()
+            noted.clear()
             loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
             outcome.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
-            assert max(programs) == classes.numel() or not tensor.is_contiguous()
+            assert max(programs for _, programs, _ in noted) == classes.numel() or not tensor.is_contiguous()
         for one, other in zip(*outcome, strict=True):
             torch.testing.assert_close(one, other)
 

@@ -1,9 +1,10 @@
 """Backend "triton": kernels for NVIDIA GPUs, which the PyTorch driver calls through a job.
 
-`job` is what the driver gets, and launches everything (`launch`, `geometry`). `row_algebra` and `maths` are what the
-kernels share: `rows_kernel` and `gradient_kernel` for rows whose logits exist, `probabilities_kernel` for targets that
-are class probabilities, `tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what
-stands around them.
+`job` is what the driver gets: it has the `facts` and the `results` of a call's rows, and the modules whose names end in
+"launch" or "launches" launch its kernels (`launch`, `geometry`). `row_algebra` and `maths` are what all kernels share.
+`rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
+`probabilities_kernel` for targets that are class probabilities, `tile_kernels` for logits that are never stored,
+`facts_kernels` and `linear_kernels` for what stands around them.
 `hopper` has the one kernel for one chip, behind a door.
 """
 
@@ -48,10 +49,6 @@ class TritonBackend:
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
-        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
-        if call.loss.exact or lacking:
-            what = "log-probabilities" if call.loss.exact else lacking[0]
-            return f"its kernels do not compute {what} yet, which backend 'torch' does"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
