@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import xent
+from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.targets import Target
 from xent.backends import TABLE
 from xent.backends.metal import machine, torch_machine
@@ -70,7 +71,7 @@ def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatc
     assert [(line.backend, line.device, line.dtype) for line in lines] == [
         (target.name, device, dtype)
         for device in devices
-        for _ in ("cross_entropy", "linear_cross_entropy")
+        for _ in (*FUNCTIONS, *LOG_PROBS)
         for dtype in ("float32", "bfloat16", "float16")
     ]
-    assert [line.failed for line in lines] == [()] * 12
+    assert [line.failed for line in lines] == [()] * len(lines)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.cases import LOG_PROBS, log_prob_cases, paired_cases
 from xent.backends import ALSO
 from xent.backends.metal import proof, torch_machine
 from xent.backends.metal.torch_harness import MetalTorchHarness
@@ -42,7 +43,13 @@ def matrix() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", matrix(), ids=str)
+def rows() -> list[Case]:
+    """Return cases of log-probabilities and of losses whose statistics carry gradients, each with one dtype."""
+    shapes = [case for function in LOG_PROBS for case in log_prob_cases(function) if case.dtype != "float64"]
+    return shapes + [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, DTYPES)]
+
+
+@pytest.mark.parametrize("case", matrix() + rows(), ids=str)
 def test_loss_and_gradients(case: Case) -> None:
     for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
         assert comparison.passed, comparison

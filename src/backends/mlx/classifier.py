@@ -14,8 +14,9 @@ from xent.core.spec import QuantizedWeight
 
 __all__ = ["Classifier"]
 
-_CONVERTED_BYTES = 32 * 2**20
-_MOST_RANGES = 16
+# On a CPU MLX allocates memory for some 16 ranges ahead of the one that it computes.
+_CONVERTED_BYTES = 8 * 2**20
+_MOST_RANGES = 64
 
 
 @dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ def gather_entries(support: Support, shape: tuple[int, ...], vocabulary: int, sh
     return Entries(
         ids=mx.where(outside, 0, ids).astype(mx.int32),
         owner=mx.maximum(place - shift, 0),
-        owned=place % shape[-1] >= shift if shift else place >= 0,
+        owned=(mx.arange(total) < stops[place]) & (place % shape[-1] >= shift if shift else place >= 0),
         first=starts[place],
         last=mx.maximum(moved(stops, 1) - 1, 0),
         count=moved(stops - starts, 0),

@@ -44,7 +44,8 @@ class Supported:
         asked = Asked.of(self._facts.spec.stats, grad=False)
         found = finish(self._fold(asked), self._facts.rows, asked)
         if found.mean_logit is not None:
-            found = replace(found, mean_logit=mx.where(self._entries.count == 0, 0, found.mean_logit))
+            empty = (self._entries.count == 0) & ~self._entries.wrong
+            found = replace(found, mean_logit=mx.where(empty, 0, found.mean_logit))
         return found, {}
 
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
@@ -54,18 +55,15 @@ class Supported:
 
     def _fold(self, asked: Asked) -> Sums:
         """Return the sums of each row over its entries."""
-        entries, (x, _) = self._entries, self._activations(self._facts.rows)
-        hit, empty = self._hits(), entries.count == 0
-        peak, x_y = entries.largest(mx.stack([x, mx.where(hit, x, -mx.inf)]))
-        member = self._members()
-        below = entries.of(peak) - x
+        entries, (peak, below, _) = self._entries, self._relative(self._facts.rows)
+        hit, member, empty = self._hits(), self._members(), entries.count == 0
         powers = exp(-below)
-        sums = entries.sums(mx.stack([mx.where(hit, 0, powers), product(powers, below), mx.square(powers), below]))
-        rest, mixed, squares, level = sums
-        power_y = mx.where(member, exp(x_y - peak), 0)
+        parts = [mx.where(hit, 0, powers), mx.where(hit, below, 0), product(powers, below), mx.square(powers), below]
+        rest, below_y, mixed, squares, level = entries.sums(mx.stack(parts))
+        power_y = mx.where(member, exp(-below_y), 0)
         total = rest + power_y
         log_sum = mx.log(total)
-        if x.dtype != mx.float64:
+        if below.dtype != mx.float64:
             log_sum = mx.where(power_y == 1, mx.log1p(rest), log_sum)  # beside 1, a sure row's rest would be lost
 
         def filled(values: mx.array) -> mx.array:
@@ -74,7 +72,7 @@ class Supported:
         return Sums(
             peak=mx.where(entries.wrong, mx.nan, peak),
             log_sum=filled(log_sum),
-            target=Gap(mx.where(member, peak - x_y, mx.inf)),
+            target=Gap(mx.where(member, below_y, mx.inf)),
             expected=filled(mixed / total) if asked.entropy else None,
             best=self._best() if asked.predictions else None,
             squares=filled(squares / mx.square(total)) if asked.log_sum_sq_probs else None,
@@ -83,15 +81,14 @@ class Supported:
 
     def _gradient(self, rows: RowFacts, norm: mx.array) -> mx.array:
         """Return the gradient with respect to the picks (M,)."""
-        entries, (x, slope) = self._entries, self._activations(rows)
-        peak, log_sum = norm[:, 0], norm[:, 1]
-        member = self._members()
+        entries, (peak, below, slope) = self._entries, self._relative(rows)
+        log_sum, member = norm[:, 1], self._members()
         upstream = dict(rows.upstream)
         if "nll" in upstream:
             upstream["nll"] = mx.where(member, upstream["nll"], 0)
         rows = replace(rows, scale=mx.where(member, rows.scale, 0), upstream=upstream)
         given = coefficients(rows, peak + log_sum, 1)
-        log_p = (x - entries.of(peak)) - entries.of(log_sum)
+        log_p = -(below + entries.of(log_sum))
         p = exp(log_p)
         at_target = entries.of(given.gamma) * expm1(log_p)
         if given.rest is not None:
@@ -103,8 +100,21 @@ class Supported:
             made = made * slope
         return mx.where(entries.owned & ~entries.of(rows.dead), made, 0)
 
-    def _activations(self, rows: RowFacts) -> tuple[mx.array, mx.array | None]:
-        return activate(self._picks.astype(rows.weight.dtype), rows, self._entries.of)
+    def _relative(self, rows: RowFacts) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Return the largest x (N,), how far x is below that (M,), and the softcap's slope (M,) or None."""
+        entries, z = self._entries, self._picks.astype(rows.weight.dtype)
+        if rows.terms.softcap:
+            x, slope = activate(z, rows, entries.of)
+            peak = entries.largest(x)
+            return peak, entries.of(peak) - x, slope
+        key = self._key().astype(z.dtype)
+        best = entries.largest(key)
+        below = entries.of(best) - key
+        if not rows.terms.scale:
+            return best, below, None
+        # A difference of logits is rounded once, however far they are from 0.
+        size = mx.abs(rows.of_rows("logit_scale"))
+        return size * best, below * (entries.of(size) if size.ndim else size), None
 
     def _hits(self) -> mx.array:
         """Return which entries are the targets of their rows, (M,)."""
@@ -116,11 +126,15 @@ class Supported:
         """Return which rows have their target among their entries, (N,)."""
         return self._entries.largest(self._hits().astype(mx.float32)) > 0
 
+    def _key(self) -> mx.array:
+        """Return the picks, negated where that is their order (M,)."""
+        if not self._facts.rows.terms.scale:
+            return self._picks
+        return mx.sign(self._facts.rows.number("logit_scale")).astype(self._picks.dtype) * self._picks
+
     def _best(self) -> tuple[mx.array, mx.array]:
         """Return the largest logit before the softcap and its class, the lowest among equals; 0 for no entries."""
-        entries, key = self._entries, self._picks
-        if self._facts.rows.terms.scale:
-            key = mx.sign(self._facts.rows.number("logit_scale")).astype(key.dtype) * key
+        entries, key = self._entries, self._key()
         key = mx.where(mx.isnan(key), mx.inf, key)
         best = entries.largest(key)
         chosen = entries.lowest(mx.where(key == entries.of(best), entries.ids, mx.iinfo(mx.int32).max))
