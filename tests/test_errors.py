@@ -168,7 +168,11 @@ LOG_PROBS: Bad = [
 ]
 
 LOOKED_AT: Bad = [
-    ({"temperature": np.array([[1, 1, 1], [1, 0, 1.0]])}, ValueError, "temperature must be > 0 in every row, got 0.0"),
+    (
+        {"temperature": np.array([[1, 1, 1], [1, 0, 1.0]])},
+        ValueError,
+        r"temperature must be > 0 in every row, got 0.0 at \[1, 1\]",
+    ),
     ({"temperature": np.full((2, 3), -2.0)}, ValueError, "temperature must be > 0 in every row, got -2.0"),
     ({"temperature": np.full((2, 3), np.nan)}, ValueError, "temperature must be > 0 in every row, got nan"),
     (
@@ -184,6 +188,11 @@ LOOKED_AT: Bad = [
     (support(offsets=np.array([1, 1, 2, 3, 4, 5, 6])), ValueError, "support.offsets must rise from 0 to 6.*got 1 to 6"),
     (support(ids=np.array([0, 1, 5, 3, 4, 0])), IndexError, r"support.ids\[2\] is 5; classes are 0 to 4"),
     (support(ids=np.array([0, 1, 2, -1, 4, 0])), IndexError, r"support.ids\[3\] is -1; classes are 0 to 4"),
+    (
+        support(offsets=np.array([0, 0, 4, 6, 6, 6, 6]), ids=np.array([2, 4, 0, 2, 2, 0])),
+        ValueError,
+        r"support.ids must h\w* a class at most once in a row; row 1 has 2",
+    ),
 ]
 """What only values show."""
 

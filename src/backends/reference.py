@@ -243,7 +243,21 @@ def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignor
         )
 
 
+def _check_temperature(temperature: Array | None, shift: int) -> None:
+    if temperature is None:
+        return
+    wrong = ~(temperature > 0)
+    if shift:
+        wrong[..., :shift] = False
+    if wrong.any():
+        position = [int(i) for i in np.argwhere(wrong)[0]]
+        raise ValueError(
+            f"temperature must be > 0 in every row, got {temperature[tuple(position)]} at {position or 'its row'}"
+        )
+
+
 def _logits_rows(call: LogitsCall) -> _Rows:
+    _check_temperature(call.temperature, 0)
     z = np.moveaxis(_float64(call.logits), call.axis, -1)
     target = call.target
     if target.shape == call.logits.shape and target.dtype.kind == "f":
@@ -252,7 +266,8 @@ def _logits_rows(call: LogitsCall) -> _Rows:
 
 
 def _linear_rows(call: LinearCall) -> _Rows:
-    """Build all logits; row t of a shifted call has the target and sample weight at t + shift."""
+    """Build all logits; row t of a shifted call has the target, the sample weight and so on at t + shift."""
+    _check_temperature(call.temperature, call.shift)
     sequence = max(len(call.input.shape) - 2, 0)
     length = call.input.shape[sequence] if call.shift else 0
     here = np.arange(length) + call.shift
@@ -299,8 +314,6 @@ def _rows(
     normalizer = None if call.normalizer is None else float(call.normalizer)
     shift = call.shift if isinstance(call, LinearCall) else 0
     temperature = np.ones(count) if call.temperature is None else _float64(call.temperature).reshape(count)
-    if not (temperature > 0).all():
-        raise ValueError(f"temperature must be > 0 in every row, got {temperature[~(temperature > 0)][0]}")
     outside = None if call.support is None else _outside(call.support, count, vocabulary)
     if outside is not None and order is not None:
         outside = outside[order]
@@ -331,6 +344,11 @@ def _outside(support: Support, count: int, vocabulary: int) -> Array:
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if wrong.size:
         raise IndexError(f"support.ids[{wrong[0]}] is {ids[wrong[0]]}; classes are 0 to {vocabulary - 1}")
+    rows = np.repeat(np.arange(count), sizes)
+    found, times = np.unique(rows * vocabulary + ids, return_counts=True)
+    if (times > 1).any():
+        row, again = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
     outside = np.ones((count, vocabulary), bool)
-    outside[np.repeat(np.arange(count), sizes), ids] = False
+    outside[rows, ids] = False
     return outside

@@ -6,6 +6,7 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 from collections.abc import Collection
 from typing import Any
 
+from xent.backends import plans_of
 from xent.core import validate
 from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
@@ -97,6 +98,15 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
+    plans = plans_of(logits)
+    found = None
+    if plans is not None:
+        sampling = (temperature, support, entropy)
+        arrays = (logits, target, None, None, None)
+        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
+        found = plans.find_logits(*arrays, axis, False, backend, options, stats, sampling)
+        if found is not None and found.kernel is not None:
+            return _in_order(*plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
     call = validate.logits_call(
@@ -110,7 +120,7 @@ def log_probs(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    return _run(sampled(call, temperature, support, names), names, backend)
+    return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def linear_log_probs(
@@ -167,6 +177,15 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
+    plans = plans_of(input)
+    found = None
+    if plans is not None:
+        sampling = (temperature, support, entropy)
+        arrays = (input, linear_weight, linear_bias, target, None, None, None)
+        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
+        found = plans.find_linear(*arrays, shift, workspace, backend, options, stats, sampling)
+        if found is not None and found.kernel is not None:
+            return _in_order(*plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
     _check_heads(shift)
@@ -183,7 +202,7 @@ def linear_log_probs(
         softcap=softcap,
         logit_scale=logit_scale,
     )
-    return _run(sampled(call, temperature, support, names), names, backend)
+    return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
@@ -212,9 +231,17 @@ def _check_heads(shift: Any) -> None:
         raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
 
 
-def _run(call: LogitsCall | LinearCall, names: tuple[str, ...], backend: str) -> Any:
-    """Run the call, and return its results in the caller's order."""
-    loss, found = select(backend, call).run(call)
+def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:
+    """Run the call, and remember its kind where a look for it found none."""
+    chosen = select(backend, call)
+    made = chosen.run(call)
+    if plan is not None:
+        plans.keep(plan, chosen.name)
+    return _in_order(*made, call.loss.stats)
+
+
+def _in_order(loss: Any, found: Stats, names: tuple[str, ...]) -> Any:
+    """Return the results in the caller's order."""
     results = [0 - loss]
     if "entropy" in names:
         results.append(found.entropy)

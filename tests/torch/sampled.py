@@ -145,7 +145,7 @@ class Drawn:
         if problem.softcap is not None:
             x = problem.softcap * torch.tanh(x / problem.softcap)
         target, temperature, order = self.moved()
-        x = x / torch.from_numpy(temperature).to(x)[:, None]
+        x = x / torch.from_numpy(np.array(temperature)).to(x)[:, None]
         inside = torch.ones(x.shape, dtype=torch.bool)
         if self.support is not None:
             inside = ~self.outside(order)

@@ -51,47 +51,52 @@ PROBLEMS = [
 ]
 
 
-def judge(made: Any, truth: Any, plain: Any, dtype: str) -> None:
-    """Compare gradients row by row, as `xent.core.check.judge` does."""
-    made, truth, plain = (np.atleast_2d(one.detach().double().cpu().numpy()) for one in (made, truth, plain))
+Errors = list[tuple[float, float]]
+"""Of each output and gradient: its error, and what it may be."""
+
+
+def judged(made: Tensor, truth: Tensor, plain: Tensor, dtype: str) -> tuple[float, float]:
+    """Compare a gradient row by row, as `xent.core.check.judge` does."""
+    made, truth, plain = (torch.atleast_2d(one.detach().double().cpu()) for one in (made, truth, plain))
     assert made.shape == truth.shape
-    size = np.linalg.norm(truth, axis=-1)
-    error, allowed = (np.linalg.norm(one - truth, axis=-1) for one in (made, plain))
+    size = truth.norm(dim=-1)
+    error, allowed = ((one - truth).norm(dim=-1) for one in (made, plain))
     assert not error[size == 0].any(), "a row without a gradient has one"
-    if (size > 0).any():
-        worst = (allowed[size > 0] / size[size > 0]).max()
-        assert (error[size > 0] / size[size > 0]).max() <= 1.5 * worst + UNITS[dtype]
+    if not (size > 0).any():
+        return 0.0, 1.0
+    errors = [float((one[size > 0] / size[size > 0]).amax()) for one in (error, allowed)]
+    return errors[0], 1.5 * errors[1] + UNITS[dtype]
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_values_and_gradients(target: Target, problem: Problem) -> None:
+    """Where a draw is not within its bounds, the worst of eight decides, as in the matrix."""
     if not target.takes(problem.dtype):
         return
-    for seed in range(8):
-        try:
-            check(target, replace(problem, seed=problem.seed + 100 * seed))
-        except AssertionError:
-            if seed == 7 or problem.dtype in ("float32", "float64"):
-                raise
-        else:
-            return
+    draws = [compared(target, problem)]
+    if any(error > bound for error, bound in draws[0]):
+        draws += [compared(target, replace(problem, seed=problem.seed + 100 * more)) for more in range(1, 8)]
+    for results in zip(*draws, strict=True):
+        errors, bounds = zip(*results, strict=True)
+        assert max(errors) <= max(bounds)
 
 
-def check(target: Target, problem: Problem) -> None:
-    drawn = problem.draw()
+def compared(target: Target, problem: Problem) -> Errors:
+    drawn, wide = problem.draw(), "float64" if problem.dtype == "float64" else "float32"
     outputs, gradients, _ = drawn.ours(target.device, backend=target.name)
     truth, true_gradients = drawn.plain("float64", exact=True)
-    close, _ = drawn.plain("float64" if problem.dtype == "float64" else "float32", exact=True)
+    close, _ = drawn.plain(wide, exact=True)
     _, plain_gradients = drawn.plain()
+    found: Errors = []
     for made, right, near in zip(outputs, truth, close, strict=True):
-        assert made.dtype == (torch.float64 if problem.dtype == "float64" else torch.float32)
-        made = made.detach().double().cpu()
-        assert torch.equal(made.isinf(), right.isinf())
+        assert made.dtype == getattr(torch, wide)
+        assert torch.equal(made.detach().cpu().isinf(), right.isinf())
         finite = right.isfinite()
-        error, allowed = (((one.double() - right)[finite]).abs() for one in (made, near.detach()))
-        size = right[finite].abs().amax() + 1 if finite.any() else torch.ones(())
-        unit = UNITS["float64" if problem.dtype == "float64" else "float32"]
-        assert not finite.any() or error.amax() <= 1.5 * allowed.amax() + 2 * unit * size
+        if finite.any():
+            size = 1 + float(right[finite].detach().abs().amax())
+            errors = [float((one - right)[finite].detach().abs().amax()) for one in (made.cpu(), near)]
+            found.append((errors[0], 1.5 * errors[1] + 2 * UNITS[wide] * size))
     for made, right, near, same in zip(gradients, true_gradients, plain_gradients, drawn.reference(), strict=True):
-        np.testing.assert_allclose(right.detach().numpy(), same, rtol=1e-8, atol=1e-11)
-        judge(made, right, near, problem.dtype)
+        np.testing.assert_allclose(right.numpy(), same, rtol=1e-8, atol=1e-11)
+        found.append(judged(made, right, near, problem.dtype))
+    return found

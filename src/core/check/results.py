@@ -1,8 +1,8 @@
 """The results and gradients of one case, three times: of the reference, of a backend, and of the framework unfused.
 
-The unfused computation of log-probabilities begins with the framework's own float32 product of the hidden states: what
-is allowed to a log-probability is the error of float32 logits. Gradients are allowed the rounding of the logits'
-gradient to the case's dtype, in which the framework multiplies it.
+The unfused log-probabilities of hidden states begin with the framework's own float32 product: what is allowed to a
+log-probability is the error of float32 logits. Their gradients are allowed what those of a loss are, the error of
+logits of the case's dtype.
 """
 
 from dataclasses import dataclass, replace
@@ -78,7 +78,8 @@ def results_of_case(
     """Return results and gradients of the reference, of the backend, and of the framework's unfused computation.
 
     Last, the size of each row of the gradients: the sum of the norms of what each result contributes to the row.
-    Contributions may cancel, which leaves an error that is small beside them and large beside their sum.
+    Contributions may cancel, which leaves an error that is small beside them and large beside their sum. So may the two
+    terms of the entropy's own, p log p and p H, whose errors are those of x: it counts for p more than it is.
     """
     case = replace(case, workspace=case.workspace if workspace is None else workspace)
     run = _Run.drawn(harness, case, seed)
@@ -89,7 +90,9 @@ def results_of_case(
 
     truth, sizes = _reference(run)
     made = run.named(harness.gradients(fused, run.arrays, run.upstream))
-    plain = run.named(_exact(run) if case.function == "linear_log_probs" else _unfused(run))
+    plain = run.named(_unfused(run))
+    if case.function == "linear_log_probs":
+        plain |= _exact(run)
     if case.alone:
         for name, array in zip(case.results, fused(*run.arrays), strict=True):
             made[name + ALONE] = harness.numpy(array)
@@ -153,8 +156,15 @@ def _reference(run: _Run) -> tuple[Results, Results]:
         others = {} if result == case.results[0] else {result: grad}
         for name, share in zip(arrays, _gradients(call, first, others), strict=False):
             found[name] = found.get(name, 0.0) + share
-            sizes[name] = sizes.get(name, 0.0) + np.linalg.norm(np.atleast_2d(share), axis=-1)
+            sizes[name] = sizes.get(name, 0.0) + _norms(share)
+        if result == "entropy":
+            shares = _gradients(call, np.zeros(np.shape(loss)), {"lse": grad})
+            sizes |= {name: sizes[name] + _norms(share) for name, share in zip(arrays, shares, strict=False)}
     return found, sizes
+
+
+def _norms(gradient: Any) -> Any:
+    return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
 
 
 def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results) -> tuple[Any, ...]:
@@ -179,17 +189,11 @@ def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
     return run.harness.gradients(unfused, run.arrays, run.upstream)
 
 
-def _exact(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
-    """Compute on logits that are wide from their product on; their gradient is multiplied in the case's dtype."""
-    harness, case = run.harness, run.case
-
-    def product(*arrays: Any) -> Any:
-        return harness.linear(*arrays, *(None,) * (3 - len(arrays)))
-
-    logits = product(*(harness.array(harness.numpy(array), run.wide) for array in run.arrays))
-    results, (gradient,) = harness.gradients(lambda given: _of_logits(run, given), (logits,), run.upstream)
-    narrow = harness.array(harness.numpy(gradient), case.dtype)
-    return results, harness.gradients(product, run.arrays, narrow)[1]
+def _exact(run: _Run) -> Results:
+    """Compute the results on logits that are wide from their product on."""
+    wide = [run.harness.array(run.harness.numpy(array), run.wide) for array in run.arrays]
+    logits = run.harness.linear(*wide, *(None,) * (3 - len(wide)))
+    return dict(zip(run.case.results, map(run.harness.numpy, _of_logits(run, logits)), strict=True))
 
 
 def _of_logits(run: _Run, logits: Any) -> tuple[Any, ...]:
