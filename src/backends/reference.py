@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xent.backends.reference_divergence import divergence
+from xent.core.heads import apart, combined
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
 from xent.core.teachers import DivergenceCall
 
@@ -43,6 +44,8 @@ class Reference:
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
+        if isinstance(call, LinearCall) and call.heads is not None:
+            return combined(call, [self.run(one) for one in apart(call)], np)
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
 
@@ -73,6 +76,15 @@ def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any)
 
 def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
+    if call.heads is not None:
+        weights = call.heads.weight or (1,) * len(call.heads.shift)
+        upstreams = upstream if call.loss.reduction == "none" else [upstream * weight for weight in weights]
+        parts = [
+            linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
+            for head, (one, mine) in enumerate(zip(apart(call), upstreams, strict=True))
+        ]
+        inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
+        return inputs, classifiers.sum(0), biases.sum(0)
     grad = _linear_rows(call).gradient(upstream, **others)
     hidden, weight = _float64(call.input), _float64(call.linear_weight)
     # Rows without a target contribute nothing, whatever their hidden states hold.

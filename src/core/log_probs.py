@@ -188,6 +188,7 @@ def linear_log_probs(
             return _in_order(*plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
+    _check_heads(shift)
     call = validate.linear_call(
         input,
         linear_weight,
@@ -223,6 +224,11 @@ def _check_classes(target: Any) -> None:
     if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
         return
     raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
+
+
+def _check_heads(shift: Any) -> None:
+    if isinstance(shift, (tuple, list)):
+        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
 
 
 def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:

@@ -61,7 +61,7 @@ def find_logits(
         return None
     place = axis % dims
     rows = shape[:-1] if place == dims - 1 else shape[:place] + shape[place + 1 :]
-    shared = _shared(target, shape, rows, shape[place], weight, sample_weight, normalizer)
+    shared = _shared(target, shape, rows, shape[place], weight, sample_weight, normalizer, spec.reduction)
     sampled = _sampled(target, sampling)
     if shared is None or sampled is None:
         return None
@@ -86,7 +86,8 @@ def find_linear(
         return None
     rows, vocabulary = shape[:-1], classifier[0]
     fits = classifier[1] == shape[-1] and (linear_bias is None or linear_bias.shape == (vocabulary,))
-    shared = _shared(target, (*rows, vocabulary), rows, vocabulary, weight, sample_weight, normalizer)
+    probabilities = (*rows, vocabulary)
+    shared = _shared(target, probabilities, rows, vocabulary, weight, sample_weight, normalizer, spec.reduction)
     sampled = _sampled(target, sampling)
     if shared is None or sampled is None:
         return None
@@ -162,8 +163,9 @@ def _facts(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def _shared(
-    target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any
-) -> tuple[Any, ...] | None:
+    target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any,
+    reduction: str,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Return what of the arrays that both functions have is in the key; None where one does not fit."""
     facts = _facts(target)
     if facts is None or vocabulary == 0:
@@ -180,6 +182,8 @@ def _shared(
         if samples is None or sample_weight.shape != rows:
             return None
     if normalizer is not None:
+        if reduction != "mean":
+            return None
         if type(normalizer) in (int, float):
             divisor = (type(normalizer),)
             if not 0 <= normalizer < float("inf"):
