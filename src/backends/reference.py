@@ -186,16 +186,17 @@ class _Rows:
                 each = np.asarray(given, np.float64).reshape(-1)[:, None] * self._derivative(name) * self.slope
                 each = np.where(beyond[:, None] & (name == "nll"), 0.0, each)
                 grad = grad + np.where(self.ignored[:, None], 0.0, each)
-        return np.where(self.spec.reduction == "mean" and self.divisor == 0, 0.0, grad)
+        nothing = self.spec.reduction == "mean" and self.divisor == 0
+        return np.asarray(np.where(nothing, 0.0, grad))
 
     def _derivative(self, name: str) -> Array:
         """Return the derivative (N, V) of a statistic with respect to x."""
         if name == "lse":
-            return self.p
+            return np.asarray(self.p)
         if name == "nll":
-            return self.q.sum(-1, keepdims=True) * self.p - self.q
+            return np.asarray(self.q.sum(-1, keepdims=True) * self.p - self.q)
         entropy = _expectation(self.p, self.surprise)[:, None]
-        return np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy))
+        return np.asarray(np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy)))
 
     def stats(self) -> Stats:
         """Return the statistics that the spec names."""
@@ -282,8 +283,8 @@ def _linear_rows(call: LinearCall) -> _Rows:
     here = np.arange(length) + call.shift
     no_target = np.zeros(call.input.shape[:-1], bool)
     shifted = call
+    take: Array = np.minimum(here, max(length - 1, 0))
     if call.shift:
-        take: Array = np.minimum(here, max(length - 1, 0))
         no_target = np.moveaxis(np.moveaxis(no_target, sequence, -1) | (here >= length), -1, sequence)
 
         def taken(values: Array | None) -> Array | None:

@@ -106,7 +106,7 @@ def log_probs(
         options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
         found = plans.find_logits(*arrays, axis, False, backend, options, stats, sampling)
         if found is not None and found.kernel is not None:
-            return _in_order(*plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
+            return _in_order(plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
     call = validate.logits_call(
@@ -185,7 +185,7 @@ def linear_log_probs(
         options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
         found = plans.find_linear(*arrays, shift, workspace, backend, options, stats, sampling)
         if found is not None and found.kernel is not None:
-            return _in_order(*plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
+            return _in_order(plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
     _check_heads(shift)
@@ -237,11 +237,12 @@ def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> 
     made = chosen.run(call)
     if plan is not None:
         plans.keep(plan, chosen.name)
-    return _in_order(*made, call.loss.stats)
+    return _in_order(made, call.loss.stats)
 
 
-def _in_order(loss: Any, found: Stats, names: tuple[str, ...]) -> Any:
+def _in_order(made: tuple[Any, Stats], names: tuple[str, ...]) -> Any:
     """Return the results in the caller's order."""
+    loss, found = made
     results = [0 - loss]
     if "entropy" in names:
         results.append(found.entropy)

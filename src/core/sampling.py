@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from xent.core.arrays import (
     FLOAT_DTYPES,
@@ -19,10 +19,10 @@ from xent.core.validate import check_number
 
 __all__ = ["of_log_probs", "sampled"]
 
-Call = TypeVar("Call", LogitsCall, LinearCall)
 
-
-def sampled(call: Call, temperature: Any, support: Support | None, names: tuple[str, ...]) -> Call:
+def sampled(
+    call: LogitsCall | LinearCall, temperature: Any, support: Support | None, names: tuple[str, ...]
+) -> LogitsCall | LinearCall:
     """Describe the loss of each row of a call as log-probabilities with these statistics; check what is new."""
     first = {"logits": call.logits} if isinstance(call, LogitsCall) else {"input": call.input}
     number = number_of(framework_of(next(iter(first.values()))), temperature)

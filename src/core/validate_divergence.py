@@ -199,7 +199,7 @@ def _teacher(
 
 
 def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -> None:
-    if not isinstance(teacher.tail, str) or teacher.tail not in TAILS:
+    if teacher.tail not in TAILS:
         raise ValueError(f"teacher.tail must be one of {', '.join(map(repr, TAILS))}, got {teacher.tail!r}")
     if dtype_name(teacher.ids) not in INTEGER_DTYPES:
         raise TypeError(f"teacher.ids must have an integer dtype, got {describe(teacher.ids)}")

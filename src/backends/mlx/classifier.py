@@ -55,9 +55,10 @@ class Classifier:
         """Return (R, V) float32 for hidden (R, D) float32; each range of classes waits for the one before."""
         bias = None if self.bias is None else self.bias.astype(mx.float32)
         if isinstance(self.weight, QuantizedWeight):
-            made = self._product(hidden, transpose=True)
-            return made if bias is None else made + bias
-        step, made, tie = self._classes_converted(), None, list[mx.array]()
+            whole = self._product(hidden, transpose=True)
+            return whole if bias is None else whole + bias
+        step, tie = self._classes_converted(), list[mx.array]()
+        made: mx.array | None = None
         for first in range(0, self.vocabulary, step):
             some = slice(first, first + step)
             weight = mx.depends(self.weight[some], tie) if tie else self.weight[some]

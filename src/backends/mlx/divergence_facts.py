@@ -96,7 +96,7 @@ def _impossible(call: DivergenceCall, known: KnownClasses, dead: mx.array) -> mx
     empty = mass == 0 if known.tail == "renormalize" else mx.zeros_like(heavy)
     wrong = (outside | repeated | heavy | empty) & ~dead
     if os.environ.get("XENT_CHECK_TARGETS") == "1" and not is_traced(known.ids) and wrong.any().item():
-        row = int(mx.argmax(wrong).item())
+        row = int(np.array(mx.argmax(wrong)))
         name = f"of row {[int(index) for index in np.unravel_index(row, call.rows)]}"
         if outside[row].item():
             raise IndexError(f"teacher.ids {name} holds a class outside of 0 to {call.vocabulary - 1}")

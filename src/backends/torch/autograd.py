@@ -251,4 +251,5 @@ def _scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> T
         return made
     # A 0-d factor would be rounded to kept's precision first.
     factor = upstream if deferred is None else upstream * deferred
-    return (kept * factor.reshape(1)).to(kept.dtype)
+    product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
+    return product

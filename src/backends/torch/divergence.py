@@ -39,6 +39,7 @@ def run(call: DivergenceCall, kernel: str) -> Tensor:
         }
     )
     packed = pack(arguments)
+    loss: Tensor
     if torch.compiler.is_compiling() and private.transforms_active():
         from xent.backends.torch import divergence_compiled
 

@@ -97,7 +97,8 @@ def pack(call: Divergence) -> tuple[Any, ...]:
 
 def unpack(arguments: Any) -> Divergence:
     """Return the call of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
-    *tensors, normalizer, numbers, needs, has, tail, reduction, workspace, compute, kernel = arguments
+    tensors, (normalizer, numbers, needs, has, *rest) = arguments[:7], arguments[7:]
+    tail, reduction, workspace, compute, kernel = rest
     beta, softcap, scale, teacher_softcap, teacher_scale, temperature, divisor = numbers.tolist()
     check_beta(beta)
     check_temperature(temperature)
@@ -106,7 +107,7 @@ def unpack(arguments: Any) -> Divergence:
     caps = [cap if given else None for cap, given in zip((softcap, teacher_softcap), has, strict=False)]
     check_numbers(0.0, 0.0, caps[0], scale, divisor if has[2] else None)
     check_numbers(0.0, 0.0, caps[1], teacher_scale, None)
-    return Divergence(
+    values: tuple[Any, ...] = (
         *tensors,
         divisor if has[2] else normalizer,
         beta,
@@ -122,6 +123,7 @@ def unpack(arguments: Any) -> Divergence:
         compute,
         kernel,
     )
+    return Divergence(*values)
 
 
 def reduction_of(arguments: Any) -> str:

@@ -90,7 +90,7 @@ class _Run:
             z = student.block(part)
             known = _top_k_of(teacher, part) if isinstance(teacher, TopK) else teacher.block(part)
             loss = torch.empty(part.stop - part.start, dtype=call.accumulation, device=device)
-            grad = None if place is None else place.memory(part, student, z)
+            grad = None if place is None else place.memory(part, z)
             steps(call, z, known, facts, loss, grad)
             part.put(loss, self.loss)
             if place is not None:
@@ -196,7 +196,7 @@ class _GradientOfLogits:
         self._all = torch.empty(shape, dtype=call.student.dtype, device=call.student.device)
         self._seen = 0
 
-    def memory(self, part: Part, student: object, z: Tensor) -> Tensor:
+    def memory(self, part: Part, z: Tensor) -> Tensor:
         if part.rows is None:
             return self._all[part.start : part.stop]
         if not self._seen:
@@ -204,7 +204,7 @@ class _GradientOfLogits:
         self._block = torch.empty(z.shape, dtype=self._all.dtype, device=z.device)
         return self._block
 
-    def add(self, part: Part, student: object, facts: RowFacts) -> None:
+    def add(self, part: Part, student: "_Stored | _Classifier", facts: RowFacts) -> None:
         self._seen += part.stop - part.start
         if part.rows is not None:
             part.put(self._block, self._all)
@@ -228,10 +228,11 @@ class _GradientOfClassifier:
             self._memory = torch.empty(rows, padded.columns, dtype=call.compute, device=padded.weight.device)
             self._memory[:, call.vocabulary :] = 0
 
-    def memory(self, part: Part, student: "_Classifier", z: Tensor) -> Tensor:
+    def memory(self, part: Part, z: Tensor) -> Tensor:
         return z if self._memory is None else self._memory[: len(z), : self._call.vocabulary]
 
-    def add(self, part: Part, student: "_Classifier", facts: RowFacts) -> None:
+    def add(self, part: Part, student: "_Stored | _Classifier", facts: RowFacts) -> None:
+        assert isinstance(student, _Classifier)
         grad = (student.room if self._memory is None else self._memory)[: part.stop - part.start]
         hidden = student.hidden(part)
         if facts.dead is not None:

@@ -31,9 +31,10 @@ def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
 
 def _fake_call(args: Any) -> Divergence:
     """Return the call without its numbers."""
-    *tensors, normalizer, _, needs, _, tail, reduction, workspace, compute, kernel = args
+    normalizer, _, needs, _, *rest = args[7:]
     numbers = (0.0, None, 1.0, None, 1.0, 1.0)
-    return Divergence(*tensors, normalizer, *numbers, tuple(needs), tail, reduction, workspace, compute, kernel)
+    values: tuple[Any, ...] = (*args[:7], normalizer, *numbers, tuple(needs), *rest)
+    return Divergence(*values)
 
 
 def _fake_gradients(call: Divergence, wanted: bool) -> list[Tensor]:

@@ -23,8 +23,10 @@ __all__ = ["run", "run_linear", "run_logits"]
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
     without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer", "temperature")
-    support = (None, None) if call.support is None else (call.support.ids, call.support.offsets)
-    without_gradient |= dict(zip(("support.ids", "support.offsets"), support, strict=True)) if call.support else {}
+    support: tuple[Any, Any] = (None, None)
+    if call.support is not None:
+        support = call.support.ids, call.support.offsets
+        without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
     _refuse_gradients(without_gradient)
     refuse_transforms(without_gradient)
     options = Options(

@@ -56,9 +56,9 @@ def triton_rows(
         "TEACHER_CAPPED": call.teacher_softcap is not None,
         "BLOCK": block,
     }
-    numbers = (float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
+    weights = (float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
     sides = (z, z.stride(0), teacher, teacher.stride(0))
-    launch(divergence_kernel, count, (*sides, *place, *rows, *numbers), constants, num_warps=warps)
+    launch(divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps)
 
 
 def _bits(ids: Tensor, log_q: Tensor, vocabulary: int) -> Tensor:

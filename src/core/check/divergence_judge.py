@@ -10,7 +10,7 @@ from xent.core import divergence as public
 from xent.core.check.cases import Case
 from xent.core.check.divergence_cases import DivergenceCase, make_divergence_inputs
 from xent.core.check.judge import Comparison, compare, worst_of
-from xent.core.teachers import LinearTeacher, TopKTeacher
+from xent.core.teachers import DivergenceCall, LinearTeacher, TopKTeacher
 from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
 
 __all__ = ["judge_divergence"]
@@ -66,7 +66,8 @@ def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, s
         return harness.unfused_divergence(logits, **other, tail=tail, reduction=case.reduction, **options)
 
     truth = _reference(harness, case, dict(zip(names, arrays, strict=True)), teacher, options, upstream)
-    made, plain = ({} for _ in range(2))
+    made: Results = {}
+    plain: Results = {}
     for results, function in ((made, fused), (plain, unfused)):
         loss, gradients = harness.gradients(function, arrays, upstream)
         results |= {"loss": harness.numpy(loss)}
@@ -89,15 +90,16 @@ def _reference(
     """Return the truth for the very numbers that the backend sees."""
     arguments = {name: harness.numpy(value) for name, value in arrays.items()}
     known = _teacher_of(case, {name: harness.numpy(value) for name, value in teacher.items()})
-    given = {"beta": 0.0, "temperature": 1.0, "softcap": None, "logit_scale": 1.0, "sample_weight": None}
+    given: Results = {"beta": 0.0, "temperature": 1.0, "softcap": None, "logit_scale": 1.0, "sample_weight": None}
     given |= {"normalizer": None, "reduction": case.reduction}
     given |= {
         name: value if value is None or np.isscalar(value) else harness.numpy(value) for name, value in options.items()
     }
+    call: DivergenceCall
     if case.function == "divergence":
         call = logits_divergence_call(**arguments, teacher=known, axis=-1, **given)
     else:
-        arguments = {"linear_bias": None} | arguments
-        call = linear_divergence_call(**arguments, teacher=known, workspace=None, **given)
+        linear: Results = {"linear_bias": None} | arguments
+        call = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
     gradients = divergence_gradients(call, harness.numpy(upstream))
     return {"loss": np.asarray(divergence(call))} | {name: gradients[name] for name in arrays}
