@@ -646,7 +646,6 @@ SAMPLING: dict[str, tuple[Change, Change]] = {
     "temperature of each row, integers": (temperatures(), temperatures(lambda t: t.ceil().int())),
     "temperature of each row, another shape": (temperatures(), temperatures(lambda t: t[:, None])),
     "temperature of no row": (temperatures(), temperatures(lambda t: t[0])),
-    "temperature of each row, on meta": (temperatures(), temperatures(lambda t: t.to("meta"))),
     "temperature of each row, of NumPy": (temperatures(), temperatures(Tensor.numpy)),
     "temperature that asks": (temperatures(), temperatures(lambda t: t.requires_grad_())),
     "temperature that asks, after no_grad": (
