@@ -1,8 +1,9 @@
 """What mlx-lm's models make of tokens, without their logits: a loss for its trainer, and log-probabilities.
 
-`loss` takes the place of `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get at the hidden states before the head, the model runs with a head that keeps what
-it is given and returns a few known numbers instead of logits. What the model makes of those numbers shows what it does
-to its logits (a softcap, a scale), whatever its configuration calls it.
+`loss` takes the place of `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get at the hidden
+states before the head, the model runs with a head that keeps what it is given and returns a few known numbers instead
+of logits. What the model makes of those numbers shows what it does to its logits (a softcap, a scale), whatever its
+configuration calls it.
 """
 
 from collections.abc import Iterator
