@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from tests.mlx.test_work import peak
 from tests.targets import Target
 from xent.backends.mlx import classifier
 from xent.backends.reference import linear_cross_entropy_gradients
+from xent.core import validate
 from xent.core.spec import LOG_PROB_STATS
 
 RNG = np.random.default_rng(3)
@@ -145,9 +147,8 @@ def test_logits_are_never_rounded_to_16_bits(
         np.testing.assert_allclose(wide(made), truth, rtol=0, atol=unit * np.abs(truth).max())
 
 
-def reference_gradients(numbers: list[Any], upstream: Any) -> tuple[Any, ...]:
-    from xent.core import validate
-
+def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, **others: Any) -> tuple[Any, ...]:
+    """Return the reference's gradients; `sampled` has what a call has beside a loss."""
     neutral: dict[str, Any] = {
         "weight": None, "sample_weight": None, "normalizer": None, "reduction": "none", "ignore_index": -100,
         "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "stats": (), "shift": 0,
@@ -155,7 +156,45 @@ def reference_gradients(numbers: list[Any], upstream: Any) -> tuple[Any, ...]:
     }  # fmt: skip
     bias = numbers[2] if len(numbers) == 3 else None
     linear = validate.linear_call(*numbers[:2], Y, linear_bias=bias, **neutral)
-    return linear_cross_entropy_gradients(linear, upstream)
+    return linear_cross_entropy_gradients(replace(linear, **sampled or {}), upstream, **others)
+
+
+@pytest.mark.parametrize("workspace", [1, 5 * V * 4, None])
+@pytest.mark.parametrize("names", [("log_probs",), ("entropy",), ("lse",), ("log_probs", "entropy", "lse")], ids=str)
+def test_gradients_through_a_support(target: Target, names: tuple[str, ...], workspace: int | None) -> None:
+    """In chunks of rows that have many entries, few, or none."""
+    upstream = {name: RNG.normal(size=N) for name in names}
+    x, w, b = arrays()
+
+    def total(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
+        found, entropy, stats = xent.linear_log_probs(
+            x, w, mx.array(Y), linear_bias=b, temperature=mx.array(T, mx.float32), support=ours(), entropy=True,
+            stats=("lse",), workspace=workspace, backend=target.name,
+        )  # fmt: skip
+        results = {"log_probs": found, "entropy": entropy, "lse": stats.lse}
+        finite = {name: mx.where(mx.isinf(value), 0, value) for name, value in results.items()}
+        return sum((finite[name] * mx.array(given, mx.float32)).sum() for name, given in upstream.items())
+
+    found = mx.grad(total, argnums=(0, 1, 2))(x, w, b)
+    sampled = {"temperature": T, "support": SUPPORT}
+    others = {name: given for name, given in upstream.items() if name != "log_probs"}
+    expected = reference_gradients(
+        [wide(x), wide(w), wide(b)], -upstream.get("log_probs", np.zeros(N)), sampled, **others
+    )
+    for made, truth in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(made), truth, rtol=0, atol=3e-6 * np.abs(truth).max())
+
+
+def test_many_classes(target: Target) -> None:
+    """More than MLX's sums on a CPU add up without losing digits."""
+    logits, y = RNG.normal(0, 3, (3, 33_003)).astype(np.float32), np.array([5, 0, 33_002])
+    options: dict[str, Any] = {"entropy": True, "stats": LOG_PROB_STATS}
+    *found, stats = xent.log_probs(mx.array(logits), mx.array(y), backend=target.name, **options)
+    *expected, truth = xent.log_probs(logits, y, **options)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(one), other, rtol=3e-6)
+    for name in LOG_PROB_STATS:
+        np.testing.assert_allclose(np.array(getattr(stats, name)), getattr(truth, name), rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)

@@ -17,7 +17,12 @@ With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, 
     dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
 
 For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
-first two terms. What has no share is 0 even where its log p is -inf.
+first two terms. What has no share is 0 even where its log p is -inf. With reduction "none" the backward kernel adds
+u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for gradients u of lse, n of nll and v of the entropy H. A temperature
+of each row is a scale and a softcap of each row.
+
+Rows that may take some classes only, those of a support, are no kernel's: the frameworks' own operations serve them
+(`xent.backends.mlx.supported`, `xent.backends.torch.sampled`), on what is gathered from the logits.
 
 A loss alone reads the logits once. A loss with its gradient reads them once and writes once where a row fits into the
 threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of float32. Of a longer row the rest is read
