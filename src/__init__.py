@@ -11,7 +11,7 @@ from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
 from xent.core.errors import BackendError
 from xent.core.log_probs import linear_log_probs, log_probs
-from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support
+from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
 
 __version__ = "0.1.0"
 
@@ -24,6 +24,7 @@ __all__ = [
     "QuantizedWeight",
     "Stats",
     "Support",
+    "VocabParallel",
     "__version__",
     "backends",
     "cross_entropy",

@@ -14,7 +14,16 @@ from xent.backends.torch import private
 from xent.backends.torch.logits import makes_gradient_first
 from xent.backends.torch.options import TENSORS, reduction_of
 
-__all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy", "asks_for_gradient"]
+__all__ = [
+    "CrossEntropy",
+    "CrossEntropyInplace",
+    "LinearCrossEntropy",
+    "asks_for_gradient",
+    "differentiated",
+    "first_order",
+    "refused",
+    "scaled",
+]
 
 _OPTIONS = 11  # arguments of `SCHEMA`
 
@@ -57,15 +66,15 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Any, *_: Any) -> Any:
         rest = (None,) * (1 + _OPTIONS)
-        if _differentiated(kept_upstream):
-            return _refused(kept_upstream, kept_upstream), *rest
+        if differentiated(kept_upstream):
+            return refused(kept_upstream, kept_upstream), *rest
         if upstream is None:
             return None, *rest
         if ctx.is_made:
-            return _scaled(ctx, ctx.saved_tensors[0], upstream, None), *rest
+            return scaled(ctx, ctx.saved_tensors[0], upstream, None), *rest
         logits, norm, *tensors = ctx.saved_tensors
         operation = torch.ops.xent.cross_entropy_backward
-        return _first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
+        return first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -92,11 +101,11 @@ class CrossEntropyInplace(torch.autograd.Function):
         if upstream is None:
             return None, *rest
         if ctx.is_made:
-            return _first_order(_scaled, ctx, ctx.saved_tensors[0], upstream, None), *rest
+            return first_order(scaled, ctx, ctx.saved_tensors[0], upstream, None), *rest
         logits, norm, *tensors = ctx.saved_tensors
         args = (norm, *tensors, *ctx.constants)
         if _memory_is_needed(upstream):
-            return _first_order(torch.ops.xent.cross_entropy_backward, upstream, logits, *args), *rest
+            return first_order(torch.ops.xent.cross_entropy_backward, upstream, logits, *args), *rest
         memory = logits.detach()
         torch.ops.xent.cross_entropy_backward_(upstream, memory, *args)
         return memory, *rest
@@ -130,9 +139,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (4 + _OPTIONS)
-        if _differentiated(*more):
+        if differentiated(*more):
             return *(
-                None if grad is None else _refused(grad, grad).to(dtype)
+                None if grad is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
             ), *rest
         if upstream is None:
@@ -140,11 +149,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         if ctx.reduction == "none":
             tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
-            gradients = _first_order(operation, upstream, *tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
+            gradients = first_order(operation, upstream, *tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
         else:
             deferred, *kept = ctx.saved_tensors
             gradients = [
-                _scaled(ctx, grad, upstream, deferred) if need else None
+                scaled(ctx, grad, upstream, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         made = [
@@ -185,10 +194,10 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         first = next(grad for grad in upstream if grad is not None)
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(_refused(first, like) if needs else None for like, needs in needed)
+        return tuple(refused(first, like) if needs else None for like, needs in needed)
 
 
-def _first_order(operation: Any, *args: Any) -> Any:
+def first_order(operation: Any, *args: Any) -> Any:
     """Return operation(*args); differentiating it raises, as it does by itself in a compiled graph."""
     return operation(*args) if torch.compiler.is_dynamo_compiling() else _FirstOrder.apply(operation, *args)
 
@@ -199,13 +208,13 @@ def _keep_options(ctx: Any, options: Any) -> None:
     ctx.constants = options[TENSORS:]
 
 
-def _refused(upstream: Tensor, like: Tensor) -> Tensor:
+def refused(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise; where a tracer asks for a second derivative in case, return a stand-in that raises when it is computed."""
     refused: Tensor = torch.ops.xent.second_derivative(upstream, like)
     return refused
 
 
-def _differentiated(*kept_upstream: Tensor | None) -> bool:
+def differentiated(*kept_upstream: Tensor | None) -> bool:
     """Return whether somebody differentiates a kept gradient.
 
     Not while Dynamo traces: there, outputs that nobody uses come with gradients too, and second derivatives of a
@@ -229,7 +238,7 @@ def _is_transformed(upstream: Tensor) -> bool:
     return private.forward_mode() or private.is_batched_gradient(upstream)
 
 
-def _scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
+def scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless that is needed."""
     if not _memory_is_needed(upstream):
         # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.

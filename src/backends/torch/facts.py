@@ -1,5 +1,6 @@
 """What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,11 +89,13 @@ def gather_facts(
     shift: int = 0,
     upstream: Tensor | None = None,
     narrow: bool = False,
+    weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
     Row t takes target and sample weight of t + `shift` along the last axis of the target. `upstream` is the gradient of
-    the rows' losses, or of the reduced loss. `narrow`: gradients are kept in float16's range.
+    the rows' losses, or of the reduced loss. `narrow`: gradients are kept in float16's range. `weigh` returns the class
+    weights (N,) of targets (N,) where not all of them are in the options.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
@@ -113,7 +116,10 @@ def gather_facts(
             target = target.masked_fill(ignored | invalid, 0)
         else:
             target = target.masked_fill(ignored, 0)
-        row_weight = None if options.weight is None else options.weight.to(acc)[target]
+        if weigh is not None:
+            row_weight = weigh(target)
+        else:
+            row_weight = None if options.weight is None else options.weight.to(acc)[target]
 
     sample = options.sample_weight
     weight = (
