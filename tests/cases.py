@@ -3,6 +3,9 @@
 Their product has tens of thousands of cases. The matrix has the options alone, each shape in each dtype, and a covering
 set: every combination of any two options in each dtype, and of any three in some dtype. XENT_TEST_FULL=1, which
 `nox -s full` sets, adds covering sets of other seeds and the product of named options, reductions and dtypes.
+
+Log-probabilities, and losses whose statistics carry gradients, take the same steps as losses: of them the matrix has
+every combination of any two settings in each dtype, and in any dtype where an interpreter would take too long.
 """
 
 from dataclasses import replace
@@ -11,12 +14,28 @@ from itertools import cycle, product
 from typing import Any
 
 from tests.covering import FULL, covering
+from xent.core.check import shapes
+from xent.core.check.cases import LOSSES as FUNCTIONS
 from xent.core.check.cases import OPTIONS, Case, option_cases
 from xent.core.check.shapes import SHAPES
+from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["DTYPES", "FUNCTIONS", "SHAPES", "all_cases", "covering_cases", "factors_of", "named_cases", "shape_cases"]
+__all__ = [
+    "DTYPES",
+    "EVERYWHERE",
+    "FUNCTIONS",
+    "LOG_PROBS",
+    "SHAPES",
+    "all_cases",
+    "covering_cases",
+    "factors_of",
+    "log_prob_cases",
+    "named_cases",
+    "paired_cases",
+    "shape_cases",
+]
 
-FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+LOG_PROBS = ("log_probs", "linear_log_probs")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EVERYWHERE = DTYPES[1:]
 """The dtypes that every backend serves."""
@@ -38,8 +57,29 @@ FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
     "scale": ({}, {"logit_scale": 1.5}, {"logit_scale": -0.7}),
     "sample_weight": ({}, {"sample_weight": True}),
 }
+FACTORS_OF_STATS: dict[str, tuple[dict[str, Any], ...]] = FACTORS | {
+    "reduction": (
+        {"reduction": "none", "stats": DIFFERENTIABLE},
+        {"reduction": "none", "stats": DIFFERENTIABLE, "missing": ("loss",)},
+        {"reduction": "none", "stats": ("lse",)},
+        {"reduction": "none", "stats": ("nll", "entropy"), "missing": ("nll",)},
+    ),
+}
+FACTORS_OF_LOG_PROBS: dict[str, tuple[dict[str, Any], ...]] = {
+    "asked": (
+        {"reduction": "none"},
+        {"reduction": "none", "entropy": True},
+        {"reduction": "none", "entropy": True, "missing": ("log_probs",)},
+        {"reduction": "none", "entropy": True, "stats": ("lse",), "missing": ("entropy",)},
+    ),
+    "temperature": ({}, {"temperature": 0.7}, {"temperature": "rows"}),
+    "softcap": ({}, {"softcap": 3.0}),
+    "scale": ({}, {"logit_scale": 1.5}, {"logit_scale": -0.7}),
+    "target": ({}, {"ignore_index": 2}),
+    "support": ({}, {"support": True}),
+}
 OF_LINEAR: dict[str, tuple[dict[str, Any], ...]] = {"bias": ({}, {"bias": True}), "shift": ({}, {"shift": 2})}
-FIELDS = ("reduction", "bias", "shift")
+FIELDS = ("reduction", "bias", "shift", "entropy", "stats", "missing")
 """What is no option of a case but a field."""
 
 
@@ -63,6 +103,14 @@ def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:
     return [_covered(base, row, seed) for row in _rows(function, dtype == "float64", seed) if row["dtype"] == dtype]
 
 
+def paired_cases(function: str, dtypes: tuple[str, ...], seed: int = 0) -> list[Case]:
+    """Return cases with every combination of any two settings; of a loss, those whose statistics carry gradients."""
+    linear = OF_LINEAR if function.startswith("linear_") else {}
+    factors = {"dtype": dtypes} | (FACTORS_OF_STATS if function in FUNCTIONS else FACTORS_OF_LOG_PROBS) | linear
+    rows = covering(factors, 2, f"pairs of {function} in {', '.join(dtypes)}, {seed}")
+    return [_covered(Case(function, (4, 12), 67, row["dtype"], ""), row, seed) for row in rows]
+
+
 def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:
     settings = {name: value for name in row.keys() - {"dtype"} for name, value in row[name].items()}
     options = {name: value for name, value in sorted(settings.items()) if name not in FIELDS}
@@ -74,10 +122,11 @@ def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:
 
 def named_cases(function: str, dtype: str) -> list[Case]:
     """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
-    cases = option_cases(function, dtype)
+    cases = [case for case in option_cases(function, dtype) if not case.stats]
     dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
     mine = {(name, reduction) for name, (wanted, reduction) in dealt if wanted == dtype}
-    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine]
+    reported = [case for case in option_cases(function, dtype) if case.stats and dtype in ("float32", "bfloat16")]
+    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine] + reported
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:
@@ -97,6 +146,14 @@ def _shaped(function: str, dtype: str, shape: str, reduction: str, options: str)
     if options == "all" and not case.options:
         return replace(case, name=f"{shape}, all", options=OPTIONS["all"])
     return case
+
+
+def log_prob_cases(function: str) -> list[Case]:
+    """Return named options and shapes, each in one dtype."""
+    every = [option_cases(function, dtype) + shapes.shape_cases(function, dtype) for dtype in EVERYWHERE]
+    if FULL:
+        return [case for cases in every for case in cases]
+    return [same[number % len(same)] for number, same in enumerate(zip(*every, strict=True))]
 
 
 def all_cases(function: str, dtype: str) -> list[Case]:

@@ -43,6 +43,11 @@ class Target:
         """Whether an interpreter runs every row as a program of its own, a thousand times slower than a GPU."""
         return self.name == "triton" and self.device == "cpu"
 
+    @property
+    def slow(self) -> bool:
+        """Whether its kernels are interpreted or emulated."""
+        return self.device == "cpu" and self.name in ("metal", "triton")
+
     def sized(self, case: Case) -> Case:
         """Return the case, with fewer rows where they are interpreted."""
         if not self.interpreted:

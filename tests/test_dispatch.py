@@ -135,7 +135,7 @@ def test_check_passes_and_prints_a_table(
     printed = capsys.readouterr().out
     backends = [load[target.name]() for load in (TABLE, ALSO) if target.name in load]
     harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
-    lines = 2 * sum(len(harness.dtypes) for harness in harnesses)
+    lines = 4 * sum(len(harness.dtypes) for harness in harnesses)
     assert printed.count("passed") == lines + 1  # and the last sentence
 
 

@@ -12,7 +12,10 @@ from tests.targets import Target
 LOGITS, HIDDEN, CLASSIFIER = np.zeros((2, 3, 5)), np.zeros((2, 3, 4)), np.zeros((5, 4))
 CLASSES = np.zeros((2, 3), dtype=np.int64)
 
-BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+Bad = list[tuple[dict[str, Any], type[Exception], str]]
+"""(arguments, the error, what it says)"""
+
+BOTH: Bad = [
     ({"reduction": "average"}, ValueError, r"reduction must be one of 'mean', 'sum', 'none', got 'average'"),
     ({"reduction": None}, ValueError, "reduction must be one of"),
     ({"reduction": np.array([0, 1])}, ValueError, "reduction must be one of"),
@@ -69,7 +72,7 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"target": None}, TypeError, "target must be a torch, MLX or NumPy array, got None$"),
 ]
 
-LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
+LOGITS_ONLY: Bad = [
     ({"logits": np.zeros((2, 3, 5), dtype=int)}, TypeError, "logits must have a dtype out of float64.*got numpy array"),
     ({"logits": np.zeros(())}, ValueError, "logits must have a class axis"),
     ({"logits": np.zeros((2, 3, 0))}, ValueError, "there must be at least one class, got 0"),
@@ -84,7 +87,7 @@ LOGITS_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"inplace": True}, xent.BackendError, "NumPy arrays get no gradient"),
 ]
 
-LINEAR_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
+LINEAR_ONLY: Bad = [
     ({"input": np.zeros((2, 3, 6))}, ValueError, r"linear_weight must have shape \(V, D\) with D = 6.*got \(5, 4\)"),
     ({"input": np.zeros(())}, ValueError, r"input must have shape \(..., D\), got a 0-d array"),
     ({"linear_weight": np.zeros((4, 5))}, ValueError, r"linear_weight must have shape \(V, D\) with D = 4"),
@@ -97,6 +100,112 @@ LINEAR_ONLY: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"workspace": 1e9}, ValueError, "workspace must be None or a positive int, a number of bytes; got 1000000000.0"),
     ({"input": np.zeros(4), "target": np.array(0), "shift": 1}, ValueError, "shift=1 needs a sequence axis"),
 ]
+
+SUPPORT = {"ids": np.arange(6) % 5, "offsets": np.arange(7)}
+"""One class for each row of CLASSES."""
+
+
+def support(**parts: Any) -> dict[str, xent.Support]:
+    return {"support": xent.Support(**(SUPPORT | parts))}
+
+
+LOG_PROBS: Bad = [
+    ({"temperature": 0}, ValueError, "temperature must be finite and > 0, or an array of floats, got 0$"),
+    ({"temperature": -0.5}, ValueError, "temperature must be finite and > 0, or an array of floats, got -0.5"),
+    ({"temperature": float("nan")}, ValueError, "temperature must be finite and > 0.* got nan"),
+    ({"temperature": np.float32("inf")}, ValueError, "temperature must be finite and > 0.* got inf"),
+    ({"temperature": np.array(0.0)}, ValueError, "temperature must be finite and > 0.* got 0.0"),
+    ({"temperature": "0.7"}, TypeError, "temperature must be a number.*, or an array of floats; got str '0.7'"),
+    ({"temperature": True}, TypeError, "temperature must be a number, .* got bool True"),
+    ({"temperature": None}, TypeError, "temperature must be a number, .* got None"),
+    ({"temperature": [0.7] * 6}, TypeError, "temperature must be a number, .* or an array of floats; got list"),
+    ({"temperature": np.ones((2, 3), int)}, TypeError, r"temperature must be .* array of floats; got .* dtype int64"),
+    (
+        {"temperature": np.ones((3, 2))},
+        ValueError,
+        r"temperature must be a number or have the target's shape \(2, 3\), one for each row; got \(3, 2\)",
+    ),
+    ({"temperature": np.ones(3)}, ValueError, r"temperature must be .* shape \(2, 3\), .* got \(3,\)"),
+    ({"softcap": 0}, ValueError, "softcap must be finite and > 0, or None, got 0"),
+    ({"softcap": "30"}, TypeError, "softcap must be a number"),
+    ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
+    ({"logit_scale": None}, TypeError, "logit_scale must be a number"),
+    ({"ignore_index": 2**63}, ValueError, "ignore_index must fit in 64 bits"),
+    ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
+    ({"target": np.zeros((2, 3, 5))}, TypeError, r"target must hold class indices \(int64.*, got dtype float"),
+    ({"target": np.zeros((2, 3), bool)}, TypeError, "target must hold class indices .* got dtype bool"),
+    ({"target": np.zeros((2, 4), int)}, ValueError, r"target of class indices must have shape \(2, 3\).*got \(2, 4\)"),
+    ({"target": [[0] * 3] * 2}, TypeError, "target must be a torch, MLX or NumPy array, got list"),
+    ({"target": None}, TypeError, "target must be a torch, MLX or NumPy array, got None$"),
+    ({"support": np.ones((2, 3, 5), bool)}, TypeError, r"support must be a xent.Support or None, got .* \(2, 3, 5\)"),
+    ({"support": (np.arange(6), np.arange(7))}, TypeError, "support must be a xent.Support or None, got tuple"),
+    (support(ids=None), TypeError, "support.ids must be a 1-d integer array, got None"),
+    (support(offsets=list(range(7))), TypeError, "support.offsets must be a 1-d integer array, got list"),
+    (support(ids=np.zeros((6, 1), int)), TypeError, r"support.ids must be a 1-d integer array, got .* \(6, 1\)"),
+    (support(ids=np.zeros(6)), TypeError, "support.ids must be a 1-d integer array, got .* dtype float"),
+    (support(offsets=np.arange(7.0)), TypeError, "support.offsets must be a 1-d integer array, got .* dtype float"),
+    (
+        support(offsets=np.arange(6)),
+        ValueError,
+        "support.offsets must have 7 entries, one more than there are rows of target; got 6",
+    ),
+    ({"entropy": 1}, TypeError, "entropy must be a bool, got 1"),
+    ({"entropy": None}, TypeError, "entropy must be a bool, got None"),
+    (
+        {"stats": "lse"},
+        TypeError,
+        "stats must be a tuple, list or set of names out of 'lse', 'predictions'.* got 'lse'",
+    ),
+    ({"stats": ("lse", "nll")}, ValueError, "stats must be names out of 'lse', .*'accuracy', got 'nll'$"),
+    ({"stats": ["entropy"]}, ValueError, "stats must be names out of .*, got 'entropy': pass entropy=True"),
+    ({"stats": ("z_loss",)}, ValueError, "stats must be names out of .*, got 'z_loss'"),
+    ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'; there are 'auto'"),
+    ({"backend": None}, TypeError, "backend must be 'auto' or one of 'triton', .*'numpy', got None"),
+]
+
+LOOKED_AT: Bad = [
+    (
+        {"temperature": np.array([[1, 1, 1], [1, 0, 1.0]])},
+        ValueError,
+        r"temperature must be > 0 in every row, got 0.0 at \[1, 1\]",
+    ),
+    ({"temperature": np.full((2, 3), -2.0)}, ValueError, "temperature must be > 0 in every row, got -2.0"),
+    ({"temperature": np.full((2, 3), np.nan)}, ValueError, "temperature must be > 0 in every row, got nan"),
+    (
+        support(offsets=np.array([0, 1, 3, 2, 4, 5, 6])),
+        ValueError,
+        "support.offsets must rise from 0 to 6, the number of ids; got 0 to 6 with a fall between",
+    ),
+    (
+        support(offsets=np.arange(7) // 2),
+        ValueError,
+        "support.offsets must rise from 0 to 6, the number of ids; got 0 to 3",
+    ),
+    (support(offsets=np.array([1, 1, 2, 3, 4, 5, 6])), ValueError, "support.offsets must rise from 0 to 6.*got 1 to 6"),
+    (support(ids=np.array([0, 1, 5, 3, 4, 0])), IndexError, r"support.ids\[2\] is 5; classes are 0 to 4"),
+    (support(ids=np.array([0, 1, 2, -1, 4, 0])), IndexError, r"support.ids\[3\] is -1; classes are 0 to 4"),
+    (
+        support(offsets=np.array([0, 0, 4, 6, 6, 6, 6]), ids=np.array([2, 4, 0, 2, 2, 0])),
+        ValueError,
+        r"support.ids must h\w* a class at most once in a row; row 1 has 2",
+    ),
+]
+"""What only values show."""
+
+# What the functions of logits and of hidden states have in common with the losses.
+OF_LOGITS = [bad for bad in LOGITS_ONLY if not bad[0].keys() & {"inplace"}]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS + LOOKED_AT + OF_LOGITS, ids=str)
+def test_log_probs_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        xent.log_probs(**({"logits": LOGITS, "target": CLASSES} | bad))
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS + LOOKED_AT + LINEAR_ONLY, ids=str)
+def test_linear_log_probs_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        xent.linear_log_probs(**({"input": HIDDEN, "linear_weight": CLASSIFIER, "target": CLASSES} | bad))
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BOTH + LOGITS_ONLY, ids=str)
@@ -125,11 +234,47 @@ def test_every_framework_says_the_same(
         xent.cross_entropy(**({"logits": logits, "target": classes} | placed))
 
 
+def placed_on(target: Target, bad: dict[str, Any]) -> dict[str, Any]:
+    def place(value: Any) -> Any:
+        if isinstance(value, xent.Support):
+            return xent.Support(place(value.ids), place(value.offsets))
+        is_array = isinstance(value, np.ndarray) and value.ndim > 0
+        return target.harness.array(value, "float32" if value.dtype.kind == "f" else None) if is_array else value
+
+    return {name: place(value) for name, value in bad.items()}
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS, ids=str)
+def test_every_framework_says_the_same_of_log_probabilities(
+    target: Target, bad: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    logits, classes = target.arrays(LOGITS, CLASSES)
+    with pytest.raises(error, match=message):
+        xent.log_probs(**({"logits": logits, "target": classes} | placed_on(target, bad)))
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), LOOKED_AT, ids=str)
+@pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
+def test_every_framework_looks_at_values_where_that_is_free_or_asked_for(
+    target: Target, function: str, bad: dict[str, Any], error: type[Exception], message: str, monkeypatch: Any
+) -> None:
+    if not target.looks_at_targets:
+        monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    logits, hidden, classifier, classes = target.arrays(LOGITS, HIDDEN, CLASSIFIER, CLASSES)
+    arrays = {"logits": logits} if function == "log_probs" else {"input": hidden, "linear_weight": classifier}
+    with pytest.raises(error, match=message):
+        getattr(xent, function)(**arrays, target=classes, **placed_on(target, bad), backend=target.name)
+
+
 def test_frameworks_do_not_mix(target: Target) -> None:
     framework = target.backend.framework
     (logits,) = target.arrays(LOGITS)
     with pytest.raises(TypeError, match=f"arrays of one framework: logits is {framework}'s, target is numpy's"):
         xent.cross_entropy(logits, CLASSES)
-    (hidden,) = target.arrays(HIDDEN)
+    (hidden, classes) = target.arrays(HIDDEN, CLASSES)
     with pytest.raises(TypeError, match=f"input is {framework}'s, linear_weight is numpy's"):
         xent.linear_cross_entropy(hidden, CLASSIFIER, CLASSES)
+    with pytest.raises(TypeError, match=f"logits is {framework}'s, temperature is numpy's"):
+        xent.log_probs(logits, classes, temperature=np.ones((2, 3)))
+    with pytest.raises(TypeError, match=f"logits is {framework}'s, support.ids is numpy's"):
+        xent.log_probs(logits, classes, support=xent.Support(**SUPPORT))

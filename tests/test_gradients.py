@@ -4,23 +4,49 @@ import numpy as np
 import pytest
 
 import xent
-from tests.cases import DTYPES, FUNCTIONS, all_cases, shape_cases
+from tests.cases import (
+    DTYPES,
+    EVERYWHERE,
+    FUNCTIONS,
+    LOG_PROBS,
+    all_cases,
+    log_prob_cases,
+    paired_cases,
+    shape_cases,
+)
 from tests.covering import crossed
 from tests.targets import Target
 from xent.core.check.cases import Case, make_inputs, option_cases
 from xent.core.check.judge import judge_case
 
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
+FEW = [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, EVERYWHERE)]
+PAIRS = [case for function in (*FUNCTIONS, *LOG_PROBS) for dtype in DTYPES for case in paired_cases(function, (dtype,))]
 INPLACE = all_cases("cross_entropy", "bfloat16") + shape_cases("cross_entropy", "float32")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_loss_and_gradients(target: Target, case: Case) -> None:
+def passes(target: Target, case: Case) -> None:
     if not target.takes(case.dtype):
         return
     for comparison in judge_case(target.backend, target.harness, target.sized(case)):
         assert comparison.passed, comparison
         assert comparison.bound < 0.5, "a zero gradient must not pass"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loss_and_gradients(target: Target, case: Case) -> None:
+    passes(target, case)
+
+
+@pytest.mark.parametrize("case", [case for name in LOG_PROBS for case in log_prob_cases(name)] + FEW, ids=str)
+def test_results_of_rows_and_gradients(target: Target, case: Case) -> None:
+    passes(target, case)
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=str)
+def test_results_of_rows_and_gradients_in_every_dtype(target: Target, case: Case) -> None:
+    if not target.slow:
+        passes(target, case)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.cases import FUNCTIONS, covering_cases
+from tests.cases import FUNCTIONS, LOG_PROBS, covering_cases, paired_cases
 from tests.targets import Target
-from xent.core import api
+from xent.core import api, log_probs
 from xent.core.check import judge
 from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import Comparison, compare, judge_case, results_of_case
+from xent.core.check.judge import Comparison, compare, judge_case
+from xent.core.check.results import results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,
@@ -27,50 +28,103 @@ MUTATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_wrong_gradient_fails(target: Target, function: str, dtype: str, mutation: str) -> None:
     for case in _some(target, function, dtype):
-        truth, made, plain = results_of_case(target.backend, target.harness, case)
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
         for name in truth:
-            if name == "loss" or (mutation == "something in a zero row" and (np.abs(truth[name]).sum(-1) > 0).all()):
+            if name in case.results or (
+                mutation == "something in a zero row" and (np.abs(truth[name]).sum(-1) > 0).all()
+            ):
                 continue
-            assert compare(name, made[name], truth[name], plain[name], case).passed
-            assert not compare(name, MUTATIONS[mutation](made[name]), truth[name], plain[name], case).passed
+            assert compare(name, made[name], truth[name], plain[name], case, sizes.get(name)).passed
+            assert not compare(
+                name, MUTATIONS[mutation](made[name]), truth[name], plain[name], case, sizes.get(name)
+            ).passed
 
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, 2.0, 1.1, np.nan])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_wrong_loss_fails(target: Target, function: str, dtype: str, factor: float) -> None:
+def test_wrong_result_fails(target: Target, function: str, dtype: str, factor: float) -> None:
     for case in _some(target, function, dtype):
-        truth, made, plain = results_of_case(target.backend, target.harness, case)
-        assert not compare("loss", factor * made["loss"], truth["loss"], plain["loss"], case).passed
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
+        for name in case.results:
+            infinite = np.isinf(made[name])
+            wrong = np.where(infinite, made[name], factor * np.where(infinite, 0.0, made[name]))
+            assert not compare(name, wrong, truth[name], plain[name], case, sizes.get(name)).passed
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_wrong_share_of_one_result_in_the_gradient_fails(target: Target, function: str, dtype: str) -> None:
+    """Gradients are linear in what comes from above: a share is a gradient of which all others are missing."""
+    for case in (case for case in _some(target, function, dtype) if case.stats):
+        truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
+        for result in case.results:
+            others = tuple(name for name in case.results if name != result)
+            share, *_ = results_of_case(target.backend, target.harness, replace(case, missing=others))
+            for name in truth.keys() - set(case.results):
+                for factor in (0.0, -1.0, 2.0, *([1.05] if dtype in ("float64", "float32") else [])):
+                    wrong = made[name] + (factor - 1) * share[name]
+                    assert not compare(name, wrong, truth[name], plain[name], case, sizes.get(name)).passed, (
+                        result,
+                        name,
+                        factor,
+                    )
+
+
+@pytest.mark.parametrize("case", [0, 1])
+@pytest.mark.parametrize("place", ["log_probs", "entropy"])
+def test_what_is_infinite_must_be_so(case: int, place: str) -> None:
+    values = np.array([-np.inf, -1.0])
+    some = Case("log_probs", (2,), 3, "float32", "", entropy=True)
+    assert compare(place, values, values, values, some).passed
+    wrong = np.array([[np.inf, -1.0], [-1e30, -1.0]][case])
+    assert not compare(place, wrong, values, values, some).passed
+
+
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_log_probability_of_rounded_logits_fails(target: Target, function: str) -> None:
+    """In bfloat16 a logit of 4 is rounded by up to 0.016: far more than float32 logits of the same numbers."""
+    case = Case(function, (40,), 67, "bfloat16", "", reduction="none", entropy=True)
+    truth, _, plain, _ = results_of_case(target.backend, target.harness, case)
+    for name in case.results:
+        assert not compare(name, truth[name] * (1 + 2.0**-12), truth[name], plain[name], case).passed
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 def test_gradient_without_one_of_the_options_fails(
     target: Target, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No case of the matrix hides an option behind the others."""
-    call, left_out = getattr(api, function), ""
+    home = api if function in FUNCTIONS else log_probs
+    call, left_out = getattr(home, function), ""
 
     def forgetful(**options: Any) -> Any:
         return call(**{name: value for name, value in options.items() if name != left_out})
 
-    monkeypatch.setattr(api, function, forgetful)
+    monkeypatch.setattr(home, function, forgetful)
     found: set[str] = set()
-    for case in covering_cases(function, "float32"):
+    cases = covering_cases(function, "float32") if function in FUNCTIONS else paired_cases(function, ("float32",))
+    for case in cases:
         for left_out in case.options.keys() - {"probabilities", "ignore_index"} | ({"shift"} if case.shift else set()):
             if left_out == "normalizer" and case.reduction != "mean":
                 continue
-            truth, made, plain = results_of_case(target.backend, target.harness, case)
-            for name in truth.keys() - {"loss"}:
-                assert not compare(name, made[name], truth[name], plain[name], case).passed, (case, left_out, name)
+            truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
+            for name in truth.keys() - set(case.results):
+                assert not compare(name, made[name], truth[name], plain[name], case, sizes.get(name)).passed, (
+                    case,
+                    left_out,
+                    name,
+                )
             found.add(left_out)
-    options = {"label_smoothing", "logit_scale", "normalizer", "sample_weight", "softcap", "weight", "z_loss"}
-    assert found == options | ({"shift"} if function == "linear_cross_entropy" else set())
+    options = {"temperature", "logit_scale", "softcap", "support"}
+    if function in FUNCTIONS:
+        options = {"label_smoothing", "logit_scale", "normalizer", "sample_weight", "softcap", "weight", "z_loss"}
+    assert found == options | ({"shift"} if function.startswith("linear_") else set())
 
 
 @pytest.mark.parametrize(
@@ -146,7 +200,8 @@ def test_cases_hold_what_is_hard(function: str) -> None:
 def _some(target: Target, function: str, dtype: str) -> list[Case]:
     if not target.takes(dtype):
         return []
-    return [replace(case, rows=(2, 6)) for case in option_cases(function, dtype) if case.name in ("plain", "all")]
+    names = ("plain", "all", "all, statistics", "all, lse")
+    return [replace(case, rows=(2, 6)) for case in option_cases(function, dtype) if case.name in names]
 
 
 def _with_one_row(grad: Any, factor: float) -> Any:

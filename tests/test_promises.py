@@ -1,38 +1,18 @@
 """The promises of the design's first section that hold on every backend, each with its own test."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 import xent
+from tests.calls import call_of
 from tests.cases import FUNCTIONS
 from tests.covering import crossed
 from tests.targets import Target
-from xent.core.check.cases import Case, Inputs, make_inputs, option_cases
+from xent.core.check.cases import Case, make_inputs, option_cases
 
 RNG = np.random.default_rng(0)
-
-
-def call_of(target: Target, case: Case, inputs: Inputs, **more: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function of the differentiable arrays, and those arrays on the device."""
-    options = {
-        name: target.arrays(value)[0] if isinstance(value, np.ndarray) else value
-        for name, value in inputs.options.items()
-    }
-    if case.function == "linear_cross_entropy":
-        options["shift"] = case.shift
-    (classes,) = target.arrays(inputs.target)
-    names = tuple(inputs.differentiable)
-
-    def call(*arrays: Any) -> Any:
-        named = dict(zip(names, arrays, strict=True))
-        return getattr(xent, case.function)(
-            **named, target=classes, reduction=case.reduction, backend=target.name, **(options | more)
-        )
-
-    return call, target.arrays(*inputs.differentiable.values(), dtype=case.dtype)
 
 
 def results(target: Target, case: Case, seed: int = 0, **more: Any) -> list[Any]:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import xent
+from tests.calls import call_of
 from tests.cases import FUNCTIONS, SHAPES, covering_cases
 from tests.covering import FULL
 from tests.targets import Target
-from tests.test_promises import call_of
 from xent.core.check.cases import Case, make_inputs, option_cases
 from xent.core.spec import STAT_NAMES
 

@@ -96,9 +96,12 @@ class Harness(Protocol[Array]):
         """Return a framework's array as a NumPy array, floats as float64."""
 
     def gradients(
-        self, function: Callable[..., Array], inputs: tuple[Array, ...], upstream: Array | None
-    ) -> tuple[Array, list[Array]]:
-        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None)."""
+        self, function: Callable[..., Any], inputs: tuple[Array, ...], upstream: Any
+    ) -> tuple[Any, list[Array]]:
+        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None).
+
+        Of a function that returns a tuple, `upstream` is a tuple too, with None for a result that has none.
+        """
 
     def linear(self, input: Array, weight: Array, bias: Array | None) -> Array:
         """Return the logits (..., V) that the unfused computation would hold."""
@@ -121,6 +124,22 @@ class Harness(Protocol[Array]):
         """Compute the loss from (..., V) logits with the framework's own differentiable operations.
 
         Its rounding error is the yardstick; nothing of xent takes part in it.
+        """
+
+    def unfused_rows(
+        self,
+        logits: Array,
+        target: Array,
+        ignored: Array,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: Array | None = None,
+        allowed: Array | None = None,
+    ) -> dict[str, Array]:
+        """Compute lse, nll and entropy (...) from (..., V) logits in the same way; they are 0 in `ignored` rows.
+
+        `target` holds classes, or the probabilities of all; `allowed` (..., V) says which classes a row may take.
         """
 
     def watched(self) -> AbstractContextManager[set[str]]:

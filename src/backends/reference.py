@@ -133,7 +133,8 @@ class _Rows:
     def per_row(self) -> tuple[Array, Array]:
         """Return l_i and the z term's share of it, both (N,)."""
         with np.errstate(invalid="ignore"):
-            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0])
+            # Without a z-loss also where lse is infinite, in a row whose support is empty.
+            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
             loss = self.a * _expectation(self.share, self.surprise) + z_term
         return _masked(loss, self.dead[:, 0]), z_term
 
@@ -157,7 +158,7 @@ class _Rows:
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + 2 * self.spec.z_loss * self.lse
+            total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
             grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
             grad = np.where(self.dead | beyond[:, None], 0.0, grad)
             for name, given in others.items():
@@ -181,7 +182,7 @@ class _Rows:
         count = int((~self.ignored).sum())
         hits = (self.predictions == truth) & ~self.ignored
         accuracy = np.float64(hits.sum() / count if count else 0.0)
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", divide="ignore"):
             values = {
                 "lse": _masked(self.lse, self.ignored).reshape(self.shape),
                 "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
@@ -198,7 +199,8 @@ class _Rows:
 
 def _expectation(weights: Array, values: Array) -> Array:
     """Sum weights * values over classes; what has no weight does not count, not even infinity."""
-    products: Array = np.where(weights == 0, 0.0, weights * values)
+    with np.errstate(invalid="ignore"):
+        products: Array = np.where(weights == 0, 0.0, weights * values)
     return np.asarray(products.sum(-1))
 
 
@@ -229,7 +231,21 @@ def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignor
         )
 
 
+def _check_temperature(temperature: Array | None, shift: int) -> None:
+    if temperature is None:
+        return
+    wrong = ~(temperature > 0)
+    if shift:
+        wrong[..., :shift] = False
+    if wrong.any():
+        position = [int(i) for i in np.argwhere(wrong)[0]]
+        raise ValueError(
+            f"temperature must be > 0 in every row, got {temperature[tuple(position)]} at {position or 'its row'}"
+        )
+
+
 def _logits_rows(call: LogitsCall) -> _Rows:
+    _check_temperature(call.temperature, 0)
     z = np.moveaxis(_float64(call.logits), call.axis, -1)
     target = call.target
     if target.shape == call.logits.shape and target.dtype.kind == "f":
@@ -238,7 +254,8 @@ def _logits_rows(call: LogitsCall) -> _Rows:
 
 
 def _linear_rows(call: LinearCall) -> _Rows:
-    """Build all logits; row t of a shifted call has the target and sample weight at t + shift."""
+    """Build all logits; row t of a shifted call has the target, the sample weight and so on at t + shift."""
+    _check_temperature(call.temperature, call.shift)
     sequence = max(len(call.input.shape) - 2, 0)
     length = call.input.shape[sequence] if call.shift else 0
     here = np.arange(length) + call.shift
@@ -285,8 +302,6 @@ def _rows(
     normalizer = None if call.normalizer is None else float(call.normalizer)
     shift = call.shift if isinstance(call, LinearCall) else 0
     temperature = np.ones(count) if call.temperature is None else _float64(call.temperature).reshape(count)
-    if not (temperature > 0).all():
-        raise ValueError(f"temperature must be > 0 in every row, got {temperature[~(temperature > 0)][0]}")
     outside = None if call.support is None else _outside(call.support, count, vocabulary)
     if outside is not None and order is not None:
         outside = outside[order]
@@ -317,6 +332,11 @@ def _outside(support: Support, count: int, vocabulary: int) -> Array:
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if wrong.size:
         raise IndexError(f"support.ids[{wrong[0]}] is {ids[wrong[0]]}; classes are 0 to {vocabulary - 1}")
+    rows = np.repeat(np.arange(count), sizes)
+    found, times = np.unique(rows * vocabulary + ids, return_counts=True)
+    if (times > 1).any():
+        row, again = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
     outside = np.ones((count, vocabulary), bool)
-    outside[np.repeat(np.arange(count), sizes), ids] = False
+    outside[rows, ids] = False
     return outside

@@ -4,13 +4,13 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 """
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any
 
+from xent.backends import told_to_peers
 from xent.core import validate
-from xent.core.arrays import FLOAT_DTYPES, dtype_name, one_framework
+from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
-from xent.core.sampling import arrays_of, check_support, tempered
+from xent.core.sampling import sampled
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LinearCall, LogitsCall, Stats, Support
 
 __all__ = ["linear_log_probs", "log_probs"]
@@ -31,6 +31,7 @@ def log_probs(
     axis: int = -1,
     entropy: bool = False,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the log-probability of each target class, and the entropy of each row's distribution.
@@ -55,7 +56,7 @@ def log_probs(
         Class indices in [0, V) or ignore_index.
     temperature : float > 0, or float array with the target's shape
         Divides the logits of all rows, or of each, after scale and softcap. No gradient.
-    softcap, logit_scale, axis, backend
+    softcap, logit_scale, axis, vocab_parallel, backend
         As in `xent.cross_entropy`.
     ignore_index : int
         Rows with this target have log-probability and entropy 0, and exactly 0 gradient.
@@ -100,20 +101,20 @@ def log_probs(
     """
     names = _names(stats, entropy)
     _check_classes(target)
-    call = validate.logits_call(
-        logits,
-        target,
-        **_ARRAYS,
-        **_LOSS,
-        axis=axis,
-        inplace=False,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    return _run(
-        call, one_framework(logits=logits, **arrays_of(temperature, support)), temperature, support, names, backend
-    )
+    with told_to_peers(vocab_parallel, logits):
+        call = validate.logits_call(
+            logits,
+            target,
+            **_ARRAYS,
+            **_LOSS,
+            axis=axis,
+            inplace=False,
+            vocab_parallel=vocab_parallel,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+        return _run(sampled(call, temperature, support, names), names, backend)
 
 
 def linear_log_probs(
@@ -131,6 +132,7 @@ def linear_log_probs(
     entropy: bool = False,
     workspace: int | None = None,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute log-probabilities of targets from hidden states, without memory for the (tokens x vocabulary) logits.
@@ -143,7 +145,7 @@ def linear_log_probs(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         Hidden states.
-    linear_weight, linear_bias, workspace
+    linear_weight, linear_bias, workspace, vocab_parallel
         As in `xent.linear_cross_entropy`.
     target : integer array (...)
         Class indices in [0, V) or ignore_index.
@@ -172,22 +174,22 @@ def linear_log_probs(
     """
     names = _names(stats, entropy)
     _check_classes(target)
-    call = validate.linear_call(
-        input,
-        linear_weight,
-        target,
-        **_ARRAYS,
-        **_LOSS,
-        linear_bias=linear_bias,
-        shift=shift,
-        workspace=workspace,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    return _run(
-        call, one_framework(input=input, **arrays_of(temperature, support)), temperature, support, names, backend
-    )
+    with told_to_peers(vocab_parallel, input):
+        call = validate.linear_call(
+            input,
+            linear_weight,
+            target,
+            **_ARRAYS,
+            **_LOSS,
+            linear_bias=linear_bias,
+            shift=shift,
+            workspace=workspace,
+            vocab_parallel=vocab_parallel,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+        return _run(sampled(call, temperature, support, names), names, backend)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
@@ -205,25 +207,14 @@ def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
 
 
 def _check_classes(target: Any) -> None:
-    if hasattr(target, "dtype") and dtype_name(target) in FLOAT_DTYPES:
-        raise TypeError(f"target must hold class indices, of an integer dtype; got dtype {dtype_name(target)}")
+    """Raise TypeError for class probabilities, which a loss would take."""
+    if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
+        return
+    raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
 
 
-def _run(
-    call: LogitsCall | LinearCall,
-    framework: str,
-    temperature: Any,
-    support: Support | None,
-    names: tuple[str, ...],
-    backend: str,
-) -> Any:
-    """Complete the call, run it, and return its results in the caller's order."""
-    rows = tuple(call.target.shape)
-    spec, each = tempered(framework, call.loss, temperature, rows)
-    check_support(support, call.target.size if framework != "torch" else call.target.numel())
-    call = replace(
-        call, loss=replace(spec, stats=names, exact=True, accuracy_of_rows=True), temperature=each, support=support
-    )
+def _run(call: LogitsCall | LinearCall, names: tuple[str, ...], backend: str) -> Any:
+    """Run the call, and return its results in the caller's order."""
     loss, found = select(backend, call).run(call)
     results = [0 - loss]
     if "entropy" in names:

@@ -2,39 +2,73 @@
 
 import math
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
-from xent.core.spec import LossSpec, Support
+from xent.core.arrays import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    describe,
+    dtype_name,
+    framework_of,
+    is_tracing,
+    number_of,
+    one_framework,
+)
+from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support
 from xent.core.validate import check_number
 
-__all__ = ["arrays_of", "check_support", "tempered"]
+__all__ = ["sampled"]
+
+Call = TypeVar("Call", LogitsCall, LinearCall)
 
 
-def arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
+def sampled(call: Call, temperature: Any, support: Support | None, names: tuple[str, ...]) -> Call:
+    """Describe the loss of each row of a call as log-probabilities with these statistics; check what is new."""
+    first = {"logits": call.logits} if isinstance(call, LogitsCall) else {"input": call.input}
+    number = number_of(framework_of(next(iter(first.values()))), temperature)
+    is_number = number is not temperature or framework_of(number) is None
+    framework = one_framework(**first, **_arrays_of(None if is_number else temperature, support))
+    rows = tuple(call.target.shape)
+    spec, each = _tempered(framework, call.loss, number, rows, is_number)
+    _check_support(support, math.prod(rows))
+    spec = replace(spec, stats=names, exact=True, accuracy_of_rows=True)
+    return replace(call, loss=spec, temperature=each, support=support)
+
+
+def _arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
     """Return the arrays among them, by the names that they have for the caller."""
-    named = {} if framework_of(temperature) is None else {"temperature": temperature}
+    named = {} if temperature is None else {"temperature": temperature}
     if support is None:
         return named
     if not isinstance(support, Support):
         raise TypeError(f"support must be a xent.Support or None, got {describe(support)}")
-    return named | {"support.ids": support.ids, "support.offsets": support.offsets}
+    for name in ("ids", "offsets"):
+        part = getattr(support, name)
+        if framework_of(part) is None:
+            raise TypeError(f"support.{name} must be a 1-d integer array, got {describe(part)}")
+        named[f"support.{name}"] = part
+    return named
 
 
-def tempered(framework: str, spec: LossSpec, temperature: Any, rows: tuple[int, ...]) -> tuple[LossSpec, Any]:
+def _tempered(
+    framework: str, spec: LossSpec, temperature: Any, rows: tuple[int, ...], is_number: bool
+) -> tuple[LossSpec, Any]:
     """Return the options, and the temperature of each row; None where one number holds for all.
 
     One number goes into the options:
-    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
+    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T. A 0-d MLX array, of which nobody knows
+    whether it is > 0, is a temperature of each row.
     """
-    if framework_of(temperature) is None or (framework == "mlx" and not temperature.shape and rows):
+    if is_number:
         if framework_of(temperature) is None and not is_tracing(framework):
-            check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < math.inf)
+            check_number(
+                "temperature", temperature, "finite and > 0, or an array of floats", lambda value: 0 < value < math.inf
+            )
         cap = None if spec.softcap is None else spec.softcap / temperature
         return replace(spec, logit_scale=spec.logit_scale / temperature, softcap=cap), None
     if dtype_name(temperature) not in FLOAT_DTYPES:
-        raise TypeError(f"temperature must be a number or hold floats, got {describe(temperature)}")
-    if tuple(temperature.shape) != rows:
+        raise TypeError(f"temperature must be a number, or an array of floats; got {describe(temperature)}")
+    if tuple(temperature.shape) not in ((rows, ()) if framework == "mlx" else (rows,)):
         raise ValueError(
             f"temperature must be a number or have the target's shape {rows}, one for each row; got "
             f"{tuple(temperature.shape)}"
@@ -42,7 +76,7 @@ def tempered(framework: str, spec: LossSpec, temperature: Any, rows: tuple[int, 
     return spec, temperature
 
 
-def check_support(support: Support | None, rows: int) -> None:
+def _check_support(support: Support | None, rows: int) -> None:
     """Raise TypeError or ValueError for a support whose shapes or dtypes do not fit `rows` rows."""
     if support is None:
         return

@@ -53,8 +53,8 @@ class LossSpec:
 class LogitsCall:
     """A validated call on logits. `normalizer` is a float, a 0-d array or None.
 
-    `temperature`, of the target's shape, divides the logits of each row after scale and softcap; a temperature that is
-    one number is in `loss.logit_scale` and `loss.softcap`.
+    `temperature`, of the target's shape (in MLX perhaps 0-d), divides the logits of each row after scale and softcap; a
+    temperature that is one number is in `loss.logit_scale` and `loss.softcap`.
     """
 
     logits: Any

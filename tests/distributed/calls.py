@@ -12,15 +12,14 @@ from tests.distributed.cuts import Cut
 from tests.distributed.pool import device, group
 from xent.backends import TABLE
 from xent.backends.torch.sharded import layout
-from xent.core.check.cases import Case, make_inputs
-from xent.core.spec import DIFFERENTIABLE, STAT_NAMES
+from xent.core.check.cases import LOSSES, Case, make_inputs
+from xent.core.check.results import placed
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
 
-__all__ = ["AXES", "FACTORS_OF_STATISTICS", "Way", "in_one_piece", "in_shards"]
+__all__ = ["AXES", "Way", "in_one_piece", "in_shards"]
 
 AXES = {"logits": -1, "linear_weight": 0, "linear_bias": 0}
 """Along which axis an array is cut."""
-FACTORS_OF_STATISTICS = {"lse": 0.5, "nll": -0.7, "entropy": 0.3}
-"""What the upstream gradient of a statistic is of that of the loss, backwards."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,14 @@ class Way:
     ranks: int
     cut: Cut
     backend: str = "torch"
-    stats: tuple[str, ...] = ()
+    reports: bool = False
+    """Whether all statistics are asked for, beside those of the case."""
     needs: tuple[bool, ...] = (True, True, True)
     """Which of the arrays that are differentiated ask for a gradient."""
     compiled: bool = False
     inplace: bool = False
-    through_statistics: bool = False
-    """Whether gradients come through lse, nll and entropy too."""
     sequence_parallel: bool = False
+    seed: int = 0
 
     def vocab_parallel(self, rank: int) -> Any:
         """Return the argument: a group, or what has to be said beside it."""
@@ -50,7 +49,7 @@ class Way:
 
 
 def in_shards(case: Case, way: Way) -> dict[str, Any] | None:
-    """Return this process's results as NumPy arrays: "loss", gradients and statistics by name; None if it has none."""
+    """Return this process's results as NumPy arrays: of `case.results`, gradients, statistics; None if it has none."""
     rank = dist.get_rank()
     if rank >= way.ranks:
         return None
@@ -66,7 +65,7 @@ def in_one_piece(case: Case, way: Way) -> dict[str, Any]:
 def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
     harness = TABLE["torch"]().harness(str(device()))
     wide = "float64" if case.dtype == "float64" else "float32"
-    inputs = make_inputs(case)
+    inputs = make_inputs(case, way.seed)
 
     def mine(array: Any, axis: int | None) -> Any:
         return array if rank is None or axis is None else way.cut.take(array, rank, axis)
@@ -75,24 +74,23 @@ def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
     for (name, value), need in zip(inputs.differentiable.items(), way.needs, strict=False):
         part = mine(value, AXES.get(name))
         if name == "input" and way.sequence_parallel and rank is not None:
-            pieces = np.array_split(part, _stops(part.shape[-2], way.ranks), -2)
-            part = pieces[rank]
+            part = np.array_split(part, _stops(part.shape[-2], way.ranks), -2)[rank]
         leaves[name] = harness.array(part, case.dtype).requires_grad_(need)
-    options = {
-        name: harness.array(mine(value, 0 if name == "weight" else None), wide) if np.ndim(value) else value
-        for name, value in inputs.options.items()
-    }
-    for name, value in inputs.options.items():
-        if isinstance(value, np.ndarray) and not value.ndim:
-            options[name] = harness.array(value, wide)
-    floats = inputs.target.dtype.kind == "f"
-    options["target"] = harness.array(mine(inputs.target, -1 if floats else None), wide if floats else None)
-    options |= {"reduction": case.reduction, "backend": way.backend}
-    if case.function == "linear_cross_entropy":
-        options |= {"shift": case.shift, "workspace": case.workspace}
+    given = inputs.options | {"target": inputs.target}
+    if "weight" in given:
+        given["weight"] = mine(given["weight"], 0)
+    if inputs.target.dtype.kind == "f":
+        given["target"] = mine(inputs.target, -1)
+    options = placed(harness, given, wide) | case.keywords | {"backend": way.backend}
+    if way.reports:
+        allowed = STAT_NAMES if case.function in LOSSES else LOG_PROB_STATS
+        options["stats"] = (*case.stats, *(name for name in allowed if name not in case.stats))
     if rank is not None:
         options["vocab_parallel"] = way.vocab_parallel(rank)
-    return _run(case, way, leaves, options, harness.array(np.asarray(inputs.upstream), wide))
+    upstream = [None if inputs.upstream is None else harness.array(np.asarray(inputs.upstream), wide)]
+    for name in case.results[1:]:
+        upstream.append(harness.array(inputs.others[name], wide) if name in inputs.others else None)
+    return _run(case, way, leaves, options, upstream)
 
 
 def _stops(length: int, ranks: int) -> list[int]:
@@ -101,35 +99,29 @@ def _stops(length: int, ranks: int) -> list[int]:
 
 
 def _run(
-    case: Case, way: Way, leaves: dict[str, torch.Tensor], options: dict[str, Any], upstream: torch.Tensor
+    case: Case, way: Way, leaves: dict[str, torch.Tensor], options: dict[str, Any], upstream: list[Any]
 ) -> dict[str, Any]:
     function = getattr(xent, case.function)
     if way.compiled:
         function = torch.compile(function, fullgraph=True, backend="aot_eager")
     before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
     given = {name: leaf * 1 for name, leaf in leaves.items()} if way.inplace else leaves
-    if way.inplace:
-        options = options | {"inplace": True}
-    made = function(**given, **options, stats=way.stats)
-    loss, found = made if way.stats else (made, xent.Stats())
-    outputs, gradients = [loss], [upstream]
-    if way.through_statistics:
-        outputs += [getattr(found, name) for name in DIFFERENTIABLE]
-        gradients += [
-            upstream.flip(tuple(range(upstream.dim()))) * FACTORS_OF_STATISTICS[name] for name in DIFFERENTIABLE
-        ]
+    returned = function(**given, **options, **({"inplace": True} if way.inplace else {}))
+    found = case.found_in(returned)
     asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    named = {"loss": loss}
+    gradients = {}
     if asked:
-        grads = torch.autograd.grad(outputs, list(asked.values()), gradients)
-        named |= dict(zip(asked, grads, strict=True))
+        pairs = [(found[name], grad) for name, grad in zip(case.results, upstream, strict=True) if grad is not None]
+        outputs, grads = zip(*pairs, strict=True)
+        gradients = dict(zip(asked, torch.autograd.grad(outputs, list(asked.values()), grads), strict=True))
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
-    named |= {f"stats.{name}": getattr(found, name) for name in STAT_NAMES if getattr(found, name) is not None}
-    return {name: harness_free(value) for name, value in named.items()}
+    named = found | gradients
+    if way.reports:
+        named |= {f"stats.{name}": getattr(returned[-1], name) for name in options["stats"]}
+    return {name: _numpy(value) for name, value in named.items()}
 
 
-def harness_free(tensor: torch.Tensor) -> Any:
-    """Return a tensor as a NumPy array, floats as float64."""
+def _numpy(tensor: torch.Tensor) -> Any:
     tensor = tensor.detach().cpu()
     return (tensor.double() if tensor.is_floating_point() else tensor).numpy()

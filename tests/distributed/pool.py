@@ -88,10 +88,14 @@ class Pool:
             theirs.close()
             self._processes.append(process)
             self._ends.append(mine)
+        for end in self._ends:
+            assert end.poll(3 * PATIENCE), "the processes do not find each other"
+            end.recv()
 
 
 def _work(rank: int, folder: str, end: Connection) -> None:
     torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(not GPUS)  # so that memory that nobody has written holds NaN
     if GPUS:
         torch.cuda.set_device(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -105,6 +109,7 @@ def _work(rank: int, folder: str, end: Connection) -> None:
     for ranks in range(1, PROCESSES):
         _groups[ranks] = dist.new_group(list(range(ranks)))
     _groups[PROCESSES] = dist.group.WORLD
+    end.send("ready")
     while True:
         try:
             function, args = end.recv()

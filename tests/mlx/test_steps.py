@@ -19,7 +19,7 @@ from xent.core.validate import logits_call
 N, V = given.N, given.V
 LOGITS = given.X @ given.W.T
 RANGES = [[(0, 10), (10, 1), (11, 26)], [(0, 36), (36, 1)], [(0, V)]]
-ASKED = Asked(norm=True, nll=True, entropy=True, predictions=True)
+ASKED = Asked(norm=True, nll=True, entropy=True, predictions=True, log_sum_sq_probs=True, mean_logit=True)
 NEUTRAL: dict[str, Any] = {
     "weight": None, "sample_weight": None, "normalizer": None, "axis": -1, "inplace": False, "reduction": "none",
     "ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "stats": (),

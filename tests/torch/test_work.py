@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import xent
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import plain
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain_job import PlainJob
@@ -22,7 +23,7 @@ PRODUCT = 2 * N * D * V
 
 
 def plain_options(target: torch.Tensor, reduction: str, stats: tuple[str, ...] = ()) -> Options:
-    return Options(target, None, None, None, LossSpec(reduction, stats=stats), "torch")
+    return Options(target, None, None, None, None, None, None, LossSpec(reduction, stats=stats), "torch")
 
 
 def flops(
@@ -37,7 +38,7 @@ def flops(
     with FlopCounterMode(display=False) as counter:
         linear_driver.forward(linear, options)
         if reduction == "none" and any(needs):
-            linear_driver.backward(torch.ones(N), linear, options)
+            linear_driver.backward(Upstream(torch.ones(N)), linear, options)
     return counter.get_total_flops()
 
 
@@ -73,7 +74,7 @@ def test_gradients_that_nobody_asked_for_are_not_made(needs: tuple[bool, bool, b
     _, _, made, _ = linear_driver.forward(linear, options)
     if reduction == "none":
         assert not any(grad.numel() for grad in made)
-        made = linear_driver.backward(torch.ones(N), linear, options)
+        made = linear_driver.backward(Upstream(torch.ones(N)), linear, options)
     assert [grad.numel() > 0 for grad in made] == list(needs)
 
 

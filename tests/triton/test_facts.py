@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tests.targets import Target
 from xent.backends.torch import facts as plain
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel, partition_kernel
 from xent.backends.triton.job import TritonJob
@@ -26,7 +27,7 @@ def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
     torch.manual_seed(0)
     classes = torch.randint(V, rows)
     classes.view(-1)[1::3] = -100
-    fields = {name: given.pop(name, None) for name in ("weight", "sample_weight", "normalizer")}
+    fields = {name: given.pop(name, None) for name in Options._fields[1:7]}
     fields |= {"target": given.pop("target", classes)}
     placed = {name: value.to(on.device) if isinstance(value, Tensor) else value for name, value in fields.items()}
     return Options(**placed, spec=LossSpec(**{"reduction": "mean", **given}), kernel="triton")
@@ -249,11 +250,11 @@ def test_upstream(target: Target, layout: str, dtype: torch.dtype) -> None:
     """Of rows' losses; the gradient of logits that are all 0 shows it."""
     torch.manual_seed(1)
     upstream = UPSTREAMS[layout](torch.randn(2, 7, device=target.device))
-    job = TritonJob(make_options(target, (2, 7), reduction="none"), V, dtype, 0, upstream, False)
+    job = TritonJob(make_options(target, (2, 7), reduction="none"), V, dtype, 0, Upstream(upstream), False)
     logits = torch.zeros(2, 7, V, dtype=dtype, device=target.device)
     grad, norm = torch.empty_like(logits), torch.zeros(3, 14, device=target.device)
     norm[1], norm[2] = V - 1, V
-    job.gradient(logits, grad, norm)
+    job.gradient(logits, grad, norm, None)
     classes = job.target.flatten()
     expected = torch.full((14, V), 1 / V, device=target.device)
     expected[torch.arange(14, device=target.device), classes.clamp(min=0)] -= 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton import job as jobs
 from xent.backends.triton.geometry import Geometry, Sizes, sizes
@@ -240,7 +241,7 @@ def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
 def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
     """Rows apart; the gradient begins where the logits do, or elsewhere, and classes may be a vector or less apart."""
     values, classes = draw(target, vocabulary, dtype, rows=5)
-    options = Options(classes, None, None, None, LossSpec("sum"), "triton")
+    options = Options(classes, None, None, None, None, None, None, LossSpec("sum"), "triton")
     outcome = []
     for pitch, start, other_pitch, other_start in (
         (vocabulary, 8, vocabulary, 8), (vocabulary, 3, vocabulary, 3), (vocabulary + 8, 5, vocabulary + 16, 13),
@@ -258,11 +259,11 @@ def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, d
         for reduction in ("mean", "none"):
             spec = replace(options.spec, reduction=reduction)
             upstream = torch.ones(5 if reduction == "none" else (), device=target.device)
-            backward = TritonJob(options._replace(spec=spec), vocabulary, dtype, 0, upstream, False)
+            backward = TritonJob(options._replace(spec=spec), vocabulary, dtype, 0, Upstream(upstream), False)
             norm = torch.empty(3, 5, device=target.device)
             TritonJob(options, vocabulary, dtype, 0, None, False).logits(logits, None, norm)
             held[1].fill_(7)
-            backward.gradient(logits, grad, norm)
+            backward.gradient(logits, grad, norm, None)
             assert (held[1].cpu()[untouched] == 7).all()
             scale = 1 / float((classes >= 0).sum()) if reduction == "mean" else 1.0
             torch.testing.assert_close(grad.float(), scale * outcome[0].float(), rtol=2 * CLOSE[dtype], atol=1e-7)

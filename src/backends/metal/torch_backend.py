@@ -47,6 +47,8 @@ class MetalTorchBackend:
             return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
+        if call.loss.exact:
+            return "log-probabilities are not there yet, which backend 'torch' serves"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":

@@ -26,11 +26,16 @@ class MetalPass:
         self._dead = torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
         stats = (results.lse, results.nll, results.entropy, results.predictions)
+        self._plain = results.log_sum_sq_probs is not None or results.mean_logit is not None
+        """Whether PyTorch's own operations have to take the rows: the kernels do not compute all that is asked for."""
         self._skips_dead = all(result is None for result in stats)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
         if not len(logits):
+            return
+        if self._plain:
+            PlainPass(self.facts, self.results).forward(logits, start, grad, target_logits)
             return
         part, found = slice(start, start + len(logits)), self.results
         derived = found.lse is not None or found.z_term is not None

@@ -9,11 +9,10 @@
 At the target of a class index p_y alpha - gamma is computed as gamma (p_y - 1) + (alpha - gamma) p_y.
 """
 
-import math
-
 import mlx.core as mx
 
 from xent.backends.mlx.devices import device_type
+from xent.backends.mlx.elementwise import activate, exp, expm1
 from xent.backends.mlx.finish import Coefficients, Gap, Sums, product
 from xent.backends.mlx.kernels import Asked, RowFacts
 
@@ -35,6 +34,8 @@ class Block:
         if self._given is not None and facts.class_weight is not None:
             self._shares = self._given * facts.class_weight
         self._p: mx.array | None = None
+        self._sum_of_p: mx.array | None = None
+        """(R,) where MLX's softmax is so far from 1 that it matters."""
 
     def fold(self, asked: Asked) -> Sums:
         """Return what the rows add up to, over these classes."""
@@ -57,6 +58,8 @@ class Block:
             plain=plain,
             expected=self._expected(self._p, below, log_sum, peak) if asked.entropy else None,
             best=self._best() if asked.predictions else None,
+            squares=self._squares(self._p, log_sum, peak) if asked.log_sum_sq_probs else None,
+            level=self._level(below, peak) if asked.mean_logit else None,
         )
 
     def total(self) -> mx.array | float:
@@ -69,7 +72,7 @@ class Block:
         """Return the gradient with respect to z, from what whole rows have for largest x and log_sum."""
         exact = self._p is None or self._target_apart() or self.facts.inside is not None
         log_p = (self.x - peak[:, None]) - log_sum[:, None] if self._p is None or given.beta is not None else None
-        p = _exp(log_p) if self._p is None and log_p is not None else self._p
+        p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
         if self._shares is None and given.rest is None and given.beta is None and not exact:
             # Where p_y is near 1 the whole row is small: p_y - 1 comes before any product is rounded.
@@ -98,8 +101,8 @@ class Block:
     def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the target's element of the gradient (R,), before delta."""
         log_p = -(self._below_target(peak) + log_sum)
-        p = _exp(log_p)
-        found = given.gamma * _expm1(log_p)
+        p = exp(log_p)
+        found = given.gamma * expm1(log_p)
         if given.rest is not None:
             found = found + product(given.rest, p)
         if self.facts.inside is not None:
@@ -114,12 +117,7 @@ class Block:
             if facts.inside is not None:
                 known = mx.where(facts.inside, known, self._at_target(x))
             x = mx.put_along_axis(x, self.target, known[:, None], -1)
-        if facts.terms.scale:
-            x = x * facts.number("logit_scale")
-        if not facts.terms.softcap:
-            return x, None
-        inside = x / facts.number("softcap")
-        return facts.number("softcap") * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
+        return activate(x, facts, lambda values: values[:, None])
 
     def _index(self) -> mx.array:
         """Return the targets (R, 1) of rows that have class indices."""
@@ -163,14 +161,17 @@ class Block:
         if self.acc != mx.float64 and device_type() == "cpu":
             p = mx.softmax(self.x, axis=-1, precise=True)
             log_sum = -mx.log(p.max(-1))
+            if p.shape[-1] <= _ADDED:
+                return p, log_sum
             # The sum by which MLX divided is a long one too; that of p says by how much it was off.
-            return p, log_sum + mx.log(_class_sum(p)) if p.shape[-1] > _ADDED else log_sum
-        powers = _exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
+            self._sum_of_p = _class_sum(p)
+            return p, log_sum + mx.log(self._sum_of_p)
+        powers = exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
         if not self._target_apart():
             total = powers.sum(-1)
             return powers / total[:, None], mx.log(total)
         # The others apart: a sum with the target's 1 would round away what a sure row has left.
-        power = self._here(_exp(-self._below_target(peak)))
+        power = self._here(exp(-self._below_target(peak)))
         powers = powers.at[self._place()].multiply(0 if self.facts.inside is None else ~self.facts.inside)
         rest = powers.sum(-1)
         total = rest + power
@@ -180,9 +181,20 @@ class Block:
         """Return sum_c p_c (peak - x_c) (R,)."""
         found = _class_sum(product(p, below))
         if not self._target_apart():
-            return found
+            return found if self._sum_of_p is None else found / self._sum_of_p
         below_y = self._below_target(peak)
         return found + self._here(product(mx.exp(-(below_y + log_sum)), below_y))
+
+    def _squares(self, p: mx.array, log_sum: mx.array, peak: mx.array) -> mx.array:
+        """Return sum_c p_c^2 (R,)."""
+        found = _class_sum(mx.square(p))
+        if not self._target_apart():
+            return found if self._sum_of_p is None else found / mx.square(self._sum_of_p)
+        return found + self._here(mx.square(mx.exp(-(self._below_target(peak) + log_sum))))
+
+    def _level(self, below: mx.array, peak: mx.array) -> Gap:
+        """Return all classes, each with weight 1."""
+        return Gap(mx.where(peak == -mx.inf, mx.inf, _class_sum(below)), float(below.shape[-1]))
 
 
 def _class_sum(values: mx.array) -> mx.array:
@@ -198,13 +210,3 @@ def _class_sum(values: mx.array) -> mx.array:
 def _gap(weight: mx.array, below: mx.array) -> Gap:
     """Return the gap of classes with weights (C,) or (R, C)."""
     return Gap(_class_sum(product(weight, below)), _class_sum(weight))
-
-
-def _exp(x: mx.array) -> mx.array:
-    """Return exp(x); MLX's own has no more than float32's precision even for float64."""
-    return mx.power(mx.array(math.e, dtype=mx.float64), x) if x.dtype == mx.float64 else mx.exp(x)
-
-
-def _expm1(x: mx.array) -> mx.array:
-    """Return exp(x) - 1."""
-    return _exp(x) - 1 if x.dtype == mx.float64 else mx.expm1(x)

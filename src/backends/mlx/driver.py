@@ -8,6 +8,7 @@ from xent.backends.mlx import empty, linear, logits, results
 from xent.backends.mlx.autograd import guarded
 from xent.backends.mlx.facts import gather_facts, is_float
 from xent.backends.mlx.kernels import KERNELS
+from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.spec import LinearCall, LogitsCall, QuantizedWeight, Stats
 
@@ -35,7 +36,7 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     else:
         facts = gather_facts(call, call.target, call.linear_weight.shape[0], call.input.dtype)
         rows = linear.Chunks(call, facts, chosen, "weight" in given and is_differentiated(given["weight"]))
-    return results.run(given, rows, facts, shape)
+    return results.run(given, rows if facts.support is None else Supported(rows, facts), facts, shape)
 
 
 def _check_dtypes(call: LinearCall) -> None:

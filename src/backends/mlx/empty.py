@@ -27,8 +27,10 @@ def run(inputs: Sequence[mx.array], spec: LossSpec, shape: tuple[int, ...]) -> t
         "nll": rows,
         "entropy": rows,
         "predictions": lambda: rows(mx.int32),
+        "log_sum_sq_probs": rows,
+        "mean_logit": rows,
         "z_loss": reduced,
-        "accuracy": number,
+        "accuracy": rows if spec.accuracy_of_rows else number,
         "count": lambda: number(mx.int32),
     }
     zeros = [_filled(array.shape, array.dtype) for array in inputs]

@@ -1,6 +1,5 @@
 """What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
 
-import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -8,8 +7,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from xent.backends.mlx.checks import check_targets, check_temperature
 from xent.backends.mlx.kernels import RowFacts
 from xent.backends.mlx.options import numbers_of, scalar, terms_of
+from xent.backends.mlx.shifts import shifted
+from xent.backends.mlx.support import Entries, gather_entries
 from xent.core.spec import LinearCall, LogitsCall, LossSpec
 
 __all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
@@ -29,11 +31,14 @@ class Facts:
     ignored: mx.array
     """(N,) bool: rows without a target."""
     invalid: mx.array | None
-    """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None for probabilities."""
+    """(N,) bool: rows with a target outside [0, V), a temperature that is not > 0, or a support that describes none:
+    their loss and gradient are NaN. None for probabilities, whose rows have NaN from what is wrong itself."""
     deferred: mx.array | None
     """0-d factor that a float16 gradient still lacks; the driver multiplies it in."""
     divisor: mx.array | None
     """0-d, what "mean" divides by; None for the other reductions."""
+    support: Entries | None
+    """The classes that sums go over; None where they go over all."""
 
     @property
     def count(self) -> int:
@@ -104,23 +109,30 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
     shape = target.shape[:-1] if given else target.shape
     count = int(np.prod(shape))
     class_weight = None if call.weight is None else call.weight.astype(acc)
+    bend = support = None
     probabilities = rows_of = classes = invalid = row_weight = None
-    ignored = ~_shifted(mx.ones(shape, mx.bool_), shift, False).reshape(-1)
+    ignored = ~shifted(mx.ones(shape, mx.bool_), shift, False).reshape(-1)
     if given:
         probabilities = target.reshape(count, vocabulary)
-        rows_of = _shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
+        rows_of = shifted(mx.arange(count).reshape(shape), shift, 0).reshape(-1) if shift else None
     else:
-        _check_targets(target, vocabulary, spec.ignore_index, shift)
+        check_targets(target, vocabulary, spec.ignore_index, shift)
         ignore = mx.array(spec.ignore_index, dtype=mx.int64)
-        wide = _shifted(target.astype(mx.int64), shift, spec.ignore_index).reshape(-1)
+        wide = shifted(target.astype(mx.int64), shift, spec.ignore_index).reshape(-1)
         ignored = (wide == ignore) | ignored
         invalid = ((wide < 0) | (wide >= vocabulary)) & ~ignored
         classes = mx.where(ignored | invalid, 0, wide).astype(mx.int32)
         row_weight = None if class_weight is None else class_weight[classes]
 
+    if call.temperature is not None:
+        bend = _bend(call, shape, shift, ignored, acc)
+        invalid = None if invalid is None else invalid | mx.isnan(bend[:, 0])
+    if call.support is not None and invalid is not None:
+        support = gather_entries(call.support, shape, vocabulary, shift)
+        invalid = invalid | (support.wrong & ~ignored)
     sample = call.sample_weight
     weight = mx.ones(shape, acc) if sample is None else sample.astype(acc)
-    weight = mx.where(ignored, 0, _shifted(weight, shift, 0).reshape(-1))
+    weight = mx.where(ignored, 0, shifted(weight, shift, 0).reshape(-1))
     divisor = _divisor(call.normalizer, weight, row_weight, invalid) if spec.reduction == "mean" else None
     dead = weight == 0
     if divisor is not None:
@@ -130,7 +142,7 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         dead = dead & ~invalid
     scale, deferred = _scale(weight, row_weight, divisor, dtype)
     rows = RowFacts(
-        terms=terms_of(spec),
+        terms=terms_of(spec, bent=bend is not None),
         numbers=numbers_of(spec, vocabulary, class_weight, acc),
         target=classes,
         probabilities=None,
@@ -141,8 +153,9 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
         target_logits=None,
         finite=False,
         alone=False,
+        bend=bend,
     )
-    return Facts(spec, vocabulary, rows, probabilities, rows_of, ignored, invalid, deferred, divisor)
+    return Facts(spec, vocabulary, rows, probabilities, rows_of, ignored, invalid, deferred, divisor, support)
 
 
 def _scale(
@@ -161,40 +174,20 @@ def _scale(
     return weight / size, inverse * size
 
 
+def _bend(
+    call: LogitsCall | LinearCall, shape: tuple[int, ...], shift: int, ignored: mx.array, acc: mx.Dtype
+) -> mx.array:
+    """Return `xent.backends.mlx.kernels.RowFacts.bend`: both numbers over the temperature of the row."""
+    check_temperature(call.temperature, shift)
+    given = mx.broadcast_to(call.temperature.astype(acc), shape)
+    temperature = shifted(given, shift, 1).reshape(-1)
+    temperature = mx.where(ignored, 1, mx.where(temperature > 0, temperature, mx.nan))
+    softcap = 0.0 if call.loss.softcap is None else call.loss.softcap
+    return mx.stack([scalar(number, acc) / temperature for number in (call.loss.logit_scale, softcap)], axis=-1)
+
+
 def _divisor(normalizer: Any, weight: mx.array, row_weight: mx.array | None, invalid: mx.array | None) -> mx.array:
     if normalizer is not None:
         return scalar(normalizer, weight.dtype)
     parts = weight if row_weight is None else weight * row_weight
     return (parts if invalid is None else mx.where(invalid, 0, parts)).sum()
-
-
-def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
-    """Return values[..., t + shift] at t, `fill` where there is none."""
-    if not shift:
-        return values
-    kept = values[..., shift:]
-    missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
-    return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
-
-
-def _check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
-    """Raise IndexError for the first wrong target of those that a row uses, if XENT_CHECK_TARGETS=1.
-
-    While `mx.compile` traces a function there are no values to look at.
-    """
-    if os.environ.get("XENT_CHECK_TARGETS") != "1":
-        return
-    try:
-        mx.eval(target)
-    except ValueError:
-        return
-    values = np.array(target).astype(np.int64)
-    wrong = ((values < 0) | (values >= vocabulary)) & (values != ignore_index)
-    if shift:
-        wrong[..., :shift] = False
-    if wrong.any():
-        position = [int(index) for index in np.argwhere(wrong)[0]]
-        raise IndexError(
-            f"target{position or ''} is {values[tuple(position)]}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={ignore_index}"
-        )

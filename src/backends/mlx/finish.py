@@ -56,6 +56,10 @@ class Sums:
     """(R,) sum_c p_c (peak - x_c), p over the range alone."""
     best: tuple[mx.array, mx.array] | None = None
     """(R,) the largest logit_scale * z, and (R,) int32 its class."""
+    squares: mx.array | None = None
+    """(R,) sum_c p_c^2, p over the range alone."""
+    level: Gap | None = None
+    """By 1, infinite where the range has nothing but -inf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,12 +92,16 @@ def merge(one: Sums, other: Sums) -> Sums:
     if one.expected is not None and other.expected is not None:
         shares = [mx.exp(log - log_sum) for log in logs]
         expected = product(shares[0], one.expected + both[0][1]) + product(shares[1], other.expected + both[1][1])
+    squares = None
+    if one.squares is not None and other.squares is not None:
+        shares = [mx.square(mx.exp(log - log_sum)) for log in logs]
+        squares = product(shares[0], one.squares) + product(shares[1], other.squares)
     if one.best is not None and other.best is not None:
         better = other.best[0] > one.best[0]
         best = mx.maximum(one.best[0], other.best[0]), mx.where(better, other.best[1], one.best[1])
     target = gap("target")
     assert target is not None
-    return Sums(peak, log_sum, target, gap("classes"), gap("plain"), expected, best)
+    return Sums(peak, log_sum, target, gap("classes"), gap("plain"), expected, best, squares, gap("level"))
 
 
 def finish(sums: Sums, facts: RowFacts, asked: Asked) -> Found:
@@ -111,6 +119,8 @@ def finish(sums: Sums, facts: RowFacts, asked: Asked) -> Found:
         nll=(sums.plain or sums.target).surprise(log_sum) if asked.nll else None,
         entropy=None if sums.expected is None else sums.expected + log_sum,
         predictions=None if sums.best is None else sums.best[1],
+        log_sum_sq_probs=None if sums.squares is None else mx.log(sums.squares),
+        mean_logit=None if sums.level is None else sums.peak - sums.level.below / sums.level.total,
     )
 
 
@@ -121,7 +131,7 @@ def coefficients(facts: RowFacts, lse: mx.array | None, total: mx.array | float)
     """
 
     def scaled(values: mx.array) -> mx.array:
-        return values * facts.number("logit_scale") if facts.terms.scale else values
+        return values * facts.of_rows("logit_scale") if facts.terms.scale else values
 
     r, given = scaled(facts.scale), facts.upstream
     weight, beta, delta, rest = _target_weight(facts), None, None, list[mx.array]()

@@ -43,13 +43,16 @@ class FusedBlock(Block):
             surprise = self._surprise(self.x)
         lse = surprise + self._at_target(self.x).astype(self.acc)
         below = lse[:, None] - self.x
+        p = mx.exp(-below)
         return Sums(
             peak=lse,
             log_sum=mx.zeros_like(lse),
             target=Gap(self._exact(surprise)),
             classes=self._classes(below) if facts.terms.smoothing else None,
-            expected=product(mx.exp(-below), below).sum(-1) if asked.entropy else None,
+            expected=product(p, below).sum(-1) if asked.entropy else None,
             best=self._best() if asked.predictions else None,
+            squares=mx.square(p).sum(-1) if asked.log_sum_sq_probs else None,
+            level=self._level(below, lse) if asked.mean_logit else None,
         )
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:

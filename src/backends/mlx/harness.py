@@ -53,19 +53,22 @@ class MlxHarness:
         return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32)).astype(np.float64)
 
     def gradients(
-        self, function: Callable[..., mx.array], inputs: tuple[mx.array, ...], upstream: mx.array | None
-    ) -> tuple[mx.array, list[mx.array]]:
+        self, function: Callable[..., Any], inputs: tuple[mx.array, ...], upstream: Any
+    ) -> tuple[Any, list[mx.array]]:
         """Return `function(*inputs)` and its gradients."""
 
-        def total(*arrays: mx.array) -> tuple[mx.array, mx.array]:
-            loss = function(*arrays)
-            return (loss if upstream is None else loss * upstream).sum(), loss
+        def total(*arrays: mx.array) -> tuple[mx.array, Any]:
+            results = function(*arrays)
+            if not isinstance(results, tuple):
+                return (results if upstream is None else results * upstream).sum(), results
+            given = zip(results, upstream, strict=True)
+            return sum((result * grad).sum() for result, grad in given if grad is not None), results
 
         with mx.stream(getattr(mx, self.device)):
-            (_, loss), made = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
+            (_, results), made = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
             gradients = [made] if isinstance(made, mx.array) else list(made)  # of one input MLX returns no tuple
-            mx.eval(loss, gradients)
-        return loss, gradients
+            mx.eval(results, gradients)
+        return results, gradients
 
     def linear(self, input: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         """Return the logits that the unfused computation holds."""
@@ -121,3 +124,33 @@ class MlxHarness:
             return rows.sum()
         divisor = (a * row_weight).sum() if normalizer is None else normalizer
         return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+
+    def unfused_rows(
+        self,
+        logits: mx.array,
+        target: mx.array,
+        ignored: mx.array,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: mx.array | None = None,
+        allowed: mx.array | None = None,
+    ) -> dict[str, mx.array]:
+        """Compute lse, nll and entropy in float32 (float64 for float64), the way trainers do."""
+        x = logits.astype(mx.float64 if logits.dtype == mx.float64 else mx.float32) * logit_scale
+        if softcap is not None:
+            x = softcap * mx.tanh(x / softcap)
+        if temperature is not None:
+            x = x / temperature[..., None]
+        if allowed is not None:
+            x = mx.where(allowed, x, -mx.inf)
+        lse = mx.logsumexp(x, axis=-1, keepdims=True) if x.size else x.sum(-1, keepdims=True)
+        log_p = x - lse
+        finite = mx.where(log_p == -mx.inf, 0, log_p)
+        if mx.issubdtype(target.dtype, mx.floating):
+            nll = -(target * finite).sum(-1)
+        else:
+            nll = -mx.take_along_axis(log_p, target[..., None], -1)[..., 0]
+            nll = mx.where(nll == mx.inf, mx.inf, nll)  # a constant: no gradient
+        rows = {"lse": lse[..., 0], "nll": nll, "entropy": -(mx.exp(log_p) * finite).sum(-1)}
+        return {name: mx.where(ignored, 0, row) for name, row in rows.items()}

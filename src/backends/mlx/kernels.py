@@ -26,7 +26,7 @@ class Terms:
     z_loss: bool
     softcap: bool
     scale: bool
-    """Whether the logits are scaled, by something other than 1 as far as is known."""
+    """Whether the logits are scaled, by something other than 1 as far as is known; so they are where rows are bent."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +66,13 @@ class RowFacts:
     """The first class of the block in the vocabulary."""
     inside: mx.array | None = None
     """(R,) bool: whether the target is among the block's classes; None where all classes are."""
+    bend: mx.array | None = None
+    """(R, 2): the logit_scale and the softcap of each row, which has a temperature, in place of those in `numbers`; the
+    order of a row's logits is that of `numbers`. NaN where the temperature is not > 0."""
+
+    def of_rows(self, name: str) -> mx.array:
+        """Return "logit_scale" or "softcap", (R,) where rows have their own, else 0-d."""
+        return self.number(name) if self.bend is None else self.bend[:, ("logit_scale", "softcap").index(name)]
 
     def number(self, name: str) -> mx.array:
         """Return the number of an option, 0-d."""
@@ -100,14 +107,17 @@ class Asked:
     nll: bool = False
     entropy: bool = False
     predictions: bool = False
+    log_sum_sq_probs: bool = False
+    mean_logit: bool = False
     dead: bool = False
     """Whether the results besides loss and gradient are wanted of dead rows too."""
 
     @classmethod
     def of(cls, stats: Collection[str], grad: bool) -> Asked:
         """Return what statistics and the gradient take, and the norm, of which later gradients are made."""
+        named = {name: name in stats for name in ("nll", "entropy", "log_sum_sq_probs", "mean_logit")}
         predictions = "predictions" in stats or "accuracy" in stats
-        return cls(grad, True, "nll" in stats, "entropy" in stats, predictions, bool(stats))
+        return cls(grad, norm=True, predictions=predictions, dead=bool(stats), **named)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +139,10 @@ class Found:
     """(R,) -sum_c p_c log p_c."""
     predictions: mx.array | None = None
     """(R,) int32: the class of the largest logit_scale * z, before the softcap, the lowest among equals."""
+    log_sum_sq_probs: mx.array | None = None
+    """(R,) log sum_c p_c^2."""
+    mean_logit: mx.array | None = None
+    """(R,) the mean of x_c over classes."""
 
     def arrays(self) -> list[mx.array]:
         """Return all that was found out, for the next block to wait for."""

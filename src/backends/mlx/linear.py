@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in MLX: make a chunk's logits, turn them into their gradient, multiply it back.
+"""Linear calls in MLX: make a chunk's logits, turn them into their gradient, multiply it back.
 
 MLX evaluates what is needed in an order of its own. So that one chunk's logits are alive at a time, the hidden states
 of each chunk are tied to all that the chunk before was made into.
@@ -15,6 +15,8 @@ from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
 from xent.backends.mlx.plain import gradient_of
+from xent.backends.mlx.scatter import scattered
+from xent.backends.mlx.support import Entries
 from xent.core.chunks import rows_per_chunk
 from xent.core.spec import LinearCall, QuantizedWeight
 
@@ -38,9 +40,12 @@ class Chunks:
         self._facts, self._kernels = facts, kernels
         self._input = call.input
         self._hidden = self._input.reshape(facts.count, self._input.shape[-1])
-        itemsize, vocabulary = self._input.dtype.size, facts.vocabulary
-        self._classifier = Classifier(call.linear_weight, call.linear_bias, vocabulary)
-        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), trained)
+        self._exact, vocabulary = facts.spec.exact, facts.vocabulary
+        itemsize = max(self._input.dtype.size, 4 * self._exact)
+        self._classifier = Classifier(call.linear_weight, call.linear_bias, vocabulary, self._exact)
+        # The bits of an exact call do not depend on who asks for gradients.
+        few = trained and not self._exact
+        step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), few)
         self._parts = [(start, min(start + step, facts.count)) for start in range(0, facts.count, step)]
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
@@ -50,7 +55,7 @@ class Chunks:
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(self._facts, start, stop, tie)
             found = self._kernels.forward(logits, rows, asked)
-            made = [] if found.grad is None else sums.add(found.grad, hidden, rows.dead)
+            made = [] if found.grad is None else self._add(sums, found.grad, hidden, rows)
             every.append(replace(found, grad=None))
             tie = every[-1].arrays() + made
         return joined(every), sums.result()
@@ -62,8 +67,30 @@ class Chunks:
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(facts, start, stop, tie)
             grad = gradient_of(self._kernels, logits, rows, found.norm[start:stop])
-            tie = sums.add(grad, hidden, rows.dead)
+            tie = self._add(sums, grad, hidden, rows)
         return sums.result()
+
+    def pick(self, entries: Entries) -> mx.array:
+        """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""
+        picks, tie = mx.zeros(entries.ids.shape, self._facts.rows.weight.dtype), list[mx.array]()
+        for start, stop in self._parts:
+            _, logits, _ = self._chunk(self._facts, start, stop, tie)
+            inside, row = entries.within(start, stop)
+            picks = mx.where(inside, logits[row, entries.ids].astype(picks.dtype), picks)
+            tie = [picks]
+        return picks
+
+    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+        """Return the gradients from that of the picks: see `xent.backends.mlx.supported.Source`."""
+        sums, tie = self._sums(needs), [values]
+        for start, stop in self._parts:
+            hidden, _, rows = self._chunk(facts, start, stop, tie)
+            tied = mx.depends(values.astype(hidden.dtype), tie)
+            tie = sums.add(scattered(tied, entries, facts, start, stop), hidden, rows.dead)
+        return sums.result()
+
+    def _add(self, sums: GradientSums, grad: mx.array, hidden: mx.array, rows: RowFacts) -> list[mx.array]:
+        return sums.add(grad.astype(hidden.dtype), hidden, rows.dead)
 
     def _sums(self, needs: Collection[str]) -> GradientSums:
         return GradientSums(needs, self._classifier, self._input, len(self._parts))
@@ -78,10 +105,10 @@ class Chunks:
         idle = (facts.ignored if counted else facts.rows.dead)[start:stop]
         hidden = mx.where(idle[:, None], 0, hidden)
         target, target_logits = facts.rows.target, None
-        if target is not None and hidden.dtype.size < 4:
+        if target is not None and hidden.dtype.size < 4 and not self._exact:
             # Most of the loss's error would be the rounding of this one logit.
             target_logits = self._classifier.target_logits(hidden, target[start:stop])
         # The logits of a dead row are the bias, which may hold -inf.
-        finite = not counted and self._classifier.bias is None
+        finite = not counted and self._classifier.bias is None and facts.rows.bend is None
         rows = replace(facts.block(start, stop, target_logits), finite=finite)
         return hidden, self._classifier.logits(hidden), rows

@@ -1,4 +1,4 @@
-"""`cross_entropy` in MLX: one block, the logits that exist."""
+"""Calls on logits in MLX: one block, the logits that exist."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -8,6 +8,8 @@ import mlx.core as mx
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Asked, Found, Kernels
 from xent.backends.mlx.plain import gradient_of
+from xent.backends.mlx.scatter import scattered
+from xent.backends.mlx.support import Entries
 
 __all__ = ["Logits"]
 
@@ -30,4 +32,13 @@ class Logits:
         """Return the gradient from the norm."""
         assert found.norm is not None
         grad = gradient_of(self._kernels, self._block, facts.all_rows(), found.norm)
+        return {"logits": grad.reshape(self._shape)}
+
+    def pick(self, entries: Entries) -> mx.array:
+        """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""
+        return self._block[entries.owner, entries.ids]
+
+    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+        """Return the gradient from that of the picks: see `xent.backends.mlx.supported.Source`."""
+        grad = scattered(values.astype(self._block.dtype), entries, facts, 0, facts.count)
         return {"logits": grad.reshape(self._shape)}

@@ -14,13 +14,16 @@ from xent.core.spec import LossSpec
 __all__ = ["numbers_of", "scalar", "terms_of"]
 
 
-def terms_of(spec: LossSpec) -> Terms:
-    """Return which terms the loss has; one whose number is in an array is there, whatever the number."""
+def terms_of(spec: LossSpec, bent: bool) -> Terms:
+    """Return which terms the loss has; one whose number is in an array is there, whatever the number.
+
+    `bent`: whether rows have a scale of their own.
+    """
     return Terms(
         smoothing=_differs(spec.label_smoothing, 0),
         z_loss=_differs(spec.z_loss, 0),
         softcap=spec.softcap is not None,
-        scale=_differs(spec.logit_scale, 1),
+        scale=bent or _differs(spec.logit_scale, 1),
     )
 
 

@@ -7,12 +7,11 @@ from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Found
 from xent.backends.mlx.linear import Chunks
 from xent.backends.mlx.logits import Logits
+from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
-from xent.core.spec import Stats
+from xent.core.spec import DIFFERENTIABLE, Stats
 
 __all__ = ["run"]
-
-_DIFFERENTIABLE = ("lse", "nll", "entropy")
 
 
 def _reduced(values: mx.array, facts: Facts) -> mx.array:
@@ -26,7 +25,7 @@ def _reduced(values: mx.array, facts: Facts) -> mx.array:
 
 
 def run(
-    given: dict[str, mx.array], rows: Logits | Chunks, facts: Facts, shape: tuple[int, ...]
+    given: dict[str, mx.array], rows: Logits | Chunks | Supported, facts: Facts, shape: tuple[int, ...]
 ) -> tuple[mx.array, Stats]:
     """Return the loss and the statistics that the spec names, per-row ones in `shape`.
 
@@ -51,7 +50,7 @@ def run(
         return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
 
     named = {"loss": _reduced(found.loss, facts)} | _statistics(found, facts)
-    linked = ["loss", *(name for name in _DIFFERENTIABLE if name in named and not reduces)]
+    linked = ["loss", *(name for name in DIFFERENTIABLE if name in named and not reduces)]
     named |= with_gradients({name: named[name] for name in linked}, list(given.values()), gradients)
     flat = {name: value.reshape(shape) if value.ndim else value for name, value in named.items()}
     return flat.pop("loss"), Stats(**flat)
@@ -82,7 +81,12 @@ def _statistics(found: Found, facts: Facts) -> dict[str, mx.array]:
         made["predictions"] = mx.where(ignored, -1, found.predictions)
         correct = (made["predictions"] == _truth(facts)) & ~ignored
         correct = correct if facts.invalid is None else correct & ~facts.invalid
-        made["accuracy"] = correct.sum().astype(found.loss.dtype) / mx.maximum(facts.counted, 1)
+        right = correct.astype(found.loss.dtype)
+        made["accuracy"] = right if facts.spec.accuracy_of_rows else right.sum() / mx.maximum(facts.counted, 1)
+    for name in ("log_sum_sq_probs", "mean_logit"):
+        value = getattr(found, name)
+        if value is not None:
+            made[name] = mx.where(ignored, 0, value)
     return {name: made[name] for name in names}
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import private
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.logits import makes_gradient_first
-from xent.backends.torch.options import TENSORS, reduction_of
+from xent.backends.torch.options import ARGUMENTS, TENSORS, reduction_of, stats_of
+from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
 __all__ = [
     "CrossEntropy",
@@ -24,8 +26,6 @@ __all__ = [
     "refused",
     "scaled",
 ]
-
-_OPTIONS = 11  # arguments of `SCHEMA`
 
 
 def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
@@ -59,22 +59,23 @@ class CrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(kept)
             ctx.mark_non_differentiable(*stats)
         else:
-            ctx.save_for_backward(logits, kept, *options[:TENSORS])
-            ctx.mark_non_differentiable(kept, *stats)
+            entropy = found_entropy(ctx.reduction, ctx.stats, stats)
+            ctx.save_for_backward(logits, kept, entropy, *options[:TENSORS])
+            ctx.mark_non_differentiable(kept, *constant(ctx.reduction, ctx.stats, stats))
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, kept_upstream: Any, *_: Any) -> Any:
-        rest = (None,) * (1 + _OPTIONS)
+    def backward(ctx: Any, of_loss: Tensor | None, kept_upstream: Any, *of_stats: Any) -> Any:
+        rest = (None,) * (1 + ARGUMENTS)
         if differentiated(kept_upstream):
             return refused(kept_upstream, kept_upstream), *rest
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
-            return scaled(ctx, ctx.saved_tensors[0], upstream, None), *rest
-        logits, norm, *tensors = ctx.saved_tensors
-        operation = torch.ops.xent.cross_entropy_backward
-        return first_order(operation, upstream, logits, norm, *tensors, *ctx.constants), *rest
+            return scaled(ctx, ctx.saved_tensors[0], of_loss, None), *rest
+        args = _saved(ctx, upstream)
+        return first_order(torch.ops.xent.cross_entropy_backward, *args), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -90,24 +91,25 @@ class CrossEntropyInplace(torch.autograd.Function):
             ctx.save_for_backward(logits)
         else:
             loss, norm, stats = torch.ops.xent.cross_entropy(logits, True, *options)
-            ctx.save_for_backward(logits, norm, *options[:TENSORS])
-        ctx.mark_non_differentiable(*stats)
+            entropy = found_entropy(ctx.reduction, ctx.stats, stats)
+            ctx.save_for_backward(logits, norm, entropy, *options[:TENSORS])
+        ctx.mark_non_differentiable(*constant(ctx.reduction, ctx.stats, stats))
         ctx.set_materialize_grads(False)
         return loss, *stats
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * _OPTIONS
-        if upstream is None:
+    def backward(ctx: Any, of_loss: Tensor | None, *of_stats: Any) -> Any:
+        rest = (None,) * ARGUMENTS
+        upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
-            return first_order(scaled, ctx, ctx.saved_tensors[0], upstream, None), *rest
-        logits, norm, *tensors = ctx.saved_tensors
-        args = (norm, *tensors, *ctx.constants)
-        if _memory_is_needed(upstream):
-            return first_order(torch.ops.xent.cross_entropy_backward, upstream, logits, *args), *rest
+            return first_order(scaled, ctx, ctx.saved_tensors[0], of_loss, None), *rest
+        logits, *args = _saved(ctx, upstream)
+        if any(one is not None and _memory_is_needed(one) for one in upstream):
+            return first_order(torch.ops.xent.cross_entropy_backward, logits, *args), *rest
         memory = logits.detach()
-        torch.ops.xent.cross_entropy_backward_(upstream, memory, *args)
+        torch.ops.xent.cross_entropy_backward_(memory, *args)
         return memory, *rest
 
 
@@ -130,30 +132,32 @@ class LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
         if ctx.reduction == "none":
             ctx.save_for_backward(*linear[:3], *options[:TENSORS])
-            ctx.mark_non_differentiable(deferred, *gradients, *stats)
+            ctx.mark_non_differentiable(deferred, *gradients, *constant(ctx.reduction, ctx.stats, stats))
         else:
             ctx.save_for_backward(deferred, *gradients)
             ctx.mark_non_differentiable(deferred, *stats)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
-        rest = (None,) * (4 + _OPTIONS)
-        if differentiated(*more):
+    def backward(ctx: Any, of_loss: Tensor | None, *more: Any) -> Any:
+        rest = (None,) * (4 + ARGUMENTS)
+        if differentiated(*more[:4]):
             return *(
                 None if grad is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
             ), *rest
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, more[4:])
+        if all(one is None for one in upstream):
             return None, None, None, *rest
         if ctx.reduction == "none":
             tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
-            gradients = first_order(operation, upstream, *tensors[:3], *ctx.linear, *tensors[3:], *ctx.constants)
+            args = (*tensors[:3], *ctx.linear, *upstream, *tensors[3:], *ctx.constants)
+            gradients = first_order(operation, *args)
         else:
             deferred, *kept = ctx.saved_tensors
             gradients = [
-                scaled(ctx, grad, upstream, deferred) if need else None
+                scaled(ctx, grad, of_loss, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         made = [
@@ -204,8 +208,14 @@ def first_order(operation: Any, *args: Any) -> Any:
 
 def _keep_options(ctx: Any, options: Any) -> None:
     """Keep the constants; the tensors are saved apart."""
-    ctx.reduction, ctx.kernel = reduction_of(options), options[-1]
+    ctx.reduction, ctx.stats, ctx.kernel = reduction_of(options), stats_of(options), options[-1]
     ctx.constants = options[TENSORS:]
+
+
+def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
+    """Return the arguments of an operation that computes the gradient of logits."""
+    logits, norm, entropy, *tensors = ctx.saved_tensors
+    return logits, norm, None if upstream.entropy is None else entropy, *upstream, *tensors, *ctx.constants
 
 
 def refused(upstream: Tensor, like: Tensor) -> Tensor:
@@ -238,7 +248,7 @@ def _is_transformed(upstream: Tensor) -> bool:
     return private.forward_mode() or private.is_batched_gradient(upstream)
 
 
-def scaled(ctx: Any, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
+def scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless that is needed."""
     if not _memory_is_needed(upstream):
         # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.

@@ -19,7 +19,7 @@ from xent.backends.torch.transforms import refuse_transforms
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
-_NAMES = ("target", "weight", "sample_weight", "normalizer")
+_NAMES = ("target", "weight", "sample_weight", "normalizer", "temperature", "support.ids", "support.offsets")
 
 
 def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,29 +12,38 @@ from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import overlaps
 from xent.backends.torch.transforms import refuse_transforms
-from xent.core.spec import LinearCall, LogitsCall, LossSpec, Stats
+from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
 
 __all__ = ["run", "run_linear", "run_logits"]
-
-_PER_ROW = ("lse", "nll", "entropy", "predictions")
 
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
-    without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer")
+    without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer", "temperature")
+    support = (None, None) if call.support is None else (call.support.ids, call.support.offsets)
+    without_gradient |= dict(zip(("support.ids", "support.offsets"), support, strict=True)) if call.support else {}
     _refuse_gradients(without_gradient)
     refuse_transforms(without_gradient)
-    options = Options(call.target, call.weight, call.sample_weight, call.normalizer, call.loss, kernel)
+    options = Options(
+        call.target,
+        call.weight,
+        call.sample_weight,
+        call.normalizer,
+        call.temperature,
+        *support,
+        call.loss,
+        kernel,
+    )
     if isinstance(call, LogitsCall):
         refuse_transforms({"logits": call.logits})
-        quiet = _is_eager(call.logits, *options[:4])
+        quiet = _is_eager(call.logits, *options.tensors)
         if call.vocab_parallel is not None:
             return _run_logits_in_shards(call, options, quiet)
         made = run_logits(call.logits, options, call.axis, call.inplace, quiet)
     else:
         sources = _tensors(call, "input", "linear_weight", "linear_bias")
         refuse_transforms(sources)
-        quiet = _is_eager(*sources.values(), *options[:4])
+        quiet = _is_eager(*sources.values(), *options.tensors)
         if call.vocab_parallel is not None:
             return _run_linear_in_shards(call, options, quiet)
         arguments = (call.input, call.linear_weight, call.linear_bias, options, call.shift, call.workspace)
@@ -153,9 +162,10 @@ def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size)
         loss = loss.view(rows)
     if not spec.stats:
         return loss
+    flat = (*ROW_STATS, *(["z_loss"] if each_row else []), *(["accuracy"] if spec.accuracy_of_rows else []))
     named: dict[str, Any] = {}
     for name, value in zip(spec.stats, stats, strict=True):
-        named[name] = value.view(rows) if name in _PER_ROW or (name == "z_loss" and each_row) else value
+        named[name] = value.view(rows) if name in flat else value
     return loss, Stats(**named)
 
 

@@ -21,6 +21,7 @@ from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.ops import NO_SECOND, undisturbed
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import gradient_like
+from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
 __all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
 
@@ -28,7 +29,7 @@ __all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "o
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of (..., V) logits."""
     if needs_grad:
-        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options[:4])
+        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
         return loss, stats
     loss, stats = on_device(logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
@@ -56,7 +57,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool, *tensors: Any) -> Any:
-        ctx.rest, ctx.kernel, ctx.inplace = options[4:], options.kernel, inplace
+        ctx.rest, ctx.kernel, ctx.inplace = options[-2:], options.kernel, inplace
         ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
             grad = logits if inplace else gradient_like(logits)
@@ -67,33 +68,37 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             norm = new_norm(logits)
             loss, stats = on_device(logits, logits_driver.forward, logits.detach(), None, norm, options)
-            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, *_tensors(tensors))
+            entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
+            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(tensors))
             ctx.number = None if isinstance(tensors[3], Tensor) else tensors[3]
         if stats:
-            ctx.mark_non_differentiable(*stats)
+            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
         ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        rest = (None,) * 6
-        if upstream is None:
+    def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
+        rest = (None,) * 9
+        upstream = _upstream(ctx, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
             anchor, kept = ctx.saved_tensors
-            return once(anchor, lambda: scaled(ctx.kernel, kept, upstream, None)), *rest
-        anchor, logits, norm, *tensors = ctx.saved_tensors
+            return once(anchor, lambda: scaled(ctx.kernel, kept, of_loss, None)), *rest
+        anchor, logits, norm, entropy, *tensors = ctx.saved_tensors
+        entropy = None if upstream.entropy is None else entropy
         options = _restored(ctx, tensors)
 
         def gradient() -> Tensor:
-            if is_simple(upstream):
+            if all(map(is_simple, upstream)):
                 reuse = ctx.inplace and not private.keeps_graph()
-                args = (upstream, logits.detach(), norm, options, reuse)
+                args = (upstream, logits.detach(), norm, entropy, options, reuse)
                 made: Tensor = on_device(logits, logits_driver.backward, *args)
                 if reuse:
                     torch.autograd.graph.increment_version(logits)
             else:
-                made = torch.ops.xent.cross_entropy_backward(upstream, logits.detach(), norm, *pack(options))
+                operation = torch.ops.xent.cross_entropy_backward
+                made = operation(logits.detach(), norm, entropy, *upstream, *pack(options))
             return made
 
         return once(anchor, gradient), *rest
@@ -105,37 +110,38 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
         loss, deferred, made, stats = on_device(source, linear_driver.forward, linear, options)
-        ctx.rest, ctx.kernel, ctx.is_made = options[4:], options.kernel, options.spec.reduction != "none"
+        ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
         ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
         if not ctx.is_made:
             ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-            ctx.save_for_backward(anchor := loss.new_empty(0), source, weight, bias, *_tensors(options[:4]))
+            ctx.save_for_backward(anchor := loss.new_empty(0), source, weight, bias, *_tensors(options.tensors))
         else:
             ctx.save_for_backward(anchor := loss.new_empty(0), deferred, *made)
         if stats:
-            ctx.mark_non_differentiable(*stats)
+            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
         ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor | None, *_: Any) -> Any:
-        if upstream is None:
+    def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
+        upstream = _upstream(ctx, of_loss, of_stats)
+        if all(one is None for one in upstream):
             return (None,) * 5
         if not ctx.is_made:
             anchor, source, weight, bias, *tensors = ctx.saved_tensors
             options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
-            if is_simple(upstream):
+            if all(map(is_simple, upstream)):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
                     made = on_device(source, linear_driver.backward, upstream, linear, options)
             else:
-                args = (source, weight, bias, ctx.needs, shift, workspace, compute)
-                made = torch.ops.xent.linear_cross_entropy_backward(upstream, *args, *pack(options))
+                args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
+                made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
         else:
             anchor, deferred, *kept = ctx.saved_tensors
             made = [
-                scaled(ctx.kernel, grad, upstream, deferred) if need else None
+                scaled(ctx.kernel, grad, of_loss, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         grads = [
@@ -150,13 +156,19 @@ def _tensors(values: Any) -> tuple[Tensor | None, ...]:
 
 
 def _restored(ctx: Any, tensors: Any) -> Options:
-    target, weight, sample_weight, normalizer = tensors
-    return Options(target, weight, sample_weight, normalizer if ctx.number is None else ctx.number, *ctx.rest)
+    target, weight, sample_weight, normalizer, *sampling = tensors
+    number = normalizer if ctx.number is None else ctx.number
+    return Options(target, weight, sample_weight, number, *sampling, *ctx.rest)
 
 
-def is_simple(upstream: Tensor) -> bool:
+def _upstream(ctx: Any, of_loss: Tensor | None, of_stats: Any) -> jobs.Upstream:
+    spec = ctx.rest[0]
+    return upstream_of(spec.reduction, spec.stats, of_loss, of_stats)
+
+
+def is_simple(upstream: Tensor | None) -> bool:
     """Whether an upstream gradient is what its memory says: no batch, no fake, no negated view, and nothing watches."""
-    return (
+    return upstream is None or (
         type(upstream) in private.PLAIN_TYPES
         and not private.is_watched()
         and not private.is_batched_gradient(upstream)
@@ -164,7 +176,7 @@ def is_simple(upstream: Tensor) -> bool:
     )
 
 
-def scaled(kernel: str, kept: Tensor, upstream: Tensor, deferred: Tensor | None) -> Tensor:
+def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless it is needed again."""
     if is_simple(upstream):
         inplace = not (torch.is_grad_enabled() or private.keeps_graph())

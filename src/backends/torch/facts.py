@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
-from xent.backends.torch.rows import Rows
+from xent.backends.torch.rows import Rows, shifted
+from xent.backends.torch.support import Support, check_support, support_of
 from xent.core.spec import LossSpec
 
-__all__ = ["Facts", "accumulation_dtype", "check_targets", "divisor_of", "gather_facts"]
+__all__ = ["Facts", "accumulation_dtype", "bend_of", "check_targets", "divisor_of", "gather_facts"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,12 @@ class Facts:
     """(V,)"""
     class_weight_total: Any
     """sum_c w_c."""
+    bend: Tensor | None
+    """(N, 2) logit_scale and softcap of each row, 0 for no softcap; None where the spec's hold for all."""
+    support: Support | None
+    """The classes that each row may take; None for all."""
+    upstream: Upstream | None
+    """Gradients of the statistics of each row, (N,); None where none came."""
 
     @property
     def idle(self) -> Tensor:
@@ -67,6 +76,9 @@ class Facts:
             invalid=None if self.invalid is None else self.invalid[rows],
             weight=self.weight[rows],
             scale=self.scale[rows],
+            bend=None if self.bend is None else self.bend[rows],
+            support=None if self.support is None else self.support.select(rows),
+            upstream=_each(self.upstream, lambda values: values[rows]),
         )
 
     def probability_block(self, start: int, stop: int) -> Tensor:
@@ -87,15 +99,15 @@ def gather_facts(
     vocabulary: int,
     dtype: torch.dtype,
     shift: int = 0,
-    upstream: Tensor | None = None,
+    upstream: Upstream | None = None,
     narrow: bool = False,
     weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
-    Row t takes target and sample weight of t + `shift` along the last axis of the target. `upstream` is the gradient of
-    the rows' losses, or of the reduced loss. `narrow`: gradients are kept in float16's range. `weigh` returns the class
-    weights (N,) of targets (N,) where not all of them are in the options.
+    Row t takes target and sample weight of t + `shift` along the last axis of the target. `narrow`: gradients are
+    kept in float16's range. `weigh` returns the class weights (N,) of targets (N,) where not all of them are in the
+    options.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
@@ -103,13 +115,13 @@ def gather_facts(
     invalid = None
     if options.target.is_floating_point():
         target, probabilities = None, Rows(options.target)
-        source = None if not shift else _shifted(torch.arange(shape.numel(), device=device).view(shape), shift, 0)
+        source = None if not shift else shifted(torch.arange(shape.numel(), device=device).view(shape), shift, 0)
         ignored = ~_has_target(shape, shift, device)
         row_weight = None
     else:
         probabilities, source = None, None
-        check_targets(options, vocabulary, shift)
-        target = _shifted(options.target.to(torch.int64), shift, options.spec.ignore_index).flatten()
+        check_targets(options, vocabulary, shift, first=upstream is None)
+        target = shifted(options.target.to(torch.int64), shift, options.spec.ignore_index).flatten()
         ignored = target == options.spec.ignore_index
         if not looks_at_targets(device):
             invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
@@ -120,10 +132,18 @@ def gather_facts(
             row_weight = weigh(target)
         else:
             row_weight = None if options.weight is None else options.weight.to(acc)[target]
+    support = None
+    if options.support_ids is not None and options.support_offsets is not None:
+        looked = looks_at_targets(device)
+        support = support_of(options.support_ids, options.support_offsets, shape, shift, vocabulary, looked)
+        if support.broken is not None:
+            invalid = support.broken & ~ignored if invalid is None else invalid | (support.broken & ~ignored)
+    temperature = None if options.temperature is None else shifted(options.temperature, shift, 1)
+    bend = bend_of(options._replace(temperature=temperature), acc)
 
     sample = options.sample_weight
     weight = (
-        torch.ones(shape, dtype=acc, device=device) if sample is None else _shifted(sample.to(acc), shift, 0)
+        torch.ones(shape, dtype=acc, device=device) if sample is None else shifted(sample.to(acc), shift, 0)
     ).flatten()
     weight = weight.masked_fill(ignored, 0)
     divisor = _divisor(options, weight, row_weight, invalid) if spec.reduction == "mean" else None
@@ -133,7 +153,6 @@ def gather_facts(
     if invalid is not None:
         weight = weight.masked_fill(invalid, torch.nan)
         dead = dead & ~invalid
-    known_alive = device.type == "cpu" and not bool(dead.any())
     scale, deferred = weight, None
     if divisor is not None or narrow:
         inverse = 1 if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
@@ -146,8 +165,14 @@ def gather_facts(
             scale, deferred = weight / size, inverse * size
         else:
             scale = weight * inverse
+    statistics = None
     if upstream is not None:
-        scale = scale * upstream.to(acc).flatten()
+        scale = torch.zeros_like(scale) if upstream.loss is None else scale * upstream.loss.to(acc).flatten()
+        if any(given is not None for given in upstream[1:]):
+            # Rows without a weight in the loss have statistics, and these their gradients.
+            scale, dead = scale.masked_fill(dead, 0), ignored
+            statistics = _each(upstream._replace(loss=None), partial(_of_rows, acc, invalid))
+    known_alive = device.type == "cpu" and not bool(dead.any())
     class_weight = None if options.weight is None else options.weight.to(acc)
     return Facts(
         spec=spec,
@@ -164,6 +189,9 @@ def gather_facts(
         divisor=divisor,
         class_weight=class_weight,
         class_weight_total=vocabulary if class_weight is None else class_weight.sum(),
+        bend=bend,
+        support=support,
+        upstream=statistics,
     )
 
 
@@ -178,10 +206,33 @@ def divisor_of(options: Options) -> tuple[float | None, Tensor | None]:
     return None, given
 
 
-def check_targets(options: Options, vocabulary: int, shift: int) -> None:
-    """Raise IndexError for the first wrong target of those that a row uses, where looking at them is allowed."""
+def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | None:
+    """Return logit_scale and softcap of each position of the target, in `dtype`; None where plain numbers hold for all.
+
+    (N, 2), contiguous, the softcap 0 where there is none. Entry i belongs to position i of the target, as that of
+    `sample_weight` does: row t uses t + shift. x = k tanh(s z / k) / T is k' tanh(s' z / k') with k' = k / T and
+    s' = s / T. Both are NaN for a temperature that is not > 0.
+    """
+    if options.temperature is None:
+        return None
+    divisor = options.temperature.to(dtype).flatten()
+    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=torch.finfo(dtype).max)
+    made = divisor.new_empty(*divisor.shape, 2)
+    made[:, 0], made[:, 1] = options.spec.logit_scale, options.spec.softcap or 0.0
+    return made.div_(divisor[:, None])
+
+
+def check_targets(options: Options, vocabulary: int, shift: int, first: bool = True) -> None:
+    """Raise IndexError for the first wrong target of those that a row uses, where looking at them is allowed.
+
+    So too for its temperature (ValueError) and the support (both), unless an earlier pass, not the `first`, did it.
+    """
     if not looks_at_targets(options.target.device):
         return
+    if first and options.temperature is not None:
+        _check_temperature(options.temperature, shift)
+    if first and options.support_ids is not None:
+        check_support(options.support_ids, options.support_offsets, vocabulary)
     wide = options.target.to(torch.int64)
     wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != options.spec.ignore_index)
     if shift:
@@ -192,6 +243,27 @@ def check_targets(options: Options, vocabulary: int, shift: int) -> None:
             f"target{position or ''} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
             f"ignore_index={options.spec.ignore_index}"
         )
+
+
+def _check_temperature(temperature: Tensor, shift: int) -> None:
+    wrong = ~(temperature > 0)
+    if shift:
+        wrong[..., :shift] = False
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        where = f" at {position}" if position else ""
+        raise ValueError(f"temperature must be > 0 in every row, got {float(temperature[tuple(position)])}{where}")
+
+
+def _each(upstream: Upstream | None, function: Callable[[Tensor], Tensor]) -> Upstream | None:
+    """Return the function's result for each gradient that is there."""
+    return None if upstream is None else Upstream(*(None if one is None else function(one) for one in upstream))
+
+
+def _of_rows(dtype: torch.dtype, invalid: Tensor | None, upstream: Tensor) -> Tensor:
+    """Return the gradient of a statistic, (N,); NaN where the target is no class."""
+    rows = upstream.to(dtype).flatten()
+    return rows if invalid is None else rows.masked_fill(invalid, torch.nan)
 
 
 def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invalid: Tensor | None) -> Tensor:
@@ -206,14 +278,4 @@ def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invali
 
 def _has_target(shape: torch.Size, shift: int, device: torch.device) -> Tensor:
     has_target = torch.ones(shape, dtype=torch.bool, device=device)
-    return _shifted(has_target, shift, False).flatten()
-
-
-def _shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
-    """Return values[..., t + shift] at t, `fill` where there is none."""
-    if not shift:
-        return values
-    kept = max(values.shape[-1] - shift, 0)
-    shifted = torch.full_like(values, fill)
-    shifted[..., :kept] = values[..., shift:]
-    return shifted
+    return shifted(has_target, shift, False).flatten()

@@ -47,12 +47,16 @@ class TorchHarness:
         return (tensor.double() if tensor.is_floating_point() else tensor).numpy()
 
     def gradients(
-        self, function: Callable[..., Tensor], inputs: tuple[Tensor, ...], upstream: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, function: Callable[..., Any], inputs: tuple[Tensor, ...], upstream: Any
+    ) -> tuple[Any, list[Tensor]]:
         """Return `function(*inputs)` and its gradients."""
         leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-        loss = function(*leaves)
-        return loss.detach(), list(torch.autograd.grad(loss, leaves, upstream))
+        results = function(*leaves)
+        if not isinstance(results, tuple):
+            return results.detach(), list(torch.autograd.grad(results, leaves, upstream))
+        given = [(result, grad) for result, grad in zip(results, upstream, strict=True) if grad is not None]
+        outputs, grads = zip(*given, strict=True)
+        return tuple(result.detach() for result in results), list(torch.autograd.grad(outputs, leaves, grads))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits that the unfused computation holds."""
@@ -105,3 +109,32 @@ class TorchHarness:
             return rows.sum()
         divisor = (a * row_weight).sum() if normalizer is None else normalizer
         return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+
+    def unfused_rows(
+        self,
+        logits: Tensor,
+        target: Tensor,
+        ignored: Tensor,
+        *,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        temperature: Tensor | None = None,
+        allowed: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Compute lse, nll and entropy in float32 (float64 for float64), the way trainers do."""
+        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+        if softcap is not None:
+            x = softcap * torch.tanh(x / softcap)
+        if temperature is not None:
+            x = x / temperature[..., None]
+        if allowed is not None:
+            x = x.masked_fill(~allowed, -torch.inf)
+        log_p = F.log_softmax(x, -1)
+        finite = log_p.masked_fill(log_p == -torch.inf, 0)
+        if target.is_floating_point():
+            nll = -(target * finite).sum(-1)
+        else:
+            nll = -log_p.gather(-1, target[..., None])[..., 0]
+            nll = torch.where(nll == torch.inf, torch.inf, nll)  # a constant: no gradient
+        rows = {"lse": torch.logsumexp(x, -1), "nll": nll, "entropy": -(log_p.exp() * finite).sum(-1)}
+        return {name: torch.where(ignored, 0, row) for name, row in rows.items()}

@@ -5,7 +5,7 @@ is a job's: a backend registers what starts one (`STARTERS`).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.schedule import Part
 from xent.core.spec import LossSpec
 
-__all__ = ["STARTERS", "Job", "Starter", "Taken", "scale", "start"]
+__all__ = ["STARTERS", "Job", "Starter", "Taken", "Upstream", "scale", "start"]
 
 
 class Taken(NamedTuple):
@@ -26,6 +26,22 @@ class Taken(NamedTuple):
     """The same, and 0 in rows without a gradient, so that nothing of theirs, not even NaN, reaches the classifier's."""
     target_logits: Tensor | None
     """(R,) float32; None for class probabilities, and where the compute dtype rounds no more than that."""
+
+
+class Upstream(NamedTuple):
+    """The gradients that came back to a call, (N,) each; None for what nobody used, which then costs nothing."""
+
+    loss: Tensor | None = None
+    """Of the rows' losses; 0-d for a reduced loss."""
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+
+    @staticmethod
+    def of(names: tuple[str, ...], loss: Tensor | None, stats: Any) -> "Upstream":
+        """Return the gradients of a loss and of the statistics of these names."""
+        given = {name: grad for name, grad in zip(names, stats, strict=True) if grad is not None}
+        return Upstream(loss, **given)
 
 
 class Job(Protocol):
@@ -52,8 +68,11 @@ class Job(Protocol):
         `grad` may be `logits`. `norm` (3, N) is filled with what `gradient` needs.
         """
 
-    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
-        """Write the gradient of all rows; `norm` as `logits` left it."""
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
+        """Write the gradient of all rows; `norm` as `logits` left it.
+
+        `entropy` (N,), as the forward pass found it, is there where one of the upstream gradients is the entropy's.
+        """
 
     def take(self, linear: Linear, part: Part) -> Taken:
         """Return the hidden states of a part and its target logits."""
@@ -72,12 +91,12 @@ class Starter(Protocol):
     """What a backend registers."""
 
     def __call__(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> Job:
         """Start a job on logits of `dtype`.
 
-        Row t of a sequence has the target of row t + shift. `upstream` has the gradients of the rows' losses, (N,), or
-        the one of a reduced loss, (). `narrow`: gradients pass through float16, and are kept in its range.
+        Row t of a sequence has the target of row t + shift. `upstream`: gradients are for these, rather than for a
+        reduced loss. `narrow`: gradients pass through float16, and are kept in its range.
         """
 
 
@@ -90,7 +109,7 @@ def start(
     vocabulary: int,
     dtype: torch.dtype,
     shift: int = 0,
-    upstream: Tensor | None = None,
+    upstream: Upstream | None = None,
     narrow: bool = False,
 ) -> Job:
     """Start a job on the backend that the options name; KeyError for one that registered nothing."""

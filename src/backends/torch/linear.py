@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.gradients import Gradients, no_gradients
-from xent.backends.torch.job import Job, start
+from xent.backends.torch.job import Job, Upstream, start
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.schedule import Schedule
@@ -21,36 +21,38 @@ def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, li
     narrow = wanted and linear.compute == torch.float16
     job = start(options, len(linear.weight), linear.compute, linear.shift, narrow=narrow)
     made = no_gradients(linear)
-    if wanted:
-        made = _in_chunks(linear, job, wanted, wide=not _EXACT.isdisjoint(options.spec.stats))
-    elif not job.tiles(linear):
-        _in_chunks(linear, job, wanted)
+    wide = options.spec.exact or (
+        linear.weight.device.type == "cuda" and wanted and not _EXACT.isdisjoint(options.spec.stats)
+    )
+    if wanted or not job.tiles(linear):
+        made = _in_chunks(linear, job, wanted, wide and linear.compute.itemsize == 2)
     loss, stats = job.finish()
     return loss, job.deferred, made, stats
 
 
-def backward(upstream: Tensor, linear: Linear, options: Options) -> list[Tensor]:
-    """Return the gradients for `upstream`, that of the rows' losses, from logits made again chunk by chunk."""
+def backward(upstream: Upstream, linear: Linear, options: Options) -> list[Tensor]:
+    """Return the gradients for `upstream`, from logits made again chunk by chunk."""
     quiet = options._replace(spec=options.spec.without_stats())
     job = start(quiet, len(linear.weight), linear.compute, linear.shift, upstream)
-    return _in_chunks(linear, job, True)
+    # Beside the gradients, an accelerator has no memory for wider logits than their products need.
+    wide = options.spec.exact and linear.weight.device.type == "cpu" and linear.compute.itemsize == 2
+    return _in_chunks(linear, job, True, wide)
 
 
 def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> list[Tensor]:
     """Compute the rows chunk by chunk, and if wanted the gradients that are asked for.
 
-    `wide`: logits are float32 where a GPU's products can be, so that no statistic is of rounded ones.
+    `wide`: logits are float32, so that none of them is rounded.
     """
     compute, device, vocabulary = linear.compute, linear.weight.device, len(linear.weight)
-    wide = wide and device.type == "cuda" and compute.itemsize == 2
-    step = linear.rows_per_chunk(compute.itemsize + 4 if wide else None)
+    step = linear.rows_per_chunk(4 + wanted * compute.itemsize if wide else None, wanted)
     schedule = Schedule(job, step)
     padded = linear.padded
     gradients = Gradients(padded, schedule) if wanted else None
     rows = max(min(step, schedule.count), 0)
-    memory = torch.empty(rows, linear.columns, dtype=compute, device=device)
-    room = torch.empty(rows, linear.columns, dtype=torch.float32, device=device) if wide else memory
-    if wide and linear.columns > vocabulary:
+    room = torch.empty(rows, linear.columns, dtype=torch.float32 if wide else compute, device=device)
+    memory = torch.empty_like(room, dtype=compute) if wide and wanted else room
+    if wide and wanted and linear.columns > vocabulary:
         memory[:, vocabulary:] = 0
     for part in schedule:
         taken, count = job.take(linear, part), part.stop - part.start

@@ -14,6 +14,7 @@ __all__ = ["Linear"]
 
 WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 _ALIGNED, _PADDED = 8, 64  # elements
+_TILE_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +88,22 @@ class Linear:
             if bias is not None:
                 out.add_(bias)
         else:
-            torch.mm(hidden.to(out.dtype), columns.to(out.dtype), out=out)
+            self._write_tiles(hidden.to(out.dtype), columns, out)
             if bias is not None:
                 out.add_(bias)
 
-    def rows_per_chunk(self, itemsize: int | None = None) -> int:
-        """Return how many rows of logits are alive at one time, `itemsize` bytes each element."""
-        rounds = self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
+    def _write_tiles(self, hidden: Tensor, columns: Tensor, out: Tensor) -> None:
+        """Write hidden (R, D) @ columns (D, C) to `out`, in its dtype, without so large a copy of all columns."""
+        step = max(_TILE_BYTES // max(columns.shape[0] * out.itemsize, 1), 1)
+        for start in range(0, columns.shape[1], step):
+            tile = slice(start, start + step)
+            torch.mm(hidden, columns[:, tile].to(out.dtype), out=out[:, tile])
+
+    def rows_per_chunk(self, itemsize: int | None = None, sums: bool = True) -> int:
+        """Return how many rows of logits are alive at one time, `itemsize` bytes each element.
+
+        `sums`: whether gradients are added up over chunks.
+        """
+        rounds = sums and self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
         size, device = itemsize or self.compute.itemsize, self.weight.device.type
         return rows_per_chunk(len(self.hidden), self.columns, size, self.workspace, device, rounds)

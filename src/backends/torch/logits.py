@@ -7,7 +7,7 @@ so there, as with "none", backward makes them, from the logits and each row's no
 import torch
 from torch import Tensor
 
-from xent.backends.torch.job import start
+from xent.backends.torch.job import Upstream, start
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import gradient_like
 
@@ -32,9 +32,11 @@ def forward(logits: Tensor, grad: Tensor | None, norm: Tensor | None, options: O
     return job.finish()
 
 
-def backward(upstream: Tensor, logits: Tensor, norm: Tensor, options: Options, inplace: bool = False) -> Tensor:
-    """Return the gradient for `upstream`, that of the rows' losses or of the reduced one."""
+def backward(
+    upstream: Upstream, logits: Tensor, norm: Tensor, entropy: Tensor | None, options: Options, inplace: bool = False
+) -> Tensor:
+    """Return the gradient for `upstream`; `norm` and `entropy` as the forward pass left them."""
     grad = logits if inplace else gradient_like(logits)
     quiet = options._replace(spec=options.spec.without_stats())
-    start(quiet, logits.shape[-1], logits.dtype, upstream=upstream).gradient(logits, grad, norm)
+    start(quiet, logits.shape[-1], logits.dtype, upstream=upstream).gradient(logits, grad, norm, entropy)
     return grad

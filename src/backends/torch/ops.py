@@ -21,7 +21,7 @@ from xent.backends.torch import logits as logits_driver
 from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.logits import makes_gradient_first, new_norm
-from xent.backends.torch.options import SCHEMA, reduction_of, stats_of, unpack
+from xent.backends.torch.options import SCHEMA, accuracy_is_per_row, reduction_of, stats_of, unpack
 from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.rows import gradient_like
 
@@ -37,6 +37,8 @@ _LINEAR = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, bool[] needs, int shift, int? workspace, "
     "ScalarType compute"
 )
+_UPSTREAM = "Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy"
+"""The parts of a `xent.backends.torch.job.Upstream`."""
 
 
 def undisturbed(function: Callable[..., Any], device: torch.device, *args: Any) -> Any:
@@ -79,8 +81,10 @@ def fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, opti
         "nll": lambda: one(True),
         "entropy": lambda: one(True),
         "predictions": lambda: one(True, torch.int64),
+        "log_sum_sq_probs": lambda: one(True),
+        "mean_logit": lambda: one(True),
         "z_loss": lambda: one(each_row),
-        "accuracy": lambda: one(False),
+        "accuracy": lambda: one(accuracy_is_per_row(options)),
         "count": lambda: one(False, torch.int64),
     }
     return one(each_row), one(False), [makers[name]() for name in stats_of(options)]
@@ -131,20 +135,20 @@ def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
 
 
 @operation(
-    f"cross_entropy_backward(Tensor upstream, Tensor logits, Tensor norm, {SCHEMA}) -> Tensor",
-    lambda upstream, logits, norm, *args: gradient_like(logits),
+    f"cross_entropy_backward(Tensor logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> Tensor",
+    lambda logits, *args: gradient_like(logits),
 )
-def _cross_entropy_backward(upstream: Tensor, logits: Tensor, norm: Tensor, *args: Any) -> Tensor:
-    return logits_driver.backward(upstream, logits, norm, unpack(args))
+def _cross_entropy_backward(logits: Tensor, norm: Tensor, entropy: Tensor | None, *args: Any) -> Tensor:
+    return logits_driver.backward(jobs.Upstream(*args[:4]), logits, norm, entropy, unpack(args[4:]))
 
 
 @operation(
-    f"cross_entropy_backward_(Tensor upstream, Tensor(a!) logits, Tensor norm, {SCHEMA}) -> ()",
-    lambda upstream, logits, norm, *args: None,
+    f"cross_entropy_backward_(Tensor(a!) logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> ()",
+    lambda logits, *args: None,
 )
-def _cross_entropy_backward_(upstream: Tensor, logits: Tensor, norm: Tensor, *args: Any) -> None:
+def _cross_entropy_backward_(logits: Tensor, norm: Tensor, entropy: Tensor | None, *args: Any) -> None:
     """Overwrite the logits with their gradient."""
-    logits_driver.backward(upstream, logits, norm, unpack(args), inplace=True)
+    logits_driver.backward(jobs.Upstream(*args[:4]), logits, norm, entropy, unpack(args[4:]), inplace=True)
     torch.autograd.graph.increment_version(logits)
 
 
@@ -182,11 +186,11 @@ def _linear_cross_entropy(*args: Any) -> Any:
 
 
 @operation(
-    f"linear_cross_entropy_backward(Tensor upstream, {_LINEAR}, {SCHEMA}) -> Tensor[]",
-    lambda upstream, *args: fake_gradients(_linear(args), True),
+    f"linear_cross_entropy_backward({_LINEAR}, {_UPSTREAM}, {SCHEMA}) -> Tensor[]",
+    lambda *args: fake_gradients(_linear(args), True),
 )
-def _linear_cross_entropy_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
-    return linear_driver.backward(upstream, _linear(args), unpack(args[7:]))
+def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
+    return linear_driver.backward(jobs.Upstream(*args[7:11]), _linear(args), unpack(args[11:]))
 
 
 @operation(

@@ -8,6 +8,9 @@ W = sum_c w_c (sum_c w_c q'_c for probabilities q', which then stand for the who
     dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ]
     dx/dz = s (1 - tanh(s z / k)^2)   with softcap k,   s   without
 
+Gradients u of lse, n of nll and v of the entropy H add u p + n (p - [c==y]) - v p (log p + H) to dl/dx; for
+probabilities q, n (p sum_c q_c - q). With a temperature, s and k are each row's own.
+
 Blocks are small, so that the passes over one after the first find it in cache.
 """
 
@@ -18,6 +21,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.results import Results
 from xent.backends.torch.rows import row_sum
 from xent.core.chunks import rows_per_block
@@ -81,13 +85,24 @@ class _Block:
         self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
         self.target = None if facts.target is None else facts.target[rows, None]
         self.spread = self.spec.label_smoothing / facts.vocabulary
+        self.scale: Any = self.spec.logit_scale
+        self.cap: Any = self.spec.softcap
+        if facts.bend is not None:
+            self.scale, cap = facts.bend[rows].unbind(1)
+            self.scale, self.cap = self.scale[:, None], None if self.cap is None else cap[:, None]
+        self.upstream = Upstream()
+        if facts.upstream is not None and grad is not None:
+            self.upstream = Upstream(*(None if one is None else one[rows] for one in facts.upstream))
         self.one_minus_tanh2: Tensor | None = None
+        self.log_p: Tensor | None = None
 
     def forward(self) -> None:
         """Record losses and statistics, then write the gradient if asked."""
         x, results, rows = self._activations(), self.results, self.rows
         needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
         peak = x.amax(-1) if needs_lse or results.z_term is not None else None
+        if results.mean_logit is not None:
+            results.mean_logit[rows] = row_sum(x) / x.shape[1]
         self._log_softmax(x)
         lse = None
         if peak is not None:
@@ -98,26 +113,34 @@ class _Block:
             if results.lse is not None:
                 results.lse[rows] = lse
         share, total = self._losses(lse)
-        if self.grad is not None or results.entropy is not None:
-            self.work.exp_()
-        if results.entropy is not None:
-            results.entropy[rows] = row_sum(torch.special.entr(self.work))
+        wants_entropy, entropy = results.entropy is not None or self.upstream.entropy is not None, None
+        if self.grad is not None or wants_entropy or results.log_sum_sq_probs is not None:
+            self._exponentiate(wants_entropy)
+        if results.log_sum_sq_probs is not None:
+            results.log_sum_sq_probs[rows] = row_sum(self.work.square()).log()
+        if self.log_p is not None:
+            # From p alone, -p log p would be off by p's rounding: of a p near 1, by more than is left of the entropy.
+            entropy = 0 - row_sum(self.work * self.log_p)
+            if results.entropy is not None:
+                results.entropy[rows] = entropy
         if self.grad is not None:
-            self._gradient(share, total, lse)
+            self._gradient(share, total, lse, entropy)
 
     def backward(self) -> None:
         """Write the gradient from the recorded norm."""
         x, norm = self._activations(), self.results.norm
         assert norm is not None
         peak, log_sum = norm[0, self.rows], norm[1, self.rows]
-        torch.sub(x, peak[:, None], out=self.work).sub_(log_sum[:, None]).exp_()
+        torch.sub(x, peak[:, None], out=self.work).sub_(log_sum[:, None])
+        self._exponentiate(self.upstream.entropy is not None)
         share, total = self._shares()
-        self._gradient(share, total, peak + log_sum)
+        entropy = self.results.entropy
+        self._gradient(share, total, peak + log_sum, None if entropy is None else entropy[self.rows])
 
     def _activations(self) -> Tensor:
         """Return x (R, V), in `work` unless it is the raw logits; remember the softcap's slope if it will be needed."""
-        spec = self.spec
-        plain = spec.softcap is None and spec.logit_scale == 1
+        scaled = self.facts.bend is not None or self.spec.logit_scale != 1
+        plain = self.cap is None and not scaled
         if self.z.dtype == self.work.dtype and plain:
             x = self.z
         else:
@@ -126,14 +149,14 @@ class _Block:
         if x is self.work:
             if self.target_logits is not None and self.target is not None:
                 x.scatter_(1, self.target, self.target_logits[:, None])
-            if spec.logit_scale != 1:
-                x.mul_(spec.logit_scale)
-        if spec.softcap is not None:
-            x.div_(spec.softcap).tanh_()
+            if scaled:
+                x.mul_(self.scale)
+        if self.cap is not None:
+            x.div_(self.cap).tanh_()
             if self.grad is not None:
                 slope = torch.mul(x, x, out=self.parent.scratch("slope", self.z))
                 self.one_minus_tanh2 = slope.neg_().add_(1)
-            x.mul_(spec.softcap)
+            x.mul_(self.cap)
         return x
 
     def _log_softmax(self, x: Tensor) -> None:
@@ -144,6 +167,13 @@ class _Block:
         torch.sub(x, x.amax(-1, keepdim=True), out=self.work)
         powers = torch.exp(self.work, out=self.parent.scratch("powers", self.z))
         self.work.sub_(row_sum(powers).log()[:, None])
+
+    def _exponentiate(self, keeps: bool) -> None:
+        """Overwrite log p in `work` with p; keep log p if the entropy or its gradient needs it."""
+        if keeps:
+            # p is 0 far above -1000, and 0 times infinity would be NaN.
+            self.log_p = torch.clamp(self.work, min=-1000, out=self.parent.scratch("log_p", self.z))
+        self.work.exp_()
 
     def _predict(self, z: Tensor) -> None:
         """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
@@ -200,19 +230,26 @@ class _Block:
         results.loss[rows] = self._alive(loss)
         return share, total
 
-    def _gradient(self, share: Tensor, total: Any, lse: Tensor | None) -> None:
+    def _gradient(self, share: Tensor, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:
         """Turn p in `work` into the gradient with respect to z, and put it where it belongs."""
         facts, spec, grad, work = self.facts, self.spec, self.grad, self.work
         assert grad is not None
-        scale = (facts.scale[self.rows] * spec.logit_scale)[:, None]
+        scale = facts.scale[self.rows][:, None] * self.scale
         if spec.z_loss:
             assert lse is not None
             total = total + 2 * spec.z_loss * lse
-        work.mul_(scale * total[:, None])
+        of_nll = None if self.upstream.nll is None else self.upstream.nll[:, None] * self.scale
+        raw = None
+        if of_nll is not None and self.target is None:
+            raw = facts.probability_block(self.rows.start, self.rows.stop).to(work.dtype)
+        self._multiply(scale * total[:, None], of_nll if raw is None else of_nll * row_sum(raw)[:, None], entropy)
         if self.target is None:
             work.sub_(share.mul_(scale))
+            if raw is not None:
+                work.sub_(raw * of_nll)
         else:
-            work.scatter_add_(1, self.target, -scale * share)
+            of_target = scale * share
+            work.scatter_add_(1, self.target, -of_target if of_nll is None else -of_target - of_nll)
             if self.spread:
                 each = scale * self.spread
                 work.sub_(each if facts.class_weight is None else each * facts.class_weight)
@@ -222,6 +259,21 @@ class _Block:
             work.masked_fill_(facts.dead[self.rows, None], 0)
         if work is not grad:
             grad.copy_(work)
+
+    def _multiply(self, alpha: Tensor, of_nll: Tensor | None, entropy: Tensor | None) -> None:
+        """Multiply p in `work` by alpha + beta log p, to which the statistics' gradients are added; all (R, 1)."""
+        given = self.upstream
+        if of_nll is not None:
+            alpha = alpha + of_nll
+        if given.lse is not None:
+            alpha = alpha + given.lse[:, None] * self.scale
+        if given.entropy is not None:
+            assert entropy is not None
+            assert self.log_p is not None
+            of_entropy = given.entropy[:, None] * self.scale
+            self.work.mul_(self.log_p.add_(entropy[:, None]).mul_(-of_entropy).add_(alpha))
+        else:
+            self.work.mul_(alpha)
 
     def _alive(self, values: Tensor) -> Tensor:
         dead = self.facts.dead

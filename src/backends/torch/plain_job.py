@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts, gather_facts
-from xent.backends.torch.job import STARTERS, Taken
+from xent.backends.torch.job import STARTERS, Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain import PlainPass
 from xent.backends.torch.results import Results, new_results, scattered
 from xent.backends.torch.rows import logit_blocks
+from xent.backends.torch.sampled import SupportPass
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.steps import reduced, scale, target_logits
 
@@ -38,10 +39,10 @@ class PlainJob:
     """See `xent.backends.torch.job.Job`. The facts of all rows are gathered when it starts."""
 
     row_pass: Callable[[Facts, Results], RowPass] = PlainPass
-    """What takes blocks of rows; a device's own kernels in a subclass."""
+    """What takes blocks of rows that may be of any class; a device's own kernels in a subclass."""
 
     def __init__(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.spec = options.spec
         self._facts = self._ordered = self.gather(options, vocabulary, dtype, shift, upstream, narrow)
@@ -54,10 +55,13 @@ class PlainJob:
         self._taken = self._facts
 
     def gather(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> Facts:
         """Return the facts of all rows."""
         return gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
+
+    def _start_pass(self, facts: Facts, results: Results) -> RowPass:
+        return self.row_pass(facts, results) if facts.support is None else SupportPass(facts, results)
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
         """Put the rows to compute first."""
@@ -83,13 +87,16 @@ class PlainJob:
     def logits(self, logits: Tensor, grad: Tensor | None, norm: Tensor | None) -> None:
         """Take all rows of (..., V) logits."""
         self._results = new_results(self._facts, norm)
-        run = self.row_pass(self._facts, self._results)
+        run = self._start_pass(self._facts, self._results)
         for start, block, out in logit_blocks(logits, grad):
             run.forward(block, start, out)
 
-    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
-        """Write the gradient of all rows of (..., V) logits, from their norm."""
-        run = self.row_pass(self._facts, Results(loss=self._facts.weight, norm=norm))
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
+        """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
+        if norm is None:
+            self.logits(logits, grad, None)
+            return
+        run = self._start_pass(self._facts, Results(loss=self._facts.weight, norm=norm, entropy=entropy))
         for start, block, out in logit_blocks(logits, grad):
             assert out is not None
             run.backward(block, start, out)
@@ -112,7 +119,7 @@ class PlainJob:
         if self._results is None:
             self._results = new_results(self._ordered)
         if self._pass is None or self._taken is not self._ordered:
-            self._pass, self._taken = self.row_pass(self._ordered, self._results), self._ordered
+            self._pass, self._taken = self._start_pass(self._ordered, self._results), self._ordered
         self._pass.forward(logits, part.start, grad, target_logits)
 
     def tiles(self, linear: Linear) -> bool:

@@ -112,7 +112,7 @@ def run_logits(
 ) -> Any:
     """Run a call whose kind is known."""
     assert found.kernel is not None
-    options = Options(target, weight, sample_weight, normalizer, found.spec, found.kernel)
+    options = Options(target, weight, sample_weight, normalizer, None, None, None, found.spec, found.kernel)
     return driver.run_logits(logits, options, axis % logits.dim(), inplace, True)
 
 
@@ -122,7 +122,7 @@ def run_linear(
 ) -> Any:  # fmt: skip
     """Run a call whose kind is known."""
     assert found.kernel is not None
-    options = Options(target, weight, sample_weight, normalizer, found.spec, found.kernel)
+    options = Options(target, weight, sample_weight, normalizer, None, None, None, found.spec, found.kernel)
     return driver.run_linear(source, linear_weight, linear_bias, options, shift, workspace, True)
 
 

@@ -22,6 +22,8 @@ class Results:
     nll: Tensor | None = None
     entropy: Tensor | None = None
     predictions: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
     z_term: Tensor | None = None
 
     def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
@@ -45,6 +47,12 @@ class Results:
         assert self.predictions is not None
         return self.predictions.masked_fill(facts.ignored, -1)
 
+    def _log_sum_sq_probs(self, facts: Facts) -> Tensor:
+        return _counted(self.log_sum_sq_probs, facts)
+
+    def _mean_logit(self, facts: Facts) -> Tensor:
+        return _counted(self.mean_logit, facts)
+
     def _z_loss(self, facts: Facts) -> Tensor:
         assert self.z_term is not None
         return self.z_term
@@ -53,6 +61,8 @@ class Results:
         correct = self._predictions(facts) == _truth(facts)
         if facts.invalid is not None:
             correct = correct & ~facts.invalid
+        if facts.spec.accuracy_of_rows:
+            return correct.to(self.loss.dtype)
         return correct.sum().to(self.loss.dtype) / self._count(facts).clamp(min=1)
 
     def _count(self, facts: Facts) -> Tensor:
@@ -70,6 +80,8 @@ def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
         nll=torch.empty_like(like) if "nll" in names else None,
         entropy=torch.empty_like(like) if "entropy" in names else None,
         predictions=torch.empty_like(like, dtype=torch.int64) if wants_prediction else None,
+        log_sum_sq_probs=torch.empty_like(like) if "log_sum_sq_probs" in names else None,
+        mean_logit=torch.empty_like(like) if "mean_logit" in names else None,
         z_term=torch.empty_like(like) if "z_loss" in names else None,
     )
 
@@ -91,6 +103,8 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
         nll=spread(results.nll),
         entropy=spread(results.entropy),
         predictions=spread(results.predictions),
+        log_sum_sq_probs=spread(results.log_sum_sq_probs),
+        mean_logit=spread(results.mean_logit),
         z_term=spread(results.z_term),
     )
 

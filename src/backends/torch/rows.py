@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.core.chunks import rows_per_block
 
-__all__ = ["Rows", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum"]
+__all__ = ["Rows", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum", "shifted"]
 
 _ALIGNED = 8  # elements, 16 bytes of the 16-bit dtypes
 
@@ -140,3 +141,13 @@ def row_sum(block: Tensor) -> Tensor:
     if block.device.type == "cuda":
         return block.sum(-1, dtype=torch.float64).to(block.dtype)
     return block.sum(-1) if block.shape[0] > 1 else block.expand(2, -1).sum(-1)[:1]
+
+
+def shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
+    """Return values[..., t + shift] at t, `fill` where there is none."""
+    if not shift:
+        return values
+    kept = max(values.shape[-1] - shift, 0)
+    moved = torch.full_like(values, fill)
+    moved[..., :kept] = values[..., shift:]
+    return moved

@@ -48,6 +48,10 @@ class TritonBackend:
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
+        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
+        if call.loss.exact or lacking:
+            what = "log-probabilities" if call.loss.exact else lacking[0]
+            return f"its kernels do not compute {what} yet, which backend 'torch' does"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import check_targets, divisor_of
-from xent.backends.torch.job import STARTERS, Taken
+from xent.backends.torch.job import STARTERS, Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import is_dense, logit_blocks
@@ -37,7 +37,7 @@ class TritonJob:
     """See `xent.backends.torch.job.Job`."""
 
     def __init__(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.spec = spec = options.spec
         self.vocabulary, self.shift, self.options = vocabulary, shift, options
@@ -54,7 +54,7 @@ class TritonJob:
         self.sample_weight = None if weight is None else weight.contiguous()
         self.class_weight = None if options.weight is None else options.weight.float().contiguous()
         self._total_weight = None if self.class_weight is None else self.class_weight.sum()
-        self._upstream = None if upstream is None else upstream.reshape(-1)
+        self._upstream = None if upstream is None or upstream.loss is None else upstream.loss.reshape(-1)
         self._mean = spec.reduction == "mean" or narrow
         self._order: Tensor | None = None
         names = spec.stats
@@ -320,7 +320,7 @@ class TritonJob:
                 num_warps=4,
             )
 
-    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None) -> None:
+    def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
         """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
         if self._given or norm is None:
             self.logits(logits, grad, None)

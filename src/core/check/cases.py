@@ -5,7 +5,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["OPTIONS", "Case", "Inputs", "make_inputs", "option_cases"]
+from xent.core.spec import DIFFERENTIABLE, Support
+
+__all__ = ["LOG_PROB_OPTIONS", "LOSSES", "OPTIONS", "Case", "Inputs", "make_inputs", "option_cases"]
+
+LOSSES = ("cross_entropy", "linear_cross_entropy")
+"""The functions that return a loss; the others return log-probabilities."""
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -47,6 +52,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+LOG_PROB_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "temperature of each row": {"temperature": "rows"},
+    "softcap, temperature of each row": {"softcap": 3.0, "temperature": "rows"},
+    "scale, negative, temperature": {"logit_scale": -0.7, "temperature": 1.6},
+    "softcap, scale": {"softcap": 3.0, "logit_scale": 1.5},
+    "ignore_index, a class": {"ignore_index": 2},
+    "support": {"support": True},
+    "all": {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8, "support": True},
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -68,26 +85,63 @@ class Case:
     target_dtype: str = "int64"
     workspace: int | None = None
     alone: bool = False
-    """Whether the loss is also computed without gradients, which may take other kernels."""
+    """Whether the results are also computed without gradients, which may take other kernels."""
+    entropy: bool = False
+    """Whether log-probabilities come with the entropy."""
+    stats: tuple[str, ...] = ()
+    """Statistics that carry gradients, each of which gets an upstream gradient of its own."""
+    missing: tuple[str, ...] = ()
+    """Results that get no upstream gradient all the same."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
         return "-".join([self.function, shape, self.dtype, self.reduction, self.name])
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the call takes hidden states and a classifier."""
+        return self.function.startswith("linear_")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The names of what the call returns that carries gradients, in order."""
+        if self.function in LOSSES:
+            return ("loss", *self.stats)
+        return ("log_probs", *(("entropy",) if self.entropy else ()), *self.stats)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What the call gets beside arrays and options."""
+        asked = {"reduction": self.reduction} if self.function in LOSSES else {"entropy": self.entropy}
+        loop = {"shift": self.shift, "workspace": self.workspace} if self.is_linear else {}
+        return {**asked, **loop, "stats": self.stats}
+
+    def found_in(self, returned: Any) -> dict[str, Any]:
+        """Return the `results` by name, out of what the call returned."""
+        parts = returned if isinstance(returned, tuple) else (returned,)
+        found = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
+        return found | {name: getattr(parts[-1], name) for name in self.stats}
+
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A case's arrays, in float64: what is differentiated, the target, options, the upstream gradient."""
+    """A case's arrays, in float64: what is differentiated, the target, options, the upstream gradients.
+
+    `upstream` is that of the first result, `others` those of the rest; what the case has as missing is not among them.
+    """
 
     differentiable: dict[str, Any]
     target: Any
     options: dict[str, Any]
     upstream: Any
+    others: dict[str, Any]
 
 
 def option_cases(function: str, dtype: str) -> list[Case]:
-    """Return every option and reduction at one middling shape."""
+    """Return every option, and of the losses every reduction, at one middling shape."""
     base = Case(function, (4, 12), 67, dtype, "")
+    if function not in LOSSES:
+        return _log_prob_cases(replace(base, reduction="none"))
     named = [replace(base, name=name, options=options) for name, options in OPTIONS.items()]
     if function == "linear_cross_entropy":
         named += [
@@ -95,7 +149,27 @@ def option_cases(function: str, dtype: str) -> list[Case]:
         ]
         shifted = ("plain", "all", "probabilities, all")
         named += [replace(case, name=f"{case.name}, shift", shift=2) for case in named if case.name in shifted]
-    return [replace(case, reduction=reduction) for case in named for reduction in ("mean", "sum", "none")]
+    reported = [
+        replace(case, name=f"{case.name}, statistics", reduction="none", stats=DIFFERENTIABLE)
+        for case in named
+        if case.name in ("all", "probabilities, all")
+    ]
+    return [replace(case, reduction=reduction) for case in named for reduction in ("mean", "sum", "none")] + reported
+
+
+def _log_prob_cases(base: Case) -> list[Case]:
+    both = replace(base, entropy=True)
+    named = [replace(both, name=name, options=options) for name, options in LOG_PROB_OPTIONS.items()]
+    every = replace(named[-1], stats=("lse",))
+    named += [
+        replace(base, name="without entropy"),
+        replace(every, name="all, lse"),
+        replace(every, name="all, of the entropy alone", missing=("log_probs", "lse")),
+        replace(every, name="all, of the log-probabilities alone", missing=("entropy", "lse")),
+    ]
+    if base.is_linear:
+        named += [replace(every, name="all, bias, shift", bias=True, shift=2)]
+    return named
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
@@ -103,7 +177,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng([seed, case.vocabulary, *case.rows])
     rows, vocabulary = case.rows, case.vocabulary
     differentiable: dict[str, Any]
-    if case.function == "cross_entropy":
+    if not case.is_linear:
         differentiable = {"logits": rng.normal(0, 2, (*rows, vocabulary)) + case.offset}
     else:
         differentiable = {
@@ -131,7 +205,32 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     upstream = rng.normal(0, 1, rows if case.reduction == "none" else ())
     if case.reduction == "none":
         upstream = np.where(_long_span(rows, 0.2), 0.0, upstream)
-    return Inputs(differentiable, target, options, upstream)
+    if options.get("temperature") == "rows":
+        options["temperature"] = np.asarray(rng.uniform(0.5, 1.6, rows))
+    if options.pop("support", False):
+        options["support"] = _draw_support(rng, target, vocabulary)
+    first, *rest = case.results
+    others = {name: np.asarray(rng.normal(0, 1, rows)) for name in rest}
+    others = {name: values for name, values in others.items() if name not in case.missing}
+    return Inputs(differentiable, target, options, None if first in case.missing else upstream, others)
+
+
+def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Support:
+    """Draw for each row from one class to all. The last with a target leaves it out; the first may be empty."""
+    sets = []
+    counts = (target.ravel() >= 0) & (target.ravel() < vocabulary)
+    last = counts.size - 1 - counts[::-1].argmax() if counts.any() else -1
+    for row, chosen in enumerate(target.ravel()):
+        taken = rng.permutation(vocabulary)[: rng.integers(2, vocabulary + 2)]
+        if not counts[row]:
+            taken = taken[: 0 if row == 0 else None]
+        elif row == last and vocabulary > 1:
+            taken = taken[taken != chosen]
+        else:
+            taken = rng.permutation(np.union1d(taken[: None if row % 5 else 0], chosen))
+        sets.append(taken)
+    ids = np.concatenate(sets) if sets else np.zeros(0)
+    return Support(ids.astype(np.int64), np.cumsum([0, *map(len, sets)]))
 
 
 def _long_span(rows: tuple[int, ...], share: float) -> Any:

@@ -7,13 +7,13 @@ from typing import Any
 
 from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend, Harness
-from xent.core.check.cases import Case, option_cases
+from xent.core.check.cases import LOSSES, Case, option_cases
 from xent.core.check.judge import Comparison, judge_case
 from xent.core.check.shapes import shape_cases
 
 __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
-_FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
+_FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs")
 _NOTHING = Comparison("", 0.0, 1.0)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from xent.core.check.cases import OPTIONS, Case
+from xent.core.check.cases import LOG_PROB_OPTIONS, LOSSES, OPTIONS, Case
 
 __all__ = ["SHAPES", "shape_cases"]
 
@@ -32,13 +32,17 @@ SHAPES: dict[str, Case] = {
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:
-    """Return every shape, as a mean and row by row."""
+    """Return every shape, as a mean and row by row; those of log-probabilities with the entropy."""
     chosen = []
     for reason, shape in SHAPES.items():
         if shape.offset and dtype in ("bfloat16", "float16"):
             shape = replace(shape, offset=16.0)
         case = replace(shape, function=function, dtype=dtype, name=reason)
-        if function == "linear_cross_entropy":
+        if case.is_linear:
             case = replace(case, bias=bool(shape.offset))
-        chosen += [replace(case, reduction=reduction) for reduction in ("mean", "none")]
+        if function in LOSSES:
+            chosen += [replace(case, reduction=reduction) for reduction in ("mean", "none")]
+        elif "probabilities" not in shape.options:
+            options = LOG_PROB_OPTIONS["all"] if shape.name == "all" else shape.options
+            chosen.append(replace(case, options=options, reduction="none", entropy=True))
     return chosen

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import xent
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import product_sum
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.core.spec import LossSpec
@@ -26,13 +27,13 @@ def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: floa
     torch.manual_seed(0)
     target = torch.randint(V, (N,), device="cuda")
     target[: int(ignored * N)] = -100
-    options = Options(target, None, None, None, LossSpec(reduction), "triton")
+    options = Options(target, None, None, None, None, None, None, LossSpec(reduction), "triton")
     hidden, weight = torch.randn(N, D, device="cuda"), torch.randn(V, D, device="cuda")
     linear = Linear(hidden, weight, None, 0, V * 4 * 10, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:
         linear_driver.forward(linear, options)
         if reduction == "none" and any(needs):
-            linear_driver.backward(torch.ones(N, device="cuda"), linear, options)
+            linear_driver.backward(Upstream(torch.ones(N, device="cuda")), linear, options)
     return counter.get_total_flops()
 
 

@@ -10,8 +10,7 @@ from xent.backends.torch.logits import makes_gradient_first
 from xent.backends.torch.options import TENSORS, reduction_of, stats_of
 from xent.backends.torch.sharded import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.sharded.calls import Where
-from xent.backends.torch.sharded.eager import upstream_of
-from xent.core.spec import DIFFERENTIABLE
+from xent.backends.torch.statistics import constant, upstream_of
 
 __all__ = ["ShardedCrossEntropy", "ShardedLinearCrossEntropy"]
 
@@ -32,7 +31,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
         _, kept, *stats = output
         options = _keep(ctx, args)
         ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
-        silent = _silent(ctx, stats)
+        silent = constant(ctx.reduction, ctx.names, stats)
         if ctx.is_made:
             ctx.save_for_backward(kept)
         else:
@@ -46,8 +45,8 @@ class ShardedCrossEntropy(torch.autograd.Function):
         rest = (None,) * ctx.rest
         if differentiated(kept_upstream):
             return refused(kept_upstream, kept_upstream), *rest
-        upstream = upstream_of(ctx.names, loss, stats)
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.names, loss, stats)
+        if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
             assert upstream.loss is not None
@@ -75,7 +74,7 @@ class ShardedLinearCrossEntropy(torch.autograd.Function):
         ctx.needs, ctx.linear = linear[3], linear[3:]
         ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
         ctx.is_made = ctx.reduction != "none"
-        silent = [deferred, kept, *_silent(ctx, stats)]
+        silent = [deferred, kept, *constant(ctx.reduction, ctx.names, stats)]
         if ctx.is_made:
             ctx.save_for_backward(deferred, *gradients)
         else:
@@ -92,8 +91,8 @@ class ShardedLinearCrossEntropy(torch.autograd.Function):
                 None if grad is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[:3], ctx.dtypes, strict=True)
             ), *rest
-        upstream = upstream_of(ctx.names, loss, more[3:])
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.names, loss, more[3:])
+        if all(one is None for one in upstream):
             return None, None, None, *rest
         if ctx.is_made:
             assert upstream.loss is not None
@@ -121,9 +120,3 @@ def _keep(ctx: Any, args: Any) -> Any:
     ctx.constants = options[TENSORS:]
     ctx.rest = 1 + len(args)
     return options
-
-
-def _silent(ctx: Any, stats: Any) -> list[Tensor]:
-    """Return the statistics without gradients."""
-    named = zip(ctx.names, stats, strict=True)
-    return [value for name, value in named if ctx.reduction != "none" or name not in DIFFERENTIABLE]

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import private
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.sharded import linear as linear_driver
 from xent.backends.torch.sharded import logits as logits_driver
 from xent.backends.torch.sharded.collectives import gather
-from xent.backends.torch.sharded.finish import Upstream
 from xent.backends.torch.sharded.layout import Layout, Mine, Refused, find
 from xent.backends.torch.sharded.tokens import Tokens
 
@@ -93,6 +93,7 @@ def _kind(options: Options) -> tuple[Any, ...]:
         spec.label_smoothing != 0,
         options.weight is None,
         options.sample_weight is None,
+        options.support_ids is None,
         options.target.is_floating_point(),
     )
 
@@ -109,11 +110,12 @@ def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> T
 
 
 def _check_targets(layout: Layout, options: Options) -> None:
-    """Compare targets and sample weights between ranks, where the caller wants targets looked at."""
+    """Compare what is said of rows between ranks, where the caller wants targets looked at."""
     if os.environ.get("XENT_CHECK_TARGETS") != "1":
         return
-    named = {"target": options.target, "sample_weight": options.sample_weight}
-    for name, values in named.items():
+    names = ("target", "sample_weight", "temperature", "support_ids", "support_offsets")
+    for name in names:
+        values = getattr(options, name)
         if values is None or (name == "target" and values.is_floating_point()):
             continue
         flat = values.detach().flatten()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from xent.backends.torch import private
 from xent.backends.torch.eager import is_simple, on_device, once, scaled
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import gradient_like
@@ -22,13 +23,10 @@ from xent.backends.torch.sharded.calls import (
     logits_backward,
     logits_forward,
 )
-from xent.backends.torch.sharded.finish import Upstream
 from xent.backends.torch.sharded.ops import keeps_gradient
-from xent.core.spec import DIFFERENTIABLE, LossSpec
+from xent.backends.torch.statistics import constant, upstream_of
 
-__all__ = ["cross_entropy", "linear_cross_entropy", "mark", "upstream_of"]
-
-_ARRAYS = Options._fields.index("spec")
+__all__ = ["cross_entropy", "linear_cross_entropy"]
 
 
 def cross_entropy(
@@ -51,24 +49,6 @@ def linear_cross_entropy(linear: Linear, where: Where, options: Options) -> tupl
     return loss, stats
 
 
-def mark(ctx: Any, spec: LossSpec, stats: list[Tensor]) -> None:
-    """Say which statistics carry gradients."""
-    silent = [
-        value
-        for name, value in zip(spec.stats, stats, strict=True)
-        if spec.reduction != "none" or name not in DIFFERENTIABLE
-    ]
-    ctx.mark_non_differentiable(*silent)
-    ctx.set_materialize_grads(False)
-
-
-def upstream_of(names: Any, loss: Tensor | None, stats: Any) -> Upstream | None:
-    """Return the gradients of loss and statistics; None where there are none at all."""
-    named = {name: grad for name, grad in zip(names, stats, strict=True) if name in DIFFERENTIABLE}
-    made = Upstream(loss, **named)
-    return made if loss is not None or made.of_statistics else None
-
-
 class _CrossEntropy(torch.autograd.Function):
     """(logits, where, options, inplace) -> (loss, anchor, *stats)."""
 
@@ -86,13 +66,15 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             loss, kept, stats = on_device(source, logits_forward, source, None, True, where, options)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits, kept, *_tensors_of(ctx, options))
-        mark(ctx, options.spec, stats)
+        ctx.reduction = options.spec.reduction
+        ctx.mark_non_differentiable(*constant(ctx.reduction, ctx.names, stats))
+        ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
     def backward(ctx: Any, loss: Tensor | None, _: Any, *stats: Any) -> Any:
-        upstream = upstream_of(ctx.names, loss, stats)
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.names, loss, stats)
+        if all(one is None for one in upstream):
             return (None,) * 4
         if ctx.is_made:
             anchor, kept = ctx.saved_tensors
@@ -102,7 +84,7 @@ class _CrossEntropy(torch.autograd.Function):
         options = _restored(ctx, tensors)
 
         def gradient() -> Tensor:
-            if not _are_simple(upstream):
+            if not all(map(is_simple, upstream)):
                 arguments = (logits.detach(), kept, *upstream, *ctx.where, *pack(options))
                 seen: Tensor = torch.ops.xent.sharded_cross_entropy_backward(*arguments)
                 return seen
@@ -135,13 +117,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(anchor, deferred, *made)
         else:
             ctx.save_for_backward(anchor, source, weight, bias, kept, *_tensors_of(ctx, options))
-        mark(ctx, options.spec, stats)
+        ctx.reduction = options.spec.reduction
+        ctx.mark_non_differentiable(*constant(ctx.reduction, ctx.names, stats))
+        ctx.set_materialize_grads(False)
         return loss, anchor, *stats
 
     @staticmethod
     def backward(ctx: Any, loss: Tensor | None, _: Any, *stats: Any) -> Any:
-        upstream = upstream_of(ctx.names, loss, stats)
-        if upstream is None:
+        upstream = upstream_of(ctx.reduction, ctx.names, loss, stats)
+        if all(one is None for one in upstream):
             return (None,) * 6
         if ctx.is_made:
             anchor, deferred, *kept = ctx.saved_tensors
@@ -164,7 +148,7 @@ def _made_again(ctx: Any, tensors: list[Any], upstream: Upstream) -> list[Tensor
     """Return the gradients of a linear loss of each row."""
     source, weight, bias, kept, *rest = tensors
     options, (shift, workspace, compute) = _restored(ctx, rest), ctx.linear
-    if not _are_simple(upstream):
+    if not all(map(is_simple, upstream)):
         sources = (source.detach(), weight.detach(), None if bias is None else bias.detach())
         arguments = (kept, *upstream, *sources, ctx.needs, shift, workspace, compute, *ctx.where, *pack(options))
         seen: list[Tensor] = torch.ops.xent.sharded_linear_cross_entropy_backward(*arguments)
@@ -175,14 +159,10 @@ def _made_again(ctx: Any, tensors: list[Any], upstream: Upstream) -> list[Tensor
     return made
 
 
-def _are_simple(upstream: Upstream) -> bool:
-    return all(grad is None or is_simple(grad) for grad in upstream)
-
-
 def _tensors_of(ctx: Any, options: Options) -> list[Tensor | None]:
     """Return the tensors among the options; the context keeps the rest."""
-    arrays = options[:_ARRAYS]
-    ctx.rest = options[_ARRAYS:]
+    arrays = options.tensors
+    ctx.rest = options[len(arrays) :]
     ctx.numbers = [None if isinstance(value, Tensor) else value for value in arrays]
     return [value if isinstance(value, Tensor) else None for value in arrays]
 

@@ -16,29 +16,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.sharded.plain import slope
 from xent.backends.torch.sharded.steps import Coefficients
 from xent.backends.torch.sharded.sums import Merged, times
 
-__all__ = ["Known", "Upstream", "coefficients", "kept_names", "losses"]
-
-
-class Upstream(NamedTuple):
-    """Gradients of the losses, (N,) or of the reduced one (), and of statistics, (N,); None where there is none."""
-
-    loss: Tensor | None = None
-    lse: Tensor | None = None
-    nll: Tensor | None = None
-    entropy: Tensor | None = None
-
-    def of(self, rows: Tensor | slice) -> "Upstream":
-        """Return those of some rows."""
-        return Upstream(*[part if part is None or not part.dim() else part[rows] for part in self])
-
-    @property
-    def of_statistics(self) -> bool:
-        """Whether there is any but the losses'."""
-        return any(part is not None for part in self[1:])
+__all__ = ["Known", "coefficients", "kept_names", "losses"]
 
 
 class Known(NamedTuple):
@@ -96,51 +79,48 @@ def losses(merged: Merged, known: Known, facts: Facts, rows: slice) -> tuple[Ten
     return loss, z_term, nll
 
 
-def coefficients(known: Known, facts: Facts, rows: slice, upstream: Upstream | None) -> Coefficients:
-    """Return the coefficients of rows' gradients; `upstream` is theirs, None for 1 from the reduced loss."""
+def coefficients(known: Known, facts: Facts, rows: slice) -> Coefficients:
+    """Return the coefficients of rows' gradients, for the upstream gradients that the facts have."""
     spec, zero = facts.spec, None if facts.dead is None else facts.dead[rows]
     r = facts.scale[rows]
-    if upstream is None:
-        upstream = Upstream()
-    else:
-        r = torch.zeros_like(r) if upstream.loss is None else r * upstream.loss
-    if upstream.of_statistics:
-        r = r if zero is None else r.masked_fill(zero, 0)
-        zero = facts.ignored[rows]
-    nll = upstream.nll
-    if nll is not None and facts.invalid is not None:
-        nll = nll.masked_fill(facts.invalid[rows], torch.nan)
+    of_lse, of_nll, of_entropy = (
+        None if facts.upstream is None or one is None else one[rows] for one in (facts.upstream or Upstream())[1:]
+    )
+    if facts.support is not None:
+        assert known.log_p is not None
+        beyond = known.log_p == -torch.inf  # targets outside of their support
+        r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
     lse = known.peak + known.log_sum
     excess = 2 * spec.z_loss * r * lse if spec.z_loss else torch.zeros_like(r)
-    if upstream.lse is not None:
-        excess = excess + upstream.lse
+    if of_lse is not None:
+        excess = excess + of_lse
     beta = None
-    if upstream.entropy is not None:
+    if of_entropy is not None:
         assert known.entropy is not None
-        beta = -upstream.entropy
+        beta = -of_entropy
         excess = excess + beta * known.entropy
     peak, log_sum = known.peak, known.log_sum
     if known.mass is not None:
         alpha = r * known.mass + excess
-        if nll is not None:
+        if of_nll is not None:
             assert known.given is not None
-            alpha = alpha + nll * known.given
-        return Coefficients(peak, log_sum, alpha, beta, None, r, nll, None, zero)
+            alpha = alpha + of_nll * known.given
+        return Coefficients(peak, log_sum, alpha, beta, None, r, of_nll, None, zero)
     gamma = r * (1 - spec.label_smoothing)
     if known.row_weight is not None:
         gamma = gamma * known.row_weight
-    if nll is not None:
-        gamma = gamma + nll
+    if of_nll is not None:
+        gamma = gamma + of_nll
     delta = None
     if spec.label_smoothing:
         delta = r * (spec.label_smoothing / facts.vocabulary)
         excess = excess + delta * (facts.vocabulary if known.total_weight is None else known.total_weight)
-    target = _at_target(known, facts, gamma, excess, beta, delta)
+    target = _at_target(known, facts, rows, gamma, excess, beta, delta)
     return Coefficients(peak, log_sum, gamma + excess, beta, delta, None, None, target, zero)
 
 
 def _at_target(
-    known: Known, facts: Facts, gamma: Tensor, excess: Tensor, beta: Tensor | None, delta: Tensor | None
+    known: Known, facts: Facts, rows: slice, gamma: Tensor, excess: Tensor, beta: Tensor | None, delta: Tensor | None
 ) -> Tensor:
     """Return the gradient with respect to each row's target logit."""
     assert known.log_p is not None
@@ -151,4 +131,4 @@ def _at_target(
         g = g + times(p, beta * known.log_p)
     if delta is not None:
         g = g - (delta if known.row_weight is None else delta * known.row_weight)
-    return g * slope(known.target, facts.spec)
+    return g * slope(known.target, facts.spec, None if facts.bend is None else facts.bend[rows])

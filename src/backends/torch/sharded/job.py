@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts, accumulation_dtype, gather_facts
-from xent.backends.torch.job import Taken
+from xent.backends.torch.job import Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain_job import PlainJob
 from xent.backends.torch.results import new_results
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.collectives import Flight, add_up, gather
-from xent.backends.torch.sharded.finish import Known, Upstream, coefficients, kept_names, losses
+from xent.backends.torch.sharded.finish import Known, coefficients, kept_names, losses
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard, Steps
 from xent.backends.torch.sharded.sums import Merged, Slots, merge, slots_of
@@ -50,11 +50,11 @@ class ShardJob(PlainJob):
         self._given = options.target.is_floating_point()
         options = _without_padding(options, layout)
         self._kept_names = kept_names(list(options.spec.stats), self._given, options.weight is not None)
-        self._names = slots_of(options.spec, self._given)
+        self._names = slots_of(options.spec, self._given, options.support_ids is not None)
         self._row_weight: Tensor | None = None
         self._rank_weights: Tensor | None = None
         self._total_weight: Tensor | None = None
-        super().__init__(options, layout.vocabulary, dtype, shift, None, narrow)
+        super().__init__(options, layout.vocabulary, dtype, shift, None if saved is None else saved.upstream, narrow)
         self.kept: Tensor | None = None
         """(K, N), for backward: what `kept_names` lists; None unless `keep` was called."""
         self._truth: Tensor | None = None
@@ -66,7 +66,7 @@ class ShardJob(PlainJob):
             self.kept = self._facts.weight.new_zeros(len(self._kept_names), self.count)
 
     def gather(
-        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Tensor | None, narrow: bool
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> Facts:
         """Return the facts of all rows; with class weights, the ranks tell each other those of the targets."""
         if options.weight is None or self._given:
@@ -106,10 +106,7 @@ class ShardJob(PlainJob):
         facts, rows = self._ordered, slice(part.start, part.stop)
         hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
         hidden = hidden.to(linear.compute)
-        zero = facts.dead
-        if self._saved is not None and self._saved.upstream.of_statistics:
-            zero = facts.ignored
-        trained = hidden if zero is None else hidden.masked_fill(zero[rows, None], 0)
+        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
         found = None
         local = self._local(facts, rows)
         if local is not None and linear.compute.itemsize == 2 and self.layout.count:
@@ -136,7 +133,7 @@ class ShardJob(PlainJob):
         target = None if facts.target is None else facts.target[rows]
         row_weight = self._of_part(self._row_weight, part)
         sums = Slots(self._names, flight.land())
-        merged = merge(sums, self.layout, target, row_weight, self._rank_weights)
+        merged = merge(sums, self.layout, target, row_weight, self._rank_weights, facts.support is not None)
         known = Known(
             merged.peak,
             merged.log_sum,
@@ -152,15 +149,14 @@ class ShardJob(PlainJob):
         if self.kept is not None:
             kept = torch.stack([getattr(known, name) for name in self._kept_names])
             part.put(kept.t(), self.kept.t())
-        return coefficients(known, facts, rows, None) if wanted else None
+        return coefficients(known, facts, rows) if wanted else None
 
     def again(self, part: Part) -> Coefficients:
         """Return the coefficients of a part from what was saved: nothing crosses ranks."""
         assert self._saved is not None
         rows = slice(part.start, part.stop) if part.rows is None else part.rows
         saved = zip(self._kept_names, self._saved.kept[:, rows], strict=True)
-        known, upstream = Known(**dict(saved)), self._saved.upstream.of(rows)
-        return coefficients(known, self._ordered, slice(part.start, part.stop), upstream)
+        return coefficients(Known(**dict(saved)), self._ordered, slice(part.start, part.stop))
 
     def write(self, made: Coefficients, part: Part, blocks: Iterable[tuple[int, Tensor, Tensor | None]]) -> None:
         """Write the gradient of a part's logits, block by block: first row, logits, place."""
@@ -208,6 +204,8 @@ class ShardJob(PlainJob):
             "lse": merged.peak + merged.log_sum,
             "entropy": merged.entropy,
             "predictions": merged.predictions,
+            "log_sum_sq_probs": merged.log_sum_sq_probs,
+            "mean_logit": merged.mean_logit,
         }
         for name, values in found.items():
             place = getattr(results, name)

@@ -11,13 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.gradients import Gradients, no_gradients
-from xent.backends.torch.job import Taken
+from xent.backends.torch.job import Taken, Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.schedule import Part, Schedule
 from xent.backends.torch.sharded.collectives import Flight
-from xent.backends.torch.sharded.finish import Upstream
 from xent.backends.torch.sharded.job import Saved, ShardJob
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.steps import Coefficients
@@ -38,8 +37,9 @@ def forward(
     whole = _whole(linear, layout, tokens)
     job = ShardJob(options, layout, linear.compute, linear.shift, narrow=wanted and linear.compute == torch.float16)
     job.keep(keeps)
-    chunks = _Chunks(whole, job, wanted, tokens, not _EXACT.isdisjoint(options.spec.stats))
-    made = chunks.forward(linear)
+    # An accelerator's products give float32 at no cost; where there is a gradient beside them, memory is short.
+    on_cuda = linear.weight.device.type == "cuda" and (not wanted or not _EXACT.isdisjoint(options.spec.stats))
+    made = _Chunks(whole, job, wanted, tokens, options.spec.exact or on_cuda, True).forward(linear)
     loss, stats = job.finish()
     return loss, job.deferred, job.kept, made, stats
 
@@ -49,7 +49,8 @@ def backward(
 ) -> list[Tensor]:
     """Return the gradients, from logits made again chunk by chunk and from what was kept."""
     job = ShardJob(options, layout, linear.compute, linear.shift, saved=Saved(kept, upstream))
-    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, False).backward(linear)
+    wide = options.spec.exact and linear.weight.device.type == "cpu"
+    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, wide, False).backward(linear)
 
 
 def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
@@ -71,25 +72,28 @@ class _Flying:
 
 
 class _Chunks:
-    """The loop over chunks; `wanted`: gradients are computed."""
+    """The loop over chunks.
 
-    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, exact: bool) -> None:
-        self._linear, self._job, self._tokens = linear, job, tokens
+    `wanted`: gradients are computed. `wide`: no logit is rounded below float32. `flies`: sums cross ranks, and the next
+    chunk is computed meanwhile.
+    """
+
+    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, wide: bool, flies: bool) -> None:
+        self._linear, self._job, self._tokens, self._wanted = linear, job, tokens, wanted
         compute, device = linear.compute, linear.weight.device
-        spec = job.spec
-        on_cuda = device.type == "cuda" and (exact or not wanted)
-        self._wide = compute.itemsize == 2 and (spec.exact or on_cuda)
-        step, self._places = self._step()
+        self._wide = wide and compute.itemsize == 2
+        step, self._places = self._step(flies)
         self._schedule = Schedule(job, step)
         self._padded = linear.padded
         self._gradients = Gradients(self._padded, self._schedule) if wanted else None
         rows, self._classes = max(min(step, self._schedule.count), 0), len(linear.weight)
         dtype = torch.float32 if self._wide else compute
         self._rooms = [torch.empty(rows, linear.columns, dtype=dtype, device=device) for _ in range(self._places)]
-        self._narrow = torch.empty(rows, linear.columns, dtype=compute, device=device) if self._wide else None
+        both = self._wide and wanted
+        self._narrow = torch.empty(rows, linear.columns, dtype=compute, device=device) if both else None
         self._flight: Flight | None = None
 
-    def _step(self) -> tuple[int, int]:
+    def _step(self, flies: bool) -> tuple[int, int]:
         """Return how many rows a chunk has, and how many chunks are alive: the same on all ranks, whatever their shard.
 
         Columns are those of the largest shard.
@@ -97,14 +101,14 @@ class _Chunks:
         linear, most = self._linear, self._job.layout.most
         if linear.weight.device.type == "cuda" and most % _ALIGNED:
             most = -(-most // _PADDED) * _PADDED
-        size = linear.compute.itemsize + 4 if self._wide else linear.compute.itemsize
+        size = 4 if self._wide else linear.compute.itemsize
+        beside = linear.compute.itemsize if self._wide and self._wanted else 0
         device, rows = linear.weight.device, len(linear.hidden)
-        rounds = linear.needs[1] and rounds_sums(linear.compute, linear.weight.dtype, device)
-        step = rows_per_chunk(rows, most, size, linear.workspace, device.type, rounds)
-        if step >= rows:
+        rounds = self._wanted and linear.needs[1] and rounds_sums(linear.compute, linear.weight.dtype, device)
+        step = rows_per_chunk(rows, most, size + beside, linear.workspace, device.type, rounds)
+        if step >= rows or not flies:
             return step, 1
-        size += 4 if self._wide else linear.compute.itemsize
-        return rows_per_chunk(rows, most, size, linear.workspace, device.type, rounds), 2
+        return rows_per_chunk(rows, most, 2 * size + beside, linear.workspace, device.type, rounds), 2
 
     def forward(self, linear: Linear) -> list[Tensor]:
         """Take all rows; return the gradients of a reduced loss, empty where none are asked for."""

@@ -2,10 +2,10 @@
 
 from torch import Tensor
 
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import gradient_like, logit_blocks
 from xent.backends.torch.schedule import Part
-from xent.backends.torch.sharded.finish import Upstream
 from xent.backends.torch.sharded.job import Saved, ShardJob
 from xent.backends.torch.sharded.layout import Layout
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import accumulation_dtype
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.logits import makes_gradient_first
 from xent.backends.torch.ops import fake_gradients, fake_results, operation
@@ -24,7 +25,7 @@ from xent.backends.torch.sharded.calls import (
     logits_backward,
     logits_forward,
 )
-from xent.backends.torch.sharded.finish import Upstream, kept_names
+from xent.backends.torch.sharded.finish import kept_names
 
 __all__ = ["keeps_gradient"]
 

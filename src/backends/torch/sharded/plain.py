@@ -1,6 +1,7 @@
 """The steps in PyTorch's own operations: right on every device, with float32 memory for a block of rows."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,20 +15,27 @@ from xent.core.spec import LossSpec
 __all__ = ["PlainSteps", "activate", "slope"]
 
 
-def activate(logits: Tensor, spec: LossSpec) -> Tensor:
-    """Return x, in place of the logits."""
-    if spec.logit_scale != 1:
-        logits.mul_(spec.logit_scale)
-    if spec.softcap is not None:
-        logits.div_(spec.softcap).tanh_().mul_(spec.softcap)
+def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
+    """Return x (R, ...), in place of the logits; `bend` (R, 2) has each row's scale and softcap, if they differ."""
+    scale, cap = _bends(logits, spec, bend)
+    if bend is not None or scale != 1:
+        logits.mul_(scale)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
     return logits
 
 
-def slope(x: Tensor, spec: LossSpec) -> Tensor | float:
+def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor | float:
     """Return dx/dz."""
-    if spec.softcap is None:
-        return spec.logit_scale
-    return (1 - (x / spec.softcap).square()).mul_(spec.logit_scale)
+    scale, cap = _bends(x, spec, bend)
+    return scale if cap is None else (1 - (x / cap).square()).mul_(scale)
+
+
+def _bends(like: Tensor, spec: LossSpec, bend: Tensor | None) -> tuple[Any, Any]:
+    if bend is None:
+        return spec.logit_scale, spec.softcap
+    scale, cap = (one.view(-1, *[1] * (like.dim() - 1)) for one in bend.unbind(1))
+    return scale, None if spec.softcap is None else cap
 
 
 class PlainSteps:
@@ -62,6 +70,8 @@ class _Block:
 
     def __init__(self, shard: Shard, logits: Tensor, rows: slice) -> None:
         self.z, self.rows, self.shard, self.spec = logits, rows, shard, shard.facts.spec
+        self.bend = None if shard.facts.bend is None else shard.facts.bend[rows]
+        self.outside, self.broken = self._find_outside()
         self.owned: Tensor | None = None
         if shard.local is not None and logits.shape[1]:
             local = shard.local[rows]
@@ -78,17 +88,22 @@ class _Block:
         if self.owned is not None:
             found = x.gather(1, self.place)
             if target_logits is not None:
-                found = activate(target_logits.to(found.dtype, copy=True), self.spec)[:, None]
+                exact = activate(target_logits.to(found.dtype, copy=True), self.spec, self.bend)[:, None]
+                found = torch.where(found == -torch.inf, found, exact)
             sums["target"].copy_(found.masked_fill(~self.owned, 0)[:, 0])
             self._put(x, -torch.inf)
         peak = x.amax(-1) if classes else x.new_full(x.shape[:1], -torch.inf)
-        sums["peak"].copy_(peak)
+        sums["peak"].copy_(peak if self.broken is None else peak.masked_fill(self.broken, torch.nan))
         x.sub_(finite(peak)[:, None])
         e = x.exp()
         sums["total"].copy_(row_sum(e))
         if "mixed" in sums:
             sums["mixed"].copy_(row_sum(times(e, x)))
+        if "squares" in sums:
+            sums["squares"].copy_(row_sum(e.square()))
         self._put(x, 0.0)
+        if "deficit" in sums:
+            self._write_deficit(x, finite(peak), sums)
         if "below" in sums:
             weight = self.shard.facts.class_weight
             sums["below"].copy_(-row_sum(x if weight is None else times(weight, x)))
@@ -106,7 +121,7 @@ class _Block:
         x = self._activations()
         if not x.shape[1]:
             return
-        slopes = slope(x, self.spec)
+        slopes = slope(x, self.spec, self.bend)
         x.sub_(made.peak[:, None]).sub_(made.log_sum[:, None])
         p = x.exp()
         g = p * made.alpha[:, None]
@@ -124,13 +139,42 @@ class _Block:
             g.mul_(slopes)
         if self.owned is not None and made.target is not None:
             self._put(g, made.target[:, None])
+        if self.outside is not None:
+            g.masked_fill_(self.outside, 0)
         if made.zero is not None:
             g.masked_fill_(made.zero[:, None], 0)
         grad.copy_(g)
 
     def _activations(self) -> Tensor:
         """Return x (R, C), in new memory."""
-        return activate(self.z.to(self.shard.dtype, copy=True), self.spec)
+        x = activate(self.z.to(self.shard.dtype, copy=True), self.spec, self.bend)
+        return x if self.outside is None else x.masked_fill_(self.outside, -torch.inf)
+
+    def _find_outside(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the classes here that each row may not take, (R, C) bool, and rows with ids of no class, (R,) bool."""
+        support = self.shard.facts.support
+        if support is None:
+            return None, None
+        pairs = support.pairs(self.rows.start, self.rows.stop)
+        local = pairs.classes - self.shard.layout.first
+        here = (local >= 0) & (local < self.z.shape[1])
+        counted = torch.zeros(self.z.shape[0], self.z.shape[1] + 1, dtype=torch.bool, device=self.z.device)
+        counted[pairs.rows, torch.where(here, local, self.z.shape[1])] = True
+        if pairs.wrong is None:
+            return ~counted[:, :-1], None
+        return ~counted[:, :-1], pairs.sum(pairs.wrong.to(torch.float32)) > 0
+
+    def _write_deficit(self, x: Tensor, reference: Tensor, sums: Slots) -> None:
+        """Write the sum of reference - x over all classes here; `x` has differences, and 0 for the target."""
+        allowed = None if self.outside is None else ~self.outside
+        deficit = -row_sum(x if allowed is None else x.masked_fill(~allowed, 0))
+        if self.owned is not None:
+            mine = self.owned if allowed is None else self.owned & allowed.gather(1, self.place)
+            deficit = deficit + torch.where(mine[:, 0], reference - sums["target"], 0)
+        sums["deficit"].copy_(deficit)
+        if "allowed" in sums:
+            assert allowed is not None
+            sums["allowed"].copy_(allowed.sum(-1))
 
     def _put(self, values: Tensor, other: Tensor | float) -> None:
         """Put something else in the place of the target's value, where the target is here."""
@@ -150,7 +194,9 @@ class _Block:
         """Write the largest logit before scale and softcap, which keep the order or reverse it, and its class."""
         scale = self.spec.logit_scale
         if "key" in sums:
-            self._write_largest(self.z, (scale > 0) - (scale < 0), sums["key"], sums.integers("place"))
+            sign = (scale > 0) - (scale < 0)
+            z = self.z if self.outside is None else self.z.masked_fill(self.outside, -sign * torch.inf)
+            self._write_largest(z, sign, sums["key"], sums.integers("place"))
         if "truth" in sums:
             given = self.shard.facts.probability_block(self.rows.start, self.rows.stop)
             self._write_largest(given, 1, sums["likely"], sums.integers("truth"))

@@ -33,7 +33,8 @@ class Shard(NamedTuple):
 class Coefficients(NamedTuple):
     """R rows' gradients: g_c = p_c (alpha + beta log p_c) - delta_c, times dx/dz, and `target` at the row's target.
 
-    p_c = exp((x_c - peak) - log_sum). delta_c is delta w_c, or share w_c q'_c + nll q_c for class probabilities q.
+    p_c = exp((x_c - peak) - log_sum), and g_c = 0 for a class outside of the row's support. delta_c is delta w_c, or
+    share w_c q'_c + nll q_c for class probabilities q.
     """
 
     peak: Tensor

@@ -4,10 +4,14 @@ For the classes c of one rank, with x as in `xent.cross_entropy`, y the target, 
 class weight, w'_c = w_c q'_c the share of such a class, and `peak` the largest x but the target's::
 
     total   = sum_{c != y} e^(x_c - peak)                   mixed   = sum_{c != y} e^(x_c - peak) (x_c - peak)
-    below   = sum_{c != y} w_c (peak - x_c)                 target  = x_y on the rank that has it, 0 on others
+    squares = sum_{c != y} e^(2 (x_c - peak))               target  = x_y on the rank that has it, 0 on others
+    below   = sum_{c != y} w_c (peak - x_c)
+    deficit = sum_c (peak - x_c)                            allowed = how many classes c there are, with a support
     cost    = sum_c w'_c (peak - x_c)                       mass    = sum_c w'_c
     surprise = sum_c q_c (peak - x_c)                       given   = sum_c q_c
     key, place = the largest logit in the order of x, and its class;    likely, truth = the same of q
+
+With a support, classes are those that the row may take; the x of others, a target among them too, is -inf.
 
 All ranks gather all ranks' numbers and add them up in the order of ranks, so that every one of them gets the same bits.
 """
@@ -42,7 +46,7 @@ class Slots:
         return self[name].view(kind)
 
 
-def slots_of(spec: LossSpec, probabilities: bool) -> tuple[str, ...]:
+def slots_of(spec: LossSpec, probabilities: bool, supported: bool) -> tuple[str, ...]:
     """Return the names of what the loss, its gradient and the statistics need, and nothing else."""
     stats = spec.stats
     names = ["peak", "total"]
@@ -54,6 +58,8 @@ def slots_of(spec: LossSpec, probabilities: bool) -> tuple[str, ...]:
         names += ["surprise", "given"] if "nll" in stats else []
         names += ["likely", "truth"] if "accuracy" in stats else []
     names += ["mixed"] if "entropy" in stats else []
+    names += ["squares"] if "log_sum_sq_probs" in stats else []
+    names += ["deficit", *(["allowed"] if supported else [])] if "mean_logit" in stats else []
     names += ["key", "place"] if "predictions" in stats or "accuracy" in stats else []
     return tuple(names)
 
@@ -71,6 +77,8 @@ class Merged(NamedTuple):
     below: Tensor | None = None
     """sum_c w_c (peak - x_c)."""
     entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
     cost: Tensor | None = None
     mass: Tensor | None = None
     surprise: Tensor | None = None
@@ -80,12 +88,17 @@ class Merged(NamedTuple):
 
 
 def merge(
-    sums: Slots, layout: Layout, classes: Tensor | None, row_weight: Tensor | None, rank_weights: Tensor | None
+    sums: Slots,
+    layout: Layout,
+    classes: Tensor | None,
+    row_weight: Tensor | None,
+    rank_weights: Tensor | None,
+    supported: bool,
 ) -> Merged:
     """Return one row's numbers from those of all ranks, (ranks, K, N).
 
     `classes` (N,) are the targets, `row_weight` (N,) their weights w_y, and `rank_weights` (ranks,) the sum of w over
-    each rank's classes; None where all weights are 1.
+    each rank's classes; None where all weights are 1. `supported`: a row may have no class at all.
     """
     peaks = sums["peak"]
     owners = layout.owners(classes) if classes is not None else None
@@ -95,6 +108,7 @@ def merge(
     factors, growth = (peaks - reference).exp(), reference - finite(peaks)
     others = _added(sums["total"] * factors)
     mixed = _added(factors * (sums["mixed"] - growth * sums["total"])) if "mixed" in sums else None
+    squares = _added(factors.square() * sums["squares"]) if "squares" in sums else None
     found: dict[str, Tensor] = {}
     if target is None:
         total, log_sum = others, others.log()
@@ -104,12 +118,18 @@ def merge(
         total = others + own
         # Where the target is the largest, from what the others add to its 1: right to all digits if that is little.
         log_sum = torch.where(target == peak, others.log1p(), total.log())
-        found |= {"target": target, "log_p": distance - log_sum}
+        log_p = distance - log_sum
+        found |= {"target": target, "log_p": log_p}
         mixed = None if mixed is None else mixed + times(own, distance)
+        squares = None if squares is None else squares + own.square()
         if "below" in sums and owners is not None:
             found["below"] = _below(sums["below"], growth, layout, owners, row_weight, rank_weights, -distance)
     if mixed is not None:
         found["entropy"] = log_sum - mixed / total
+    if squares is not None:
+        found["log_sum_sq_probs"] = squares.log() - 2 * log_sum
+    if "deficit" in sums:
+        found["mean_logit"] = _mean(sums, layout, reference, growth)
     for of, weights in (("cost", "mass"), ("surprise", "given")):
         if of in sums:
             found[of] = _added(sums[of] + times(sums[weights], growth))
@@ -117,7 +137,24 @@ def merge(
     for key, place, name in (("key", "place", "predictions"), ("likely", "truth", "truth")):
         if key in sums:
             found[name] = _first_of_largest(sums[key], sums.integers(place))
-    return Merged(peak, log_sum, **found)
+    made = Merged(peak, log_sum, **found)
+    return _without_classes(made, total == 0) if supported else made
+
+
+def _without_classes(rows: Merged, empty: Tensor) -> Merged:
+    """Return the rows, those without any class being `empty`, where -inf - -inf would be NaN."""
+    found = {"log_p": -torch.inf, "entropy": 0.0, "log_sum_sq_probs": -torch.inf}
+    present = {name: getattr(rows, name) for name in found if getattr(rows, name) is not None}
+    return rows._replace(**{name: values.masked_fill(empty, found[name]) for name, values in present.items()})
+
+
+def _mean(sums: Slots, layout: Layout, reference: Tensor, growth: Tensor) -> Tensor:
+    """Return the mean of x, (N,); 0 for a row without classes."""
+    if "allowed" in sums:
+        counts = sums["allowed"]
+    else:
+        counts = layout.on_ranks([float(stop - first) for first, stop in layout.ranges], reference)[:, None]
+    return reference - _added(sums["deficit"] + counts * growth) / _added(counts).clamp(min=1)
 
 
 def _below(

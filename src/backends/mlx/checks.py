@@ -1,0 +1,79 @@
+"""Values that are wrong: with XENT_CHECK_TARGETS=1 they are looked at, and raise; without, their rows are NaN.
+
+MLX computes later, and looking at a value computes it now. While `mx.compile` traces a function there are no values.
+"""
+
+import os
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from xent.core.spec import Support
+
+__all__ = ["check_support", "check_targets", "check_temperature"]
+
+
+def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
+    """Raise IndexError for the first wrong target of those that a row uses."""
+    values = _values(target)
+    if values is None:
+        return
+    wrong = ((values < 0) | (values >= vocabulary)) & (values != ignore_index)
+    place = _first(wrong, shift)
+    if place is not None:
+        raise IndexError(
+            f"target{place or ''} is {values[tuple(place)]}; classes are 0 to {vocabulary - 1}, or "
+            f"ignore_index={ignore_index}"
+        )
+
+
+def check_temperature(temperature: mx.array, shift: int) -> None:
+    """Raise ValueError for the first temperature that is not > 0, of those that a row uses."""
+    values = _values(temperature)
+    if values is None:
+        return
+    place = _first(~(values > 0), shift if values.ndim else 0)
+    if place is not None:
+        raise ValueError(f"temperature must be > 0 in every row, got {values[tuple(place)]} at {place}")
+
+
+def check_support(support: Support, vocabulary: int) -> None:
+    """Raise ValueError for offsets that do not rise from 0 to the number of ids, IndexError for the first wrong id."""
+    ids, offsets = _values(support.ids), _values(support.offsets)
+    if ids is None or offsets is None:
+        return
+    counts = np.diff(offsets)
+    if offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
+        raise ValueError(
+            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {offsets[0]} to {offsets[-1]}"
+            + (" with a fall between" if (counts < 0).any() else "")
+        )
+    place = _first((ids < 0) | (ids >= vocabulary), 0)
+    if place is not None:
+        raise IndexError(f"support.ids{place} is {ids[place[0]]}; classes are 0 to {vocabulary - 1}")
+    row = np.repeat(np.arange(len(counts)), counts)
+    found, times = np.unique(row * vocabulary + ids, return_counts=True)
+    if (times > 1).any():
+        row, name = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must have a class at most once in a row; row {row} has {name} more than once")
+
+
+def _values(array: mx.array) -> Any:
+    """Return an array's values, integers as int64 and floats as float64; None where nobody asks, or there are none."""
+    if os.environ.get("XENT_CHECK_TARGETS") != "1":
+        return None
+    try:
+        mx.eval(array)
+    except ValueError:
+        return None
+    if mx.issubdtype(array.dtype, mx.floating):
+        return np.array(array if array.dtype == mx.float64 else array.astype(mx.float32)).astype(np.float64)
+    return np.array(array).astype(np.int64)
+
+
+def _first(wrong: Any, shift: int) -> list[int] | None:
+    """Return where an array is True first, after the first `shift` along the last axis."""
+    if shift:
+        wrong[..., :shift] = False
+    return [int(index) for index in np.argwhere(wrong)[0]] if wrong.any() else None

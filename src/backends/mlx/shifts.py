@@ -1,0 +1,16 @@
+"""Row t predicts a later target: what belongs to targets, moved to the rows that predict them."""
+
+from typing import Any
+
+import mlx.core as mx
+
+__all__ = ["shifted"]
+
+
+def shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
+    """Return values[..., t + shift] at t, `fill` where there is none."""
+    if not shift:
+        return values
+    kept = values[..., shift:]
+    missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
+    return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)

@@ -1,0 +1,182 @@
+"""The steps of a row whose classes are those that a sampler allowed, in PyTorch's own operations.
+
+As in `plain`, with sums over the row's own classes: their logits are gathered, and what follows is as long as the list
+of their ids. It is computed in float64, so that sums one class after another lose nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.facts import Facts
+from xent.backends.torch.results import Results
+from xent.backends.torch.support import Pairs, Support
+
+__all__ = ["SupportPass"]
+
+_PAIRS = 2**18  # so few that what is made of them stays in cache
+
+
+class SupportPass:
+    """A `xent.backends.torch.plain_job.RowPass` over rows with a support and class indices as targets."""
+
+    def __init__(self, facts: Facts, results: Results) -> None:
+        assert facts.support is not None
+        assert facts.target is not None
+        self._facts, self._results = facts, results
+        self._support: Support = facts.support
+        # A GPU's host would wait for the number of pairs of each block.
+        self._step = max(len(facts.weight), 1)
+        if facts.weight.device.type == "cpu":
+            self._step = max(_PAIRS * len(facts.weight) // max(len(facts.support.ids), 1), 1)
+
+    def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
+        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
+        self._take(logits, start, grad, target_logits, True)
+
+    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+        """Write a block's gradient, computing the norm again."""
+        self._take(logits, start, grad, target_logits, False)
+
+    def _take(
+        self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None, records: bool
+    ) -> None:
+        for first in range(0, len(logits), self._step):
+            part = slice(first, min(first + self._step, len(logits)))
+            rows = slice(start + part.start, start + part.stop)
+            block = _Block(
+                self._facts,
+                rows,
+                self._support.pairs(rows.start, rows.stop),
+                logits[part],
+                None if target_logits is None else target_logits[part],
+            )
+            if records:
+                block.record(self._results)
+            if grad is not None:
+                block.write_gradient(grad[part])
+
+
+class _Block:
+    """R rows and their P pairs; floats are float64."""
+
+    def __init__(self, facts: Facts, rows: slice, pairs: Pairs, logits: Tensor, target_logits: Tensor | None) -> None:
+        self._facts, self._rows, self._pairs = facts, rows, pairs
+        self._home = pairs.rows.device
+        target = self._of_rows(facts.target)
+        self._is_target = pairs.classes == pairs.each_row(target)
+        z = self._wide(logits[pairs.rows, pairs.classes])
+        if target_logits is not None:
+            z = torch.where(self._is_target, pairs.each_row(self._wide(target_logits)), z)
+        self._z = z if pairs.wrong is None else z.masked_fill(pairs.wrong, torch.nan)
+        x, self._slope = self._activations()
+        self._peak = pairs.largest(x)
+        safe = torch.where(self._peak == -torch.inf, 0, self._peak)
+        self._log_sum = pairs.sum((x - pairs.each_row(safe)).exp()).log()
+        self._lse = safe + self._log_sum
+        log_p = x - pairs.each_row(self._lse)
+        self._p = log_p.exp()
+        # p is 0 far above -1000, and 0 times infinity would be NaN.
+        self._log_p = log_p.clamp(min=-1000)
+        self._x = x
+        has_target = pairs.sum(self._is_target.to(x.dtype)) > 0
+        found = pairs.sum(torch.where(self._is_target, -log_p, 0))
+        self._nll = torch.where(has_target, found, torch.inf)
+        self._entropy = 0 - pairs.sum(self._p * self._log_p)
+
+    def _wide(self, values: Tensor) -> Tensor:
+        return values.to(self._home, torch.float64)
+
+    def _of_rows(self, values: Any) -> Tensor:
+        return values[self._rows].to(self._home)
+
+    def _activations(self) -> tuple[Tensor, Any]:
+        """Return x of each pair, and dx/dz."""
+        facts, spec = self._facts, self._facts.spec
+        scale: Any = spec.logit_scale
+        cap: Any = spec.softcap
+        if facts.bend is not None:
+            scale, caps = (self._pairs.each_row(self._wide(one)) for one in self._of_rows(facts.bend).unbind(1))
+            cap = None if cap is None else caps
+        x = self._z * scale
+        if cap is None:
+            return x, scale
+        tanh = (x / cap).tanh()
+        return tanh * cap, scale * (1 - tanh.square())
+
+    def record(self, results: Results) -> None:
+        """Record losses, statistics and norm."""
+        facts, pairs, rows, spec = self._facts, self._pairs, self._rows, self._facts.spec
+        weight = self._wide(facts.weight[rows])
+        z_term = weight * spec.z_loss * self._lse.square()
+        share = self._share()
+        loss = weight * (share * self._nll).masked_fill(share == 0, 0)
+        count = pairs.offsets.diff().clamp(min=1)
+        made = {
+            "loss": self._alive(loss + z_term if spec.z_loss else loss),
+            "z_term": self._alive(z_term),
+            "lse": self._lse,
+            "nll": self._nll,
+            "entropy": self._entropy,
+            "log_sum_sq_probs": pairs.sum(self._p.square()).log(),
+            "mean_logit": pairs.sum(self._x) / count,
+        }
+        for name, values in made.items():
+            place = getattr(results, name)
+            if place is not None:
+                place[rows] = values.to(place.device, place.dtype)
+        if results.norm is not None:
+            results.norm[0, rows] = self._peak.to(results.norm)
+            results.norm[1, rows] = self._log_sum.to(results.norm)
+        if results.predictions is not None:
+            results.predictions[rows] = self._predictions().to(results.predictions)
+
+    def _share(self) -> Tensor:
+        """Return w_y of each row."""
+        facts = self._facts
+        if facts.class_weight is None:
+            return torch.ones_like(self._lse)
+        assert facts.target is not None
+        return self._wide(facts.class_weight[facts.target[self._rows]])
+
+    def _alive(self, values: Tensor) -> Tensor:
+        dead = self._facts.dead
+        return values if dead is None else values.masked_fill(self._of_rows(dead), 0)
+
+    def _predictions(self) -> Tensor:
+        """Return the class of the largest logit before scale and softcap; 0 where there is none above -inf."""
+        pairs, scale = self._pairs, self._facts.spec.logit_scale
+        values = self._z if scale > 0 else -self._z if scale < 0 else torch.zeros_like(self._z)
+        largest = pairs.largest(values)
+        # The lowest class, negated, is the largest.
+        lowest = torch.where(values == pairs.each_row(largest), -pairs.classes.to(values.dtype), -torch.inf)
+        found = -pairs.largest(lowest)
+        return torch.where(largest.isfinite() & found.isfinite(), found, 0).to(torch.int64)
+
+    def write_gradient(self, grad: Tensor) -> None:
+        """Write the gradient with respect to z, 0 for all other classes, to (R, V) `grad`."""
+        facts, pairs, rows, upstream = self._facts, self._pairs, self._rows, self._facts.upstream
+        is_out = self._nll == torch.inf  # which has no gradient
+        scale, share = self._wide(facts.scale[rows]).masked_fill(is_out, 0), self._share()
+        gamma = scale * share
+        alpha = gamma + (2 * facts.spec.z_loss * scale * self._lse if facts.spec.z_loss else 0)
+        factor: Any = 0
+        if upstream is not None:
+            if upstream.nll is not None:
+                of_nll = self._wide(upstream.nll[rows]).masked_fill(is_out, 0)
+                alpha, gamma = alpha + of_nll, gamma + of_nll
+            if upstream.lse is not None:
+                alpha = alpha + self._wide(upstream.lse[rows])
+            if upstream.entropy is not None:
+                of_entropy = self._wide(upstream.entropy[rows])
+                above = self._log_p + pairs.each_row(self._entropy)
+                factor = -pairs.each_row(of_entropy) * above
+        made = self._p * (pairs.each_row(alpha) + factor) - torch.where(self._is_target, pairs.each_row(gamma), 0)
+        made = made * self._slope
+        if facts.dead is not None:
+            made = made.masked_fill(pairs.each_row(self._of_rows(facts.dead)), 0)
+        grad.zero_()
+        grad[pairs.rows.to(grad.device), pairs.classes.to(grad.device)] = made.to(grad.device, grad.dtype)
+        if facts.invalid is not None:
+            grad.masked_fill_(facts.invalid[rows, None], torch.nan)

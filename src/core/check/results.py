@@ -1,0 +1,252 @@
+"""The results and gradients of one case, three times: of the reference, of a backend, and of the framework unfused.
+
+The unfused log-probabilities of hidden states begin with the framework's own float32 product: what is allowed to a
+log-probability is the error of float32 logits. Their gradients are allowed what those of a loss are, the error of
+logits of the case's dtype.
+"""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from xent.backends.protocol import Backend, Harness
+from xent.backends.reference import BACKEND, cross_entropy_gradient, linear_cross_entropy_gradients
+from xent.core import api, log_probs, validate
+from xent.core.check.cases import LOSSES, Case, Inputs, make_inputs
+from xent.core.sampling import sampled
+from xent.core.spec import LinearCall, LogitsCall, Support
+
+__all__ = ["ALONE", "Results", "call_of", "function_of", "placed", "results_of_case"]
+
+ALONE = " without gradients"
+"""What the name of a result ends in that was computed without gradients."""
+
+Results = dict[str, Any]
+
+_DEFAULTS: Results = {
+    "weight": None,
+    "sample_weight": None,
+    "normalizer": None,
+    "reduction": "none",
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "stats": (),
+}
+
+
+def function_of(name: str) -> Any:
+    """Return a public function by its name."""
+    return getattr(api if name in LOSSES else log_probs, name)
+
+
+def placed(harness: Harness[Any], options: Results, wide: str) -> Results:
+    """Return options, the target among them, with their arrays on the device, floats as `wide`."""
+
+    def place(value: Any) -> Any:
+        if isinstance(value, Support):
+            return Support(harness.array(value.ids), harness.array(value.offsets))
+        if not isinstance(value, np.ndarray):
+            return value
+        return harness.array(value, wide if value.dtype.kind == "f" else None)
+
+    return {name: place(value) for name, value in options.items()}
+
+
+def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall | LinearCall:
+    """Describe a case's call on NumPy arrays; `options` with the target."""
+    options = dict(options)
+    temperature, support = options.pop("temperature", 1.0), options.pop("support", None)
+    options = _DEFAULTS | options | {name: case.keywords[name] for name in case.keywords.keys() - {"entropy"}}
+    options.setdefault("linear_bias", None)
+    call: LogitsCall | LinearCall
+    if case.is_linear:
+        call = validate.linear_call(**(options | differentiable))
+    else:
+        del options["linear_bias"]
+        call = validate.logits_call(**differentiable, **options, axis=-1, inplace=False)
+    return call if case.function in LOSSES else sampled(call, temperature, support, case.results[1:])
+
+
+def results_of_case(
+    backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
+) -> tuple[Results, Results, Results, Results]:
+    """Return results and gradients of the reference, of the backend, and of the framework's unfused computation.
+
+    Last, the size of each row of the gradients: the sum of the norms of what each result contributes to the row.
+    Contributions may cancel, which leaves an error that is small beside them and large beside their sum. So may the two
+    terms of the entropy's own, p log p and p H, whose errors are those of x: it counts for p more than it is.
+    """
+    case = replace(case, workspace=case.workspace if workspace is None else workspace)
+    run = _Run.drawn(harness, case, seed)
+
+    def fused(*arrays: Any) -> tuple[Any, ...]:
+        named = dict(zip(run.inputs.differentiable, arrays, strict=True))
+        return run.in_order(function_of(case.function)(**named, **run.options, **case.keywords, backend=backend.name))
+
+    truth, sizes = _reference(run)
+    made = run.named(harness.gradients(fused, run.arrays, run.upstream))
+    plain = run.named(_unfused(run))
+    if case.function == "linear_log_probs":
+        plain |= _exact(run)
+    if case.alone:
+        for name, array in zip(case.results, fused(*run.arrays), strict=True):
+            made[name + ALONE] = harness.numpy(array)
+            truth[name + ALONE], plain[name + ALONE] = truth[name], plain[name]
+    return truth, made, plain, sizes
+
+
+@dataclass(frozen=True, eq=False)
+class _Run:
+    """A case with its arrays on the device."""
+
+    harness: Harness[Any]
+    case: Case
+    inputs: Inputs
+    wide: str
+    """The dtype of what is computed from arrays of the case's dtype."""
+    arrays: tuple[Any, ...]
+    """What is differentiated."""
+    options: Results
+    """The target and the options."""
+    upstream: tuple[Any, ...]
+    """One for each result, None where it is missing."""
+
+    @classmethod
+    def drawn(cls, harness: Harness[Any], case: Case, seed: int) -> "_Run":
+        """Draw the arrays, in the case's dtype."""
+        inputs = make_inputs(case, seed)
+        wide = "float64" if case.dtype == "float64" else "float32"
+        arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
+        options = placed(harness, inputs.options | {"target": inputs.target}, wide)
+        given = {case.results[0]: inputs.upstream} | inputs.others
+        found = (given.get(name) for name in case.results)
+        upstream = tuple(None if values is None else harness.array(values, wide) for values in found)
+        return cls(harness, case, inputs, wide, arrays, options, upstream)
+
+    def in_order(self, returned: Any) -> tuple[Any, ...]:
+        """Return what a call returned as a tuple of the results with gradients."""
+        return tuple(self.case.found_in(returned)[name] for name in self.case.results)
+
+    def named(self, found: tuple[tuple[Any, ...], list[Any]]) -> Results:
+        """Return results and gradients by name, as NumPy arrays."""
+        results, gradients = found
+        names = (*self.case.results, *self.inputs.differentiable)
+        return dict(zip(names, map(self.harness.numpy, (*results, *gradients)), strict=True))
+
+
+def _reference(run: _Run) -> tuple[Results, Results]:
+    """Compute from the very numbers that the backend sees, rounded to the case's dtype; and the sizes of rows."""
+    case, numpy = run.case, run.harness.numpy
+    arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
+    options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
+    call = call_of(case, arrays, options)
+    loss, stats = BACKEND.run(call)
+    sign = 1 if case.function in LOSSES else -1
+    results = [loss if sign > 0 else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
+    found = dict(zip(case.results, map(np.asarray, results), strict=True))
+    given = {name: numpy(grad) for name, grad in zip(case.results, run.upstream, strict=True) if grad is not None}
+    sizes: Results = {}
+    for result, grad in given.items():
+        first = sign * grad if result == case.results[0] else np.zeros(np.shape(loss))
+        others = {} if result == case.results[0] else {result: grad}
+        for name, share in zip(arrays, _gradients(call, first, others), strict=False):
+            found[name] = found.get(name, 0.0) + share
+            sizes[name] = sizes.get(name, 0.0) + _norms(share)
+        if result == "entropy":
+            shares = _gradients(call, np.zeros(np.shape(loss)), {"lse": grad})
+            sizes |= {name: sizes[name] + _norms(share) for name, share in zip(arrays, shares, strict=False)}
+    return found, sizes
+
+
+def _norms(gradient: Any) -> Any:
+    return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
+
+
+def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results) -> tuple[Any, ...]:
+    if isinstance(call, LogitsCall):
+        return (cross_entropy_gradient(call, upstream, **others),)
+    return linear_cross_entropy_gradients(call, upstream, **others)
+
+
+def _as_numpy(harness: Harness[Any], value: Any) -> Any:
+    if isinstance(value, Support):
+        return Support(harness.numpy(value.ids), harness.numpy(value.offsets))
+    return value if value is None or np.isscalar(value) else harness.numpy(value)
+
+
+def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
+    """Compute in the framework's own operations, on logits of the case's dtype."""
+
+    def unfused(*arrays: Any) -> tuple[Any, ...]:
+        padded = (*arrays, *(None,) * (3 - len(arrays)))
+        return _of_logits(run, run.harness.linear(*padded) if run.case.is_linear else arrays[0])
+
+    return run.harness.gradients(unfused, run.arrays, run.upstream)
+
+
+def _exact(run: _Run) -> Results:
+    """Compute the results on logits that are wide from their product on."""
+    wide = [run.harness.array(run.harness.numpy(array), run.wide) for array in run.arrays]
+    logits = run.harness.linear(*wide, *(None,) * (3 - len(wide)))
+    return dict(zip(run.case.results, map(run.harness.numpy, _of_logits(run, logits)), strict=True))
+
+
+def _of_logits(run: _Run, logits: Any) -> tuple[Any, ...]:
+    """Compute the results of a case unfused, row t with what belongs to row t + shift."""
+    found = {}
+    if run.case.function in LOSSES:
+        options = placed(run.harness, _options_of_loss(run), run.wide)
+        found["loss"] = run.harness.unfused_loss(logits, **options, reduction=run.case.reduction)
+    if len(run.case.results) > len(found):
+        found |= run.harness.unfused_rows(logits, **placed(run.harness, _options_of_rows(run), run.wide))
+        found["log_probs"] = 0 - found["nll"]
+    return tuple(found[name] for name in run.case.results)
+
+
+def _options_of_loss(run: _Run) -> Results:
+    """Return target and options as a caller without `shift` would build them."""
+    inputs, shift = run.inputs, run.case.shift
+    options = inputs.options | {"target": inputs.target}
+    if shift:
+        here = _has_target(run)
+        options["target"] = np.roll(inputs.target, -shift, here.ndim - 1)
+        weights = np.roll(options.get("sample_weight", np.ones(here.shape)), -shift, -1)
+        options["sample_weight"] = np.where(here, weights, 0.0)
+    return options
+
+
+def _options_of_rows(run: _Run) -> Results:
+    """Return what log-probabilities need, with dense masks in the place of ignore_index, `shift` and `support`."""
+    inputs, shift = run.inputs, run.case.shift
+    here = _has_target(run)
+    axis = here.ndim - 1
+    target = np.roll(inputs.target, -shift, axis) if shift else inputs.target
+    ignored = ~here
+    if target.dtype.kind != "f":
+        ignored = ignored | (target == inputs.options.get("ignore_index", -100))
+        target = np.where(ignored, 0, target).astype(np.int64)
+    options = {"target": target, "ignored": np.asarray(ignored)}
+    options |= {name: inputs.options[name] for name in ("softcap", "logit_scale") if name in inputs.options}
+    temperature, support = inputs.options.get("temperature"), inputs.options.get("support")
+    if temperature is not None:
+        options["temperature"] = np.roll(np.full(here.shape, temperature), -shift, axis if shift else None)
+    if support is not None:
+        allowed = np.zeros((here.size, run.case.vocabulary), bool)
+        for row, (begin, end) in enumerate(pairwise(support.offsets)):
+            allowed[row, support.ids[begin:end]] = True
+        allowed = np.roll(allowed.reshape(*here.shape, -1), -shift, axis if shift else None)
+        options["allowed"] = allowed | ignored[..., None]
+    return options
+
+
+def _has_target(run: _Run) -> Any:
+    """Return which rows a shift leaves with a target."""
+    here = np.ones(run.case.rows, bool)
+    if run.case.shift:
+        here[..., max(here.shape[-1] - run.case.shift, 0) :] = False
+    return here
