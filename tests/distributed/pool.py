@@ -54,14 +54,15 @@ class Pool:
                 try:
                     found[rank] = self._ends[rank].recv()
                 except (EOFError, OSError):
-                    found[rank] = "the process has ended", None
+                    self.stop()
+                    raise AssertionError(f"the process of rank {rank} has ended") from None
                 if found[rank][0]:  # the others may wait for this rank in vain
                     deadline = min(deadline, time.monotonic() + 2)
         errors = [f"rank {rank}: {error}" for rank, (error, _) in found.items() if error]
-        if errors or len(found) < len(self._ends):
+        if len(found) < PROCESSES:
             self.stop()
-            missing = sorted(set(range(PROCESSES)) - set(found))
-            raise AssertionError("\n".join([*errors, *([f"no answer from ranks {missing}"] if missing else [])]))
+            errors.append(f"no answer from ranks {sorted(set(range(PROCESSES)) - set(found))}")
+        assert not errors, "\n".join(errors)
         return [found[rank][1] for rank in range(PROCESSES)]
 
     def stop(self) -> None:

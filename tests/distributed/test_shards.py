@@ -8,13 +8,11 @@ import pytest
 
 from tests.cases import DTYPES, FACTORS, FACTORS_OF_LOG_PROBS, FACTORS_OF_STATS, FIELDS, FUNCTIONS, LOG_PROBS, OF_LINEAR
 from tests.covering import FULL, covering, crossed
-from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
+from tests.distributed.calls import Way, in_one_piece
 from tests.distributed.cuts import CUTS, cut
+from tests.distributed.judge import joined, judged
 from tests.distributed.pool import PROCESSES, Pool
-from xent.backends import TABLE
 from xent.core.check.cases import OPTIONS, Case
-from xent.core.check.judge import Comparison, compare, worst_of
-from xent.core.check.results import results_of_case
 from xent.core.check.shapes import SHAPES
 
 RANKS = tuple(ranks for ranks in (2, 3) if ranks <= PROCESSES)
@@ -65,47 +63,6 @@ def test_shards_give_what_the_whole_gives(pool: Pool, case: Case, way: Way) -> N
     for name in found:
         if name.startswith("stats."):
             np.testing.assert_allclose(found[name], whole[name], rtol=WIDE[case.dtype], atol=WIDE[case.dtype])
-
-
-DRAWS = 8
-
-
-def judged(pool: Pool, case: Case, way: Way) -> dict[str, Any]:
-    """Return the results of all ranks as those of one call, compared with the reference as `judge_case` does."""
-    found, comparisons = drawn(pool, case, way)
-    if not all(comparison.passed for comparison in comparisons):
-        draws = [comparisons, *(drawn(pool, case, replace(way, seed=seed))[1] for seed in range(1, DRAWS))]
-        comparisons = [worst_of(same) for same in zip(*draws, strict=True)]
-    for comparison in comparisons:
-        assert comparison.passed, comparison
-    return found
-
-
-def drawn(pool: Pool, case: Case, way: Way) -> tuple[dict[str, Any], list[Comparison]]:
-    """Return the results of one draw of the inputs, and what the reference says of them."""
-    found = joined(pool, case, way)
-    backend = TABLE["torch"]()
-    truth, _, plain, sizes = results_of_case(backend, backend.harness(), case, way.seed)
-    names = sorted(found.keys() & truth.keys())
-    assert set(names) >= set(case.results)
-    return found, [compare(name, found[name], truth[name], plain[name], case, sizes.get(name)) for name in names]
-
-
-def joined(pool: Pool, case: Case, way: Way) -> dict[str, Any]:
-    """Return the results of all ranks as those of one call, what all should have having the same bits on all."""
-    parts = pool.run(in_shards, case, way)[: way.ranks]
-    found = {}
-    for name in parts[0]:
-        values = [part[name] for part in parts]
-        if name in AXES:
-            found[name] = way.cut.join(values, AXES[name])
-        elif name == "input" and way.sequence_parallel:
-            found[name] = np.concatenate(values, -2)
-        else:
-            for value in values[1:]:
-                np.testing.assert_array_equal(value, values[0], err_msg=f"{name} differs between ranks")
-            found[name] = values[0]
-    return found
 
 
 @pytest.mark.parametrize(

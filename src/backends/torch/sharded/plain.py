@@ -25,8 +25,8 @@ def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
     return logits
 
 
-def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor | float:
-    """Return dx/dz."""
+def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Any:
+    """Return dx/dz, a tensor or a number."""
     scale, cap = _bends(x, spec, bend)
     return scale if cap is None else (1 - (x / cap).square()).mul_(scale)
 
