@@ -1,4 +1,4 @@
-"""The language model of tests/convergence, its head in shards: the same losses and the same weights as in one process."""
+"""The language model of tests/convergence, its head in shards: the losses and the weights of one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -63,7 +63,7 @@ def alone() -> dict[str, Run]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_head_in_shards_trains_what_a_whole_one_trains(pool: Pool, alone: dict[str, Run], dtype: str) -> None:
-    assert CUT < vocabulary() - CUT
+    assert vocabulary() > 2 * CUT
     run = joined(pool, dtype)
     assert run.losses[-1] < run.losses[0] - 1
     assert disagreements(run, alone[dtype], alone["float32"], dtype, False) == []

@@ -1,5 +1,6 @@
 """What holds for every call holds in shards: repeatable, nothing computed that nobody asked for, errors in time."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -55,8 +56,8 @@ def _second_derivatives() -> None:
             (grad,) = torch.autograd.grad(loss, sources[0], create_graph=True)
             with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
                 grad.square().sum().backward()
-            with pytest.raises(RuntimeError, match="a vocabulary in shards does not go through torch.func"):
-                torch.func.grad(lambda *given, f=function: f(*given, target, vocab_parallel=group(2)))(*sources)
+            with pytest.raises(RuntimeError, match=r"a vocabulary in shards does not go through torch\.func"):
+                torch.func.grad(partial(function, target=target, vocab_parallel=group(2)))(*sources)
 
 
 def _under_no_grad() -> None:
@@ -95,7 +96,7 @@ def _layouts() -> None:
 
 
 def _meshes() -> None:
-    """A DeviceMesh of one dimension is its group, one of more is refused, and so is what is neither."""
+    """Take a DeviceMesh of one dimension for its group; refuse one of more, and what is neither."""
     hidden, weight, target = tensors()
     mesh = torch.distributed.DeviceMesh(device().type, [0, 1], mesh_dim_names=("tp",))
     expected = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=group(2))

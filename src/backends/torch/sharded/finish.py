@@ -131,4 +131,5 @@ def _at_target(
         g = g + times(p, beta * known.log_p)
     if delta is not None:
         g = g - (delta if known.row_weight is None else delta * known.row_weight)
-    return g * slope(known.target, facts.spec, None if facts.bend is None else facts.bend[rows])
+    made: Tensor = g * slope(known.target, facts.spec, None if facts.bend is None else facts.bend[rows])
+    return made
