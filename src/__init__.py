@@ -12,7 +12,7 @@ from xent.core.dispatch import backends
 from xent.core.divergence import divergence, linear_divergence
 from xent.core.errors import BackendError
 from xent.core.log_probs import linear_log_probs, log_probs
-from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support
+from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
 from xent.core.teachers import LinearTeacher, TopKTeacher
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "Stats",
     "Support",
     "TopKTeacher",
+    "VocabParallel",
     "__version__",
     "backends",
     "cross_entropy",

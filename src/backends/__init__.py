@@ -5,11 +5,12 @@ statements, because those are what torch.compile can trace.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from xent.backends.protocol import Backend
 
-__all__ = ["ALSO", "TABLE", "plans_of"]
+__all__ = ["ALSO", "TABLE", "plans_of", "told_to_peers"]
 
 
 def _triton() -> Backend:
@@ -69,3 +70,14 @@ def plans_of(array: Any) -> Any:
     except ImportError:
         return None
     return plan
+
+
+def told_to_peers(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
+    """Return a context in which an error names the rank and, where that can help, reaches the ranks that wait."""
+    if vocab_parallel is None or not hasattr(array, "requires_grad"):
+        return nullcontext()
+    try:
+        from xent.backends.torch.sharded import peers
+    except ImportError:
+        return nullcontext()
+    return peers.told(vocab_parallel, array)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from xent.backends import plans_of
+from xent.backends import plans_of, told_to_peers
 from xent.core import validate
 from xent.core.dispatch import select
 
@@ -26,6 +26,7 @@ def cross_entropy(
     axis: int = -1,
     inplace: bool = False,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the cross entropy between logits and target classes.
@@ -81,6 +82,9 @@ def cross_entropy(
         and on MLX arrays, which are values: memory that nothing else refers to is reused in any case.
     stats : collection of str
         Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
+    vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
+        PyTorch only: the vocabulary is in shards, and each rank of the group passes its own: see `xent.VocabParallel`.
+        Logits that are DTensors with the classes sharded need no such argument.
     backend : str
         "auto", or a name that `xent.backends()` lists. The environment variable XENT_BACKEND overrides "auto".
 
@@ -117,7 +121,7 @@ def cross_entropy(
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
     0.3955
     """
-    plans = plans_of(logits)
+    plans = plans_of(logits) if vocab_parallel is None else None
     found = None
     if plans is not None:
         options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -125,24 +129,26 @@ def cross_entropy(
         found = plans.find_logits(*arrays, axis, inplace, backend, options, stats)
         if found is not None and found.kernel is not None:
             return plans.run_logits(found, *arrays, axis, inplace)
-    call = validate.logits_call(
-        logits,
-        target,
-        weight=weight,
-        sample_weight=sample_weight,
-        normalizer=normalizer,
-        axis=axis,
-        inplace=inplace,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        stats=stats,
-    )
-    chosen = select(backend, call)
-    loss, reported = chosen.run(call)
+    with told_to_peers(vocab_parallel, logits):
+        call = validate.logits_call(
+            logits,
+            target,
+            weight=weight,
+            sample_weight=sample_weight,
+            normalizer=normalizer,
+            axis=axis,
+            inplace=inplace,
+            vocab_parallel=vocab_parallel,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            stats=stats,
+        )
+        chosen = select(backend, call)
+        loss, reported = chosen.run(call)
     if plans is not None and found is not None:
         plans.keep(found, chosen.name)
     return (loss, reported) if call.loss.stats else loss
@@ -167,6 +173,7 @@ def linear_cross_entropy(
     head_weight: Sequence[float] | None = None,
     workspace: int | None = None,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the cross entropy of a linear classifier without memory for its (tokens x vocabulary) logits.
@@ -201,6 +208,10 @@ def linear_cross_entropy(
         takes any upstream gradient, backward computes the logits again (four).
     label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, backend
         As in `xent.cross_entropy`.
+    vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
+        As in `xent.cross_entropy`. The classifier's gradient is the shard's own; that of ``input``, which is the same
+        on every rank, is the sum over ranks, on every rank. A classifier that is a DTensor with its rows sharded needs
+        no such argument.
     shift : int >= 0, or tuple of H such ints
         Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
         its labels as they are with shift=1 and no hidden state is copied. ``sample_weight`` goes with ``target``: entry
@@ -251,7 +262,7 @@ def linear_cross_entropy(
     >>> float(xent.linear_cross_entropy(heads, classifier, labels, shift=(1, 2), head_weight=(1.0, 0.5)).round(4))
     3.5111
     """
-    plans = plans_of(input)
+    plans = plans_of(input) if vocab_parallel is None else None
     found = None
     if plans is not None and head_weight is None:
         options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
@@ -259,27 +270,29 @@ def linear_cross_entropy(
         found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
         if found is not None and found.kernel is not None:
             return plans.run_linear(found, *arrays, shift, workspace)
-    call = validate.linear_call(
-        input,
-        linear_weight,
-        target,
-        linear_bias=linear_bias,
-        weight=weight,
-        sample_weight=sample_weight,
-        normalizer=normalizer,
-        shift=shift,
-        head_weight=head_weight,
-        workspace=workspace,
-        reduction=reduction,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        stats=stats,
-    )
-    chosen = select(backend, call)
-    loss, reported = chosen.run(call)
+    with told_to_peers(vocab_parallel, input):
+        call = validate.linear_call(
+            input,
+            linear_weight,
+            target,
+            linear_bias=linear_bias,
+            weight=weight,
+            sample_weight=sample_weight,
+            normalizer=normalizer,
+            shift=shift,
+            head_weight=head_weight,
+            workspace=workspace,
+            vocab_parallel=vocab_parallel,
+            reduction=reduction,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            stats=stats,
+        )
+        chosen = select(backend, call)
+        loss, reported = chosen.run(call)
     if plans is not None and found is not None:
         plans.keep(found, chosen.name)
     return (loss, reported) if call.loss.stats else loss

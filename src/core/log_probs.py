@@ -6,7 +6,7 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import plans_of
+from xent.backends import plans_of, told_to_peers
 from xent.core import validate
 from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
@@ -31,6 +31,7 @@ def log_probs(
     axis: int = -1,
     entropy: bool = False,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the log-probability of each target class, and the entropy of each row's distribution.
@@ -55,7 +56,7 @@ def log_probs(
         Class indices in [0, V) or ignore_index.
     temperature : float > 0, or float array with the target's shape
         Divides the logits of all rows, or of each, after scale and softcap. No gradient.
-    softcap, logit_scale, axis, backend
+    softcap, logit_scale, axis, vocab_parallel, backend
         As in `xent.cross_entropy`.
     ignore_index : int
         Rows with this target have log-probability and entropy 0, and exactly 0 gradient.
@@ -98,7 +99,7 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
-    plans = plans_of(logits)
+    plans = plans_of(logits) if vocab_parallel is None else None
     found = None
     if plans is not None:
         sampling = (temperature, support, entropy)
@@ -109,18 +110,20 @@ def log_probs(
             return _in_order(plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
-    call = validate.logits_call(
-        logits,
-        target,
-        **_ARRAYS,
-        **_LOSS,
-        axis=axis,
-        inplace=False,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    return _run(sampled(call, temperature, support, names), plans, found, backend)
+    with told_to_peers(vocab_parallel, logits):
+        call = validate.logits_call(
+            logits,
+            target,
+            **_ARRAYS,
+            **_LOSS,
+            axis=axis,
+            inplace=False,
+            vocab_parallel=vocab_parallel,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+        return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def linear_log_probs(
@@ -138,6 +141,7 @@ def linear_log_probs(
     entropy: bool = False,
     workspace: int | None = None,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute log-probabilities of targets from hidden states, without memory for the (tokens x vocabulary) logits.
@@ -150,7 +154,7 @@ def linear_log_probs(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         Hidden states.
-    linear_weight, linear_bias, workspace
+    linear_weight, linear_bias, workspace, vocab_parallel
         As in `xent.linear_cross_entropy`.
     target : integer array (...)
         Class indices in [0, V) or ignore_index.
@@ -177,7 +181,7 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
-    plans = plans_of(input)
+    plans = plans_of(input) if vocab_parallel is None else None
     found = None
     if plans is not None:
         sampling = (temperature, support, entropy)
@@ -189,20 +193,22 @@ def linear_log_probs(
     names = _names(stats, entropy)
     _check_classes(target)
     _check_heads(shift)
-    call = validate.linear_call(
-        input,
-        linear_weight,
-        target,
-        **_ARRAYS,
-        **_LOSS,
-        linear_bias=linear_bias,
-        shift=shift,
-        workspace=workspace,
-        ignore_index=ignore_index,
-        softcap=softcap,
-        logit_scale=logit_scale,
-    )
-    return _run(sampled(call, temperature, support, names), plans, found, backend)
+    with told_to_peers(vocab_parallel, input):
+        call = validate.linear_call(
+            input,
+            linear_weight,
+            target,
+            **_ARRAYS,
+            **_LOSS,
+            linear_bias=linear_bias,
+            shift=shift,
+            workspace=workspace,
+            vocab_parallel=vocab_parallel,
+            ignore_index=ignore_index,
+            softcap=softcap,
+            logit_scale=logit_scale,
+        )
+        return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ __all__ = [
     "QuantizedWeight",
     "Stats",
     "Support",
+    "VocabParallel",
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -67,6 +68,7 @@ class LogitsCall:
     inplace: bool
     temperature: Any = None
     support: "Support | None" = None
+    vocab_parallel: "VocabParallel | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +130,7 @@ class LinearCall:
     temperature: Any = None
     support: "Support | None" = None
     heads: "Heads | None" = None
+    vocab_parallel: "VocabParallel | None" = None
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,45 @@ class Support:
 
     ids: Any
     offsets: Any
+
+
+@dataclass(frozen=True, eq=False)
+class VocabParallel:
+    """A vocabulary in shards: this rank of a process group holds the classes [first, first + rows) of `size`.
+
+    The shard is what the call gets as logits (..., rows), or as classifier (rows, D), bias (rows,), class weights
+    (rows,) and class probabilities (..., rows). Everything else, targets above all, is the same on every rank. So are
+    the loss and the statistics, bit by bit. Every rank of the group has to make the call.
+
+    Parameters
+    ----------
+    group : torch.distributed.ProcessGroup, or torch.distributed.DeviceMesh of one dimension
+        The ranks that hold a shard each.
+    first : int, optional
+        The shard's first class. By default shards follow each other in the order of ranks, as DTensor and torch.chunk
+        cut a vocabulary. Either all ranks name theirs or none.
+    size : int, optional
+        V, how many classes there are. Rows of a shard beyond are padding: they have no probability and no gradient. By
+        default no shard has padding. To be given also where one group has two vocabularies whose shards are of one size
+        on some ranks and not on all: ranks remember a layout by their own shard.
+    sequence_parallel : bool
+        Whether the `input` of a linear loss holds this rank's tokens alone, (..., T_r, D), cut along that axis as
+        torch.chunk cuts T; target and sample weights are those of all tokens. Hidden states are gathered, and their
+        gradient is reduced and scattered.
+
+    Examples
+    --------
+    >>> import xent
+    >>> group = torch.distributed.new_group([0, 1])  # doctest: +SKIP
+    >>> loss = xent.linear_cross_entropy(hidden, shard, labels, vocab_parallel=group)  # doctest: +SKIP
+    >>> padded = xent.VocabParallel(group, size=50257)  # doctest: +SKIP
+    >>> loss = xent.cross_entropy(logits, labels, vocab_parallel=padded)  # doctest: +SKIP
+    """
+
+    group: Any
+    first: int | None = None
+    size: int | None = None
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
+from xent.core.shards import check_tokens, vocab_parallel_of
 from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = [
@@ -32,7 +33,16 @@ __all__ = [
 
 
 def logits_call(
-    logits: Any, target: Any, *, weight: Any, sample_weight: Any, normalizer: Any, axis: int, inplace: bool, **loss: Any
+    logits: Any,
+    target: Any,
+    *,
+    weight: Any,
+    sample_weight: Any,
+    normalizer: Any,
+    axis: int,
+    inplace: bool,
+    vocab_parallel: Any = None,
+    **loss: Any,
 ) -> LogitsCall:
     """Check the arguments of `xent.cross_entropy` and describe the call."""
     normalizer = number_of(framework_of(logits), normalizer)
@@ -52,9 +62,12 @@ def logits_call(
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
     axis %= len(shape)
     rows = shape[:axis] + shape[axis + 1 :]
-    _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight)
+    shards = vocab_parallel_of(framework, vocab_parallel)
+    if shards is not None and shards.sequence_parallel:
+        raise ValueError("sequence_parallel gathers hidden states: logits in shards have all tokens on every rank")
+    _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight, shards is not None)
     normalizer = _normalizer(framework, normalizer, spec.reduction)
-    return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace)
+    return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace, vocab_parallel=shards)
 
 
 def linear_call(
@@ -69,6 +82,7 @@ def linear_call(
     shift: Any,
     workspace: int | None,
     head_weight: Any = None,
+    vocab_parallel: Any = None,
     **loss: Any,
 ) -> LinearCall:
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
@@ -101,9 +115,14 @@ def linear_call(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
     check_shift_and_workspace(shift, workspace)
+    shards = vocab_parallel_of(framework, vocab_parallel)
     heads = heads_of(framework, shift, head_weight, spec.reduction)
-    rows = tuple(input.shape[:-1])
+    rows = check_tokens(input, target) if shards is not None and shards.sequence_parallel else tuple(input.shape[:-1])
     if heads is not None:
+        if shards is not None:
+            raise ValueError(
+                f"shift={heads.shift} with vocab_parallel is not supported: call once for each head, and add the losses"
+            )
         count = len(heads.shift)
         if len(rows) < 2 or rows[0] != count:
             raise ValueError(
@@ -113,7 +132,17 @@ def linear_call(
         rows, shift = rows[1:], 0
     elif shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
-    _check_rows("input", tuple(input.shape), rows, vocabulary, (*rows, vocabulary), target, weight, sample_weight)
+    _check_rows(
+        "input",
+        tuple(input.shape),
+        rows,
+        vocabulary,
+        (*rows, vocabulary),
+        target,
+        weight,
+        sample_weight,
+        shards is not None,
+    )
     normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LinearCall(
         input,
@@ -127,6 +156,7 @@ def linear_call(
         shift,
         workspace,
         heads=heads,
+        vocab_parallel=shards,
     )
 
 
@@ -293,9 +323,13 @@ def _check_rows(
     target: Any,
     weight: Any,
     sample_weight: Any,
+    in_shards: bool,
 ) -> None:
-    """Check what is said per row and per class against `rows`, the index target's shape, and `vocabulary`."""
-    if vocabulary == 0:
+    """Check what is said per row and per class against `rows`, the index target's shape, and `vocabulary`.
+
+    A shard of the vocabulary may be empty.
+    """
+    if vocabulary == 0 and not in_shards:
         raise ValueError(f"there must be at least one class, got 0 with {source} of shape {source_shape}")
     dtype, shape = dtype_name(target), tuple(target.shape)
     if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework_of(target) == "numpy"):

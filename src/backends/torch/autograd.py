@@ -16,7 +16,16 @@ from xent.backends.torch.logits import makes_gradient_first
 from xent.backends.torch.options import ARGUMENTS, TENSORS, reduction_of, stats_of
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
-__all__ = ["CrossEntropy", "CrossEntropyInplace", "LinearCrossEntropy", "asks_for_gradient"]
+__all__ = [
+    "CrossEntropy",
+    "CrossEntropyInplace",
+    "LinearCrossEntropy",
+    "asks_for_gradient",
+    "differentiated",
+    "first_order",
+    "refused",
+    "scaled",
+]
 
 
 def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
@@ -58,15 +67,15 @@ class CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, kept_upstream: Any, *of_stats: Any) -> Any:
         rest = (None,) * (1 + ARGUMENTS)
-        if _differentiated(kept_upstream):
-            return _refused(kept_upstream, kept_upstream), *rest
+        if differentiated(kept_upstream):
+            return refused(kept_upstream, kept_upstream), *rest
         upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
         if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
-            return _scaled(ctx, ctx.saved_tensors[0], of_loss, None), *rest
+            return scaled(ctx, ctx.saved_tensors[0], of_loss, None), *rest
         args = _saved(ctx, upstream)
-        return _first_order(torch.ops.xent.cross_entropy_backward, *args), *rest
+        return first_order(torch.ops.xent.cross_entropy_backward, *args), *rest
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -95,10 +104,10 @@ class CrossEntropyInplace(torch.autograd.Function):
         if all(one is None for one in upstream):
             return None, *rest
         if ctx.is_made:
-            return _first_order(_scaled, ctx, ctx.saved_tensors[0], of_loss, None), *rest
+            return first_order(scaled, ctx, ctx.saved_tensors[0], of_loss, None), *rest
         logits, *args = _saved(ctx, upstream)
         if any(one is not None and _memory_is_needed(one) for one in upstream):
-            return _first_order(torch.ops.xent.cross_entropy_backward, logits, *args), *rest
+            return first_order(torch.ops.xent.cross_entropy_backward, logits, *args), *rest
         memory = logits.detach()
         torch.ops.xent.cross_entropy_backward_(memory, *args)
         return memory, *rest
@@ -132,9 +141,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (4 + ARGUMENTS)
-        if _differentiated(*more[:4]):
+        if differentiated(*more[:4]):
             return *(
-                None if grad is None else _refused(grad, grad).to(dtype)
+                None if grad is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
             ), *rest
         upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, more[4:])
@@ -144,11 +153,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             tensors = ctx.saved_tensors
             operation = torch.ops.xent.linear_cross_entropy_backward
             args = (*tensors[:3], *ctx.linear, *upstream, *tensors[3:], *ctx.constants)
-            gradients = _first_order(operation, *args)
+            gradients = first_order(operation, *args)
         else:
             deferred, *kept = ctx.saved_tensors
             gradients = [
-                _scaled(ctx, grad, of_loss, deferred) if need else None
+                scaled(ctx, grad, of_loss, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         made = [
@@ -189,10 +198,10 @@ class _FirstOrder(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> Any:
         first = next(grad for grad in upstream if grad is not None)
         needed = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=True)
-        return tuple(_refused(first, like) if needs else None for like, needs in needed)
+        return tuple(refused(first, like) if needs else None for like, needs in needed)
 
 
-def _first_order(operation: Any, *args: Any) -> Any:
+def first_order(operation: Any, *args: Any) -> Any:
     """Return operation(*args); differentiating it raises, as it does by itself in a compiled graph."""
     return operation(*args) if torch.compiler.is_dynamo_compiling() else _FirstOrder.apply(operation, *args)
 
@@ -209,13 +218,13 @@ def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
     return logits, norm, None if upstream.entropy is None else entropy, *upstream, *tensors, *ctx.constants
 
 
-def _refused(upstream: Tensor, like: Tensor) -> Tensor:
+def refused(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise; where a tracer asks for a second derivative in case, return a stand-in that raises when it is computed."""
     refused: Tensor = torch.ops.xent.second_derivative(upstream, like)
     return refused
 
 
-def _differentiated(*kept_upstream: Tensor | None) -> bool:
+def differentiated(*kept_upstream: Tensor | None) -> bool:
     """Return whether somebody differentiates a kept gradient.
 
     Not while Dynamo traces: there, outputs that nobody uses come with gradients too, and second derivatives of a
@@ -239,7 +248,7 @@ def _is_transformed(upstream: Tensor) -> bool:
     return private.forward_mode() or private.is_batched_gradient(upstream)
 
 
-def _scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
+def scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless that is needed."""
     if not _memory_is_needed(upstream):
         # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.

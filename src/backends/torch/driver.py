@@ -42,6 +42,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     if isinstance(call, LogitsCall):
         refuse_transforms({"logits": call.logits})
         quiet = _is_eager(call.logits, *options.tensors)
+        if call.vocab_parallel is not None:
+            return _run_logits_in_shards(call, options, quiet)
         made = run_logits(call.logits, options, call.axis, call.inplace, quiet)
     else:
         sources = _tensors(call, "input", "linear_weight", "linear_bias")
@@ -51,6 +53,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
             if quiet and not call.target.is_floating_point():
                 check_targets(options, len(call.linear_weight), min(call.heads.shift))
             return heads.run(call, partial(run, kernel=kernel), torch, Tensor.to)
+        if call.vocab_parallel is not None:
+            return _run_linear_in_shards(call, options, quiet)
         arguments = (call.input, call.linear_weight, call.linear_bias, options, call.shift, call.workspace)
         made = run_linear(*arguments, quiet)
     return made if call.loss.stats else (made, Stats())
@@ -58,11 +62,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
 
 def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet: bool) -> Any:
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
-    given, target = logits, options.target
-    if axis != logits.dim() - 1:
-        logits = logits.movedim(axis, -1)
-        if target.is_floating_point():
-            options = options._replace(target=target.movedim(axis, -1))
+    given = logits
+    logits, options = _classes_last(logits, options, axis)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
     if quiet:
         if inplace and needs_grad:
@@ -109,6 +110,42 @@ def run_linear(
     else:
         loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
     return _shaped(loss, stats, options.spec, source.shape[:-1])
+
+
+def _run_logits_in_shards(call: LogitsCall, options: Options, quiet: bool) -> tuple[Tensor, Stats]:
+    from xent.backends.torch.sharded import entry  # which needs torch.distributed
+
+    if call.inplace and quiet:
+        _check_inplace(call.logits)
+    logits, options = _classes_last(call.logits, options, call.axis)
+    assert call.vocab_parallel is not None
+    loss, stats = entry.cross_entropy(logits, options, call.vocab_parallel, call.inplace, quiet)
+    made = _shaped(loss, stats, options.spec, logits.shape[:-1])
+    return made if call.loss.stats else (made, Stats())
+
+
+def _run_linear_in_shards(call: LinearCall, options: Options, quiet: bool) -> tuple[Tensor, Stats]:
+    from xent.backends.torch.sharded import entry
+
+    source, weight, bias = call.input, call.linear_weight, call.linear_bias
+    needs = asks_for_gradient(source, weight, bias)
+    compute = _compute_dtype(source, weight, bias)
+    linear = Linear(source, weight, bias, call.shift, call.workspace, compute, (needs[0], needs[1], needs[2]))
+    assert call.vocab_parallel is not None
+    loss, stats = entry.linear_cross_entropy(linear, options, call.vocab_parallel, quiet)
+    target = call.target
+    rows = target.shape[:-1] if target.is_floating_point() else target.shape
+    made = _shaped(loss, stats, options.spec, rows)
+    return made if call.loss.stats else (made, Stats())
+
+
+def _classes_last(logits: Tensor, options: Options, axis: int) -> tuple[Tensor, Options]:
+    """Return logits, and options with targets, that have the classes on the last axis."""
+    if axis == logits.dim() - 1:
+        return logits, options
+    if options.target.is_floating_point():
+        options = options._replace(target=options.target.movedim(axis, -1))
+    return logits.movedim(axis, -1), options
 
 
 def _is_eager(*tensors: Any) -> bool:

@@ -23,7 +23,7 @@ from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
-__all__ = ["cross_entropy", "linear_cross_entropy"]
+__all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
 
 
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
@@ -31,7 +31,7 @@ def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: b
     if needs_grad:
         loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
         return loss, stats
-    loss, stats = _on(logits, logits_driver.forward, logits, None, None, options)
+    loss, stats = on_device(logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
 
 
@@ -40,11 +40,11 @@ def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list
     if any(linear.needs):
         loss, _, *stats = _LinearCrossEntropy.apply(linear.input, linear.weight, linear.bias, linear, options)
         return loss, stats
-    loss, _, _, stats = _on(linear.input, linear_driver.forward, linear, options)
+    loss, _, _, stats = on_device(linear.input, linear_driver.forward, linear, options)
     return loss, stats
 
 
-def _on(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
+def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with the tensor's device as the current one, and without autocast."""
     device = tensor.device
     if private.any_autocast() or (device.type == "cuda" and device.index != torch.cuda.current_device()):
@@ -61,13 +61,13 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
             grad = logits if inplace else gradient_like(logits)
-            loss, stats = _on(logits, logits_driver.forward, logits.detach(), grad.detach(), None, options)
+            loss, stats = on_device(logits, logits_driver.forward, logits.detach(), grad.detach(), None, options)
             if inplace:
                 torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(anchor := loss.new_empty(0), grad)
         else:
             norm = new_norm(logits)
-            loss, stats = _on(logits, logits_driver.forward, logits.detach(), None, norm, options)
+            loss, stats = on_device(logits, logits_driver.forward, logits.detach(), None, norm, options)
             entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(tensors))
             ctx.number = None if isinstance(tensors[3], Tensor) else tensors[3]
@@ -84,16 +84,16 @@ class _CrossEntropy(torch.autograd.Function):
             return None, *rest
         if ctx.is_made:
             anchor, kept = ctx.saved_tensors
-            return _once(anchor, lambda: _scaled(ctx.kernel, kept, of_loss, None)), *rest
+            return once(anchor, lambda: scaled(ctx.kernel, kept, of_loss, None)), *rest
         anchor, logits, norm, entropy, *tensors = ctx.saved_tensors
         entropy = None if upstream.entropy is None else entropy
         options = _restored(ctx, tensors)
 
         def gradient() -> Tensor:
-            if all(map(_is_simple, upstream)):
+            if all(map(is_simple, upstream)):
                 reuse = ctx.inplace and not private.keeps_graph()
                 args = (upstream, logits.detach(), norm, entropy, options, reuse)
-                made: Tensor = _on(logits, logits_driver.backward, *args)
+                made: Tensor = on_device(logits, logits_driver.backward, *args)
                 if reuse:
                     torch.autograd.graph.increment_version(logits)
             else:
@@ -101,7 +101,7 @@ class _CrossEntropy(torch.autograd.Function):
                 made = operation(logits.detach(), norm, entropy, *upstream, *pack(options))
             return made
 
-        return _once(anchor, gradient), *rest
+        return once(anchor, gradient), *rest
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -109,7 +109,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
-        loss, deferred, made, stats = _on(source, linear_driver.forward, linear, options)
+        loss, deferred, made, stats = on_device(source, linear_driver.forward, linear, options)
         ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
         ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
@@ -131,21 +131,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.is_made:
             anchor, source, weight, bias, *tensors = ctx.saved_tensors
             options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
-            if all(map(_is_simple, upstream)):
+            if all(map(is_simple, upstream)):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
-                    made = _on(source, linear_driver.backward, upstream, linear, options)
+                    made = on_device(source, linear_driver.backward, upstream, linear, options)
             else:
                 args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
                 made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
         else:
             anchor, deferred, *kept = ctx.saved_tensors
             made = [
-                _scaled(ctx.kernel, grad, of_loss, deferred) if need else None
+                scaled(ctx.kernel, grad, of_loss, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         grads = [
-            _once(anchor, partial(grad.to, dtype)) if need and grad is not None else None
+            once(anchor, partial(grad.to, dtype)) if need and grad is not None else None
             for grad, dtype, need in zip(made, ctx.dtypes, ctx.needs, strict=True)
         ]
         return *grads, None, None
@@ -166,7 +166,7 @@ def _upstream(ctx: Any, of_loss: Tensor | None, of_stats: Any) -> jobs.Upstream:
     return upstream_of(spec.reduction, spec.stats, of_loss, of_stats)
 
 
-def _is_simple(upstream: Tensor | None) -> bool:
+def is_simple(upstream: Tensor | None) -> bool:
     """Whether an upstream gradient is what its memory says: no batch, no fake, no negated view, and nothing watches."""
     return upstream is None or (
         type(upstream) in private.PLAIN_TYPES
@@ -176,12 +176,12 @@ def _is_simple(upstream: Tensor | None) -> bool:
     )
 
 
-def _scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
+def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once, in kept's memory unless it is needed again."""
-    if _is_simple(upstream):
+    if is_simple(upstream):
         inplace = not (torch.is_grad_enabled() or private.keeps_graph())
         with torch.no_grad():
-            made: Tensor = _on(kept, jobs.scale, kernel, kept.detach(), upstream, deferred, inplace)
+            made: Tensor = on_device(kept, jobs.scale, kernel, kept.detach(), upstream, deferred, inplace)
         return made
     factor = upstream if deferred is None else upstream * deferred
     # A 0-d factor would be rounded to kept's precision first.
@@ -204,7 +204,7 @@ class _Once(torch.autograd.Function):
         raise RuntimeError(NO_SECOND)
 
 
-def _once(anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+def once(anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Return a gradient; where PyTorch records backward, one that raises when it is differentiated."""
     if not torch.is_grad_enabled():
         return make()

@@ -101,11 +101,13 @@ def gather_facts(
     shift: int = 0,
     upstream: Upstream | None = None,
     narrow: bool = False,
+    weigh: Callable[[Tensor], Tensor] | None = None,
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
     Row t takes target and sample weight of t + `shift` along the last axis of the target. `narrow`: gradients are
-    kept in float16's range.
+    kept in float16's range. `weigh` returns the class weights (N,) of targets (N,) where not all of them are in the
+    options.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
@@ -126,7 +128,10 @@ def gather_facts(
             target = target.masked_fill(ignored | invalid, 0)
         else:
             target = target.masked_fill(ignored, 0)
-        row_weight = None if options.weight is None else options.weight.to(acc)[target]
+        if weigh is not None:
+            row_weight = weigh(target)
+        else:
+            row_weight = None if options.weight is None else options.weight.to(acc)[target]
     support = None
     if options.support_ids is not None and options.support_offsets is not None:
         looked = looks_at_targets(device)

@@ -39,25 +39,43 @@ class Gradients:
 
     def add(self, part: Part, trained: Tensor, grad_logits: Tensor) -> None:
         """Take the hidden states (R, D) of a part, 0 in rows without a gradient, and its gradient of the logits."""
+        self.add_to_classifier(part, trained, grad_logits)
+        self.add_to_input(part, grad_logits)
+
+    def add_to_classifier(self, part: Part, trained: Tensor, grad_logits: Tensor) -> None:
+        """Add to the gradients of weight and bias alone."""
         if self._needs_weight:
             self._weight.add(grad_logits.t(), trained, part.last)
-        if self._needs_input:
-            if part.rows is None and self._input.dtype == grad_logits.dtype:
-                torch.mm(grad_logits, self._linear.classifier, out=self._input[part.start : part.stop])
-            else:
-                part.put(grad_logits @ self._linear.classifier, self._input)
         if self._needs_bias:
             self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
 
+    def add_to_input(self, part: Part, grad_logits: Tensor) -> None:
+        """Write the gradient of a part's hidden states alone."""
+        if not self._needs_input:
+            return
+        if part.rows is None and self._input.dtype == grad_logits.dtype:
+            torch.mm(grad_logits, self._linear.classifier, out=self._input[part.start : part.stop])
+        else:
+            part.put(grad_logits @ self._linear.classifier, self._input)
+
+    def of_input(self) -> Tensor | None:
+        """Return the gradient of the input after the last part; None if not asked for."""
+        if not self._needs_input:
+            return None
+        if self._schedule.left_out is not None:
+            self._input.index_fill_(0, self._schedule.left_out, 0)
+        return self._input.view(self._linear.input.shape)
+
+    def of_classifier(self, vocabulary: int) -> tuple[Tensor | None, Tensor | None]:
+        """Return the gradients of so many classes of weight and bias after the last part; None if not asked for."""
+        bias = self._linear.bias
+        return (
+            self._weight.result()[:vocabulary] if self._needs_weight else None,
+            self._bias[:vocabulary].to(kept_dtype(bias.dtype)) if self._needs_bias and bias is not None else None,
+        )
+
     def result(self, vocabulary: int) -> list[Tensor]:
         """Return the gradients of input, and of so many classes of weight and bias; empty if not asked for."""
-        made, bias = no_gradients(self._linear), self._linear.bias
-        if self._needs_input:
-            if self._schedule.left_out is not None:
-                self._input.index_fill_(0, self._schedule.left_out, 0)
-            made[0] = self._input.view(self._linear.input.shape)
-        if self._needs_weight:
-            made[1] = self._weight.result()[:vocabulary]
-        if self._needs_bias and bias is not None:
-            made[2] = self._bias[:vocabulary].to(kept_dtype(bias.dtype))
-        return made
+        made = (self.of_input(), *self.of_classifier(vocabulary))
+        missing = no_gradients(self._linear)
+        return [empty if grad is None else grad for grad, empty in zip(made, missing, strict=True)]

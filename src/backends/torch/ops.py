@@ -25,7 +25,7 @@ from xent.backends.torch.options import SCHEMA, accuracy_is_per_row, reduction_o
 from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.rows import gradient_like
 
-__all__ = ["NO_SECOND", "undisturbed"]
+__all__ = ["NO_SECOND", "fake_gradients", "fake_results", "operation", "undisturbed"]
 
 NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
@@ -52,7 +52,7 @@ def undisturbed(function: Callable[..., Any], device: torch.device, *args: Any) 
         return function(*args)
 
 
-def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as an operation of every device, and `fake` for shapes."""
     name = schema.partition("(")[0]
 
@@ -65,7 +65,7 @@ def _operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[...,
     return register
 
 
-def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Any) -> Any:
+def fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Any) -> Any:
     """Return (loss, deferred, stats) without values; per-row results are flat.
 
     Sizes may be symbols, which `math.prod` keeps; `shape.numel()` would fix their values and compile anew for each.
@@ -91,7 +91,7 @@ def _fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, opt
 
 
 def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
-    loss, _, stats = _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
+    loss, _, stats = fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
     if not needs_grad:
         kept = logits.new_empty(0)
     elif makes_gradient_first(reduction_of(options), logits.dtype):
@@ -102,7 +102,7 @@ def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
     return loss, kept, stats
 
 
-@_operation(
+@operation(
     f"cross_entropy(Tensor logits, bool needs_grad, {SCHEMA}) -> (Tensor loss, Tensor kept, Tensor[] stats)",
     _fake_cross_entropy,
 )
@@ -119,11 +119,11 @@ def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
 
 
 def _fake_cross_entropy_(logits: Tensor, *options: Any) -> Any:
-    loss, _, stats = _fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
+    loss, _, stats = fake_results(logits.shape[:-1], accumulation_dtype(logits.dtype), logits.device, options)
     return loss, stats
 
 
-@_operation(
+@operation(
     f"cross_entropy_(Tensor(a!) logits, {SCHEMA}) -> (Tensor loss, Tensor[] stats)",
     _fake_cross_entropy_,
 )
@@ -134,7 +134,7 @@ def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
     return made
 
 
-@_operation(
+@operation(
     f"cross_entropy_backward(Tensor logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> Tensor",
     lambda logits, *args: gradient_like(logits),
 )
@@ -142,7 +142,7 @@ def _cross_entropy_backward(logits: Tensor, norm: Tensor, entropy: Tensor | None
     return logits_driver.backward(jobs.Upstream(*args[:4]), logits, norm, entropy, unpack(args[4:]))
 
 
-@_operation(
+@operation(
     f"cross_entropy_backward_(Tensor(a!) logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> ()",
     lambda logits, *args: None,
 )
@@ -152,7 +152,8 @@ def _cross_entropy_backward_(logits: Tensor, norm: Tensor, entropy: Tensor | Non
     torch.autograd.graph.increment_version(logits)
 
 
-def _fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
+def fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
+    """Return the gradients of input, weight and bias without values; empty if not asked for or not wanted."""
     sources = (linear.input, linear.weight, linear.bias)
     return [
         source.new_empty(source.shape, dtype=kept_dtype(source.dtype))
@@ -170,11 +171,11 @@ def _linear(args: tuple[Any, ...]) -> Linear:
 def _fake_linear(*args: Any) -> Any:
     linear, options = _linear(args), args[7:]
     acc = accumulation_dtype(linear.compute)
-    loss, deferred, stats = _fake_results(linear.input.shape[:-1], acc, linear.input.device, options)
-    return loss, deferred, _fake_gradients(linear, reduction_of(options) != "none"), stats
+    loss, deferred, stats = fake_results(linear.input.shape[:-1], acc, linear.input.device, options)
+    return loss, deferred, fake_gradients(linear, reduction_of(options) != "none"), stats
 
 
-@_operation(
+@operation(
     f"linear_cross_entropy({_LINEAR}, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor[] stats)",
     _fake_linear,
 )
@@ -184,15 +185,15 @@ def _linear_cross_entropy(*args: Any) -> Any:
     return loss, loss.new_ones(()) if deferred is None else deferred, gradients, stats
 
 
-@_operation(
+@operation(
     f"linear_cross_entropy_backward({_LINEAR}, {_UPSTREAM}, {SCHEMA}) -> Tensor[]",
-    lambda *args: _fake_gradients(_linear(args), True),
+    lambda *args: fake_gradients(_linear(args), True),
 )
 def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
     return linear_driver.backward(jobs.Upstream(*args[7:11]), _linear(args), unpack(args[11:]))
 
 
-@_operation(
+@operation(
     "scale_(Tensor(a!) grad, Tensor upstream, Tensor? deferred, str kernel) -> ()",
     lambda grad, upstream, deferred, kernel: None,
 )
@@ -201,7 +202,7 @@ def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str
     jobs.scale(kernel, grad, upstream, deferred, True)
 
 
-@_operation(
+@operation(
     "scaled(Tensor grad, Tensor upstream, Tensor? deferred, str kernel) -> Tensor",
     lambda grad, upstream, deferred, kernel: torch.empty_like(grad),
 )
@@ -210,7 +211,7 @@ def _scaled(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str
     return jobs.scale(kernel, grad, upstream, deferred, False)
 
 
-@_operation("second_derivative(Tensor upstream, Tensor like) -> Tensor", lambda upstream, like: torch.empty_like(like))
+@operation("second_derivative(Tensor upstream, Tensor like) -> Tensor", lambda upstream, like: torch.empty_like(like))
 def _second_derivative(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise where a gradient is differentiated: at once, or when a graph runs whose tracing asked for one in case.
 

@@ -45,7 +45,7 @@ class PlainJob:
         self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> None:
         self.spec = options.spec
-        self._facts = self._ordered = gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
+        self._facts = self._ordered = self.gather(options, vocabulary, dtype, shift, upstream, narrow)
         self.count = len(self._facts.weight)
         self.deferred = self._facts.deferred
         self._order: Tensor | None = None
@@ -53,6 +53,12 @@ class PlainJob:
         self._results: Results | None = None
         self._pass: RowPass | None = None
         self._taken = self._facts
+
+    def gather(
+        self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
+    ) -> Facts:
+        """Return the facts of all rows."""
+        return gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
 
     def _start_pass(self, facts: Facts, results: Results) -> RowPass:
         return self.row_pass(facts, results) if facts.support is None else SupportPass(facts, results)

@@ -19,6 +19,7 @@ __all__ = [
     "PLAIN_TYPES",
     "any_autocast",
     "forward_mode",
+    "group_named",
     "is_batched_gradient",
     "is_watched",
     "jit_traces",
@@ -82,6 +83,22 @@ jit_traces: Callable[[], bool] = _found(torch._C, "_is_tracing", _found(torch.ji
 """() -> whether torch.jit.trace runs. Without it: the public function, in five times its time."""
 
 _dynamo_traces: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # public; half of is_compiling's time
+
+
+def _no_groups(name: str) -> Any:
+    raise RuntimeError(
+        f"this PyTorch does not say which process group is called {name!r}: xent cannot serve shards here"
+    )
+
+
+def group_named(name: str) -> Any:
+    """Return the process group of that name, by which custom operations take one.
+
+    Functional collectives find theirs with the same function. Without it: RuntimeError, and no vocabulary in shards.
+    """
+    from torch.distributed import distributed_c10d  # which a build of PyTorch may lack
+
+    return _found(distributed_c10d, "_resolve_process_group", _no_groups)(name)
 
 
 def forward_mode() -> bool:

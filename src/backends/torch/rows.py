@@ -27,7 +27,9 @@ class Rows:
         pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor] if self.count else []
         while pieces and not _merges(pieces[0]):
             pieces = [part for piece in pieces for part in piece.unbind(0)]
-        self._pieces = [piece if piece.dim() == 2 else piece.view(-1, piece.shape[-1]) for piece in pieces]
+        self._pieces = [
+            piece if piece.dim() == 2 else piece.view(piece.shape[:-1].numel(), piece.shape[-1]) for piece in pieces
+        ]
 
     def blocks(self, most: int) -> Iterator[tuple[int, Tensor]]:
         """Yield (first row, (R, V) view) with R at most `most`, over all rows."""

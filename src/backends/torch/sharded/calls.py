@@ -1,0 +1,135 @@
+"""A call on a shard, whoever makes it: find the layout, look at targets if asked to, and run the loop."""
+
+import os
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import private
+from xent.backends.torch.job import Upstream
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options
+from xent.backends.torch.sharded import linear as linear_driver
+from xent.backends.torch.sharded import logits as logits_driver
+from xent.backends.torch.sharded.collectives import gather
+from xent.backends.torch.sharded.layout import Layout, Mine, Refused, find
+from xent.backends.torch.sharded.tokens import Tokens
+
+__all__ = [
+    "WHERE",
+    "Where",
+    "linear_backward",
+    "linear_forward",
+    "logits_backward",
+    "logits_forward",
+]
+
+WHERE = "str group, int first, int size, int axis, bool reduces"
+
+
+class Where(NamedTuple):
+    """A `xent.VocabParallel` in the form in which custom operations take it, `WHERE`."""
+
+    group: str
+    first: int
+    """-1 where the caller does not say, as for `size`."""
+    size: int
+    axis: int
+    """Of the hidden states: the one along which tokens are cut; -1 where every rank has all of them."""
+    reduces: bool
+    """Whether the gradient of the hidden states is summed over ranks here."""
+
+
+def logits_forward(
+    logits: Tensor, grad: Tensor | None, keeps: bool, where: Where, options: Options
+) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """See `xent.backends.torch.sharded.logits.forward`."""
+    layout = _of_logits(logits, where, options)
+    _check_targets(layout, options)
+    return logits_driver.forward(logits, grad, keeps, options, layout)
+
+
+def logits_backward(
+    upstream: Upstream, logits: Tensor, kept: Tensor, where: Where, options: Options, inplace: bool
+) -> Tensor:
+    """See `xent.backends.torch.sharded.logits.backward`."""
+    return logits_driver.backward(upstream, logits, kept, options, _of_logits(logits, where, options), inplace)
+
+
+def linear_forward(
+    linear: Linear, keeps: bool, where: Where, options: Options
+) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor], list[Tensor]]:
+    """See `xent.backends.torch.sharded.linear.forward`."""
+    layout = _of_linear(linear, where, options)
+    _check_targets(layout, options)
+    return linear_driver.forward(linear, options, layout, _tokens(linear, where, options, layout), keeps)
+
+
+def linear_backward(upstream: Upstream, linear: Linear, kept: Tensor, where: Where, options: Options) -> list[Tensor]:
+    """See `xent.backends.torch.sharded.linear.backward`."""
+    layout = _of_linear(linear, where, options)
+    return linear_driver.backward(upstream, linear, kept, options, layout, _tokens(linear, where, options, layout))
+
+
+def _of_logits(logits: Tensor, where: Where, options: Options) -> Layout:
+    return _layout(logits.shape[-1], where, (logits.dtype, *_kind(options)), logits)
+
+
+def _of_linear(linear: Linear, where: Where, options: Options) -> Layout:
+    width, needs = linear.input.shape[-1], tuple(linear.needs)
+    here = (linear.compute, width, needs, linear.bias is None, linear.shift, linear.workspace)
+    return _layout(len(linear.weight), where, (*here, where.axis, where.reduces, *_kind(options)), linear.weight)
+
+
+def _kind(options: Options) -> tuple[Any, ...]:
+    """Return what of the options decides which collectives there are; a number's value does not."""
+    spec = options.spec
+    return (
+        options.kernel,
+        spec.reduction,
+        spec.stats,
+        spec.exact,
+        spec.label_smoothing != 0,
+        options.weight is None,
+        options.sample_weight is None,
+        options.support_ids is None,
+        options.target.is_floating_point(),
+    )
+
+
+def _layout(rows: int, where: Where, kind: tuple[Any, ...], shard: Tensor) -> Layout:
+    first, size = (None if value < 0 else value for value in (where.first, where.size))
+    return find(private.group_named(where.group), Mine(rows, first, size, kind), shard)
+
+
+def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> Tokens:
+    axis = None if where.axis < 0 else where.axis
+    length = 0 if axis is None else options.target.shape[axis]
+    return Tokens(layout.group, axis, length, where.reduces)
+
+
+def _check_targets(layout: Layout, options: Options) -> None:
+    """Compare what is said of rows between ranks, where the caller wants targets looked at."""
+    if os.environ.get("XENT_CHECK_TARGETS") != "1":
+        return
+    names = ("target", "sample_weight", "temperature", "support_ids", "support_offsets")
+    for name in names:
+        values = getattr(options, name)
+        if values is None or (name == "target" and values.is_floating_point()):
+            continue
+        flat = values.detach().flatten()
+        number = torch.tensor([len(flat)], device=flat.device)
+        lengths = gather(number, layout.group).land().flatten().tolist()
+        for rank, length in enumerate(lengths):
+            if length != lengths[0]:
+                raise Refused(f"{name} has {lengths[0]} entries on rank 0 and {length} on rank {rank}")
+        whole = gather(flat.contiguous(), layout.group).land()
+        differs = (whole != whole[0]) & ~(whole.isnan() & whole[0].isnan())
+        if bool(differs.any()):
+            rank, entry = differs.nonzero()[0].tolist()
+            position = [int(place) for place in torch.unravel_index(torch.tensor(entry), values.shape)]
+            raise Refused(
+                f"{name}{position or ''} differs between ranks: it is {whole[0, entry].item()} on rank 0 and "
+                f"{whole[rank, entry].item()} on rank {rank}"
+            )

@@ -1,0 +1,78 @@
+"""From the driver to autograd: the shard in the caller's words becomes what functions and operations take."""
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import private
+from xent.backends.torch.autograd import asks_for_gradient
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.options import Options, pack
+from xent.backends.torch.sharded import eager
+from xent.backends.torch.sharded import plain as _plain  # noqa: F401  registers the steps
+from xent.backends.torch.sharded.autograd import ShardedCrossEntropy, ShardedLinearCrossEntropy
+from xent.backends.torch.sharded.calls import Where
+from xent.backends.torch.sharded.peers import group_of
+from xent.backends.torch.sharded.tokens import piece
+from xent.core.spec import VocabParallel
+
+__all__ = ["cross_entropy", "linear_cross_entropy"]
+
+
+def cross_entropy(
+    logits: Tensor, options: Options, shards: VocabParallel, inplace: bool, quiet: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return loss and statistics of (..., V_r) logits; `quiet`: nothing watches, and tensors are plain."""
+    _refuse_transforms()
+    where = _where(shards, -1)
+    needs_grad = asks_for_gradient(logits)[0]
+    if quiet:
+        return eager.cross_entropy(logits, where, options, needs_grad, inplace)
+    if needs_grad:
+        loss, _, *stats = ShardedCrossEntropy.apply(logits, True, *where, *pack(options))
+    else:
+        loss, _, stats = torch.ops.xent.sharded_cross_entropy(logits, False, *where, *pack(options))
+    return loss, stats
+
+
+def linear_cross_entropy(
+    linear: Linear, options: Options, shards: VocabParallel, quiet: bool
+) -> tuple[Tensor, list[Tensor]]:
+    """Return loss and statistics of hidden states and a classifier's shard."""
+    _refuse_transforms()
+    target, axis = options.target, -1
+    if shards.sequence_parallel:
+        axis = linear.input.dim() - 2
+        _check_tokens(linear.input.shape[axis], target.shape[axis], group_of(shards))
+    where = _where(shards, axis)
+    if quiet:
+        return eager.linear_cross_entropy(linear, where, options)
+    sources = (linear.input, linear.weight, linear.bias, list(linear.needs), linear.shift, linear.workspace)
+    arguments = (*sources, linear.compute, *where, *pack(options))
+    if any(linear.needs):
+        loss, _, _, _, _, _, *stats = ShardedLinearCrossEntropy.apply(*arguments)
+    else:
+        loss, _, _, _, stats = torch.ops.xent.sharded_linear_cross_entropy(*arguments)
+    return loss, stats
+
+
+def _where(shards: VocabParallel, axis: int) -> Where:
+    first, size = (-1 if value is None else int(value) for value in (shards.first, shards.size))
+    return Where(group_of(shards).group_name, first, size, axis, True)
+
+
+def _check_tokens(mine: int, length: int, group: object) -> None:
+    ranks, rank = group.size(), group.rank()  # type: ignore[attr-defined]
+    start, stop = piece(length, ranks, rank)
+    if mine != stop - start:
+        raise ValueError(
+            f"with sequence_parallel, {length} tokens on {ranks} ranks are cut as torch.chunk cuts them: this rank "
+            f"should have {stop - start}, tokens [{start}, {stop}), and its input has {mine}"
+        )
+
+
+def _refuse_transforms() -> None:
+    if private.transforms_active():
+        raise NotImplementedError(
+            "a vocabulary in shards does not go through torch.func transforms, which cannot follow what crosses ranks: "
+            "use backward() or torch.autograd.grad"
+        )

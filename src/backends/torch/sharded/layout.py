@@ -1,0 +1,238 @@
+"""Who has which classes: found in one exchange between the ranks, checked alike on all of them, and remembered.
+
+How many collectives a call has, and of which sizes, follows from what is exchanged here once a group and kind of call
+(`Mine`). A loop of calls of one kind exchanges nothing more. What a rank remembers is by its own shard: of two
+vocabularies on one group whose shards are equal on some ranks and not on others, one has to be named by `size`. With
+XENT_CHECK_TARGETS=1 every call exchanges its layout anew.
+"""
+
+import hashlib
+import os
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.sharded.collectives import gather
+
+__all__ = ["Layout", "Mine", "Refused", "find", "forget", "is_known", "refuse"]
+
+_MOST = 1024
+_WORDS = 48  # of eight bytes, for the text of an error
+_known: WeakKeyDictionary[Any, dict[Hashable, "Layout"]] = WeakKeyDictionary()
+
+
+class Refused(ValueError):
+    """What all ranks of a group have found wrong, from the same facts: no rank has to be told."""
+
+
+class Mine(NamedTuple):
+    """What a rank says of its call."""
+
+    rows: int
+    """How many classes the shard has, padding included."""
+    first: int | None
+    size: int | None
+    kind: tuple[Any, ...]
+    """Everything that decides how many collectives there are and what they hold; alike on all ranks."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The shards of all ranks."""
+
+    group: Any
+    rank: int
+    rows: int
+    """How many rows this rank's shard has."""
+    vocabulary: int
+    """V."""
+    ranges: tuple[tuple[int, int], ...]
+    """By rank, [first, stop) of the classes without padding."""
+    most: int
+    """The largest number of classes on any rank."""
+
+    @property
+    def first(self) -> int:
+        """Return this rank's first class."""
+        return self.ranges[self.rank][0]
+
+    @property
+    def count(self) -> int:
+        """Return how many classes this rank has: its shard without padding."""
+        first, stop = self.ranges[self.rank]
+        return stop - first
+
+    def owners(self, target: Tensor) -> Tensor:
+        """Return which rank has each target, (ranks, N) bool."""
+        return torch.stack([(target >= first) & (target < stop) for first, stop in self.ranges])
+
+    def on_ranks(self, values: list[float], like: Tensor) -> Tensor:
+        """Return one number for each rank, in the dtype and on the device of `like`."""
+        return torch.tensor(values, dtype=torch.float64).to(like.device, like.dtype, non_blocking=True)
+
+
+def is_known(group: Any) -> bool:
+    """Whether the ranks of a group have agreed on a layout before."""
+    return group in _known
+
+
+def find(group: Any, mine: Mine, shard: Tensor) -> Layout:
+    """Return the layout of a call; exchange it where it is new. `shard` is looked at only then."""
+    layouts = _known.get(group)
+    found = None if layouts is None else layouts.get(mine)
+    if found is not None and os.environ.get("XENT_CHECK_TARGETS") != "1":
+        return found
+    if shard.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "the first call of its kind exchanges the layout of the vocabulary, which a CUDA graph cannot capture: "
+            "make one call of the kind before the capture"
+        )
+    table = _exchange(group, mine, _fingerprint(mine, shard), "", shard.device)
+    found = _agree(group, table)
+    layouts = _known.setdefault(group, {})
+    if len(layouts) >= _MOST:
+        layouts.clear()
+    layouts[mine] = found
+    return found
+
+
+def forget() -> None:
+    """Forget all layouts, which has to happen on all ranks."""
+    _known.clear()
+
+
+def refuse(group: Any, text: str, device: torch.device) -> None:
+    """Tell the ranks that wait for the layout of a call that this one has an error."""
+    _exchange(group, Mine(0, None, None, ()), 0, text, device)
+
+
+class _Said(NamedTuple):
+    """What one rank has said."""
+
+    rows: int
+    first: int
+    size: int
+    kind: int
+    fingerprint: int
+    text: str
+
+
+def _exchange(group: Any, mine: Mine, fingerprint: int, text: str, device: torch.device) -> list[_Said]:
+    numbers = [
+        mine.rows,
+        -1 if mine.first is None else mine.first,
+        -1 if mine.size is None else mine.size,
+        _hashed(repr(mine.kind).encode()),
+        fingerprint,
+    ]
+    raw = text.encode(errors="replace")[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
+    words = [int.from_bytes(raw[place : place + 8], "little", signed=True) for place in range(0, len(raw), 8)]
+    sent = torch.tensor(numbers + words, dtype=torch.int64).to(device)
+    said = []
+    for row in gather(sent, group).land().tolist():
+        spelt = b"".join(word.to_bytes(8, "little", signed=True) for word in row[len(numbers) :])
+        rows, first, size, kind, printed = row[: len(numbers)]
+        said.append(_Said(rows, first, size, kind, printed, spelt.rstrip(b"\0").decode(errors="replace")))
+    return said
+
+
+def _hashed(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)
+
+
+def _fingerprint(mine: Mine, shard: Tensor) -> int:
+    """Return a number that shards with other values do not share; 0 where the caller says what they are."""
+    if mine.first is not None or mine.size is not None or not shard.numel():
+        return 0
+    flat = shard.detach().reshape(-1) if shard.is_contiguous() else shard.detach()[..., -1].reshape(-1)
+    some = flat[:: max(flat.numel() // 64, 1)][:64].double().cpu()
+    if bool((some == some[0]).all()) or not bool(some.isfinite().all()):
+        return 0  # fresh memory, or a classifier that begins with zeros
+    return _hashed(some.numpy().tobytes()) or 1
+
+
+def _agree(group: Any, table: list[_Said]) -> Layout:
+    """Return the layout that the ranks have described; or raise, on all of them, what is wrong with it."""
+    for rank, said in enumerate(table):
+        if said.text:
+            raise Refused(f"this call did not begin, because of an error on rank {rank} of the group: {said.text}")
+    one = table[0]
+    for rank, said in enumerate(table):
+        if said.kind != one.kind:
+            raise Refused(
+                f"all ranks must make the same call: rank {rank} differs from rank 0 in options, statistics, dtypes, "
+                "the gradients asked for, the width of hidden states, shift or workspace"
+            )
+        if said.size != one.size:
+            raise Refused(
+                f"vocab_parallel.size must be the same on all ranks: it is {_named(one.size)} on rank 0 and "
+                f"{_named(said.size)} on rank {rank}"
+            )
+        if (said.first < 0) != (one.first < 0):
+            raise Refused(
+                f"either all ranks name vocab_parallel.first or none: it is {_named(one.first)} on rank 0 and "
+                f"{_named(said.first)} on rank {rank}"
+            )
+    firsts = [said.first for said in table]
+    if one.first < 0:
+        firsts = [sum(said.rows for said in table[:rank]) for rank in range(len(table))]
+    _refuse_whole(table)
+    vocabulary = (
+        one.size if one.size >= 0 else max(first + said.rows for first, said in zip(firsts, table, strict=True))
+    )
+    ranges = tuple(
+        (min(first, vocabulary), min(first + said.rows, vocabulary)) for first, said in zip(firsts, table, strict=True)
+    )
+    _check_cover(ranges, vocabulary)
+    rank = group.rank()
+    most = max(stop - first for first, stop in ranges)
+    return Layout(group, rank, table[rank].rows, vocabulary, ranges, most)
+
+
+def _named(value: int) -> str:
+    return "None" if value < 0 else str(value)
+
+
+def _refuse_whole(table: list[_Said]) -> None:
+    """Raise where every rank has all classes, which would count each of them once a rank."""
+    ranks, one = len(table), table[0]
+    if ranks == 1:
+        return
+    if one.size > 0 > one.first and all(said.rows >= one.size for said in table):
+        raise Refused(
+            f"every rank has {one.rows} classes, and vocab_parallel.size is {one.size}: that is the whole vocabulary "
+            f"on each of {ranks} ranks, and not its shards. Pass each rank its rows, or leave out vocab_parallel"
+        )
+    if one.fingerprint and all(said[:2] == one[:2] and said.fingerprint == one.fingerprint for said in table):
+        raise Refused(
+            f"all {ranks} ranks have the same {one.rows} classes with the same values: is that the whole vocabulary, "
+            "or gathered logits, or shards that were drawn with one seed? Pass each rank its own shard; if these are "
+            f"shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
+        )
+
+
+def _check_cover(ranges: tuple[tuple[int, int], ...], vocabulary: int) -> None:
+    """Raise where the ranges of classes do not make up [0, V), each class once."""
+    if vocabulary == 0:
+        raise Refused("there must be at least one class, got empty shards on all ranks")
+    stop, before = 0, None
+    for rank, (first, end) in sorted(enumerate(ranges), key=lambda item: item[1]):
+        if first == end:
+            continue
+        if first != stop:
+            after = "" if before is None else f", after those of rank {before}"
+            fault = "overlap" if first < stop else "leave a gap"
+            raise Refused(
+                f"the shards {fault}: rank {rank} has classes [{first}, {end}) and should have [{stop}, "
+                f"{stop + end - first}){after}"
+            )
+        stop, before = end, rank
+    if stop != vocabulary:
+        raise Refused(
+            f"the shards leave a gap: rank {before} has the last classes, up to {stop}, and should have those up to "
+            f"vocab_parallel.size = {vocabulary}"
+        )

@@ -1,0 +1,215 @@
+"""The steps in PyTorch's own operations: right on every device, with float32 memory for a block of rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.rows import row_sum
+from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard
+from xent.backends.torch.sharded.sums import Slots, finite, times
+from xent.core.chunks import rows_per_block
+from xent.core.spec import LossSpec
+
+__all__ = ["PlainSteps", "activate", "slope"]
+
+
+def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
+    """Return x (R, ...), in place of the logits; `bend` (R, 2) has each row's scale and softcap, if they differ."""
+    scale, cap = _bends(logits, spec, bend)
+    if bend is not None or scale != 1:
+        logits.mul_(scale)
+    if cap is not None:
+        logits.div_(cap).tanh_().mul_(cap)
+    return logits
+
+
+def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Any:
+    """Return dx/dz, a tensor or a number."""
+    scale, cap = _bends(x, spec, bend)
+    return scale if cap is None else (1 - (x / cap).square()).mul_(scale)
+
+
+def _bends(like: Tensor, spec: LossSpec, bend: Tensor | None) -> tuple[Any, Any]:
+    if bend is None:
+        return spec.logit_scale, spec.softcap
+    scale, cap = (one.view(-1, *[1] * (like.dim() - 1)) for one in bend.unbind(1))
+    return scale, None if spec.softcap is None else cap
+
+
+class PlainSteps:
+    """See `xent.backends.torch.sharded.steps.Steps`."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard, self.spec = shard, shard.facts.spec
+
+    def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
+        """Fold the rows in blocks that stay in cache."""
+        for rows in self._blocks(logits):
+            exact = None if target_logits is None else target_logits[rows]
+            here = slice(start + rows.start, start + rows.stop)
+            _Block(self.shard, logits[rows], here).fold(Slots(sums.names, sums.values[:, rows]), exact)
+
+    def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:
+        """Write the gradient in blocks that stay in cache."""
+        for rows in self._blocks(logits):
+            here = slice(start + rows.start, start + rows.stop)
+            _Block(self.shard, logits[rows], here).gradient(coefficients.of(rows), grad[rows])
+
+    def _blocks(self, logits: Tensor) -> Iterator[slice]:
+        count, classes = logits.shape
+        threads = torch.get_num_threads()
+        step = rows_per_block(max(classes, 1), self.shard.dtype.itemsize, logits.device.type, threads)
+        for first in range(0, count, step):
+            yield slice(first, min(first + step, count))
+
+
+class _Block:
+    """R rows and their C classes on this rank."""
+
+    def __init__(self, shard: Shard, logits: Tensor, rows: slice) -> None:
+        self.z, self.rows, self.shard, self.spec = logits, rows, shard, shard.facts.spec
+        self.bend = None if shard.facts.bend is None else shard.facts.bend[rows]
+        self.outside, self.broken = self._find_outside()
+        self.owned: Tensor | None = None
+        if shard.local is not None and logits.shape[1]:
+            local = shard.local[rows]
+            self.owned = ((local >= 0) & (local < logits.shape[1]))[:, None]
+            self.place = local.clamp(0, logits.shape[1] - 1)[:, None]
+
+    def fold(self, sums: Slots, target_logits: Tensor | None) -> None:
+        """Write the sums."""
+        x = self._activations()
+        classes = x.shape[1]
+        self._find_place(sums)
+        if "target" in sums:
+            sums["target"].zero_()
+        if self.owned is not None:
+            found = x.gather(1, self.place)
+            if target_logits is not None:
+                exact = activate(target_logits.to(found.dtype, copy=True), self.spec, self.bend)[:, None]
+                found = torch.where(found == -torch.inf, found, exact)
+            sums["target"].copy_(found.masked_fill(~self.owned, 0)[:, 0])
+            self._put(x, -torch.inf)
+        peak = x.amax(-1) if classes else x.new_full(x.shape[:1], -torch.inf)
+        sums["peak"].copy_(peak if self.broken is None else peak.masked_fill(self.broken, torch.nan))
+        x.sub_(finite(peak)[:, None])
+        e = x.exp()
+        sums["total"].copy_(row_sum(e))
+        if "mixed" in sums:
+            sums["mixed"].copy_(row_sum(times(e, x)))
+        if "squares" in sums:
+            sums["squares"].copy_(row_sum(e.square()))
+        self._put(x, 0.0)
+        if "deficit" in sums:
+            self._write_deficit(x, finite(peak), sums)
+        if "below" in sums:
+            weight = self.shard.facts.class_weight
+            sums["below"].copy_(-row_sum(x if weight is None else times(weight, x)))
+        if "cost" in sums:
+            given, share = self._shares()
+            sums["cost"].copy_(-row_sum(times(share, x)))
+            sums["mass"].copy_(row_sum(share))
+            if "surprise" in sums:
+                sums["surprise"].copy_(-row_sum(times(given, x)))
+                sums["given"].copy_(row_sum(given))
+
+    def gradient(self, coefficients: Coefficients, grad: Tensor) -> None:
+        """Write the gradient."""
+        made = coefficients
+        x = self._activations()
+        if not x.shape[1]:
+            return
+        slopes = slope(x, self.spec, self.bend)
+        x.sub_(made.peak[:, None]).sub_(made.log_sum[:, None])
+        p = x.exp()
+        g = p * made.alpha[:, None]
+        if made.beta is not None:
+            g.add_(times(p, x * made.beta[:, None]))
+        if made.delta is not None:
+            weight = self.shard.facts.class_weight
+            g.sub_(made.delta[:, None] if weight is None else made.delta[:, None] * weight)
+        if made.share is not None:
+            given, share = self._shares()
+            g.sub_(share.mul_(made.share[:, None]))
+            if made.nll is not None:
+                g.sub_(given * made.nll[:, None])
+        if isinstance(slopes, Tensor) or slopes != 1:
+            g.mul_(slopes)
+        if self.owned is not None and made.target is not None:
+            self._put(g, made.target[:, None])
+        if self.outside is not None:
+            g.masked_fill_(self.outside, 0)
+        if made.zero is not None:
+            g.masked_fill_(made.zero[:, None], 0)
+        grad.copy_(g)
+
+    def _activations(self) -> Tensor:
+        """Return x (R, C), in new memory."""
+        x = activate(self.z.to(self.shard.dtype, copy=True), self.spec, self.bend)
+        return x if self.outside is None else x.masked_fill_(self.outside, -torch.inf)
+
+    def _find_outside(self) -> tuple[Tensor | None, Tensor | None]:
+        """Return the classes here that each row may not take, (R, C) bool, and rows with ids of no class, (R,) bool."""
+        support = self.shard.facts.support
+        if support is None:
+            return None, None
+        pairs = support.pairs(self.rows.start, self.rows.stop)
+        local = pairs.classes - self.shard.layout.first
+        here = (local >= 0) & (local < self.z.shape[1])
+        counted = torch.zeros(self.z.shape[0], self.z.shape[1] + 1, dtype=torch.bool, device=self.z.device)
+        counted[pairs.rows, torch.where(here, local, self.z.shape[1])] = True
+        if pairs.wrong is None:
+            return ~counted[:, :-1], None
+        return ~counted[:, :-1], pairs.sum(pairs.wrong.to(torch.float32)) > 0
+
+    def _write_deficit(self, x: Tensor, reference: Tensor, sums: Slots) -> None:
+        """Write the sum of reference - x over all classes here; `x` has differences, and 0 for the target."""
+        allowed = None if self.outside is None else ~self.outside
+        deficit = -row_sum(x if allowed is None else x.masked_fill(~allowed, 0))
+        if self.owned is not None:
+            mine = self.owned if allowed is None else self.owned & allowed.gather(1, self.place)
+            deficit = deficit + torch.where(mine[:, 0], reference - sums["target"], 0)
+        sums["deficit"].copy_(deficit)
+        if "allowed" in sums:
+            assert allowed is not None
+            sums["allowed"].copy_(allowed.sum(-1))
+
+    def _put(self, values: Tensor, other: Tensor | float) -> None:
+        """Put something else in the place of the target's value, where the target is here."""
+        if self.owned is None:
+            return
+        present = values.gather(1, self.place)
+        values.scatter_(1, self.place, torch.where(self.owned, other, present))
+
+    def _shares(self) -> tuple[Tensor, Tensor]:
+        """Return q and w q', the share of each class in a row's loss, both (R, C)."""
+        facts, spec = self.shard.facts, self.spec
+        given = facts.probability_block(self.rows.start, self.rows.stop).to(self.shard.dtype)
+        share = given * (1 - spec.label_smoothing) + spec.label_smoothing / facts.vocabulary
+        return given, share if facts.class_weight is None else share.mul_(facts.class_weight)
+
+    def _find_place(self, sums: Slots) -> None:
+        """Write the largest logit before scale and softcap, which keep the order or reverse it, and its class."""
+        scale = self.spec.logit_scale
+        if "key" in sums:
+            sign = (scale > 0) - (scale < 0)
+            z = self.z if self.outside is None else self.z.masked_fill(self.outside, -sign * torch.inf)
+            self._write_largest(z, sign, sums["key"], sums.integers("place"))
+        if "truth" in sums:
+            given = self.shard.facts.probability_block(self.rows.start, self.rows.stop)
+            self._write_largest(given, 1, sums["likely"], sums.integers("truth"))
+
+    def _write_largest(self, values: Tensor, sign: int, key: Tensor, place: Tensor) -> None:
+        """Write the largest of sign * values (R, C), and the first class that has it."""
+        if not values.shape[1] or not sign:
+            key.fill_(0 if values.shape[1] else -torch.inf)
+            place.fill_(self.shard.layout.first)
+            return
+        found, local = values.max(-1) if sign > 0 else values.min(-1)
+        key.copy_(found if sign > 0 else -found)
+        place.copy_(local + self.shard.layout.first)
+
+
+STEPS["torch"] = PlainSteps

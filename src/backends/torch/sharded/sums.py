@@ -1,0 +1,200 @@
+"""What crosses ranks: a few numbers a row, packed in one tensor, and how those of all ranks become one row's.
+
+For the classes c of one rank, with x as in `xent.cross_entropy`, y the target, q a target that is probabilities, w the
+class weight, w'_c = w_c q'_c the share of such a class, and `peak` the largest x but the target's::
+
+    total   = sum_{c != y} e^(x_c - peak)                   mixed   = sum_{c != y} e^(x_c - peak) (x_c - peak)
+    squares = sum_{c != y} e^(2 (x_c - peak))               target  = x_y on the rank that has it, 0 on others
+    below   = sum_{c != y} w_c (peak - x_c)
+    deficit = sum_c (peak - x_c)                            allowed = how many classes c there are, with a support
+    cost    = sum_c w'_c (peak - x_c)                       mass    = sum_c w'_c
+    surprise = sum_c q_c (peak - x_c)                       given   = sum_c q_c
+    key, place = the largest logit in the order of x, and its class;    likely, truth = the same of q
+
+With a support, classes are those that the row may take; the x of others, a target among them too, is -inf.
+
+All ranks gather all ranks' numbers and add them up in the order of ranks, so that every one of them gets the same bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.sharded.layout import Layout
+from xent.core.spec import LossSpec
+
+__all__ = ["Merged", "Slots", "finite", "merge", "slots_of", "times"]
+
+
+class Slots:
+    """The rows of a packed (K, N) tensor by name; classes are integers in the bits of a float of the same size."""
+
+    def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
+        self.names, self.values = names, values
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return a view of the numbers (..., N) of that name."""
+        return self.values[..., self.names.index(name), :]
+
+    def integers(self, name: str) -> Tensor:
+        """Return a view of them as integers."""
+        kind = torch.int64 if self.values.dtype == torch.float64 else torch.int32
+        return self[name].view(kind)
+
+
+def slots_of(spec: LossSpec, probabilities: bool, supported: bool) -> tuple[str, ...]:
+    """Return the names of what the loss, its gradient and the statistics need, and nothing else."""
+    stats = spec.stats
+    names = ["peak", "total"]
+    if not probabilities:
+        names += ["target"]
+        names += ["below"] if spec.label_smoothing else []
+    else:
+        names += ["cost", "mass"]
+        names += ["surprise", "given"] if "nll" in stats else []
+        names += ["likely", "truth"] if "accuracy" in stats else []
+    names += ["mixed"] if "entropy" in stats else []
+    names += ["squares"] if "log_sum_sq_probs" in stats else []
+    names += ["deficit", *(["allowed"] if supported else [])] if "mean_logit" in stats else []
+    names += ["key", "place"] if "predictions" in stats or "accuracy" in stats else []
+    return tuple(names)
+
+
+class Merged(NamedTuple):
+    """Rows over all classes, each (N,); relative to `peak`, now the largest x of all; None where nobody asks."""
+
+    peak: Tensor
+    log_sum: Tensor
+    """log sum_c e^(x_c - peak)."""
+    target: Tensor | None = None
+    """x_y."""
+    log_p: Tensor | None = None
+    """log p_y."""
+    below: Tensor | None = None
+    """sum_c w_c (peak - x_c)."""
+    entropy: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    mean_logit: Tensor | None = None
+    cost: Tensor | None = None
+    mass: Tensor | None = None
+    surprise: Tensor | None = None
+    given: Tensor | None = None
+    predictions: Tensor | None = None
+    truth: Tensor | None = None
+
+
+def merge(
+    sums: Slots,
+    layout: Layout,
+    classes: Tensor | None,
+    row_weight: Tensor | None,
+    rank_weights: Tensor | None,
+    supported: bool,
+) -> Merged:
+    """Return one row's numbers from those of all ranks, (ranks, K, N).
+
+    `classes` (N,) are the targets, `row_weight` (N,) their weights w_y, and `rank_weights` (ranks,) the sum of w over
+    each rank's classes; None where all weights are 1. `supported`: a row may have no class at all.
+    """
+    peaks = sums["peak"]
+    owners = layout.owners(classes) if classes is not None else None
+    target = None if owners is None else _added(torch.where(owners, sums["target"], 0))
+    peak = peaks.amax(0) if target is None else torch.maximum(peaks.amax(0), target)
+    reference = finite(peak)
+    factors, growth = (peaks - reference).exp(), reference - finite(peaks)
+    others = _added(sums["total"] * factors)
+    mixed = _added(factors * (sums["mixed"] - growth * sums["total"])) if "mixed" in sums else None
+    squares = _added(factors.square() * sums["squares"]) if "squares" in sums else None
+    found: dict[str, Tensor] = {}
+    if target is None:
+        total, log_sum = others, others.log()
+    else:
+        distance = target - reference
+        own = distance.exp()
+        total = others + own
+        # Where the target is the largest, from what the others add to its 1: right to all digits if that is little.
+        log_sum = torch.where(target == peak, others.log1p(), total.log())
+        log_p = distance - log_sum
+        found |= {"target": target, "log_p": log_p}
+        mixed = None if mixed is None else mixed + times(own, distance)
+        squares = None if squares is None else squares + own.square()
+        if "below" in sums and owners is not None:
+            found["below"] = _below(sums["below"], growth, layout, owners, row_weight, rank_weights, -distance)
+    if mixed is not None:
+        found["entropy"] = log_sum - mixed / total
+    if squares is not None:
+        found["log_sum_sq_probs"] = squares.log() - 2 * log_sum
+    if "deficit" in sums:
+        found["mean_logit"] = _mean(sums, layout, reference, growth)
+    for of, weights in (("cost", "mass"), ("surprise", "given")):
+        if of in sums:
+            found[of] = _added(sums[of] + times(sums[weights], growth))
+            found[weights] = _added(sums[weights])
+    for key, place, name in (("key", "place", "predictions"), ("likely", "truth", "truth")):
+        if key in sums:
+            found[name] = _first_of_largest(sums[key], sums.integers(place))
+    made = Merged(peak, log_sum, **found)
+    return _without_classes(made, total == 0) if supported else made
+
+
+def _without_classes(rows: Merged, empty: Tensor) -> Merged:
+    """Return the rows, those without any class being `empty`, where -inf - -inf would be NaN."""
+    found = {"log_p": -torch.inf, "entropy": 0.0, "log_sum_sq_probs": -torch.inf}
+    present = {name: getattr(rows, name) for name in found if getattr(rows, name) is not None}
+    return rows._replace(**{name: values.masked_fill(empty, found[name]) for name, values in present.items()})
+
+
+def _mean(sums: Slots, layout: Layout, reference: Tensor, growth: Tensor) -> Tensor:
+    """Return the mean of x, (N,); 0 for a row without classes."""
+    if "allowed" in sums:
+        counts = sums["allowed"]
+    else:
+        counts = layout.on_ranks([float(stop - first) for first, stop in layout.ranges], reference)[:, None]
+    return reference - _added(sums["deficit"] + counts * growth) / _added(counts).clamp(min=1)
+
+
+def _below(
+    below: Tensor,
+    growth: Tensor,
+    layout: Layout,
+    owners: Tensor,
+    row_weight: Tensor | None,
+    rank_weights: Tensor | None,
+    of_target: Tensor,
+) -> Tensor:
+    """Return sum_c w_c (peak - x_c) over all classes, the target's too."""
+    if rank_weights is None or row_weight is None:
+        counts = [float(stop - first) for first, stop in layout.ranges]
+        others = layout.on_ranks(counts, below)[:, None] - owners.to(below.dtype)
+        return _added(below + times(others, growth)) + of_target
+    others = rank_weights[:, None] - torch.where(owners, row_weight, 0)
+    return _added(below + times(others, growth)) + times(row_weight, of_target)
+
+
+def finite(peak: Tensor) -> Tensor:
+    """Return a reference for exponents: the largest x, and 0 where there was nothing but -inf."""
+    return peak.masked_fill(peak == -torch.inf, 0)
+
+
+def times(weights: Tensor, values: Tensor) -> Tensor:
+    """Multiply; what has no weight is 0, even where the value is infinite."""
+    return (weights * values).masked_fill(weights == 0, 0)
+
+
+def _added(values: Tensor) -> Tensor:
+    """Add (ranks, N) up in the order of ranks."""
+    total, *others = values.unbind(0)
+    for other in others:
+        total = total + other
+    return total
+
+
+def _first_of_largest(keys: Tensor, places: Tensor) -> Tensor:
+    """Return the lowest class among those with the largest key, NaN being the largest; (N,) int64."""
+    largest = keys.amax(0)
+    wins = (keys == largest) | (keys.isnan() & largest.isnan())
+    return torch.where(wins, places.to(torch.int64), torch.iinfo(torch.int64).max).amin(0)

@@ -1,0 +1,47 @@
+"""A vocabulary in shards, as far as it can be checked without a framework: `vocab_parallel=`, and rows in shards."""
+
+import numbers
+from typing import Any
+
+from xent.core.arrays import FLOAT_DTYPES, describe, dtype_name
+from xent.core.spec import VocabParallel
+
+__all__ = ["check_tokens", "vocab_parallel_of"]
+
+
+def vocab_parallel_of(framework: str, given: Any) -> VocabParallel | None:
+    """Return what the caller says of shards, checked; None where the vocabulary is in one piece."""
+    if given is None:
+        return None
+    if framework != "torch":
+        raise TypeError(
+            "vocab_parallel needs PyTorch tensors, which torch.distributed moves between processes, and got "
+            f"{framework} arrays: pass the whole logits or classifier and no vocab_parallel, or torch tensors"
+        )
+    shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
+    for name, least in (("first", 0), ("size", 1)):
+        value: Any = getattr(shards, name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise TypeError(f"vocab_parallel.{name} must be an int or None, got {describe(value)}")
+        if not least <= int(value) < 2**31:
+            raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
+    sequence_parallel: Any = shards.sequence_parallel
+    if not isinstance(sequence_parallel, bool):
+        raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {sequence_parallel!r}")
+    return shards
+
+
+def check_tokens(input: Any, target: Any) -> tuple[int, ...]:
+    """Return the rows (..., T) of a call whose `input` (..., T_r, D) has this rank's tokens; they are the target's."""
+    rows = tuple(target.shape)
+    if dtype_name(target) in FLOAT_DTYPES:
+        rows = rows[:-1]
+    mine = tuple(input.shape[:-1])
+    if not mine or len(mine) != len(rows) or mine[:-1] != rows[:-1] or mine[-1] > rows[-1]:
+        raise ValueError(
+            f"with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, (..., T); got "
+            f"input {tuple(input.shape)} and target {tuple(target.shape)}"
+        )
+    return rows

@@ -1,0 +1,127 @@
+"""One case, in shards as each process runs it or in one piece; what comes back is put together and judged by a test."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import xent
+from tests.distributed.cuts import Cut
+from tests.distributed.pool import device, group
+from xent.backends import TABLE
+from xent.backends.torch.sharded import layout
+from xent.core.check.cases import LOSSES, Case, make_inputs
+from xent.core.check.results import placed
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
+
+__all__ = ["AXES", "Way", "in_one_piece", "in_shards"]
+
+AXES = {"logits": -1, "linear_weight": 0, "linear_bias": 0}
+"""Along which axis an array is cut."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a case is run."""
+
+    ranks: int
+    cut: Cut
+    backend: str = "torch"
+    reports: bool = False
+    """Whether all statistics are asked for, beside those of the case."""
+    needs: tuple[bool, ...] = (True, True, True)
+    """Which of the arrays that are differentiated ask for a gradient."""
+    compiled: bool = False
+    inplace: bool = False
+    sequence_parallel: bool = False
+    seed: int = 0
+
+    def vocab_parallel(self, rank: int) -> Any:
+        """Return the argument: a group, or what has to be said beside it."""
+        said: dict[str, Any] = {"sequence_parallel": True} if self.sequence_parallel else {}
+        if self.cut.says_first:
+            said["first"] = self.cut.firsts[rank]
+        if self.cut.says_first or self.cut.says_size:
+            said["size"] = self.cut.vocabulary
+        return xent.VocabParallel(group(self.ranks), **said) if said else group(self.ranks)
+
+
+def in_shards(case: Case, way: Way) -> dict[str, Any] | None:
+    """Return this process's results as NumPy arrays: of `case.results`, gradients, statistics; None if it has none."""
+    rank = dist.get_rank()
+    if rank >= way.ranks:
+        return None
+    layout.forget()  # a rank may have met a shard of this size in another layout
+    return _results(case, way, rank)
+
+
+def in_one_piece(case: Case, way: Way) -> dict[str, Any]:
+    """Return the results of the same call on the whole vocabulary."""
+    return _results(case, way, None)
+
+
+def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
+    harness = TABLE["torch"]().harness(str(device()))
+    wide = "float64" if case.dtype == "float64" else "float32"
+    inputs = make_inputs(case, way.seed)
+
+    def mine(array: Any, axis: int | None) -> Any:
+        return array if rank is None or axis is None else way.cut.take(array, rank, axis)
+
+    leaves = {}
+    for (name, value), need in zip(inputs.differentiable.items(), way.needs, strict=False):
+        part = mine(value, AXES.get(name))
+        if name == "input" and way.sequence_parallel and rank is not None:
+            part = np.array_split(part, _stops(part.shape[-2], way.ranks), -2)[rank]
+        leaves[name] = harness.array(part, case.dtype).requires_grad_(need)
+    given = inputs.options | {"target": inputs.target}
+    if "weight" in given:
+        given["weight"] = mine(given["weight"], 0)
+    if inputs.target.dtype.kind == "f":
+        given["target"] = mine(inputs.target, -1)
+    options = placed(harness, given, wide) | case.keywords | {"backend": way.backend}
+    if way.reports:
+        allowed = STAT_NAMES if case.function in LOSSES else LOG_PROB_STATS
+        options["stats"] = (*case.stats, *(name for name in allowed if name not in case.stats))
+    if rank is not None:
+        options["vocab_parallel"] = way.vocab_parallel(rank)
+    upstream = [None if inputs.upstream is None else harness.array(np.asarray(inputs.upstream), wide)]
+    for name in case.results[1:]:
+        upstream.append(harness.array(inputs.others[name], wide) if name in inputs.others else None)
+    return _run(case, way, leaves, options, upstream)
+
+
+def _stops(length: int, ranks: int) -> list[int]:
+    step = -(-length // ranks)
+    return [min((rank + 1) * step, length) for rank in range(ranks - 1)]
+
+
+def _run(
+    case: Case, way: Way, leaves: dict[str, torch.Tensor], options: dict[str, Any], upstream: list[Any]
+) -> dict[str, Any]:
+    function = getattr(xent, case.function)
+    if way.compiled:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    before = {name: leaf.detach().clone() for name, leaf in leaves.items()}
+    given = {name: leaf * 1 for name, leaf in leaves.items()} if way.inplace else leaves
+    returned = function(**given, **options, **({"inplace": True} if way.inplace else {}))
+    found = case.found_in(returned)
+    asked = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    gradients = {}
+    if asked:
+        pairs = [(found[name], grad) for name, grad in zip(case.results, upstream, strict=True) if grad is not None]
+        outputs, grads = zip(*pairs, strict=True)
+        gradients = dict(zip(asked, torch.autograd.grad(outputs, list(asked.values()), grads), strict=True))
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
+    named = found | gradients
+    if way.reports:
+        named |= {f"stats.{name}": getattr(returned[-1], name) for name in options["stats"]}
+    return {name: _numpy(value) for name, value in named.items()}
+
+
+def _numpy(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    return (tensor.double() if tensor.is_floating_point() else tensor).numpy()

@@ -1,0 +1,28 @@
+"""These tests are about PyTorch alone; they share one group of processes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import asked_for
+from xent.backends import TABLE
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the folder out of sessions for other frameworks, and where PyTorch has no torch.distributed."""
+    if not any(TABLE[name]().framework == "torch" for name in asked_for()):
+        return True
+    import torch.distributed as dist
+
+    return None if dist.is_available() else True
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[object]:
+    """Start processes when the first test needs them."""
+    from tests.distributed.pool import Pool
+
+    processes = Pool()
+    yield processes
+    processes.stop()

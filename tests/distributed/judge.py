@@ -1,0 +1,58 @@
+"""The results of all ranks as those of one call, judged by the float64 reference as those of one process are."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tests.distributed.calls import AXES, Way, in_shards
+from tests.distributed.pool import Pool
+from xent.backends import TABLE
+from xent.core.check.cases import Case
+from xent.core.check.judge import Comparison, compare, worst_of
+from xent.core.check.results import results_of_case
+
+__all__ = ["joined", "judged"]
+
+DRAWS = 8
+
+
+def judged(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards, *more: Any) -> dict[str, Any]:
+    """Return the results of all ranks as those of one call, compared with the reference as `judge_case` does."""
+    found, comparisons = drawn(pool, case, way, run, *more)
+    if not all(comparison.passed for comparison in comparisons):
+        draws = [comparisons, *(drawn(pool, case, replace(way, seed=seed), run, *more)[1] for seed in range(1, DRAWS))]
+        comparisons = [worst_of(same) for same in zip(*draws, strict=True)]
+    for comparison in comparisons:
+        assert comparison.passed, comparison
+    return found
+
+
+def drawn(
+    pool: Pool, case: Case, way: Way, run: Callable[..., Any], *more: Any
+) -> tuple[dict[str, Any], list[Comparison]]:
+    """Return the results of one draw of the inputs, and what the reference says of them."""
+    found = joined(pool, case, way, run, *more)
+    backend = TABLE["torch"]()
+    truth, _, plain, sizes = results_of_case(backend, backend.harness(), case, way.seed)
+    names = sorted(found.keys() & truth.keys())
+    assert set(names) >= set(case.results)
+    return found, [compare(name, found[name], truth[name], plain[name], case, sizes.get(name)) for name in names]
+
+
+def joined(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards, *more: Any) -> dict[str, Any]:
+    """Return the results of all ranks as those of one call, what all should have having the same bits on all."""
+    parts = pool.run(run, case, way, *more)[: way.ranks]
+    found = {}
+    for name in parts[0]:
+        values = [part[name] for part in parts]
+        if name in AXES:
+            found[name] = way.cut.join(values, AXES[name])
+        elif name == "input" and way.sequence_parallel:
+            found[name] = np.concatenate(values, -2)
+        else:
+            for value in values[1:]:
+                np.testing.assert_array_equal(value, values[0], err_msg=f"{name} differs between ranks")
+            found[name] = values[0]
+    return found

@@ -1,0 +1,186 @@
+"""What ranks must agree on: an error on all of them, in terms of ranks and ranges, and nobody left waiting."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import xent
+from tests.distributed.pool import Pool, device, group
+from xent.backends.torch.sharded import collectives, layout
+
+CLASSES = 12
+FIRST = [0, 6]
+
+
+def attempt(arguments: list[dict[str, Any]], again: bool = False, environment: dict[str, str] | None = None) -> Any:
+    """Return the type and the text of the error of this rank's call, with `arguments[rank]` in the place of its own."""
+    rank, ranks = dist.get_rank(), len(arguments)
+    if rank >= ranks:
+        return None
+    layout.forget()
+    mine = {"rows": CLASSES // ranks, "vocab_parallel": {}} | arguments[rank]
+    rows, said = mine.pop("rows"), mine.pop("vocab_parallel")
+    generator = torch.Generator().manual_seed(mine.pop("seed", rank))
+    call = {
+        "input": torch.randn(5, 4, generator=generator),
+        "linear_weight": torch.randn(rows, 4, generator=generator),
+        "target": torch.arange(5) * 2,
+        "vocab_parallel": xent.VocabParallel(group(ranks), **said) if said else group(ranks),
+    } | mine
+    call = {name: value.to(device()) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (environment or {}).items():
+            patch.setenv(name, value)
+        try:
+            if again:
+                xent.linear_cross_entropy(**call)
+            xent.linear_cross_entropy(**call)
+        except Exception as error:
+            return type(error).__name__, str(error)
+    return None
+
+
+BAD: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "overlap": (
+        [{"vocab_parallel": {"first": 0}}, {"vocab_parallel": {"first": 4}}],
+        r"the shards overlap: rank 1 has classes \[4, 10\) and should have \[6, 12\), after those of rank 0",
+    ),
+    "gap": (
+        [{"vocab_parallel": {"first": 8}}, {"vocab_parallel": {"first": 0}}],
+        r"the shards leave a gap: rank 0 has classes \[8, 14\) and should have \[6, 12\), after those of rank 1",
+    ),
+    "gap at the start": (
+        [{"vocab_parallel": {"first": 7}}, {"vocab_parallel": {"first": 1}}],
+        r"the shards leave a gap: rank 1 has classes \[1, 7\) and should have \[0, 6\)$",
+    ),
+    "gap at the end": (
+        [{"vocab_parallel": {"size": 13}}] * 2,
+        r"the shards leave a gap: rank 1 has the last classes, up to 12, and should have those up to .*size = 13",
+    ),
+    "some name their first class": (
+        [{"vocab_parallel": {"first": 0}}, {}],
+        r"either all ranks name vocab_parallel.first or none: it is 0 on rank 0 and None on rank 1",
+    ),
+    "sizes": (
+        [{"vocab_parallel": {"size": 12}}, {"vocab_parallel": {"size": 11}}],
+        r"vocab_parallel.size must be the same on all ranks: it is 12 on rank 0 and 11 on rank 1",
+    ),
+    "nothing at all": ([{"rows": 0}] * 2, "there must be at least one class, got empty shards on all ranks"),
+    "the whole classifier, known by its size": (
+        [{"rows": CLASSES, "vocab_parallel": {"size": CLASSES}}] * 2,
+        "that is the whole vocabulary on each of 2 ranks, and not its shards",
+    ),
+    "the whole classifier, known by its values": (
+        [{"rows": CLASSES, "seed": 0}] * 2,
+        r"all 2 ranks have the same 12 classes with the same values.*xent.VocabParallel\(group, size=24\)",
+    ),
+    "options": ([{}, {"label_smoothing": 0.1}], "all ranks must make the same call: rank 1 differs from rank 0 in opt"),
+    "workspace": ([{}, {"workspace": 100}], "all ranks must make the same call: rank 1 differs from rank 0"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_all_ranks_raise(pool: Pool, name: str) -> None:
+    arguments, message = BAD[name]
+    found = pool.run(attempt, arguments)[: len(arguments)]
+    assert len({text for _, text in found}) == 1, found
+    for kind, text in found:
+        assert kind == "ValueError"
+        assert re.search(message, text)
+
+
+OWN: dict[str, tuple[dict[str, Any], str, str]] = {
+    "shapes": ({"linear_bias": torch.zeros(3)}, "ValueError", r"rank 1: linear_bias must have shape (6,), the rows of"),
+    "dtypes": ({"linear_weight": torch.zeros(6, 4).double()}, "TypeError", "rank 1: linear_weight must have the dtype"),
+    "options": ({"label_smoothing": 2.0}, "ValueError", "rank 1: label_smoothing must be in [0, 1], got 2.0"),
+    "backend": ({"backend": "numpy"}, "BackendError", "rank 1: backend 'numpy' serves numpy arrays and got torch"),
+    "tokens": (
+        {"vocab_parallel": {"sequence_parallel": True}, "target": torch.zeros(7, dtype=torch.int64)},
+        "ValueError",
+        "rank 1: with sequence_parallel, 7 tokens on 2 ranks are cut as torch.chunk cuts them: this rank should have "
+        "3, tokens [4, 7), and its input has 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_an_error_of_one_rank_reaches_those_that_wait(pool: Pool, name: str) -> None:
+    arguments, kind, message = OWN[name]
+    other, own = pool.run(attempt, [{}, arguments])[:2]
+    assert own[0] == kind
+    assert own[1].startswith(message)
+    assert other[0] == "ValueError"
+    text = message.removeprefix("rank 1: ")[:80]
+    assert other[1].startswith(f"this call did not begin, because of an error on rank 1 of the group: {kind}: {text}")
+
+
+def test_targets_out_of_range_raise_on_all_ranks(pool: Pool) -> None:
+    target = torch.tensor([0, 1, 12, 3, 4])
+    found = pool.run(attempt, [{"target": target}] * 2, False, {"XENT_CHECK_TARGETS": "1"})[:2]
+    message = "rank {}: target[2] is 12; classes are 0 to 11, or ignore_index=-100"
+    assert found == [("IndexError", message.format(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", ["target", "sample_weight"])
+def test_targets_that_differ_are_found_where_they_are_looked_at(pool: Pool, name: str) -> None:
+    values = {"target": torch.arange(5), "sample_weight": torch.rand(5, generator=torch.Generator().manual_seed(0))}
+    other = values[name].clone()
+    other[3] = 7
+    arguments = [{name: values[name]}, {name: other}]
+    found = pool.run(attempt, arguments, False, {"XENT_CHECK_TARGETS": "1"})[:2]
+    message = (
+        f"{name}[3] differs between ranks: it is {values[name][3].item()} on rank 0 and {other[3].item()} on rank 1"
+    )
+    assert found == [("ValueError", message)] * 2
+
+
+def test_other_numbers_of_rows_are_found_where_targets_are_looked_at(pool: Pool) -> None:
+    fewer = {"input": torch.zeros(4, 4), "target": torch.arange(4)}
+    found = pool.run(attempt, [{}, fewer], False, {"XENT_CHECK_TARGETS": "1"})[:2]
+    assert found == [("ValueError", "target has 5 entries on rank 0 and 4 on rank 1")] * 2
+
+
+def collectives_of(calls: int) -> list[str]:
+    """Return what crossed ranks in so many equal calls, forward and backward."""
+    if dist.get_rank() > 1:
+        return []
+    layout.forget()
+    counted: list[str] = []
+    torch.manual_seed(dist.get_rank())
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("_gather", "_scatter", "_reduce"):
+            function = getattr(collectives, name)
+
+            def count(*args: Any, name: str = name, function: Any = function, **more: Any) -> Any:
+                counted.append(name)
+                return function(*args, **more)
+
+            patch.setattr(collectives, name, count)
+        for step in range(calls):
+            hidden = torch.randn(40, 8, device=device(), requires_grad=True)
+            weight = torch.randn(6, 8, device=device(), requires_grad=True)
+            target = torch.arange(40, device=device()) % 12
+            target[: 5 * step] = -100
+            if step % 2:
+                hidden.data[0], weight.data[0] = torch.nan, -torch.inf
+            loss = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=group(2), workspace=8 * 4 * 6 * 2)
+            loss.backward()
+    return counted
+
+
+def test_a_loop_has_one_collective_a_chunk_and_one_for_the_hidden_states(pool: Pool) -> None:
+    found = pool.run(collectives_of, 3)[:2]
+    assert found[0] == found[1]
+    # 40, 35 and 30 rows in chunks of 8, after the layout was exchanged once.
+    assert found[0] == [
+        "_gather",
+        *["_gather"] * 5,
+        "_reduce",
+        *["_gather"] * 5,
+        "_reduce",
+        *["_gather"] * 4,
+        "_reduce",
+    ]

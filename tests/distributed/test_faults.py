@@ -1,0 +1,101 @@
+"""A fault planted in each thing that crosses ranks is found: by the reference, other bits on other ranks, a check."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.calls import Way, in_shards
+from tests.distributed.cuts import cut
+from tests.distributed.judge import judged
+from tests.distributed.pool import Pool
+from xent.backends.torch.sharded import collectives
+from xent.core.check.cases import OPTIONS, Case
+
+
+class Done:
+    """A collective that has nothing to wait for."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to one kind of collective."""
+
+    collective: str
+    strikes: Callable[[Tensor], bool]
+    """Whether a collective of what is sent is of the kind."""
+    spoil: Callable[[Tensor], None] | None
+    """Changes what is received; None where nothing crosses ranks."""
+    caught: str = "Comparison|differs between ranks"
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        """Put it in the place of the collective."""
+        function = getattr(collectives, self.collective)
+
+        def faulty(*args: Any, **keywords: Any) -> Any:
+            sent = args[-1]
+            if not self.strikes(sent):
+                return function(*args, **keywords)
+            if self.spoil is not None:
+                function(*args, **keywords).wait()
+                self.spoil(args[0])
+            elif len(args) > 1:
+                args[0].copy_(sent.flatten()[: args[0].numel()].view_as(args[0]))
+            return Done()
+
+        patch.setattr(collectives, self.collective, faulty)
+
+
+def _is_layout(sent: Tensor) -> bool:
+    return sent.dtype == torch.int64
+
+
+def _is_sums(sent: Tensor) -> bool:
+    return sent.is_floating_point() and sent.dim() == 2
+
+
+def _is_tokens(sent: Tensor) -> bool:
+    return sent.is_floating_point() and sent.dim() == 3
+
+
+def _lose_last(received: Tensor) -> None:
+    half = len(received) // 2
+    received[half:] = received[:half]
+
+
+def _swap(received: Tensor) -> None:
+    received.copy_(received.roll(len(received) // 2, 0))
+
+
+FAULTS = {
+    "layout, other order": Fault("_gather", _is_layout, _swap),
+    "layout, all that of rank 0": Fault("_gather", _is_layout, _lose_last, "the shards leave a gap"),
+    "sums, other order": Fault("_gather", _is_sums, _swap),
+    "sums, all those of rank 0": Fault("_gather", _is_sums, _lose_last),
+    "tokens, other order": Fault("_gather", _is_tokens, _swap),
+    "hidden states' gradient, not summed": Fault("_reduce", lambda sent: sent.dim() > 1, None),
+    "hidden states' gradient, summed twice": Fault("_reduce", lambda sent: sent.dim() > 1, lambda sent: sent.mul_(2)),
+    "class weights of targets, not told": Fault("_reduce", lambda sent: sent.dim() == 1, None),
+    "gradient of tokens in shards, not summed": Fault("_scatter", lambda sent: True, None),
+}
+
+
+def with_fault(case: Case, way: Way, name: str) -> Any:
+    """Return what a process gets with a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[name].plant(patch)
+        return in_shards(case, way)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_found(pool: Pool, name: str) -> None:
+    case = Case("linear_cross_entropy", (3, 8), 68, "float32", "", OPTIONS["weight, smoothing"], workspace=68 * 4 * 14)
+    way = Way(2, cut("reversed", 68, 2), sequence_parallel="tokens" in name)
+    with pytest.raises(AssertionError, match=FAULTS[name].caught):
+        judged(pool, case, way, with_fault, name)
