@@ -16,8 +16,8 @@ Each language has these steps once; where rows are always whole there is nothing
 - Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
   merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
   `xent.backends.triton.row_algebra.coefficients`, after tiles `xent.backends.triton.tile_kernels.finish_kernel`;
-  gradient in `xent.backends.triton.row_gradient.gradient_block`. Class probabilities have a kernel of their own,
-  `xent.backends.triton.probabilities_kernel`.
+  gradient in `xent.backends.triton.row_gradient.gradient_block`. Class probabilities and rows with a support have
+  kernels of their own, `xent.backends.triton.probabilities_kernel` and `xent.backends.triton.support_kernel`.
 - MLX: fold in `xent.backends.mlx.block.Block.fold`; merge in `xent.backends.mlx.finish.merge`; finish in
   `xent.backends.mlx.finish.finish` and `xent.backends.mlx.finish.coefficients`; gradient in
   `xent.backends.mlx.block.Block.gradient`.

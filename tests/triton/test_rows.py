@@ -13,35 +13,13 @@ from tests.targets import Target
 from tests.triton.noted import note_launches
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
-from xent.backends.triton import row_launches
-from xent.backends.triton.geometry import Geometry, Sizes, sizes
 from xent.backends.triton.job import TritonJob
-from xent.backends.triton.launch import cdiv, next_power_of_2
 from xent.core.spec import LossSpec
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS = 5  # of an odd number of classes they begin at as many places between two boundaries
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut rows into the smallest blocks, of two vectors."""
-
-    def cut(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
-        block = 2 * max(place.vector, 4)
-        found = sizes(vocabulary, itemsize, place, predicted)
-        return replace(
-            found,
-            block=block,
-            lanes=block * found.lanes // found.block,
-            blocks=next_power_of_2(cdiv(vocabulary, block)),
-            whole=vocabulary % block == 0 and not place.skewed,
-            options={"num_warps": 1},
-        )
-
-    monkeypatch.setattr(row_launches, "sizes", cut)
 
 
 def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:

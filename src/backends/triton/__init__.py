@@ -3,8 +3,8 @@
 `job` is what the driver gets: it has the `facts` and the `results` of a call's rows, and the modules whose names end in
 "launch" or "launches" launch its kernels (`launch`, `geometry`). `row_algebra` and `maths` are what all kernels share.
 `rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
-`probabilities_kernel` for targets that are class probabilities, `tile_kernels` for logits that are never stored,
-`facts_kernels` and `linear_kernels` for what stands around them.
+`probabilities_kernel` for targets that are class probabilities, `support_kernel` for rows with a support,
+`tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what stands around them.
 `hopper` has the one kernel for one chip, behind a door.
 """
 
