@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.autograd import _differentiated, _first_order, _refused, _scaled, _signed
+from xent.backends.torch.autograd import differentiated, first_order, refused, scaled, signed
 from xent.backends.torch.divergence_call import SCHEMA
 
 __all__ = ["DivergenceFunction"]
@@ -18,7 +18,7 @@ class DivergenceFunction(torch.autograd.Function):
     """(*arguments of `SCHEMA`) -> (loss, deferred, *gradients)."""
 
     @staticmethod
-    @_signed
+    @signed
     def forward(*args: Any) -> Any:
         loss, deferred, gradients = torch.ops.xent.divergence(*args)
         return loss, deferred, *gradients
@@ -42,9 +42,9 @@ class DivergenceFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (_ARGUMENTS - 3)
-        if _differentiated(*more):
+        if differentiated(*more):
             refused = [
-                None if grad is None or dtype is None else _refused(grad, grad).to(dtype)
+                None if grad is None or dtype is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
             ]
             return *refused, *rest
@@ -53,12 +53,12 @@ class DivergenceFunction(torch.autograd.Function):
         if ctx.is_made:
             deferred, *kept = ctx.saved_tensors
             gradients = [
-                _scaled(ctx, grad, upstream, deferred) if need else None
+                scaled(ctx, grad, upstream, deferred) if need else None
                 for grad, need in zip(kept, ctx.needs, strict=True)
             ]
         else:
             tensors = ctx.saved_tensors
-            gradients = _first_order(torch.ops.xent.divergence_backward, upstream, *tensors, *ctx.constants)
+            gradients = first_order(torch.ops.xent.divergence_backward, upstream, *tensors, *ctx.constants)
         made = [
             grad.to(dtype) if need and grad is not None else None
             for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
