@@ -43,11 +43,11 @@ class DivergenceFunction(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (_ARGUMENTS - 3)
         if differentiated(*more):
-            refused = [
+            refusals = [
                 None if grad is None or dtype is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
             ]
-            return *refused, *rest
+            return *refusals, *rest
         if upstream is None:
             return None, None, None, *rest
         if ctx.is_made:
