@@ -41,13 +41,10 @@ class MetalTorchBackend:
         return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse other devices, and float64, which Metal does not have."""
-        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
-        if reason is not None:
-            return reason
-        if call.loss.exact:
-            return "log-probabilities are not there yet, which backend 'torch' serves"
-        return None
+        """Refuse shards, other devices, and float64, which Metal does not have."""
+        if call.vocab_parallel is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.metal import torch_machine

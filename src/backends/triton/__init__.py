@@ -46,15 +46,10 @@ class TritonBackend:
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse other devices, and float64, which these kernels would round to float32."""
-        reason = self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
-        if reason is not None:
-            return reason
-        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
-        if call.loss.exact or lacking:
-            what = "log-probabilities" if call.loss.exact else lacking[0]
-            return f"its kernels do not compute {what} yet, which backend 'torch' does"
-        return None
+        """Refuse shards, other devices, and float64, which these kernels would round to float32."""
+        if call.vocab_parallel is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
