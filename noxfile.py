@@ -35,6 +35,7 @@ SCHEMAS = {
 WITHOUT_KERNELS = (
     "convergence/test_planted_faults.py",
     "distributed",
+    "distributed",
     "test_chunks.py",
     "test_covering.py",
     "test_errors.py",
