@@ -45,10 +45,17 @@ def test_bench_measures_both(capsys: pytest.CaptureFixture[str], monkeypatch: py
         return {"milliseconds": 4.0 if contender == "unfused" else 3.0, "mebibytes": 64.0}
 
     monkeypatch.setattr(bench, "_run", run)
-    monkeypatch.setattr(bench, "_framework", lambda: "torch")
+    monkeypatch.setattr(bench, "_framework", lambda asked: "torch")
+    monkeypatch.setattr(bench, "available", lambda framework: None)
     assert main(["bench", "4x8x16", "--dtype", "float32"]) == 0
     assert asked == [(contender, Shape(4, 8, 16), "float32", "torch") for contender in ("unfused", "xent")]
     assert "xent takes 0.75 of the unfused loss's time and 1.00 of its memory." in capsys.readouterr().out
+
+
+def test_bench_without_the_framework(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "backends", list)
+    assert main(["bench", "--framework", "mlx"]) == 2
+    assert "framework must be one of those installed, and mlx is not" in capsys.readouterr().err
 
 
 def test_bench_says_how_much_memory_is_missing(
@@ -56,7 +63,7 @@ def test_bench_says_how_much_memory_is_missing(
 ) -> None:
     monkeypatch.setattr(bench, "available", lambda framework: 2**30)
     monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("it was run"))
-    monkeypatch.setattr(bench, "_framework", lambda: "torch")
+    monkeypatch.setattr(bench, "_framework", lambda asked: "torch")
     assert main(["bench", "Gemma-2-9B", "--tokens", "65536"]) == 1
     printed = capsys.readouterr().out
     assert "unfused was not run at 65536x3584x256000 bfloat16: it would take about 191.8 GiB" in printed
@@ -78,7 +85,7 @@ def test_a_contender_in_its_own_process(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(bench, "_framework", lambda: "nonsense")
+    monkeypatch.setattr(bench, "_framework", lambda asked: "nonsense")
     monkeypatch.setattr(bench, "available", lambda framework: None)
     assert main(["bench", "2x3x4"]) == 1
     assert "xent failed at 2x3x4 bfloat16: " in capsys.readouterr().out

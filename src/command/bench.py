@@ -38,7 +38,7 @@ def bench(arguments: argparse.Namespace) -> int:
     """Compare the unfused loss and xent; print a table and a sentence; return the exit status."""
     try:
         shape = parse(arguments.shape, arguments.tokens)
-        framework = arguments.framework or _framework()
+        framework = _framework(arguments.framework)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -68,11 +68,13 @@ def bench(arguments: argparse.Namespace) -> int:
     return 0 if "xent" in results else 1
 
 
-def _framework() -> str:
-    """Return the framework of the first backend that is available, best first."""
+def _framework(asked: str | None) -> str:
+    """Return the framework that was asked for, or that of the first backend that is available, best first."""
     for info in backends():
-        if info.available and info.framework != "numpy":
+        if info.available and info.framework != "numpy" and asked in (None, info.framework):
             return info.framework
+    if asked is not None:
+        raise ValueError(f"framework must be one of those installed, and {asked} is not")
     raise ValueError("there is nothing to compare: neither PyTorch nor MLX is installed")
 
 
