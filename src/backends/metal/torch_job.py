@@ -28,7 +28,7 @@ class MetalPass:
 
     def __init__(self, facts: Facts, results: Results) -> None:
         self.facts, self.results = facts, results
-        self._dead = torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
+        self._dead = torch.zeros_like(facts.weight, dtype=torch.bool) if facts.dead is None else facts.dead
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
         stats = (getattr(results, name) for name in ("lse", *_STATISTICS))
         self._skips_dead = all(result is None for result in stats)

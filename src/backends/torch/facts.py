@@ -18,7 +18,7 @@ from xent.core.spec import LossSpec
 __all__ = ["Facts", "accumulation_dtype", "bend_of", "check_targets", "divisor_of", "gather_facts"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)  # to be frozen would take 3 us a call
 class Facts:
     """N rows, V classes; tensors are on the logits' device, floats in the accumulation dtype."""
 
@@ -29,8 +29,8 @@ class Facts:
     probabilities: Rows | None
     probability_rows: Tensor | None
     """(N,) int64, the row of `probabilities` that belongs to each row; None where it is the row itself."""
-    ignored: Tensor
-    """(N,) bool: rows without a target."""
+    ignored: Tensor | None
+    """(N,) bool: rows without a target; None where it is known that there are none."""
     dead: Tensor | None
     """(N,) bool: rows whose loss and gradient are exactly 0; None where it is known that there are none."""
     invalid: Tensor | None
@@ -41,8 +41,8 @@ class Facts:
     """(N,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
     deferred: Tensor | None
     """0-d factor that a narrow gradient still lacks; backward multiplies it in."""
-    divisor: Tensor | None
-    """0-d, what "mean" divides by; None for the other reductions."""
+    divisor: Tensor | float | None
+    """What "mean" divides by, 0-d where the host does not know it; None for the other reductions."""
     class_weight: Tensor | None
     """(V,)"""
     class_weight_total: Any
@@ -55,8 +55,11 @@ class Facts:
     """Gradients of the statistics of each row, (N,); None where none came."""
 
     @property
-    def idle(self) -> Tensor:
-        """(N,) bool: rows that need not be computed. Statistics are due for every row with a target, dead or not."""
+    def idle(self) -> Tensor | None:
+        """(N,) bool: rows that need not be computed, None where it is known that there are none.
+
+        Statistics are due for every row with a target, dead or not.
+        """
         return self.ignored if self.spec.stats or self.dead is None else self.dead
 
     def select(self, rows: Tensor) -> "Facts":
@@ -71,7 +74,7 @@ class Facts:
             self,
             target=None if self.target is None else self.target[rows],
             probability_rows=mapped,
-            ignored=self.ignored[rows],
+            ignored=None if self.ignored is None else self.ignored[rows],
             dead=dead,
             invalid=None if self.invalid is None else self.invalid[rows],
             weight=self.weight[rows],
@@ -112,22 +115,24 @@ def gather_facts(
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
     shape = options.target.shape[:-1] if options.target.is_floating_point() else options.target.shape
-    invalid = None
+    count, invalid, ignored = shape.numel(), None, None
     if options.target.is_floating_point():
         target, probabilities = None, Rows(options.target)
-        source = None if not shift else shifted(torch.arange(shape.numel(), device=device).view(shape), shift, 0)
-        ignored = ~_has_target(shape, shift, device)
+        source = None if not shift else shifted(torch.arange(count, device=device).view(shape), shift, 0)
+        if shift:
+            ignored = ~_has_target(shape, shift, device)
         row_weight = None
     else:
         probabilities, source = None, None
-        check_targets(options, vocabulary, shift, first=upstream is None)
+        all_classes = check_targets(options, vocabulary, shift, first=upstream is None)
         target = shifted(options.target.to(torch.int64), shift, options.spec.ignore_index).flatten()
-        ignored = target == options.spec.ignore_index
-        if not looks_at_targets(device):
-            invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
-            target = target.masked_fill(ignored | invalid, 0)
-        else:
-            target = target.masked_fill(ignored, 0)
+        if shift or not all_classes:
+            ignored = target == options.spec.ignore_index
+            outside = ignored
+            if not looks_at_targets(device):
+                invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
+                outside = ignored | invalid
+            target = target.masked_fill(outside, 0)
         if weigh is not None:
             row_weight = weigh(target)
         else:
@@ -137,25 +142,39 @@ def gather_facts(
         looked = looks_at_targets(device)
         support = support_of(options.support_ids, options.support_offsets, shape, shift, vocabulary, looked)
         if support.broken is not None:
-            invalid = support.broken & ~ignored if invalid is None else invalid | (support.broken & ~ignored)
+            broken = support.broken if ignored is None else support.broken & ~ignored
+            invalid = broken if invalid is None else invalid | broken
     temperature = None if options.temperature is None else shifted(options.temperature, shift, 1)
     bend = bend_of(options._replace(temperature=temperature), acc)
 
-    sample = options.sample_weight
-    weight = (
-        torch.ones(shape, dtype=acc, device=device) if sample is None else shifted(sample.to(acc), shift, 0)
-    ).flatten()
-    weight = weight.masked_fill(ignored, 0)
-    divisor = _divisor(options, weight, row_weight, invalid) if spec.reduction == "mean" else None
-    dead = weight == 0
-    if divisor is not None:
-        dead = dead | (divisor == 0)
+    sample, on_cpu = options.sample_weight, device.type == "cpu"
+    if sample is None:
+        weight = torch.ones(count, dtype=acc, device=device)
+    else:
+        weight = shifted(sample.to(acc), shift, 0).flatten()
+    if ignored is not None:
+        weight = weight.masked_fill(ignored, 0)
+    ones = sample is None and ignored is None and invalid is None
+    divisor = _divisor(options, weight, row_weight, ignored, invalid) if spec.reduction == "mean" else None
+    dead = None
+    if divisor is not None and not isinstance(divisor, Tensor) and divisor == 0:
+        dead = torch.ones_like(weight, dtype=torch.bool)
+    elif sample is not None or ignored is not None or not on_cpu:
+        dead = weight == 0
+        if isinstance(divisor, Tensor):
+            dead = dead | (divisor == 0)
+        if on_cpu and not bool(dead.any()):
+            dead = None
     if invalid is not None:
         weight = weight.masked_fill(invalid, torch.nan)
-        dead = dead & ~invalid
+        dead = None if dead is None else dead & ~invalid
     scale, deferred = weight, None
     if divisor is not None or narrow:
-        inverse = 1 if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
+        inverse: Any = 1
+        if isinstance(divisor, Tensor):
+            inverse = torch.where(divisor == 0, 0, 1 / divisor)
+        elif divisor is not None:
+            inverse = 1 / divisor if divisor else 0.0
         if narrow:
             # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and
             # row weights could push them over the largest: what is stored has rows of size 1.
@@ -164,15 +183,14 @@ def gather_facts(
             size = torch.where(size == 0, 1, size)
             scale, deferred = weight / size, inverse * size
         else:
-            scale = weight * inverse
+            scale = torch.full_like(weight, inverse) if ones and not isinstance(inverse, Tensor) else weight * inverse
     statistics = None
     if upstream is not None:
         scale = torch.zeros_like(scale) if upstream.loss is None else scale * upstream.loss.to(acc).flatten()
         if any(given is not None for given in upstream[1:]):
             # Rows without a weight in the loss have statistics, and these their gradients.
-            scale, dead = scale.masked_fill(dead, 0), ignored
+            scale, dead = scale if dead is None else scale.masked_fill(dead, 0), ignored
             statistics = _each(upstream._replace(loss=None), partial(_of_rows, acc, invalid))
-    known_alive = device.type == "cpu" and not bool(dead.any())
     class_weight = None if options.weight is None else options.weight.to(acc)
     return Facts(
         spec=spec,
@@ -181,7 +199,7 @@ def gather_facts(
         probabilities=probabilities,
         probability_rows=None if source is None else source.flatten(),
         ignored=ignored,
-        dead=None if known_alive else dead,
+        dead=dead,
         invalid=invalid,
         weight=weight,
         scale=scale,
@@ -222,27 +240,36 @@ def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | No
     return made.div_(divisor[:, None])
 
 
-def check_targets(options: Options, vocabulary: int, shift: int, first: bool = True) -> None:
+def check_targets(options: Options, vocabulary: int, shift: int, first: bool = True) -> bool:
     """Raise IndexError for the first wrong target of those that a row uses, where looking at them is allowed.
 
     So too for its temperature (ValueError) and the support (both), unless an earlier pass, not the `first`, did it.
+    Return whether all targets that a row uses are known to be classes, and none the ignore_index.
     """
     if not looks_at_targets(options.target.device):
-        return
+        return False
     if first and options.temperature is not None:
         _check_temperature(options.temperature, shift)
     if first and options.support_ids is not None:
         check_support(options.support_ids, options.support_offsets, vocabulary)
-    wide = options.target.to(torch.int64)
-    wrong = ((wide < 0) | (wide >= vocabulary)) & (wide != options.spec.ignore_index)
+    used, ignore_index = options.target.to(torch.int64), options.spec.ignore_index
     if shift:
-        wrong[..., :shift] = False
+        used = used[..., shift:]
+    if not used.numel():
+        return True
+    low, high = map(int, torch.aminmax(used))
+    if low >= 0 and high < vocabulary:
+        return not low <= ignore_index <= high
+    wrong = ((used < 0) | (used >= vocabulary)) & (used != ignore_index)
     if bool(wrong.any()):
         position = wrong.nonzero()[0].tolist()
+        found = int(used[tuple(position)])
+        if shift:
+            position[-1] += shift
         raise IndexError(
-            f"target{position or ''} is {int(wide[tuple(position)])}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={options.spec.ignore_index}"
+            f"target{position or ''} is {found}; classes are 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
+    return False
 
 
 def _check_temperature(temperature: Tensor, shift: int) -> None:
@@ -266,14 +293,19 @@ def _of_rows(dtype: torch.dtype, invalid: Tensor | None, upstream: Tensor) -> Te
     return rows if invalid is None else rows.masked_fill(invalid, torch.nan)
 
 
-def _divisor(options: Options, weight: Tensor, row_weight: Tensor | None, invalid: Tensor | None) -> Tensor:
+def _divisor(
+    options: Options, weight: Tensor, row_weight: Tensor | None, ignored: Tensor | None, invalid: Tensor | None
+) -> Tensor | float:
+    """Return what "mean" divides by, as a number where the host knows it without waiting."""
     number, tensor = divisor_of(options)
     if number is not None:
-        return torch.full((), number, dtype=weight.dtype, device=weight.device)
-    if tensor is not None:
-        return tensor.to(weight.dtype)
-    parts = weight if row_weight is None else weight * row_weight
-    return (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
+        return number
+    if tensor is None:
+        if options.sample_weight is None and row_weight is None and ignored is None and invalid is None:
+            return float(len(weight))
+        parts = weight if row_weight is None else weight * row_weight
+        tensor = (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
+    return float(tensor) if tensor.device.type == "cpu" else tensor.to(weight.dtype)
 
 
 def _has_target(shape: torch.Size, shift: int, device: torch.device) -> Tensor:

@@ -34,9 +34,7 @@ def backward(upstream: Upstream, linear: Linear, options: Options) -> list[Tenso
     """Return the gradients for `upstream`, from logits made again chunk by chunk."""
     quiet = options._replace(spec=options.spec.without_stats())
     job = start(quiet, len(linear.weight), linear.compute, linear.shift, upstream)
-    # Beside the gradients, an accelerator has no memory for wider logits than their products need.
-    wide = options.spec.exact and linear.weight.device.type == "cpu" and linear.compute.itemsize == 2
-    return _in_chunks(linear, job, True, wide)
+    return _in_chunks(linear, job, True, options.spec.exact and linear.compute.itemsize == 2)
 
 
 def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> list[Tensor]:

@@ -105,5 +105,7 @@ class Linear:
         `sums`: whether gradients are added up over chunks.
         """
         rounds = sums and self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
-        size, device = itemsize or self.compute.itemsize, self.weight.device.type
-        return rows_per_chunk(len(self.hidden), self.columns, size, self.workspace, device, rounds)
+        size, device, columns = itemsize or self.compute.itemsize, self.weight.device.type, self.columns
+        if self.workspace is None and device != "cpu":  # the memory of logits in the compute dtype
+            columns = columns * size // self.compute.itemsize
+        return rows_per_chunk(len(self.hidden), columns, size, self.workspace, device, rounds)

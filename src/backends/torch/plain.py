@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import nll_loss
 
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import Upstream
@@ -53,6 +54,9 @@ class PlainPass:
     ) -> Iterator["_Block"]:
         count, vocabulary = logits.shape
         step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
+        if count == len(self.facts.weight) and count <= step:
+            yield _Block(self, logits, slice(None), grad, target_logits)
+            return
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
             rows = slice(start + part.start, start + part.stop)
@@ -81,48 +85,57 @@ class _Block:
         self.parent, self.z, self.rows, self.grad, self.target_logits = parent, z, rows, grad, target_logits
         facts, results = parent.facts, parent.results
         self.facts, self.results, self.spec = facts, results, facts.spec
+        self.whole = rows == slice(None)
         in_grad = grad is not None and grad.dtype == facts.weight.dtype
         self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
-        self.target = None if facts.target is None else facts.target[rows, None]
+        self.target = None if facts.target is None else self._of(facts.target)[:, None]
         self.spread = self.spec.label_smoothing / facts.vocabulary
         self.scale: Any = self.spec.logit_scale
         self.cap: Any = self.spec.softcap
         if facts.bend is not None:
-            self.scale, cap = facts.bend[rows].unbind(1)
+            self.scale, cap = self._of(facts.bend).unbind(1)
             self.scale, self.cap = self.scale[:, None], None if self.cap is None else cap[:, None]
         self.upstream = Upstream()
         if facts.upstream is not None and grad is not None:
-            self.upstream = Upstream(*(None if one is None else one[rows] for one in facts.upstream))
+            self.upstream = Upstream(*(None if one is None else self._of(one) for one in facts.upstream))
         self.one_minus_tanh2: Tensor | None = None
         self.log_p: Tensor | None = None
 
+    def _of(self, values: Tensor) -> Tensor:
+        """Return what belongs to the block of values that start with the axis of rows."""
+        return values if self.whole else values[self.rows]
+
+    def _record(self, place: Tensor | None, values: Tensor) -> None:
+        """Write the block's values where they are asked for."""
+        if place is not None:
+            self._of(place).copy_(values)
+
     def forward(self) -> None:
         """Record losses and statistics, then write the gradient if asked."""
-        x, results, rows = self._activations(), self.results, self.rows
+        x, results = self._activations(), self.results
         needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
         peak = x.amax(-1) if needs_lse or results.z_term is not None else None
         if results.mean_logit is not None:
-            results.mean_logit[rows] = row_sum(x) / x.shape[1]
+            self._record(results.mean_logit, row_sum(x) / x.shape[1])
         self._log_softmax(x)
         lse = None
         if peak is not None:
             log_sum = -self.work.amax(-1)
             lse = torch.where(peak == -torch.inf, peak, peak + log_sum)
             if results.norm is not None:
-                results.norm[0, rows], results.norm[1, rows] = peak, log_sum
-            if results.lse is not None:
-                results.lse[rows] = lse
+                self._record(results.norm[0], peak)
+                self._record(results.norm[1], log_sum)
+            self._record(results.lse, lse)
         share, total = self._losses(lse)
         wants_entropy, entropy = results.entropy is not None or self.upstream.entropy is not None, None
         if self.grad is not None or wants_entropy or results.log_sum_sq_probs is not None:
             self._exponentiate(wants_entropy)
         if results.log_sum_sq_probs is not None:
-            results.log_sum_sq_probs[rows] = row_sum(self.work.square()).log()
+            self._record(results.log_sum_sq_probs, row_sum(self.work.square()).log())
         if self.log_p is not None:
             # From p alone, -p log p would be off by p's rounding: of a p near 1, by more than is left of the entropy.
             entropy = 0 - row_sum(self.work * self.log_p)
-            if results.entropy is not None:
-                results.entropy[rows] = entropy
+            self._record(results.entropy, entropy)
         if self.grad is not None:
             self._gradient(share, total, lse, entropy)
 
@@ -130,12 +143,12 @@ class _Block:
         """Write the gradient from the recorded norm."""
         x, norm = self._activations(), self.results.norm
         assert norm is not None
-        peak, log_sum = norm[0, self.rows], norm[1, self.rows]
+        peak, log_sum = self._of(norm[0]), self._of(norm[1])
         torch.sub(x, peak[:, None], out=self.work).sub_(log_sum[:, None])
         self._exponentiate(self.upstream.entropy is not None)
         share, total = self._shares()
         entropy = self.results.entropy
-        self._gradient(share, total, peak + log_sum, None if entropy is None else entropy[self.rows])
+        self._gradient(share, total, peak + log_sum, None if entropy is None else self._of(entropy))
 
     def _activations(self) -> Tensor:
         """Return x (R, V), in `work` unless it is the raw logits; remember the softcap's slope if it will be needed."""
@@ -179,85 +192,92 @@ class _Block:
         """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
         predictions, scale = self.results.predictions, self.spec.logit_scale
         if predictions is not None:
-            predictions[self.rows] = z.argmax(-1) if scale > 0 else z.argmin(-1) if scale < 0 else 0
+            highest = z.argmax(-1) if scale >= 0 else z.argmin(-1)
+            self._record(predictions, highest if scale else torch.zeros_like(highest))
 
-    def _shares(self) -> tuple[Tensor, Any]:
+    def _shares(self) -> tuple[Any, Any]:
         """Return the target's share, and the sum of shares over classes, of what multiplies -log p.
 
-        The target's share is (R, 1), (1-e) w_y, for indices; (R, V), w_c q'_c, for probabilities. Smoothing's
-        (e/V) w_c is in the sum, but not in the target's share, for indices.
+        The target's share is (R, 1), (1-e) w_y, for indices, a number where classes have no weights; (R, V), w_c q'_c,
+        for probabilities. Smoothing's (e/V) w_c is in the sum, but not in the target's share, for indices. The sum is
+        (R, 1) or a number.
         """
         facts, keep = self.facts, 1 - self.spec.label_smoothing
         if self.target is None:
             share = self.parent.scratch("share", self.z)
-            share.copy_(facts.probability_block(self.rows.start, self.rows.stop))
+            share.copy_(self._probabilities())
             if self.spread:
                 share.mul_(keep).add_(self.spread)
             if facts.class_weight is not None:
                 share.mul_(facts.class_weight)
-            return share, row_sum(share)
-        if facts.class_weight is None:
-            share = torch.full(self.target.shape, keep, dtype=self.work.dtype, device=self.work.device)
-        else:
-            share = keep * facts.class_weight[self.target]
-        return share, share[:, 0] + self.spread * facts.class_weight_total
+            return share, row_sum(share)[:, None]
+        each: Any = keep if facts.class_weight is None else keep * facts.class_weight[self.target]
+        return each, each + self.spread * facts.class_weight_total
 
-    def _losses(self, lse: Tensor | None) -> tuple[Tensor, Any]:
+    def _probabilities(self) -> Tensor:
+        """Return the target's probabilities of the block's rows, (R, V), in the caller's dtype."""
+        start = 0 if self.whole else self.rows.start
+        return self.facts.probability_block(start, start + self.z.shape[0])
+
+    def _losses(self, lse: Tensor | None) -> tuple[Any, Any]:
         """Record the losses of log p in `work`; return the shares."""
-        facts, results, rows = self.facts, self.results, self.rows
-        log_p, weight = self.work, facts.weight[rows]
+        facts, results = self.facts, self.results
+        log_p, weight = self.work, self._of(facts.weight)
         share, total = self._shares()
         if self.target is None:
             loss = -row_sum(_product(share, log_p))
             if results.nll is not None:
-                raw = facts.probability_block(rows.start, rows.stop).to(log_p.dtype)
-                results.nll[rows] = -row_sum(_product(raw, log_p))
+                self._record(results.nll, -row_sum(_product(self._probabilities().to(log_p.dtype), log_p)))
         else:
-            log_p_y = log_p.gather(1, self.target)
-            loss = -_product(share, log_p_y)[:, 0]
+            nll = nll_loss(log_p, self.target[:, 0], reduction="none")
+            if isinstance(share, Tensor):
+                loss = _product(share[:, 0], nll)
+            else:
+                loss = nll if share == 1 else nll * share if share else torch.zeros_like(nll)
             if self.spread:
                 spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
                 loss = loss - self.spread * row_sum(spread_over)
-            if results.nll is not None:
-                results.nll[rows] = -log_p_y[:, 0]
+            self._record(results.nll, nll)
         loss = weight * loss
         if lse is not None:
             z_term = weight * self.spec.z_loss * lse.square()
             if self.spec.z_loss:
                 loss = loss + z_term
-            if results.z_term is not None:
-                results.z_term[rows] = self._alive(z_term)
-        results.loss[rows] = self._alive(loss)
+            self._record(results.z_term, self._alive(z_term))
+        self._record(results.loss, self._alive(loss))
         return share, total
 
-    def _gradient(self, share: Tensor, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:
+    def _gradient(self, share: Any, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:
         """Turn p in `work` into the gradient with respect to z, and put it where it belongs."""
         facts, spec, grad, work = self.facts, self.spec, self.grad, self.work
         assert grad is not None
-        scale = facts.scale[self.rows][:, None] * self.scale
+        scale = self._of(facts.scale)[:, None]
+        if not isinstance(self.scale, float) or self.scale != 1:
+            scale = scale * self.scale
         if spec.z_loss:
             assert lse is not None
-            total = total + 2 * spec.z_loss * lse
+            total = total + 2 * spec.z_loss * lse[:, None]
         of_nll = None if self.upstream.nll is None else self.upstream.nll[:, None] * self.scale
         raw = mixed = None
         if of_nll is not None and self.target is None:
-            raw = facts.probability_block(self.rows.start, self.rows.stop).to(work.dtype)
+            raw = self._probabilities().to(work.dtype)
             mixed = of_nll * row_sum(raw)[:, None]
-        self._multiply(scale * total[:, None], of_nll if mixed is None else mixed, entropy)
+        factor = scale if isinstance(total, float) and total == 1 else scale * total
+        self._multiply(factor, of_nll if mixed is None else mixed, entropy)
         if self.target is None:
             work.sub_(share.mul_(scale))
             if raw is not None and of_nll is not None:
                 work.sub_(raw * of_nll)
         else:
-            of_target = scale * share
-            work.scatter_add_(1, self.target, -of_target if of_nll is None else -of_target - of_nll)
+            of_target = scale * -share
+            work.scatter_add_(1, self.target, of_target if of_nll is None else of_target - of_nll)
             if self.spread:
                 each = scale * self.spread
                 work.sub_(each if facts.class_weight is None else each * facts.class_weight)
         if self.one_minus_tanh2 is not None:
             work.mul_(self.one_minus_tanh2)
         if facts.dead is not None:
-            work.masked_fill_(facts.dead[self.rows, None], 0)
+            work.masked_fill_(self._of(facts.dead)[:, None], 0)
         if work is not grad:
             grad.copy_(work)
 
@@ -278,7 +298,7 @@ class _Block:
 
     def _alive(self, values: Tensor) -> Tensor:
         dead = self.facts.dead
-        return values if dead is None else values.masked_fill(dead[self.rows], 0)
+        return values if dead is None else values.masked_fill(self._of(dead), 0)
 
 
 def _product(weights: Tensor, values: Tensor) -> Tensor:

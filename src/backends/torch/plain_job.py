@@ -66,6 +66,8 @@ class PlainJob:
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
         """Put the rows to compute first."""
         idle = self._facts.idle
+        if idle is None:
+            return None, self.count
         if idle.device.type == "cpu":
             if not bool(idle.any()):
                 return None, self.count

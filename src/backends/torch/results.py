@@ -11,7 +11,7 @@ from xent.backends.torch.facts import Facts
 __all__ = ["Results", "new_results", "scattered"]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Results:
     """Per-row results, all (N,), which a row pass fills; None where nobody asks. Floats in the accumulation dtype."""
 
@@ -45,7 +45,7 @@ class Results:
 
     def _predictions(self, facts: Facts) -> Tensor:
         assert self.predictions is not None
-        return self.predictions.masked_fill(facts.ignored, -1)
+        return self.predictions if facts.ignored is None else self.predictions.masked_fill(facts.ignored, -1)
 
     def _log_sum_sq_probs(self, facts: Facts) -> Tensor:
         return _counted(self.log_sum_sq_probs, facts)
@@ -66,6 +66,8 @@ class Results:
         return correct.sum().to(self.loss.dtype) / self._count(facts).clamp(min=1)
 
     def _count(self, facts: Facts) -> Tensor:
+        if facts.ignored is None:
+            return torch.full((), len(facts.weight), dtype=torch.int64, device=facts.weight.device)
         return (~facts.ignored).sum()
 
 
@@ -111,7 +113,7 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
 
 def _counted(values: Tensor | None, facts: Facts) -> Tensor:
     assert values is not None
-    return values.masked_fill(facts.ignored, 0)
+    return values if facts.ignored is None else values.masked_fill(facts.ignored, 0)
 
 
 def _truth(facts: Facts) -> Tensor:
@@ -120,4 +122,4 @@ def _truth(facts: Facts) -> Tensor:
         return facts.target
     count, step = len(facts.weight), 256
     blocks = [facts.probability_block(i, min(i + step, count)).argmax(-1) for i in range(0, count, step)]
-    return torch.cat(blocks) if blocks else facts.ignored.new_empty(0, dtype=torch.int64)
+    return torch.cat(blocks) if blocks else facts.weight.new_empty(0, dtype=torch.int64)

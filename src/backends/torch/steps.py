@@ -14,10 +14,12 @@ def reduced(values: Tensor, facts: Facts) -> Tensor:
     """Return per-row values (N,) as the spec's reduction has them: 0-d, or as they are for "none"."""
     if facts.spec.reduction == "none":
         return values
-    total = values.sum()
-    if facts.divisor is None:
+    total, divisor = values.sum(), facts.divisor
+    if divisor is None:
         return total
-    return torch.where(facts.divisor == 0, 0, total / facts.divisor)
+    if isinstance(divisor, Tensor):
+        return torch.where(divisor == 0, 0, total / divisor)
+    return total / divisor if divisor else torch.zeros_like(total)
 
 
 def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
