@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 __all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Quantity"]
 
-Function = Literal["linear", "logits"]
+Function = Literal["linear", "logits", "linear log-probabilities", "log-probabilities", "linear divergence"]
 Leaf = Literal["input", "weight"]
 Quantity = Literal[
     "loop",
@@ -42,15 +42,17 @@ class Goal:
 class Case:
     """One problem: the function, its sizes and dtype, and who solves it.
 
-    `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `contenders` names those who run (see
-    `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which on
-    the CPU only linear cases have.
+    "linear" and "logits" are the cross entropy; log-probabilities come with the entropy, both with a random upstream
+    gradient. `hidden` is 0 for the functions whose input is the logits themselves. The teacher of a divergence has a
+    classifier of `teacher` columns, or with "top_k" among the `options` its most probable classes are stored.
+    `contenders` names those who run (see `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for
+    errors against a wider dtype, which on the CPU only linear cases have.
 
     `reduction` is "mean" or "none", with which the upstream gradient is random. `ignored` is the share of the targets,
     in [0, 1), that are `IGNORE_INDEX`. `trained` names the inputs of a linear case that want a gradient. `batch`
     divides `tokens`: if it is not 0, the logits are `logits[:, :-1]` of (batch, tokens / batch + 1, vocabulary) ones.
     `options` are keyword arguments of xent's function, which the contenders of PyTorch also take: `softcap`,
-    `label_smoothing` and `stats`.
+    `label_smoothing`, `stats` and, of a divergence, `beta`.
     """
 
     suite: str
@@ -68,6 +70,7 @@ class Case:
     ignored: float = 0.0
     trained: tuple[Leaf, ...] = ("input", "weight")
     batch: int = 0
+    teacher: int = 0
     options: tuple[tuple[str, Any], ...] = ()
 
     @classmethod
@@ -90,7 +93,7 @@ class Case:
     @property
     def title(self) -> str:
         """The case in one line, e.g. "linear 2048x512x32000 float32", which goes forward and backward."""
-        sizes = [self.tokens, self.hidden, self.vocabulary] if self.hidden else [self.tokens, self.vocabulary]
+        sizes = [self.tokens, self.hidden, self.vocabulary] if self.is_linear else [self.tokens, self.vocabulary]
         facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
         if not self.backward:
             facts.append("loss alone")
@@ -98,6 +101,8 @@ class Case:
             facts.append(f"reduction {self.reduction}")
         if self.ignored:
             facts.append(f"{self.ignored:.0%} ignored")
+        if self.teacher not in (0, self.hidden):
+            facts.append(f"a teacher of {self.teacher} columns")
         if self.batch:
             facts.append(f"logits[:, :-1] of {self.batch} sequences")
         for name, value in self.options:
@@ -106,9 +111,19 @@ class Case:
         return ", ".join(facts)
 
     @property
+    def is_linear(self) -> bool:
+        """Whether the input is hidden states and a classifier."""
+        return self.function.startswith("linear")
+
+    @property
+    def of_rows(self) -> bool:
+        """Whether each row has a result of its own, and a random upstream gradient."""
+        return self.reduction == "none" or self.function.endswith("log-probabilities")
+
+    @property
     def frozen(self) -> tuple[Leaf, ...]:
         """The inputs of a linear case that want no gradient though the case has a backward."""
-        if self.function == "logits" or not self.backward:
+        if not self.is_linear or not self.backward:
             return ()
         leaves: tuple[Leaf, ...] = ("input", "weight")
         return tuple(leaf for leaf in leaves if leaf not in self.trained)
@@ -123,7 +138,7 @@ class Case:
         """The size of the gradients that have to exist when the call returns."""
         if not self.backward:
             return 0
-        if self.function == "logits":
+        if not self.is_linear:
             return self.logits_bytes
         rows = {"input": self.tokens, "weight": self.vocabulary}
         return sum(rows[leaf] for leaf in self.trained) * self.hidden * ITEM_BYTES[self.dtype]

@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.cases import IGNORE_INDEX, Case
 from benchmarks.contenders import LossFunction
 
-__all__ = ["LinearProblem", "LogitsProblem", "Problem", "make_problem"]
+__all__ = ["DivergenceProblem", "LinearProblem", "LogitsProblem", "Problem", "make_problem"]
 
 _SEED = 20240229
 
@@ -22,10 +22,11 @@ _SEED = 20240229
 class Problem(Protocol):
     """What a measurement needs of a problem: `arguments = set_up()`, then any number of times `call(loss, arguments)`.
 
-    `target` (tokens,) are the classes, `upstream` (tokens,) the gradient of the rows' losses, None if the loss is
-    their mean and its gradient 1.
+    `target` (tokens,) are the classes, `upstream` the gradient of the rows' results, (tokens,) of their losses, (2,
+    tokens) of log-probabilities and entropies, None if the loss is a mean and its gradient 1.
     """
 
+    case: Case
     target: Tensor
     upstream: Tensor | None
 
@@ -44,21 +45,28 @@ class Problem(Protocol):
 
 def make_problem(case: Case) -> Problem:
     """Make the case's random inputs on its device from a fixed seed, every page of them written."""
-    return LinearProblem(case) if case.function == "linear" else LogitsProblem(case)
+    if case.function == "linear divergence":
+        return DivergenceProblem(case)
+    return LinearProblem(case) if case.is_linear else LogitsProblem(case)
 
 
 def _call(loss: LossFunction, arguments: tuple[Tensor, ...], backward: bool, upstream: Tensor | None) -> Tensor:
     if not backward:
         with torch.no_grad():
-            return _first(loss(*arguments))
-    value = _first(loss(*arguments))
-    value.backward(upstream if upstream is None else upstream.to(value.dtype).view_as(value))
-    return value.detach()
+            return _results(loss(*arguments))[0]
+    results = _results(loss(*arguments))
+    if upstream is None or upstream.dim() == 1:
+        results = results[:1]
+    gradients = [None] if upstream is None else [*upstream.view(-1, upstream.shape[-1])]
+    pairs = list(zip(results, gradients, strict=False))  # some have no entropy
+    given = [None if grad is None else grad.to(value.dtype).view_as(value) for value, grad in pairs]
+    torch.autograd.backward([value for value, _ in pairs], given)
+    return results[0].detach()
 
 
-def _first(result: Any) -> Tensor:
-    """Return the loss of what may also have statistics behind it."""
-    return result[0] if isinstance(result, tuple) else result
+def _results(result: Any) -> tuple[Tensor, ...]:
+    """Return the loss and the statistics behind it, or the log-probabilities and the entropies."""
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _targets(case: Case, generator: torch.Generator) -> Tensor:
@@ -71,10 +79,11 @@ def _targets(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def _upstream(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Return the gradient of the loss: None, which is 1, for a mean; random (tokens,) float32 for one of each row."""
-    if case.reduction == "mean":
+    """Return the gradient: None, which is 1, for a mean; random float32 for results of each row."""
+    if not case.of_rows:
         return None
-    return torch.rand(case.tokens, generator=generator, device=case.device)
+    several = case.function.endswith("log-probabilities")
+    return torch.rand((2, case.tokens) if several else case.tokens, generator=generator, device=case.device)
 
 
 class LinearProblem:
@@ -109,6 +118,34 @@ class LinearProblem:
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
         """Leave the gradients in `input.grad` and `weight.grad`."""
         return _call(loss, arguments, self.case.backward, self.upstream)
+
+
+class DivergenceProblem(LinearProblem):
+    """The same as a student, and its teacher: hidden states and classifier, or its most probable classes."""
+
+    def __init__(self, case: Case) -> None:
+        """Make the student's tensors, then the teacher's, which get no gradient."""
+        super().__init__(case)
+        generator = torch.Generator(case.device).manual_seed(_SEED + 1)
+        width, dtype = case.teacher or case.hidden, getattr(torch, case.dtype)
+        self.top_k = dict(case.options).get("top_k")
+        if self.top_k is None:
+            self.teacher = (
+                torch.empty(case.tokens, width, dtype=dtype, device=case.device).normal_(generator=generator),
+                torch.empty(case.vocabulary, width, dtype=dtype, device=case.device).normal_(
+                    std=width**-0.5, generator=generator
+                ),
+            )
+            return
+        scores = torch.rand(case.tokens, case.vocabulary, generator=generator, device=case.device)
+        ids = scores.topk(self.top_k, dim=1).indices
+        spread = torch.randn(case.tokens, self.top_k + 1, generator=generator, device=case.device)
+        self.teacher = ids, (2 * spread).log_softmax(1)[:, 1:].contiguous()  # the first is the rest's share
+
+    def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
+        """Return (input, weight, teacher's input, teacher's weight), or ids and log-probabilities for the teacher's."""
+        self.clear()
+        return self.input, self.weight, *self.teacher
 
 
 class LogitsProblem:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import Function
-from benchmarks.contenders import floors, fused, ours, pytorch
+from benchmarks.contenders import divergences, floors, fused, ours, pytorch, sampled
 from benchmarks.contenders.entry import Absent, Contender, LossFunction
 
 __all__ = ["CONTENDERS", "Absent", "Contender", "LossFunction", "find_contender"]
@@ -13,6 +13,8 @@ CONTENDERS: tuple[Contender, ...] = (
     *pytorch.CONTENDERS,
     *fused.CONTENDERS,
     *ours.CONTENDERS,
+    *sampled.CONTENDERS,
+    *divergences.CONTENDERS,
 )
 
 

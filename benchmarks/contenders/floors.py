@@ -2,11 +2,12 @@
 
 For logits that is one read and one write of them, `copy_`, or without a gradient one read, `amax`; for the linear
 function the matrix products alone, with a vocabulary rounded up to a multiple of 64, where the library's kernels are
-fast. What they write to exists before the clock starts.
+fast, or the head's one forward product alone. What they write to exists before the clock starts.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case
@@ -72,7 +73,7 @@ def _products(case: Case) -> LossFunction:
 
     kept = case.tokens if not case.ignored else round(case.tokens * (1 - case.ignored))
 
-    def products(input: Tensor, weight: Tensor, target: Tensor) -> Any:
+    def products(input: Tensor, weight: Tensor, *_: Tensor) -> Any:
         rows, weight = input[:kept], padded(weight)
         logits = torch.mm(rows, weight.T, out=buffers("logits", rows, len(rows), len(weight)))
         if case.backward and "input" in case.trained:
@@ -84,8 +85,16 @@ def _products(case: Case) -> LossFunction:
     return products
 
 
+def _product(case: Case) -> LossFunction:
+    return _products(replace(case, backward=False))
+
+
 CONTENDERS: tuple[Contender, ...] = (
     Contender("products", "linear", _products, kind="floor"),
     Contender("copy", "logits", _copy, kind="floor"),
     Contender("amax", "logits", _amax, kind="floor"),
+    Contender("products", "linear log-probabilities", _products, kind="floor"),
+    Contender("copy", "log-probabilities", _copy, kind="floor"),
+    Contender("amax", "log-probabilities", _amax, kind="floor"),
+    Contender("product", "linear divergence", _product, kind="floor"),
 )

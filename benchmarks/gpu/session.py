@@ -104,7 +104,7 @@ class Session:
         reply: dict[str, Any] = {"peak_bytes": self.device.peak(call)}
         reply["loss"] = losses[0].double().mean().item()
         if self.truth is not None:
-            reply |= self.truth.errors(prepared.problem, reply["loss"])
+            reply |= self.truth.errors(prepared.problem, losses[0])
         return reply
 
     def turn(self, name: str, iterations: int, calls: int) -> dict[str, float]:

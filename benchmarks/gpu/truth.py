@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import IGNORE_INDEX
-from benchmarks.problems import LinearProblem, LogitsProblem, Problem
+from benchmarks.gpu.definitions import divergence, log_probabilities
+from benchmarks.problems import DivergenceProblem, LinearProblem, LogitsProblem, Problem
 
 __all__ = ["Truth", "compute_truth"]
 
@@ -24,18 +25,22 @@ _COMPARED_ROWS = 4096
 
 @dataclass(frozen=True)
 class Truth:
-    """`loss`, averaged over the rows of a loss that is not reduced; float32 gradients, for a linear case only."""
+    """`rows`: the log-probabilities, or what the loss averages; float32 gradients, for a linear case only."""
 
-    loss: float
+    rows: Tensor
     input: Tensor | None = None
     weight: Tensor | None = None
 
-    def errors(self, problem: Problem, loss: float) -> dict[str, float]:
+    def errors(self, problem: Problem, result: Tensor) -> dict[str, float]:
         """Give the absolute error of the loss, and relative errors, in the Frobenius norm, of the gradients there are.
 
-        They have the names of fields of `benchmarks.records.Record`.
+        Of log-probabilities it is the largest. They have the names of fields of `benchmarks.records.Record`.
         """
-        found = {"loss_error": abs(loss - self.loss)}
+        if problem.case.function.endswith("log-probabilities"):
+            error = float((result.double().flatten() - self.rows).abs().max())
+        else:
+            error = abs(float(result.double().mean()) - _mean(self.rows, problem))
+        found = {"loss_error": error}
         if isinstance(problem, LogitsProblem):
             if problem.gradient is not None:
                 found["input_gradient_error"] = _logits_error(problem)
@@ -55,8 +60,7 @@ def compute_truth(problem: Problem) -> Truth:
         if isinstance(problem, LinearProblem):
             return _linear_truth(problem)
         assert isinstance(problem, LogitsProblem)
-        losses = [_softmax_gradient(block, problem, rows)[0] for rows, block in _blocks(problem.template)]
-        return Truth(_mean(torch.cat(losses), problem))
+        return Truth(torch.cat([_gradient(block, problem, rows)[0] for rows, block in _blocks(problem.template)]))
 
 
 def _linear_truth(problem: LinearProblem) -> Truth:
@@ -66,13 +70,30 @@ def _linear_truth(problem: LinearProblem) -> Truth:
     losses = []
     for rows in _row_blocks(len(problem.input), len(weight)):
         hidden = problem.input[rows].float()
-        loss, gradient = _softmax_gradient(hidden @ weight.T, problem, rows)
+        loss, gradient = _gradient(hidden @ weight.T, problem, rows)
         losses.append(loss)
         if input_gradient is not None:
             input_gradient[rows] = gradient @ weight
         if weight_gradient is not None:
             weight_gradient.addmm_(gradient.T, hidden)
-    return Truth(_mean(torch.cat(losses), problem), input_gradient, weight_gradient)
+    return Truth(torch.cat(losses), input_gradient, weight_gradient)
+
+
+def _gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+    """From float32 logits (r, V) of these rows: their results (r,), and the gradient (r, V)."""
+    if problem.case.function in ("linear", "logits"):
+        return _softmax_gradient(logits, problem, rows)
+    with torch.enable_grad():
+        leaf = logits.requires_grad_()
+        if isinstance(problem, DivergenceProblem):
+            found = divergence(leaf, problem, rows)
+            total = found.sum() / len(problem.input)
+        else:
+            found, entropy = log_probabilities(leaf, problem.target[rows])
+            assert problem.upstream is not None
+            total = (torch.stack([found, entropy]) * problem.upstream[:, rows]).sum()
+        (gradient,) = torch.autograd.grad(total, leaf)
+    return found.detach(), gradient
 
 
 def _softmax_gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
@@ -92,7 +113,7 @@ def _logits_error(problem: LogitsProblem) -> float:
     difference, size = 0.0, 0.0
     with torch.no_grad():
         for rows, block in _blocks(problem.template):
-            true = _softmax_gradient(block, problem, rows)[1]
+            true = _gradient(block, problem, rows)[1]
             size += float(true.norm()) ** 2
             difference += float(true.sub_(problem.gradient[rows]).norm()) ** 2
     return float((difference / size) ** 0.5)

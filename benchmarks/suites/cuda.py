@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.cases import Case, Function, Goal, Quantity
+from benchmarks.suites import post_training
 
 __all__ = ["HOST_ON_CPU", "QUICK", "SUITES"]
 
@@ -164,6 +165,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
     "linear": _LINEAR,
     "linear-small": _LINEAR_SMALL,
     "linear-options": _LINEAR_OPTIONS,
+    **post_training.SUITES,
     "host": _HOST,
 }
 
@@ -173,7 +175,9 @@ def _small(case: Case) -> Case:
     if case.suite == "host":
         return replace(case, goals=())
     vocabulary = 1024 + case.vocabulary // 1000 * 16 + case.vocabulary % 16
-    return replace(case, tokens=case.tokens // 32, hidden=min(case.hidden, 128), vocabulary=vocabulary, goals=())
+    hidden, teacher = min(case.hidden, 128), case.teacher and 128 * case.teacher // case.hidden
+    sizes = {"tokens": case.tokens // 32, "hidden": hidden, "vocabulary": vocabulary, "teacher": teacher}
+    return replace(case, **sizes, goals=())
 
 
 QUICK: dict[str, tuple[Case, ...]] = {name: tuple(map(_small, suite)) for name, suite in SUITES.items()}

@@ -47,11 +47,31 @@ def test_truth_is_what_pytorch_computes(case: Case) -> None:
     problem = make_problem(case)
     truth = compute_truth(problem)
     loss = problem.call(find_contender(case.function, "torch").make(case), problem.set_up())
-    errors = truth.errors(problem, loss.double().mean().item())
+    errors = truth.errors(problem, loss)
     wanted = ["weight_gradient_error"] * ("weight" in case.trained) if case.function == "linear" else []
     wanted += ["input_gradient_error"] * ("input" in case.trained)
     assert sorted(errors) == sorted(["loss_error", *wanted])
     assert max(errors.values()) < 1e-5
+
+
+POST_TRAINING = [
+    replace(SMALL, function="linear log-probabilities"),
+    replace(SMALL, function="log-probabilities", hidden=0),
+    *(replace(SMALL, function="linear divergence", teacher=24, options=(("beta", beta),)) for beta in (0.0, 0.4, 1.0)),
+    replace(SMALL, function="linear divergence", options=(("top_k", 8),)),
+]
+
+
+@pytest.mark.parametrize("name", ["torch fp32 logits", "xent"])
+@pytest.mark.parametrize("case", POST_TRAINING, ids=lambda case: case.title)
+def test_truth_of_log_probabilities_and_divergences(case: Case, name: str) -> None:
+    problem = make_problem(case)
+    truth = compute_truth(problem)
+    found = problem.call(find_contender(case.function, name).make(case), problem.set_up())
+    errors = truth.errors(problem, found)
+    assert sorted(errors) == ["input_gradient_error", "loss_error", *["weight_gradient_error"] * case.is_linear]
+    assert max(errors.values()) < 1e-5
+    assert truth.errors(problem, found.roll(1) if found.dim() else found + 1)["loss_error"] > 0.1
 
 
 @pytest.mark.parametrize("wrong", [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.roll(1, 0)])
@@ -64,7 +84,7 @@ def test_truth_sees_a_wrong_gradient(case: Case, wrong: Callable[[Tensor], Tenso
     else:
         assert isinstance(problem, LogitsProblem)
         problem.leaf.grad = wrong(problem.leaf.grad)
-    assert max(compute_truth(problem).errors(problem, 0.0).values()) > 0.5
+    assert max(compute_truth(problem).errors(problem, torch.zeros(())).values()) > 0.5
 
 
 class Queue:
@@ -154,7 +174,9 @@ def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
     assert min(turn["loop"], turn["seconds"]) > 0
     session.prepared[name].call(session.prepared[name].set_up())
     assert session.truth is not None
-    assert session.truth.errors(session.problem, 0.0)["input_gradient_error"] < 1e-5  # fresh logits, whoever wrote
+    assert (
+        session.truth.errors(session.problem, torch.zeros(()))["input_gradient_error"] < 1e-5
+    )  # fresh logits, whoever wrote
 
 
 def test_a_session_measures_floors_and_losses() -> None:
