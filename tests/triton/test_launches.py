@@ -177,3 +177,38 @@ def test_statistics_of_rows_of_weight_0_are_those_of_others(
         )
         for name in names:
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probabilities(target: Target, launches: Launches, entropy: bool) -> None:
+    """One launch forward and one back; an entropy that nobody derives costs its gradient nothing."""
+    logits, hidden, weight, classes = draw(target)
+    made = xent.log_probs(logits, classes, entropy=entropy, backend=target.name)
+    log_p = made[0] if entropy else made
+    assert counted(launches) == {"rows": 1}
+    torch.autograd.grad(log_p.sum(), logits)
+    assert launches[-1][2]["entropy_upstream"] is None
+    assert counted(launches) == {"gradient": 1}
+    made = xent.linear_log_probs(hidden, weight, classes, entropy=entropy, backend=target.name)
+    log_p = made[0] if entropy else made
+    forward = counted(launches)
+    assert forward.pop("tile", 0) + forward.pop("product", 0) == 1
+    assert forward == {"take": 1, "finish": 1}
+    torch.autograd.grad(log_p.sum(), (hidden, weight))
+    assert launches[-1][2].get("entropy_upstream") is None
+    backward = counted(launches)
+    backward.pop("partition", None)  # on a CPU
+    assert backward == {"take": 1, "rows": 1}
+
+
+def test_support(target: Target, launches: Launches) -> None:
+    logits, _, _, classes = draw(target)
+    ids = torch.arange(ROWS, device=target.device).repeat_interleave(2)
+    ids[1::2] += 7
+    support = xent.Support(ids, torch.arange(0, 2 * ROWS + 1, 2, device=target.device))
+    found = xent.log_probs(logits, classes, support=support, backend=target.name)
+    assert launches[-1][2]["grad"] is None
+    assert counted(launches) == {"support": 1}
+    torch.autograd.grad(found.sum(), logits)
+    assert launches[-1][2]["grad"] is not None
+    assert counted(launches) == {"support": 1}
