@@ -26,6 +26,11 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
 MLX = os.environ.get("XENT_MLX", "")  # a version specifier
+SHOWN = {
+    "rl": ("examples/grpo.py", "--steps", "120", "--plot", "demo/out/rl.png"),
+    "distillation": ("-m", "examples.distill", "--steps", "60", "--plot", "demo/out/distillation.png"),
+}
+"""What `nox -s demo` shows if asked, in a minute or two each on two cores."""
 SCHEMAS = {
     "github-workflows": ".github/workflows/*.yml",
     "github-issue-forms": ".github/ISSUE_TEMPLATE/[bf]*.yml",
@@ -307,6 +312,14 @@ def bench_mlx(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def demo(session: nox.Session) -> None:
-    """Train a small language model twice, with the plain loss and with xent, and compare."""
-    install(session, "demo", torch=True)
-    session.run("python", "-m", "demo", *session.posargs)
+    """Train a small language model twice, with the plain loss and with xent, and compare.
+
+    `-- rl` trains a toy model by its reward instead, and `-- distillation` students of a larger model.
+    """
+    first, *rest = session.posargs or [""]
+    install(session, "demo", *(["integrations"] if first == "rl" else []), torch=True)
+    if first in SHOWN:
+        Path("demo", "out").mkdir(exist_ok=True)
+        session.run("python", *SHOWN[first], *rest)
+    else:
+        session.run("python", "-m", "demo", *session.posargs)

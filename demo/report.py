@@ -1,4 +1,4 @@
-"""The table at the end of the demo."""
+"""The result of the demo: one sentence, then the table."""
 
 import statistics
 from collections.abc import Iterator
@@ -9,14 +9,15 @@ from rich.table import Table
 from demo.losses import PYTORCH, XENT
 from demo.results import MIB, Results
 
-__all__ = ["print_report"]
+__all__ = ["gain", "print_report"]
 
 Row = tuple[str, str, str, str]
 """What was measured, PyTorch's value, xent's value, and how the two compare."""
 
 
 def print_report(results: Results, console: Console) -> None:
-    """Print the table, and below it how closely the two runs agree."""
+    """Print what the user gains, the table, and how closely the two runs agree."""
+    console.print(f"[bold]{gain(results)}[/]\n")
     title = f"{results.device}; each step {results.tokens_per_step} tokens x {results.vocabulary} classes, float32"
     table = Table(title=title, title_justify="left")
     table.add_column(no_wrap=True)
@@ -31,6 +32,21 @@ def print_report(results: Results, console: Console) -> None:
     console.print(
         f"The two training losses differ by at most [bold]{max(differences):.1e}[/] of their value "
         f"over all {len(differences)} steps, by {statistics.fmean(differences):.1e} on average."
+    )
+
+
+def gain(results: Results) -> str:
+    """Return in one sentence what xent changes: time and memory of the loss, and how far apart the losses are."""
+    one, other = results.runs[PYTORCH].loss_time, results.runs[XENT].loss_time
+    tokens, peak = max(results.memory.items())
+    pytorch, xent = peak[PYTORCH], peak[XENT]
+    time = f"{1e3 * other:.0f} ms a step in place of {1e3 * one:.0f}"
+    memory = ""
+    if pytorch is not None and xent is not None:
+        memory = f" and {xent / MIB:.0f} MiB in place of {pytorch / MIB:.0f} (for {tokens} tokens)"
+    return (
+        f"With xent the loss takes {time}{memory}, and differs from {PYTORCH}'s by at most "
+        f"{max(results.differences):.0e} of its value."
     )
 
 

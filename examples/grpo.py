@@ -67,6 +67,7 @@ def main() -> None:
         if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step}: reward {rewards[-1]:.3f}, entropy {entropies[-1]:.3f}", flush=True)
 
+    print(f"In {options.steps} steps the reward rose from {rewards[0]:.2f} to {rewards[-1]:.2f}.")
     draw(options.plot, f"GRPO on {DEVICE.type}: sort four digits", {"reward": rewards, "entropy (nats)": entropies})
     print(f"the plot is in {options.plot}")
 
