@@ -1,4 +1,4 @@
-"""Sphinx configuration: the README and its companions become pages, the docstrings become the reference."""
+"""Sphinx configuration: the README and other files of the repository become pages, the docstrings the reference."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,12 @@ from sphinx.application import Sphinx
 import xent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+PAGES = {
+    "README.md": "index",
+    "CONTRIBUTING.md": "contributing",
+    "CHANGELOG.md": "changelog",
+    "benchmarks/NOTES.md": "experiments",
+}
 
 project = "xent"
 author = "The xent authors"
