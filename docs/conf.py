@@ -37,7 +37,10 @@ html_title = "xent"
 
 
 def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put the file that a page stands for in front of it, with the file's links turned to where they lead now."""
+    """Show the file that a page stands for, with its links changed to lead from the page; the index keeps its own text.
+
+    What the other pages hold is for readers of the repository.
+    """
 
     def turn(link: re.Match[str]) -> str:
         path, anchor = link["path"], link["anchor"] or ""
@@ -49,8 +52,8 @@ def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
 
     for path, page in PAGES.items():
         if page == docname:
-            text = (ROOT / path).read_text(encoding="utf-8")
-            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + source[0]
+            text, own = (ROOT / path).read_text(encoding="utf-8"), source[0] if page == "index" else ""
+            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + own
 
 
 def setup(app: Sphinx) -> None:
