@@ -74,9 +74,7 @@ def _framework(asked: str | None) -> str:
         if info.available and info.framework != "numpy" and asked in (None, info.framework):
             return info.framework
     if asked is not None:
-        raise ValueError(
-            f"--framework must name an installed framework, and {asked} is not installed"
-        )
+        raise ValueError(f"--framework must name an installed framework, and {asked} is not installed")
     raise ValueError("python -m xent bench needs PyTorch or MLX, and neither is installed")
 
 
