@@ -25,8 +25,9 @@ def print_report(console: Console, suite: str, records: Sequence[Record]) -> Non
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
     console.print(f"[bold]{suite}[/bold]: {escape(where)}, {escape(versions)}", soft_wrap=True)
-    first, *others = make_tables(records)
-    for table in (*others, first):
+    tables = list(make_tables(records))
+    clocks = 1 + any(record.loop for record in records)
+    for table in (*tables[clocks:], *reversed(tables[:clocks])):
         console.print(table.rich())
     for line in (*_remarks(records), *_disturbance(records), *_goals(records)):
         console.print(line, soft_wrap=True)

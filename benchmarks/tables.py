@@ -34,10 +34,10 @@ class Table:
     ours: frozenset[str]
 
     def markdown(self) -> str:
-        """Return a table of Markdown behind its caption."""
+        """Return a table of Markdown behind its caption; the least of a row is bold where peers are beside ours."""
         lines = [self.headings, ("---",) * len(self.headings)]
-        bold = [heading in self.ours for heading in self.headings]
-        lines += [tuple(f"**{c}**" if b and c else c for c, b in zip(row, bold, strict=True)) for row in self.rows]
+        peers = bool(set(self.headings) - self.ours - {"case", "base"})
+        lines += [_marked(row) if peers else row for row in self.rows]
         return f"{self.caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
     def rich(self) -> RichTable:
@@ -51,6 +51,13 @@ class Table:
         return table
 
 
+def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a row with its least numbers in bold."""
+    numbers = {cell: float(cell.rstrip("x")) for cell in row if re.fullmatch(r"[\d.]+(e-?\d+)?x?", cell)}
+    least = min(numbers.values(), default=None)
+    return tuple(f"**{cell}**" if cell in numbers and numbers[cell] == least else cell for cell in row)
+
+
 def kind(record: Record) -> str:
     """Return "ours", "peer" or "floor"; of a contender that the table has no more, "peer"."""
     try:
@@ -60,25 +67,37 @@ def kind(record: Record) -> str:
 
 
 def make_tables(records: Sequence[Record]) -> Iterator[Table]:
-    """Make the tables of one suite: times, the host's time, memory, and errors, as far as they were measured."""
-    clocks = "loop / device" if any(record.loop for record in records) else "time"
-    yield _table(f"{clocks}, multiples of the base's; forward + backward unless said", records, _times)
+    """Make the tables of one suite, one quantity each: times, memory and errors, as far as they were measured."""
+    what = "base in ms, the others as multiples of it; forward and backward pass unless said"
+    if any(record.loop for record in records):
+        yield _table(f"Loop time: {what}", records, _loop)
+        yield _table(f"Device time: {what}", records, _time)
+    else:
+        yield _table(f"Time: {what}", records, _time)
     if any(record.host is not None for record in records):
-        yield _table("host, us a call", records, _host)
+        yield _table("Host time, microseconds per call", records, _host)
     if any(_peak(record) for record in records):
-        yield _table("peak, MiB above the inputs", records, _peak)
+        yield _table("Peak memory above the inputs, MiB", records, _peak)
     if any(record.loss_error is not None for record in records):
-        yield _table("error of the loss; the larger of the gradients', x: of the unfused one's", records, _errors)
+        yield _table("Relative error of the loss", records, _loss_error)
+    if any(_gradient_error(record) for record in records):
+        yield _table("Largest relative error of a gradient; x: multiple of the unfused error", records, _gradient_error)
 
 
-def _times(record: Record) -> str:
-    if not record.seconds:
+def _loop(record: Record) -> str:
+    return _multiple(record, record.loop, record.quantity("loop"))
+
+
+def _time(record: Record) -> str:
+    return _multiple(record, record.seconds, record.quantity("time"))
+
+
+def _multiple(record: Record, seconds: Sequence[float], ratio: float | None) -> str:
+    if not seconds:
         return ""
     if record.contender == record.base or not record.pairs:
-        medians = [statistics.median(times) for times in (record.loop, record.seconds) if times]
-        return f"{record.contender} {' / '.join(f'{seconds * 1e3:.3g}' for seconds in medians)} ms"
-    ratios = (record.quantity("loop"), record.quantity("time"))
-    return " / ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None)
+        return f"{record.contender} {statistics.median(seconds) * 1e3:.3g} ms"
+    return "" if ratio is None else f"{ratio:.2f}"
 
 
 def _host(record: Record) -> str:
@@ -90,13 +109,16 @@ def _peak(record: Record) -> str:
     return f"{record.peak_bytes / 2**20:.0f}" if known else ""
 
 
-def _errors(record: Record) -> str:
+def _loss_error(record: Record) -> str:
+    return "" if record.loss_error is None else f"{record.loss_error:.1e}"
+
+
+def _gradient_error(record: Record) -> str:
     if record.loss_error is None:
         return ""
     ratio = record.quantity("gradient errors")
     errors = [each for each in (record.input_gradient_error, record.weight_gradient_error) if each is not None]
-    gradients = f" {ratio:.2f}x" if ratio is not None else f" {max(errors):.1e}" if errors else ""
-    return f"{record.loss_error:.1e}{gradients}"
+    return f"{ratio:.2f}x" if ratio is not None else f"{max(errors):.1e}" if errors else ""
 
 
 def _table(caption: str, records: Sequence[Record], cell: Callable[[Record], str]) -> Table:

@@ -1,4 +1,4 @@
-"""Sphinx configuration: the README and its companions become pages, the docstrings become the reference."""
+"""Sphinx configuration: the README and other files of the repository become pages, the docstrings the reference."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,12 @@ from sphinx.application import Sphinx
 import xent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"README.md": "index", "CONTRIBUTING.md": "contributing", "CHANGELOG.md": "changelog"}
+PAGES = {
+    "README.md": "index",
+    "CONTRIBUTING.md": "contributing",
+    "CHANGELOG.md": "changelog",
+    "benchmarks/NOTES.md": "experiments",
+}
 
 project = "xent"
 author = "The xent authors"
@@ -32,7 +37,10 @@ html_title = "xent"
 
 
 def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Put the file that a page stands for in front of it, with the file's links turned to where they lead now."""
+    """Show the file that a page stands for, with its links changed to lead from the page; the index keeps its own text.
+
+    What the other pages hold is for readers of the repository.
+    """
 
     def turn(link: re.Match[str]) -> str:
         path, anchor = link["path"], link["anchor"] or ""
@@ -44,8 +52,8 @@ def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
 
     for path, page in PAGES.items():
         if page == docname:
-            text = (ROOT / path).read_text(encoding="utf-8")
-            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + source[0]
+            text, own = (ROOT / path).read_text(encoding="utf-8"), source[0] if page == "index" else ""
+            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + own
 
 
 def setup(app: Sphinx) -> None:

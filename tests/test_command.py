@@ -34,7 +34,7 @@ def test_a_shape_stands_for_itself() -> None:
 @pytest.mark.parametrize("text", ["4x8", "4x0x8", "Llama", "axbxc", "-1x2x3"])
 def test_what_is_no_shape(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{text}" if not text.startswith("-") else f"0{text}"]) == 2
-    assert "a shape is NxDxV, three numbers > 0, or one of Llama-3-8B" in capsys.readouterr().err
+    assert "shape must be NxDxV, three numbers > 0, or one of Llama-3-8B" in capsys.readouterr().err
 
 
 def test_bench_measures_both(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_bench_measures_both(capsys: pytest.CaptureFixture[str], monkeypatch: py
 def test_bench_without_the_framework(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "backends", list)
     assert main(["bench", "--framework", "mlx"]) == 2
-    assert "framework must be one of those installed, and mlx is not" in capsys.readouterr().err
+    assert "--framework must name an installed framework, and mlx is not installed" in capsys.readouterr().err
 
 
 def test_bench_says_how_much_memory_is_missing(

@@ -41,12 +41,12 @@ BOTH: Bad = [
     ({"normalizer": np.float32(3), "reduction": "none"}, ValueError, "normalizer would be ignored"),
     ({"ignore_index": 2**63}, ValueError, "ignore_index must fit in 64 bits, got 9223372036854775808"),
     ({"ignore_index": 1.0}, TypeError, "ignore_index must be an int, got 1.0"),
-    ({"stats": ("lse", "perplexity")}, ValueError, "stats must be names out of .*'lse'.*, got 'perplexity'"),
+    ({"stats": ("lse", "perplexity")}, ValueError, "stats must be names from .*'lse'.*; got 'perplexity'"),
     ({"stats": "lse"}, TypeError, "stats must be a tuple, list or set of names"),
-    ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'; there are 'auto'"),
+    ({"backend": "cuda"}, xent.BackendError, "unknown backend 'cuda': it must be 'auto' or one of 'triton'"),
     ({"backend": None}, TypeError, "backend must be 'auto' or one of 'triton', .*'numpy', got None"),
     ({"weight": np.ones(4)}, ValueError, r"weight must have shape \(5,\), one per class; got \(4,\)"),
-    ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have a dtype out of float64"),
+    ({"weight": np.ones(5, dtype=int)}, TypeError, "weight must have one of the dtypes float64"),
     (
         {"weight": SimpleNamespace(requires_grad=True)},
         TypeError,
@@ -77,7 +77,11 @@ BOTH: Bad = [
 ]
 
 LOGITS_ONLY: Bad = [
-    ({"logits": np.zeros((2, 3, 5), dtype=int)}, TypeError, "logits must have a dtype out of float64.*got numpy array"),
+    (
+        {"logits": np.zeros((2, 3, 5), dtype=int)},
+        TypeError,
+        "logits must have one of the dtypes float64.*got numpy array",
+    ),
     ({"logits": np.zeros(())}, ValueError, "logits must have a class axis"),
     ({"logits": np.zeros((2, 3, 0))}, ValueError, "there must be at least one class, got 0"),
     ({"axis": 3}, ValueError, r"axis must be in \[-3, 2\] for logits of shape \(2, 3, 5\), got 3"),
@@ -158,12 +162,12 @@ LOG_PROBS: Bad = [
     (
         {"stats": "lse"},
         TypeError,
-        "stats must be a tuple, list or set of names out of 'lse', 'predictions'.* got 'lse'",
+        "stats must be a tuple, list or set of names from 'lse', 'predictions'.*; got 'lse'",
     ),
-    ({"stats": ("lse", "nll")}, ValueError, "stats must be names out of 'lse', .*'accuracy', got 'nll'$"),
-    ({"stats": ["entropy"]}, ValueError, "stats must be names out of .*, got 'entropy': pass entropy=True"),
-    ({"stats": ("z_loss",)}, ValueError, "stats must be names out of .*, got 'z_loss'"),
-    ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'; there are 'auto'"),
+    ({"stats": ("lse", "nll")}, ValueError, "stats must be names from 'lse', .*'accuracy'; got 'nll'$"),
+    ({"stats": ["entropy"]}, ValueError, "stats must be names from .*; got 'entropy': pass entropy=True"),
+    ({"stats": ("z_loss",)}, ValueError, "stats must be names from .*; got 'z_loss'"),
+    ({"backend": "cuda"}, xent.BackendError, "unknown backend 'cuda': it must be 'auto' or one of 'triton'"),
     ({"backend": None}, TypeError, "backend must be 'auto' or one of 'triton', .*'numpy', got None"),
 ]
 
@@ -178,14 +182,18 @@ LOOKED_AT: Bad = [
     (
         support(offsets=np.array([0, 1, 3, 2, 4, 5, 6])),
         ValueError,
-        "support.offsets must rise from 0 to 6, the number of ids; got 0 to 6 with a fall between",
+        "support.offsets must be non-decreasing from 0 to 6, the number of ids; got 0 to 6 and a decrease between",
     ),
     (
         support(offsets=np.arange(7) // 2),
         ValueError,
-        "support.offsets must rise from 0 to 6, the number of ids; got 0 to 3",
+        "support.offsets must be non-decreasing from 0 to 6, the number of ids; got 0 to 3",
     ),
-    (support(offsets=np.array([1, 1, 2, 3, 4, 5, 6])), ValueError, "support.offsets must rise from 0 to 6.*got 1 to 6"),
+    (
+        support(offsets=np.array([1, 1, 2, 3, 4, 5, 6])),
+        ValueError,
+        "support.offsets must be non-decreasing from 0 to 6.*got 1 to 6",
+    ),
     (support(ids=np.array([0, 1, 5, 3, 4, 0])), IndexError, r"support.ids\[2\] is 5; classes are 0 to 4"),
     (support(ids=np.array([0, 1, 2, -1, 4, 0])), IndexError, r"support.ids\[3\] is -1; classes are 0 to 4"),
     (
@@ -273,12 +281,14 @@ def test_every_framework_looks_at_values_where_that_is_free_or_asked_for(
 def test_frameworks_do_not_mix(target: Target) -> None:
     framework = target.backend.framework
     (logits,) = target.arrays(LOGITS)
-    with pytest.raises(TypeError, match=f"arrays of one framework: logits is {framework}'s, target is numpy's"):
+    with pytest.raises(
+        TypeError, match=f"must be of one framework: logits is a {framework} array and target a numpy array"
+    ):
         xent.cross_entropy(logits, CLASSES)
     (hidden, classes) = target.arrays(HIDDEN, CLASSES)
-    with pytest.raises(TypeError, match=f"input is {framework}'s, linear_weight is numpy's"):
+    with pytest.raises(TypeError, match=f"input is a {framework} array and linear_weight a numpy array"):
         xent.linear_cross_entropy(hidden, CLASSIFIER, CLASSES)
-    with pytest.raises(TypeError, match=f"logits is {framework}'s, temperature is numpy's"):
+    with pytest.raises(TypeError, match=f"logits is a {framework} array and temperature a numpy array"):
         xent.log_probs(logits, classes, temperature=np.ones((2, 3)))
-    with pytest.raises(TypeError, match=f"logits is {framework}'s, support.ids is numpy's"):
+    with pytest.raises(TypeError, match=f"logits is a {framework} array and support.ids a numpy array"):
         xent.log_probs(logits, classes, support=xent.Support(**SUPPORT))

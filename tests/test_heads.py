@@ -304,7 +304,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"head_weight": (1, "2")}, TypeError, r"head_weight\[1\] must be a number, finite; got str '2'"),
     ({"head_weight": (1, float("nan"))}, ValueError, r"head_weight\[1\] must be finite, got nan"),
     ({"head_weight": (1, 2), "reduction": "none"}, ValueError, "head_weight would be ignored with reduction='none'"),
-    ({"head_weight": (1, 2), "shift": 1}, ValueError, "head_weight weighs heads: pass a tuple as shift.*got shift=1"),
+    ({"head_weight": (1, 2), "shift": 1}, ValueError, "head_weight needs a tuple as shift.*got shift=1"),
     ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer would be ignored with reduction='sum'"),
 ]
 
@@ -322,7 +322,9 @@ def test_what_is_wrong_is_said(target: Target, bad: dict[str, Any], error: type[
 
 
 def test_log_probabilities_have_no_heads() -> None:
-    with pytest.raises(ValueError, match=r"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone"):
+    with pytest.raises(
+        ValueError, match=r"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple"
+    ):
         xent.linear_log_probs(HIDDEN, CLASSIFIER, CLASSES, shift=(1, 2))
 
 

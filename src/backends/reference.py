@@ -348,8 +348,8 @@ def _outside(support: Support, count: int, vocabulary: int) -> Array:
     sizes = np.diff(offsets)
     if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] != len(ids):
         raise ValueError(
-            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {offsets[0]} to {offsets[-1]}"
-            + (" with a fall between" if (sizes < 0).any() else "")
+            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {offsets[0]} to "
+            f"{offsets[-1]}" + (" and a decrease between" if (sizes < 0).any() else "")
         )
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if wrong.size:

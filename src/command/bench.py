@@ -74,8 +74,8 @@ def _framework(asked: str | None) -> str:
         if info.available and info.framework != "numpy" and asked in (None, info.framework):
             return info.framework
     if asked is not None:
-        raise ValueError(f"framework must be one of those installed, and {asked} is not")
-    raise ValueError("there is nothing to compare: neither PyTorch nor MLX is installed")
+        raise ValueError(f"--framework must name an installed framework, and {asked} is not installed")
+    raise ValueError("python -m xent bench needs PyTorch or MLX, and neither is installed")
 
 
 def _run(contender: str, shape: Shape, dtype: str, framework: str) -> dict[str, float] | str:

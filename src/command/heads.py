@@ -48,5 +48,5 @@ def parse(text: str, rows: int) -> Shape:
         return Shape(rows, *known[text.lower()])
     parts = text.lower().split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise ValueError(f"a shape is NxDxV, three numbers > 0, or one of {', '.join(HEADS)}; got {text!r}")
+        raise ValueError(f"shape must be NxDxV, three numbers > 0, or one of {', '.join(HEADS)}; got {text!r}")
     return Shape(*map(int, parts))

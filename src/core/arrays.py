@@ -92,7 +92,10 @@ def one_framework(**arrays: Any) -> str:
     first, framework = next(iter(met.items()))
     for name, owner in met.items():
         if owner != framework:
-            raise TypeError(f"one call takes arrays of one framework: {first} is {framework}'s, {name} is {owner}'s")
+            raise TypeError(
+                f"all arrays of a call must be of one framework: {first} is a {framework} array and {name} a {owner} "
+                "array; convert one of them"
+            )
     if framework == "torch":
         _one_device({name: arrays[name] for name in met})
     for name in met:
@@ -115,7 +118,10 @@ def _check_plain(name: str, framework: str, array: Any) -> None:
     """Raise TypeError for an array that is more than its elements: sparse, nested, sharded, masked."""
     kind = type(array).__name__
     if framework == "numpy" and hasattr(array, "mask"):
-        raise TypeError(f"{name} must be a plain array, got a {kind}, whose mask would be lost: use ignore_index")
+        raise TypeError(
+            f"{name} must be a plain array, got a {kind}, whose mask would be ignored: pass its data, and set "
+            "ignore_index in target, or sample_weight=0, where an entry does not count"
+        )
     if framework != "torch":
         return
     if array.is_nested:
@@ -131,5 +137,6 @@ def _one_device(tensors: dict[str, Any]) -> None:
     for name, tensor in tensors.items():
         if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
             raise ValueError(
-                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}"
+                f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}; move "
+                f"it with {name}.to({first}.device)"
             )

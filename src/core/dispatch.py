@@ -56,21 +56,25 @@ def select(name: str, call: Call) -> Backend:
             return backend
         refusals.append(f"{candidate}: {reason}")
         if device in backend.native_to:
-            _warn_once(f"xent passes over its {candidate} backend, the fastest on {device}: {reason}")
-    raise BackendError(f"no backend serves this call on {framework} arrays. " + "; ".join(refusals))
+            _warn_once(
+                f"another backend computes this call, since xent does not use its {candidate} backend, the fastest on "
+                f"{device}: {reason}"
+            )
+    raise BackendError(f"no backend can serve this call on {framework} arrays: " + "; ".join(refusals))
 
 
 def _named(name: str, title: str, framework: str, call: Call) -> Backend:
     """Return the backend of that name; `title` is what errors call it."""
     if name not in TABLE:
-        raise BackendError(f"there is no {title}; there are 'auto', {', '.join(map(repr, TABLE))}")
+        raise BackendError(f"unknown {title}: it must be 'auto' or one of {', '.join(map(repr, TABLE))}")
     backend = _loaded(name, framework)
     if backend.framework != framework:
         others = [repr(other) for other in TABLE if _loaded(other, framework).framework == framework]
         served = " and ".join(load[name]().framework for load in (TABLE, ALSO) if name in load)
         raise BackendError(
-            f"{title} serves {served} arrays and got {framework} arrays, which "
-            f"{' or '.join(others) or 'no backend'} serves"
+            f"{title} takes {served} arrays and got {framework} arrays: use backend {' or '.join(others)}, or 'auto'"
+            if others
+            else f"{title} takes {served} arrays and got {framework} arrays, which no backend takes"
         )
     reason = _refusal(backend, call)
     if reason is not None:

@@ -217,11 +217,11 @@ def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
         raise TypeError(f"entropy must be a bool, got {entropy!r}")
     allowed = ", ".join(map(repr, LOG_PROB_STATS))
     if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple, list or set of names out of {allowed}, got {stats!r}")
+        raise TypeError(f"stats must be a tuple, list or set of names from {allowed}; got {stats!r}")
     unknown = [name for name in stats if name not in LOG_PROB_STATS]
     if unknown:
         more = ": pass entropy=True" if unknown[0] == "entropy" else ""
-        raise ValueError(f"stats must be names out of {allowed}, got {unknown[0]!r}{more}")
+        raise ValueError(f"stats must be names from {allowed}; got {unknown[0]!r}{more}")
     return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
 
 
@@ -234,7 +234,10 @@ def _check_classes(target: Any) -> None:
 
 def _check_heads(shift: Any) -> None:
     if isinstance(shift, (tuple, list)):
-        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
+        raise ValueError(
+            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
+            f"{shift!r}"
+        )
 
 
 def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:

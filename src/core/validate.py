@@ -64,7 +64,10 @@ def logits_call(
     rows = shape[:axis] + shape[axis + 1 :]
     shards = vocab_parallel_of(framework, vocab_parallel)
     if shards is not None and shards.sequence_parallel:
-        raise ValueError("sequence_parallel gathers hidden states: logits in shards have all tokens on every rank")
+        raise ValueError(
+            "sequence_parallel=True is for functions of hidden states, which they gather; logits must hold all tokens "
+            "on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
+        )
     _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight, shards is not None)
     normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace, vocab_parallel=shards)
@@ -209,14 +212,15 @@ def heads_of(framework: str, shift: Any, head_weight: Any, reduction: str) -> He
     if head_weight is None:
         return None if shifts is None else Heads(shifts)
     if shifts is None:
-        raise ValueError(f"head_weight weighs heads: pass a tuple as shift, with an entry for each; got shift={shift}")
+        raise ValueError(f"head_weight needs a tuple as shift, with one entry for each head; got shift={shift}")
     if not isinstance(head_weight, (tuple, list)):
         raise TypeError(f"head_weight must be a tuple of numbers, one for each head; got {describe(head_weight)}")
     if len(head_weight) != len(shifts):
         raise ValueError(f"head_weight must have {len(shifts)} entries, as shift={shifts} has; got {len(head_weight)}")
     if reduction == "none":
         raise ValueError(
-            "head_weight would be ignored with reduction='none', which returns each head's own rows: multiply those"
+            "head_weight would be ignored with reduction='none', which returns the rows of each head: leave it out, "
+            "and multiply the rows by it"
         )
     weights = tuple(number_of(framework, weight) for weight in head_weight)
     if not is_tracing(framework):
@@ -266,11 +270,11 @@ def loss_spec(
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(
-            f"stats must be a tuple, list or set of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}"
+            f"stats must be a tuple, list or set of names from {', '.join(map(repr, STAT_NAMES))}; got {stats!r}"
         )
     unknown = [name for name in stats if name not in STAT_NAMES]
     if unknown:
-        raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
+        raise ValueError(f"stats must be names from {', '.join(map(repr, STAT_NAMES))}; got {unknown[0]!r}")
     label_smoothing, z_loss, softcap, logit_scale = (
         number_of(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
     )
@@ -363,7 +367,7 @@ def _check_rows(
 
 def _check_float(name: str, array: Any) -> None:
     if dtype_name(array) not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must have a dtype out of {', '.join(FLOAT_DTYPES)}, got {describe(array)}")
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}; got {describe(array)}")
 
 
 def _is_int(value: Any) -> bool:

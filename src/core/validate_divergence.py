@@ -236,7 +236,7 @@ def _check_classifier(prefix: str, input: Any, weight: Any, bias: Any) -> None:
 
 def _check_float(name: str, array: Any) -> None:
     if dtype_name(array) not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must have a dtype out of {', '.join(FLOAT_DTYPES)}, got {describe(array)}")
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}; got {describe(array)}")
 
 
 def _vocabulary(vocabulary: int) -> int:

@@ -73,8 +73,9 @@ def linear_cross_entropy(
         processes = torch.distributed.get_world_size(dist_process_group)
         if processes > 1:
             raise NotImplementedError(
-                "dist_process_group must be None, or a group of one process: weight has to hold the whole vocabulary; "
-                f"got a group of {processes}"
+                "dist_process_group must be None, or a group of one process, because weight has to hold the whole "
+                f"vocabulary; got a group of {processes}. For a classifier in shards, call xent.linear_log_probs with "
+                "vocab_parallel"
             )
     how = "none" if reduction is None else str(reduction).lower()
     if how not in _REDUCTIONS:

@@ -215,7 +215,7 @@ def test_copies(kind: Any) -> None:
 def test_models_that_cannot_be_explained_away() -> None:
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
     text = explain(transformers.BertModel(config))
-    assert text.startswith("BertModel is not patched, and cannot be: the head of BertModel cannot be deferred")
+    assert text.startswith("BertModel is not patched: the head of BertModel cannot be patched")
     with pytest.raises(ValueError, match="got Linear, which has no get_output_embeddings"):
         explain(nn.Linear(2, 2))
 

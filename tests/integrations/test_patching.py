@@ -208,7 +208,7 @@ def test_advice_for_models_without_a_causal_head(name: str) -> None:
     settings, message = UNFIT[name]
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**settings))
-    with pytest.raises(ValueError, match=f"the head of {name} cannot be deferred: .*" + message) as caught:
+    with pytest.raises(ValueError, match=f"the head of {name} cannot be patched: .*" + message) as caught:
         patch(model)
     assert "causal_lm_loss" not in str(caught.value)
 
@@ -247,18 +247,18 @@ def test_head_that_cannot_be_deferred(kind: str) -> None:
         config = transformers.LlamaConfig(
             vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
         )
-        model, message = transformers.LlamaModel(config), r"LlamaModel cannot be deferred: .* is None"
+        model, message = transformers.LlamaModel(config), r"LlamaModel cannot be patched: .* is None"
     elif kind == "forward of its own":
-        model, message = make("llama"), r"LlamaForCausalLM cannot be deferred: .* is Linear, and it must be"
+        model, message = make("llama"), r"LlamaForCausalLM cannot be patched: .* is Linear, and it must be"
         forward = model.lm_head.forward
         model.lm_head.forward = lambda hidden: forward(hidden) / 2
     else:
-        model, message = make("llama"), r"LlamaForCausalLM cannot be deferred: .* is _Halved, and it must be"
+        model, message = make("llama"), r"LlamaForCausalLM cannot be patched: .* is _Halved, and it must be"
         model.lm_head.__class__ = _Halved
     classes = [type(module) for module in model.modules()]
     with pytest.raises(ValueError, match=message):
         patch(model)
-    with pytest.raises(ValueError, match="cannot be deferred"):
+    with pytest.raises(ValueError, match="cannot be patched"):
         unpatch(model)
     assert [type(module) for module in model.modules()] == classes
 

@@ -194,7 +194,7 @@ def test_a_check_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -
 def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(proof, "file", lambda: tmp_path / "file" / "passed.txt")
-    with pytest.warns(RuntimeWarning, match="cannot be remembered"):
+    with pytest.warns(RuntimeWarning, match="this cannot be remembered"):
         proof.remember()
     assert not proof._is_proven()
 

@@ -326,12 +326,17 @@ def test_temperatures_that_are_huge_or_tiny(target: Target, softcap: float | Non
 
 OFFSETS = SUPPORT.offsets
 WRONG_SUPPORTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
-    "begins late": (SUPPORT.ids, np.maximum(OFFSETS, 1), ValueError, r"must rise from 0 to \d+, .* got 1 to"),
-    "ends early": (SUPPORT.ids, np.minimum(OFFSETS, OFFSETS[-1] - 1), ValueError, "must rise from 0 to"),
-    "ends late": (SUPPORT.ids[:-1], OFFSETS, ValueError, "must rise from 0 to"),
-    "falls": (SUPPORT.ids, np.where(np.arange(N + 1) == 4, 0, OFFSETS), ValueError, "with a fall between"),
-    "far away": (SUPPORT.ids, np.where(np.arange(N + 1) == 4, 2**40, OFFSETS), ValueError, "with a fall between"),
-    "no ids": (SUPPORT.ids[:0], OFFSETS, ValueError, "must rise from 0 to 0"),
+    "begins late": (
+        SUPPORT.ids,
+        np.maximum(OFFSETS, 1),
+        ValueError,
+        r"must be non-decreasing from 0 to \d+, .* got 1 to",
+    ),
+    "ends early": (SUPPORT.ids, np.minimum(OFFSETS, OFFSETS[-1] - 1), ValueError, "must be non-decreasing from 0 to"),
+    "ends late": (SUPPORT.ids[:-1], OFFSETS, ValueError, "must be non-decreasing from 0 to"),
+    "falls": (SUPPORT.ids, np.where(np.arange(N + 1) == 4, 0, OFFSETS), ValueError, "and a decrease between"),
+    "far away": (SUPPORT.ids, np.where(np.arange(N + 1) == 4, 2**40, OFFSETS), ValueError, "and a decrease between"),
+    "no ids": (SUPPORT.ids[:0], OFFSETS, ValueError, "must be non-decreasing from 0 to 0"),
 }
 
 

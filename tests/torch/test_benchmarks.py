@@ -26,6 +26,7 @@ from benchmarks.progress import OutOfTime, measure_all
 from benchmarks.protocol import Describe, OpenCase, Prepare, Request, Turn, decode, encode
 from benchmarks.records import Record, load_records
 from benchmarks.suites import SUITES, cpu, cuda, select_cases
+from benchmarks.tables import Table
 
 TABLES = (cpu.SUITES, cpu.QUICK, cuda.SUITES, cuda.QUICK)
 SMALL = Case("test", "linear", 96, 16, 100, "float32", ("products", "xent"), accuracy=True)
@@ -325,20 +326,28 @@ def test_a_run_is_shown_and_written_into_a_document(
     )
     show = ["--show", str(lines), "--out", str(tmp_path)]
     assert main([*show, "--markdown", "--into", str(document)]) == 0
-    row = "| linear 96x16x100 float32 | products 2e+03 / 1e+03 ms | **1.50 / 1.25** |"
-    assert row in capsys.readouterr().out
-    text = document.read_text()
-    assert row in text
+    rows = [
+        f"| linear 96x16x100 float32 | products {base} ms | {ratio} |"
+        for base, ratio in (("2e+03", "1.50"), ("1e+03", "1.25"))
+    ]
+    printed, text = capsys.readouterr().out, document.read_text()
+    assert all(row in printed and row in text for row in rows)
     assert "old" not in text
     assert text.endswith("after\n<!-- measured: other -->\n<!-- end -->")
     assert main(show) == 0
     assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
 
 
+def test_the_least_of_a_row_is_marked_beside_peers() -> None:
+    headings, row = ("case", "base", "xent", "Liger"), ("linear", "products 2 ms", "1.50", "1.25")
+    assert "| 1.50 | **1.25** |" in Table("", headings, (row,), frozenset({"xent"})).markdown()
+    assert "**" not in Table("", headings[:3], (row[:3],), frozenset({"xent"})).markdown()
+
+
 def test_the_command_measures_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["--device", "cpu", "--suite", "host", "--quick", "--out", str(tmp_path)]
     assert main(command) == 0
-    assert "host, us a call" in capsys.readouterr().out
+    assert "Host time, microseconds per call" in capsys.readouterr().out
     lines = tmp_path / "cpu-host-quick.jsonl"
     before = lines.read_text()
     assert {record.contender for record in load_records(lines)} == {"torch", "xent"}

@@ -42,7 +42,12 @@ def remember() -> None:
         with file().open("a", encoding="utf-8") as lines:
             lines.write(f"{fingerprint()}\n")
     except OSError as error:
-        warnings.warn(f"that the check has passed cannot be remembered: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"the check has passed, but this cannot be remembered for later processes: {error}. There, pass "
+            "backend='metal', or set XENT_BACKEND=metal",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _is_proven() -> bool:

@@ -46,8 +46,8 @@ def check_support(support: Support, vocabulary: int) -> None:
     counts = np.diff(offsets)
     if offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
         raise ValueError(
-            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {offsets[0]} to {offsets[-1]}"
-            + (" with a fall between" if (counts < 0).any() else "")
+            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {offsets[0]} to "
+            f"{offsets[-1]}" + (" and a decrease between" if (counts < 0).any() else "")
         )
     place = _first((ids < 0) | (ids >= vocabulary), 0)
     if place is not None:
@@ -56,7 +56,7 @@ def check_support(support: Support, vocabulary: int) -> None:
     found, times = np.unique(row * vocabulary + ids, return_counts=True)
     if (times > 1).any():
         again, name = divmod(int(found[times > 1][0]), vocabulary)
-        raise ValueError(f"support.ids must have a class at most once in a row; row {again} has {name} more than once")
+        raise ValueError(f"support.ids must hold a class at most once in a row; row {again} has {name} more than once")
 
 
 def _values(array: mx.array) -> Any:

@@ -53,4 +53,6 @@ def _check_dtypes(call: LinearCall) -> None:
         del arrays["linear_weight"]
     for name, array in arrays.items():
         if array is not None and array.dtype != call.input.dtype:
-            raise TypeError(f"{name} must have the dtype of input, {call.input.dtype}; got {array.dtype}")
+            raise TypeError(
+                f"{name} must have the dtype of input, {call.input.dtype}; got {array.dtype}: cast it with astype"
+            )

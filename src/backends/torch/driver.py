@@ -186,11 +186,13 @@ def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch
         return torch.get_autocast_dtype(device)
     if weight.dtype != source.dtype:
         raise TypeError(
-            f"linear_weight must have the dtype of input, {source.dtype}, outside of torch.autocast; got {weight.dtype}"
+            f"linear_weight must have the dtype of input, {source.dtype}, outside of torch.autocast; got "
+            f"{weight.dtype}: cast one to the dtype of the other, or call under torch.autocast"
         )
     if bias is not None and bias.dtype != source.dtype:
         raise TypeError(
-            f"linear_bias must have the dtype of input, {source.dtype}, outside of torch.autocast; got {bias.dtype}"
+            f"linear_bias must have the dtype of input, {source.dtype}, outside of torch.autocast; got {bias.dtype}: "
+            "cast it, or call under torch.autocast"
         )
     return source.dtype
 
@@ -214,4 +216,4 @@ def _check_inplace(logits: Tensor) -> None:
             f"strides {logits.stride()}"
         )
     if private.transforms_active():
-        raise RuntimeError("inplace=True cannot be used under torch.func transforms")
+        raise RuntimeError("inplace=True cannot be used under torch.func transforms: pass inplace=False")

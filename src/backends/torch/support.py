@@ -102,8 +102,8 @@ def check_support(ids: Any, offsets: Any, vocabulary: int) -> None:
     falls = bool((sizes < 0).any())
     if int(ends[0]) != 0 or falls or int(ends[-1]) != len(ids):
         raise ValueError(
-            f"support.offsets must rise from 0 to {len(ids)}, the number of ids; got {int(ends[0])} to {int(ends[-1])}"
-            + (" with a fall between" if falls else "")
+            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {int(ends[0])} to "
+            f"{int(ends[-1])}" + (" and a decrease between" if falls else "")
         )
     wrong = (classes < 0) | (classes >= vocabulary)
     if bool(wrong.any()):
@@ -115,4 +115,6 @@ def check_support(ids: Any, offsets: Any, vocabulary: int) -> None:
         again = keys[1:][keys.diff() == 0]
         if len(again):
             row, repeated = divmod(int(again[0]), vocabulary)
-            raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {repeated} again")
+            raise ValueError(
+                f"support.ids must hold a class at most once in a row; row {row} has {repeated} more than once"
+            )

@@ -170,9 +170,9 @@ def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None
         if happened is not None:
             raise RuntimeError(
                 f"these logits were never computed, and cannot be computed now: {happened} after the model was called. "
-                "Look at the logits before that, outputs.logits.detach() will do; or with FSDP2 keep the outermost "
-                "group in one piece, fully_shard(model, reshard_after_forward=False); or take the model out of xent "
-                "with unpatch(model)"
+                "Read them before that, for example with outputs.logits.detach(). With FSDP2, keep the outermost group "
+                "unsharded after forward: fully_shard(model, reshard_after_forward=False). Or restore the model's own "
+                "head with xent.integrations.transformers.unpatch(model)"
             )
 
 
@@ -200,8 +200,9 @@ class _Edge(torch.autograd.Function):
         check_unchanged(ctx.origins)
         if ctx.recipe.head is not None:
             raise RuntimeError(
-                "a gradient of deferred logits came from outside of PyTorch's Python functions while their head is "
-                "sharded on its own: call unpatch(model), or shard the head with the rest of the model"
+                "the logits of a patched model reached an operation that xent cannot follow, and their gradient needs "
+                "the head, which FSDP2 shards in its own group: shard the head with the rest of the model, or call "
+                "xent.integrations.transformers.unpatch(model)"
             )
         tensors = [
             tensor.detach().requires_grad_(asks) for tensor, asks in zip(ctx.recipe.tensors(), wanted, strict=True)

@@ -134,7 +134,7 @@ def find_heads(owner: Any) -> list[nn.Module]:
         found = [module for module in found if module.out_features == classes]
     if not found:
         raise ValueError(
-            f"the head of {type(owner).__name__} cannot be deferred: get_output_embeddings() is "
+            f"the head of {type(owner).__name__} cannot be patched: get_output_embeddings() is "
             f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
             f"forward of its class; the model was left as it was. {advice(owner)}"
         )

@@ -78,7 +78,7 @@ class History:
             self._warned = True
             warnings.warn(
                 f"training this {self.name} {what}: {reason}. "
-                "print(xent.integrations.transformers.explain(model)) says more",
+                "For details, print(xent.integrations.transformers.explain(model))",
                 RuntimeWarning,
                 stacklevel=2,
             )

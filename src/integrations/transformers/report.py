@@ -61,7 +61,7 @@ def explain(model: nn.Module) -> str:
     try:
         heads: list[Any] = find_heads(owner)
     except ValueError as error:
-        return f"{name} is not patched, and cannot be: {error}"
+        return f"{name} is not patched: {error}"
     patched: list[Any] = [
         head for head in heads if isinstance(head, DeferringHead) and not hasattr(head, "_xent_restored")
     ]

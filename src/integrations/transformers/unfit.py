@@ -1,4 +1,4 @@
-"""What to write for a model whose head cannot be deferred: there is a loss for each kind of logits."""
+"""What to write for a model whose head cannot be patched: there is a loss for each kind of logits."""
 
 from typing import Any
 
