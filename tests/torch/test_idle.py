@@ -61,9 +61,13 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def await_count(self: Schedule, number: Tensor) -> None:
         self._awaited = SimpleNamespace(synchronize=lambda: waits.append(int(number))), number
 
+    def unknown(facts: Facts) -> Tensor:
+        known = idle(facts)
+        return (torch.zeros(len(facts.weight), dtype=torch.bool) if known is None else known).as_subclass(Far)
+
     def far_partition(self: Any, several: bool) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr(Facts, "idle", property(lambda self: idle(self).as_subclass(Far)))
+            patch.setattr(Facts, "idle", property(unknown))
             order, number = near(self, several)
         if order is None:
             return order, number
