@@ -18,7 +18,7 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.shards import check_tokens, vocab_parallel_of
+from xent.core.shards import check_tokens, shards_of
 from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = ["check_number", "check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
@@ -54,8 +54,8 @@ def logits_call(
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
     axis %= len(shape)
     rows = shape[:axis] + shape[axis + 1 :]
-    shards = vocab_parallel_of(framework, vocab_parallel)
-    if shards is not None and shards.sequence_parallel:
+    shards = shards_of(framework, vocab_parallel)
+    if shards is not None and shards.axis is not None:
         raise ValueError("sequence_parallel gathers hidden states: logits in shards have all tokens on every rank")
     _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight, shards is not None)
     normalizer = _normalizer(framework, normalizer)
@@ -106,8 +106,10 @@ def linear_call(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
     check_shift_and_workspace(shift, workspace)
-    shards = vocab_parallel_of(framework, vocab_parallel)
-    rows = check_tokens(input, target) if shards is not None and shards.sequence_parallel else tuple(input.shape[:-1])
+    shards = shards_of(framework, vocab_parallel)
+    rows = tuple(input.shape[:-1])
+    if shards is not None and shards.axis is not None:
+        rows = check_tokens(input, target, shards.axis)
     if shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
     _check_rows(
