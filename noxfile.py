@@ -21,11 +21,20 @@ nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
 
 ROOT = Path(__file__).parent
+INSTALLED = ("tests/test_reference.py", "tests/test_errors.py", "tests/test_dispatch.py", "tests/test_gradients.py")
 PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.7.1")  # that of torch 2.13.0
+MLX = os.environ.get("XENT_MLX", "")  # a version specifier
+SCHEMAS = {
+    "github-workflows": ".github/workflows/*.yml",
+    "github-issue-forms": ".github/ISSUE_TEMPLATE/[bf]*.yml",
+    "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
+    "citation-file-format": "CITATION.cff",
+}
 WITHOUT_KERNELS = (
     "convergence/test_planted_faults.py",
+    "distributed",
     "distributed",
     "test_chunks.py",
     "test_covering.py",
@@ -35,6 +44,7 @@ WITHOUT_KERNELS = (
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
     "torch/test_distributed.py",
+    "torch/test_heads.py",
     "torch/test_modules.py",
     "torch/test_plan.py",
     "torch/test_private.py",
@@ -54,11 +64,16 @@ def install(session: nox.Session, *groups: str, torch: bool = False) -> None:
     session.install("--editable", ".[torch]" if torch else ".", *nox.project.dependency_groups(PROJECT, *groups))
 
 
-def install_triton(session: nox.Session, *groups: str) -> None:
-    """Install torch, Triton, then the package; a torch for CUDA brings the Triton that it was built with."""
+def install_compiler(session: nox.Session) -> None:
+    """Install torch, and Triton; a torch for CUDA brings the Triton that it was built with."""
     session.install(*shlex.split(TORCH))
     if not ask(session, "any(need.startswith('triton') for need in importlib.metadata.requires('torch'))"):
         session.install(*shlex.split(TRITON))
+
+
+def install_triton(session: nox.Session, *groups: str) -> None:
+    """Install torch, Triton, then the package."""
+    install_compiler(session)
     session.install("--editable", ".[triton]", *nox.project.dependency_groups(PROJECT, *groups))
 
 
@@ -129,10 +144,13 @@ def docs(session: nox.Session) -> None:
 
 
 def check_style(session: nox.Session) -> None:
-    """Run ruff."""
+    """Run ruff, a spelling checker, and the schemas of the files that services read."""
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
+    session.run("codespell", *(["--write-changes"] if fix else []))
+    for schema, paths in SCHEMAS.items():
+        session.run("check-jsonschema", f"--builtin-schema=vendor.{schema}", *map(str, sorted(ROOT.glob(paths))))
 
 
 def check_types(session: nox.Session) -> None:
@@ -177,7 +195,8 @@ def tests_triton(session: nox.Session) -> None:
 @nox.session(name="tests-mlx")
 def tests_mlx(session: nox.Session) -> None:
     """Run the tests on the MLX backend, on every device that MLX has here."""
-    session.install("--editable", ".[mlx]", *nox.project.dependency_groups(PROJECT, "test", "parallel", "mlx-lm"))
+    groups = nox.project.dependency_groups(PROJECT, "test", "parallel", "mlx-lm")
+    session.install("--editable", ".[mlx]", *([f"mlx{MLX}"] if MLX else []), *groups)
     run_pytest(session, XENT_TEST_BACKENDS="mlx")
 
 
@@ -201,8 +220,9 @@ def tests_integrations(session: nox.Session) -> None:
 
     Liger-Kernel is interpreted by Triton where there is no GPU.
     """
-    install(session, "test", "parallel", "integrations", torch=True)
+    install(session, "test", "parallel", "integrations", "trl", torch=True)
     settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
+    settings["HF_HUB_OFFLINE"] = "1"  # models and data are made in the tests
     examples = "tests/packaging/test_examples.py"
     run_pytest(session, "tests/integrations", examples, **settings)
     if sys.platform == "linux" and not session.posargs:
@@ -217,6 +237,46 @@ def full(session: nox.Session) -> None:
     os.environ["XENT_TEST_FULL"] = "1"
     for name in ("tests-torch", "tests-triton", "tests-mlx", "tests-metal", "tests-integrations"):
         session.notify(name)
+
+
+@nox.session(default=False)
+def build(session: nox.Session) -> None:
+    """Build the source distribution and the wheel into dist/, and check their metadata and contents."""
+    session.install(*nox.project.dependency_groups(PROJECT, "build"))
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run("python", "-m", "build", "--outdir", "dist")
+    made = [str(path) for path in sorted((ROOT / "dist").iterdir())]
+    session.run("twine", "check", "--strict", *made)
+    session.run("check-wheel-contents", *[name for name in made if name.endswith(".whl")])
+    session.run("python", "-m", "tests.packaging.contents", *made)
+
+
+@nox.session(default=False)
+@nox.parametrize("extra", ["", "torch", "triton", "mlx"], ids=["alone", "torch", "triton", "mlx"])
+def installed(session: nox.Session, extra: str) -> None:
+    """Install the wheel in dist/ with one extra, in an environment of its own, and test what was installed.
+
+    `nox -s build` makes the wheel. Tests that need no other file of the project run from a copy of tests/.
+    """
+    wheels = sorted((ROOT / "dist").glob("*.whl"))
+    if len(wheels) != 1:
+        session.error(f"dist/ must hold one wheel, and holds {len(wheels)}: run nox -s build")
+    if extra == "triton":
+        install_compiler(session)
+    elif extra == "torch":
+        session.install(*shlex.split(TORCH))
+    session.install("--force-reinstall", "--no-deps", str(wheels[0]))
+    session.install(f"{wheels[0]}[{extra}]" if extra else str(wheels[0]), "pytest>=9", "tomli; python_version < '3.11'")
+    copy = Path(session.create_tmp()) / "elsewhere"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(ROOT / "tests", copy / "tests")
+    shutil.copy(ROOT / "pyproject.toml", copy)
+    session.chdir(copy)
+    settings = {"XENT_TEST_BACKENDS": extra or "numpy", "OMP_NUM_THREADS": "1"}
+    if extra == "triton" and not has_gpu(session):
+        settings["TRITON_INTERPRET"] = "1"
+    session.run("python", "-m", "xent")
+    session.run("pytest", *INSTALLED, *session.posargs, env=settings)
 
 
 @nox.session(default=False)

@@ -9,9 +9,11 @@ import sys as _sys
 
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
+from xent.core.divergence import divergence, linear_divergence
 from xent.core.errors import BackendError
 from xent.core.log_probs import linear_log_probs, log_probs
 from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
+from xent.core.teachers import LinearTeacher, TopKTeacher
 
 __version__ = "0.1.0"
 
@@ -21,14 +23,18 @@ backends.__dict__ = vars(_sys.modules["xent.backends"])
 __all__ = [
     "BackendError",
     "BackendInfo",
+    "LinearTeacher",
     "QuantizedWeight",
     "Stats",
     "Support",
+    "TopKTeacher",
     "VocabParallel",
     "__version__",
     "backends",
     "cross_entropy",
+    "divergence",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "log_probs",
 ]

@@ -1,14 +1,18 @@
-"""A case's call on a backend, as tests of promises make it."""
+"""A case's call on a backend, as tests of promises make it, and cases of log-probabilities."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import xent
 from tests.targets import Target
-from xent.core.check.cases import Case, Inputs
+from xent.core.check.cases import LOG_PROB_OPTIONS, Case, Inputs
 from xent.core.check.results import placed
 
-__all__ = ["call_of"]
+__all__ = ["OPTIONS", "call_of", "log_prob_case", "results_of", "upstream_of"]
+
+WITHOUT_SUPPORT = {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8}
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "rows": WITHOUT_SUPPORT, "support": LOG_PROB_OPTIONS["all"]}
 
 
 def call_of(target: Target, case: Case, inputs: Inputs, /, **more: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -21,3 +25,29 @@ def call_of(target: Target, case: Case, inputs: Inputs, /, **more: Any) -> tuple
         return getattr(xent, case.function)(**named, **options, backend=target.name)
 
     return call, target.arrays(*inputs.differentiable.values(), dtype=case.dtype)
+
+
+def log_prob_case(function: str, options: str, dtype: str = "float32", **more: Any) -> Case:
+    shifted = {"bias": True, "shift": 2} if function == "linear_log_probs" and options != "plain" else {}
+    case = Case(function, (2, 6), 67, dtype, options, OPTIONS[options], "none", entropy=True, stats=("lse",))
+    return replace(case, **(shifted | more))
+
+
+def upstream_of(target: Target, inputs: Inputs) -> tuple[Any, ...]:
+    return target.arrays(inputs.upstream, *inputs.others.values())
+
+
+def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...] | None = None) -> list[Any]:
+    """Return log-probabilities, entropy, lse, and the gradients of all that is differentiable or of `only` some."""
+    call, arrays = call_of(target, case, inputs)
+    chosen = range(len(arrays)) if only is None else only
+
+    def of_some(*some: Any) -> Any:
+        given = dict(zip(chosen, some, strict=True))
+        returned = call(*(given.get(number, array) for number, array in enumerate(arrays)))
+        return tuple(case.found_in(returned).values())
+
+    found, gradients = target.harness.gradients(
+        of_some, tuple(arrays[number] for number in chosen), upstream_of(target, inputs)
+    )
+    return [target.harness.numpy(array) for array in (*found, *gradients)]

@@ -46,7 +46,7 @@ FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
         {"reduction": "mean"},
         {"reduction": "mean", "normalizer": 13.5},
         {"reduction": "mean", "normalizer": "array"},
-        {"reduction": "sum", "normalizer": 13.5},  # which a sum does not use
+        {"reduction": "sum"},
         {"reduction": "none"},
     ),
     "target": ({}, {"ignore_index": 2}, {"probabilities": True}),
@@ -124,9 +124,10 @@ def named_cases(function: str, dtype: str) -> list[Case]:
     """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
     cases = [case for case in option_cases(function, dtype) if not case.stats]
     dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
-    mine = {(name, reduction) for name, (wanted, reduction) in dealt if wanted == dtype}
+    mine = {name: reduction for name, (wanted, reduction) in dealt if wanted == dtype}
+    mine |= {name: "mean" for name in mine if name in OPTIONS and OPTIONS[name].keys() == {"normalizer"}}
     reported = [case for case in option_cases(function, dtype) if case.stats and dtype in ("float32", "bfloat16")]
-    return [case for case in cases if case.name == "plain" or (case.name, case.reduction) in mine] + reported
+    return [case for case in cases if case.name == "plain" or mine.get(case.name) == case.reduction] + reported
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:

@@ -14,6 +14,7 @@ from xent.__main__ import main
 from xent.core.check import progress as progress_module
 from xent.core.check import report
 from xent.core.check.cases import Case, option_cases
+from xent.core.check.divergence_cases import divergence_cases
 from xent.core.check.judge import Comparison, judge_case
 from xent.core.check.long import chunk_cases, long_cases
 from xent.core.check.report import Work, check_all, planned, summary
@@ -145,7 +146,9 @@ def test_progress(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_command_tells_of_a_device_in_one_sentence(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def few(harness: Any, function: str, dtype: str) -> tuple[list[Case], list[Case]]:
+    def few(harness: Any, function: str, dtype: str) -> tuple[list[Any], list[Any]]:
+        if function.endswith("divergence"):
+            return [], divergence_cases(function, dtype)[:2]
         return option_cases(function, dtype)[:1], [replace(option_cases(function, dtype)[0], vocabulary=300)]
 
     monkeypatch.setattr(report, "cases_of", few)

@@ -47,3 +47,14 @@ def test_numpy_numbers_are_checked_as_numbers(target: Target, option: str) -> No
             xent.cross_entropy(logits, classes, backend=target.name, **{option: value})
     with pytest.raises(TypeError, match=f"{option} must be a"):
         xent.cross_entropy(logits, classes, backend=target.name, **{option: np.bool_(True)})
+
+
+@pytest.mark.parametrize("option", ["temperature", "softcap", "logit_scale"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numpy_numbers_are_numbers_of_log_probabilities(target: Target, option: str, kind: str) -> None:
+    logits, classes = target.arrays(np.random.default_rng(0).normal(size=(4, 8)), np.arange(4))
+    (weight,) = target.arrays(np.random.default_rng(1).normal(size=(8, 8)))
+    for function, arrays in ((xent.log_probs, (logits,)), (xent.linear_log_probs, (logits, weight))):
+        expected = function(*arrays, classes, backend=target.name, **{option: 0.5})
+        found = function(*arrays, classes, backend=target.name, **{option: KINDS[kind](0.5)})
+        np.testing.assert_array_equal(target.harness.numpy(found), target.harness.numpy(expected))

@@ -7,11 +7,12 @@ import pytest
 
 import xent
 from tests.calls import call_of
-from tests.cases import FUNCTIONS, SHAPES, covering_cases
+from tests.cases import FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
 from tests.covering import FULL
 from tests.targets import Target
-from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.spec import STAT_NAMES
+from xent.core.check.cases import LOG_PROB_OPTIONS, Case, make_inputs, option_cases
+from xent.core.check.results import function_of
+from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS, STAT_NAMES
 
 CASES = [
     case
@@ -113,20 +114,62 @@ def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target, dty
     np.testing.assert_allclose(target.harness.numpy(loss), weight[4].sum() * 0.5 * 8 / 9, rtol=1e-4)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:
-    """But for lse, nll and entropy with reduction "none", where MLX gives them one."""
-    case = Case(function, (6,), 9, "float32", "", {"z_loss": 0.1}, reduction=reduction)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_other_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:
+    """Those that do, of each row and with reduction "none", are in the matrix."""
+    is_loss = function in FUNCTIONS
+    if not is_loss and reduction != "none":
+        return
+    case = Case(function, (6,), 9, "float32", "", {"z_loss": 0.1} if is_loss else {}, reduction)
     inputs = make_inputs(case)
+    names = [name for name in (STAT_NAMES if is_loss else LOG_PROB_STATS) if name not in ("predictions", "count")]
+    if reduction == "none":
+        names = [name for name in names if name not in DIFFERENTIABLE]
     call, arrays = call_of(target, case, inputs)
-    with_stats, _ = call_of(target, case, inputs, stats=("lse", "z_loss"))
+    with_stats, _ = call_of(target, case, inputs, stats=names)
 
     def leaky(*differentiable: object) -> object:
         loss, stats = with_stats(*differentiable)
-        return loss + (3 * stats.lse.sum() if reduction == "mean" else 0) + stats.z_loss.sum()
+        return loss + sum(3 * getattr(stats, name).sum() for name in names)
 
-    plain = target.harness.gradients(call, arrays, None if reduction == "mean" else target.arrays(np.ones(6))[0])[1]
-    leaked = target.harness.gradients(leaky, arrays, None if reduction == "mean" else target.arrays(np.ones(6))[0])[1]
+    (upstream,) = target.arrays(np.ones(6)) if reduction == "none" else (None,)
+    plain, leaked = (target.harness.gradients(some, arrays, upstream)[1] for some in (call, leaky))
     for one, other in zip(plain, leaked, strict=True):
         np.testing.assert_array_equal(target.harness.numpy(one), target.harness.numpy(other))
+
+
+@pytest.mark.parametrize("options", LOG_PROB_OPTIONS)
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_statistics_of_log_probabilities_are_the_references(target: Target, function: str, options: str) -> None:
+    loop = {"bias": True, "shift": 2} if function == "linear_log_probs" else {}
+    case = Case(function, (4, 5), 67, "float32", "", LOG_PROB_OPTIONS[options], "none", entropy=True, **loop)
+    inputs = make_inputs(case)
+    call, arrays = call_of(target, case, inputs, stats=LOG_PROB_STATS)
+    *_, stats = call(*arrays)
+    numbers = {name: target.harness.numpy(array) for name, array in zip(inputs.differentiable, arrays, strict=True)}
+    *_, expected = function_of(function)(
+        **numbers, target=inputs.target, **inputs.options, **(case.keywords | {"stats": LOG_PROB_STATS})
+    )
+    assert [field.name for field in fields(stats) if getattr(stats, field.name) is not None] == [
+        field.name for field in fields(stats) if field.name in LOG_PROB_STATS
+    ]
+    for name in LOG_PROB_STATS:
+        found, truth = target.harness.numpy(getattr(stats, name)), getattr(expected, name)
+        assert found.shape == case.rows
+        np.testing.assert_allclose(found, truth, rtol=3e-6, atol=3e-6 * max(1, np.abs(truth).max()), err_msg=name)
+
+
+def test_ties_among_the_classes_of_a_support(target: Target) -> None:
+    """The lowest class, wherever it stands among the ids."""
+    ids, offsets = np.array([3, 1, 4, 0, 2]), np.array([0, 3, 5])
+    logits, classes = target.arrays(np.array([[9.0, 1.0, 9.0, 1.0, 0.0], [2.0, 3.0, 2.0, 3.0, 3.0]]), np.array([1, 2]))
+    _, stats = xent.log_probs(
+        logits,
+        classes,
+        support=xent.Support(*target.arrays(ids, offsets)),
+        stats=("predictions", "accuracy"),
+        backend=target.name,
+    )
+    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 0])
+    np.testing.assert_array_equal(target.harness.numpy(stats.accuracy), [1.0, 0.0])

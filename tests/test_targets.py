@@ -13,9 +13,16 @@ CLASSIFIER = np.random.default_rng(2).normal(size=(5, 4))
 
 def losses(target: Target, classes: np.ndarray, **options: object) -> list[object]:
     logits, hidden, classifier, wrong = target.arrays(LOGITS, HIDDEN, CLASSIFIER, classes)
-    return [
+    losses = [
         lambda: xent.cross_entropy(logits, wrong, backend=target.name, **options),
         lambda: xent.linear_cross_entropy(hidden, classifier, wrong, backend=target.name, **options),
+    ]
+    if options:
+        return losses
+    return [
+        *losses,
+        lambda: xent.log_probs(logits, wrong, backend=target.name),
+        lambda: xent.linear_log_probs(hidden, classifier, wrong, backend=target.name),
     ]
 
 
@@ -93,6 +100,9 @@ def test_position_is_the_callers_and_unused_targets_do_not_matter(
     with pytest.raises(IndexError, match=r"target\[1, 2\] is 77; classes are 0 to 4, or ignore_index=-100"):
         xent.linear_cross_entropy(hidden, classifier, wrong, shift=1)
     assert float(xent.linear_cross_entropy(hidden, classifier, unused, shift=1)) > 0
+    with pytest.raises(IndexError, match=r"target\[1, 2\] is 77; classes are 0 to 4, or ignore_index=-100"):
+        xent.linear_log_probs(hidden, classifier, wrong, shift=1)
+    assert xent.linear_log_probs(hidden, classifier, unused, shift=1).sum() < 0
 
 
 def test_uint64_targets_beyond_int64_are_not_taken_for_ignore_index() -> None:

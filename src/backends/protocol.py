@@ -13,11 +13,11 @@ Each language has these steps once; where rows are always whole there is nothing
 
 - NumPy: `xent.backends.reference`, whole rows, as the formulas are written. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations.
-- Triton: fold in `xent.backends.triton.rows_kernel.rows_kernel` and `xent.backends.triton.tile_kernels.tile_kernel`;
+- Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
   merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
   `xent.backends.triton.row_algebra.coefficients`, after tiles `xent.backends.triton.tile_kernels.finish_kernel`;
-  gradient in `xent.backends.triton.rows_kernel.gradient_block`. Class probabilities have a kernel of their own,
-  `xent.backends.triton.probabilities_kernel`.
+  gradient in `xent.backends.triton.row_gradient.gradient_block`. Class probabilities and rows with a support have
+  kernels of their own, `xent.backends.triton.probabilities_kernel` and `xent.backends.triton.support_kernel`.
 - MLX: fold in `xent.backends.mlx.block.Block.fold`; merge in `xent.backends.mlx.finish.merge`; finish in
   `xent.backends.mlx.finish.finish` and `xent.backends.mlx.finish.coefficients`; gradient in
   `xent.backends.mlx.block.Block.gradient`.
@@ -42,6 +42,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from xent.core.check.cases import Case
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["Backend", "Harness", "Unproven"]
 
@@ -68,6 +69,12 @@ class Backend(Protocol):
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return the loss, an array of the call's framework, and the statistics that `call.loss.stats` names."""
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Return why this divergence cannot be served, with what would serve it; None if it can."""
+
+    def run_divergence(self, call: DivergenceCall) -> Any:
+        """Return the divergence, an array of the call's framework."""
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
         """Return what the gradient checks need to drive this backend, on `device` or the best device there is."""
@@ -125,6 +132,26 @@ class Harness(Protocol[Array]):
 
         Its rounding error is the yardstick; nothing of xent takes part in it.
         """
+
+    def unfused_divergence(
+        self,
+        logits: Array,
+        *,
+        teacher: Array | None = None,
+        ids: Array | None = None,
+        log_probs: Array | None = None,
+        tail: str = "",
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_scale: float = 1.0,
+        reduction: str = "mean",
+        sample_weight: Array | None = None,
+        normalizer: float | None = None,
+    ) -> Array:
+        """Compute a divergence from (..., V) logits, and teacher logits or a top-k teacher, as `unfused_loss` does."""
 
     def unfused_rows(
         self,

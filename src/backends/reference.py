@@ -11,7 +11,10 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from xent.backends.reference_divergence import divergence
+from xent.core.heads import apart, combined
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
 
@@ -41,8 +44,17 @@ class Reference:
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
+        if isinstance(call, LinearCall) and call.heads is not None:
+            return combined(call, [self.run(one) for one in apart(call)], np)
         rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
         return rows.loss(), rows.stats()
+
+    def refuse_divergence(self, call: DivergenceCall) -> None:
+        """Refuse nothing."""
+
+    def run_divergence(self, call: DivergenceCall) -> Any:
+        """Return the divergence as float64."""
+        return divergence(call)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""
@@ -64,6 +76,15 @@ def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any)
 
 def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
+    if call.heads is not None:
+        weights = call.heads.weight or (1,) * len(call.heads.shift)
+        upstreams = upstream if call.loss.reduction == "none" else [upstream * weight for weight in weights]
+        parts = [
+            linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
+            for head, (one, mine) in enumerate(zip(apart(call), upstreams, strict=True))
+        ]
+        inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
+        return inputs, classifiers.sum(0), biases.sum(0)
     grad = _linear_rows(call).gradient(upstream, **others)
     hidden, weight = _float64(call.input), _float64(call.linear_weight)
     # Rows without a target contribute nothing, whatever their hidden states hold.
@@ -165,16 +186,17 @@ class _Rows:
                 each = np.asarray(given, np.float64).reshape(-1)[:, None] * self._derivative(name) * self.slope
                 each = np.where(beyond[:, None] & (name == "nll"), 0.0, each)
                 grad = grad + np.where(self.ignored[:, None], 0.0, each)
-        return np.where(self.spec.reduction == "mean" and self.divisor == 0, 0.0, grad)
+        nothing = self.spec.reduction == "mean" and self.divisor == 0
+        return np.asarray(np.where(nothing, 0.0, grad))
 
     def _derivative(self, name: str) -> Array:
         """Return the derivative (N, V) of a statistic with respect to x."""
         if name == "lse":
-            return self.p
+            return np.asarray(self.p)
         if name == "nll":
-            return self.q.sum(-1, keepdims=True) * self.p - self.q
+            return np.asarray(self.q.sum(-1, keepdims=True) * self.p - self.q)
         entropy = _expectation(self.p, self.surprise)[:, None]
-        return np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy))
+        return np.asarray(np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy)))
 
     def stats(self) -> Stats:
         """Return the statistics that the spec names."""
@@ -261,8 +283,8 @@ def _linear_rows(call: LinearCall) -> _Rows:
     here = np.arange(length) + call.shift
     no_target = np.zeros(call.input.shape[:-1], bool)
     shifted = call
+    take: Array = np.minimum(here, max(length - 1, 0))
     if call.shift:
-        take: Array = np.minimum(here, max(length - 1, 0))
         no_target = np.moveaxis(np.moveaxis(no_target, sequence, -1) | (here >= length), -1, sequence)
 
         def taken(values: Array | None) -> Array | None:

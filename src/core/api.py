@@ -1,6 +1,6 @@
 """The two functions: what a user reads. Describe the call, choose who serves it, run it; nothing else."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from xent.backends import dtensors_of, plans_of, told_to_peers
@@ -72,7 +72,7 @@ def cross_entropy(
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional
         What "mean" divides by: the token count over all micro-batches and ranks, say; an array's value is not checked.
-        The other reductions divide by nothing and do not look at it. No gradient.
+        With "sum" and "none", which divide by nothing, it is a ValueError. No gradient.
     axis : int
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
@@ -172,7 +172,8 @@ def linear_cross_entropy(
     logit_scale: float = 1.0,
     sample_weight: Any = None,
     normalizer: Any = None,
-    shift: int = 0,
+    shift: int | Sequence[int] = 0,
+    head_weight: Sequence[float] | None = None,
     workspace: int | None = None,
     stats: Collection[str] = (),
     vocab_parallel: Any = None,
@@ -214,11 +215,17 @@ def linear_cross_entropy(
         As in `xent.cross_entropy`. The classifier's gradient is the shard's own; that of ``input``, which is the same
         on every rank, is the sum over ranks, on every rank. A classifier that is a DTensor with its rows sharded needs
         no such argument.
-    shift : int >= 0
+    shift : int >= 0, or tuple of H such ints
         Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
         its labels as they are with shift=1 and no hidden state is copied. ``sample_weight`` goes with ``target``: entry
         t + shift weighs row t. The last ``shift`` rows have no target and count as ignored; in a sequence that is no
-        longer than ``shift``, all of them.
+        longer than ``shift``, all of them. A tuple is for H heads of one classifier (multi-token prediction): input is
+        (H, ..., T, D), and head j predicts t + shift[j] of the one target (..., T). The loss is the sum over heads of
+        ``head_weight[j]`` times head j's own reduced loss; with "none" it is (H, ..., T), each head's own rows.
+        ``normalizer`` divides the sum of each head. Class indices make one gradient of the classifier for all heads;
+        with class probabilities each head is a call of its own.
+    head_weight : tuple of H numbers, optional
+        How much each head counts, 1 each where it is not given. It needs a tuple as ``shift``, and "mean" or "sum".
     workspace : int, optional
         Bytes that the logits alive at one time may take (at least one row's); None chooses well for the device. A
         smaller workspace means more chunks: slower, and on GPUs a bfloat16 gradient of the classifier is rounded once
@@ -226,8 +233,9 @@ def linear_cross_entropy(
         up to 3 times with 16. A sum of more than 16 chunks (MLX: more than 8) is accumulated in float32, in twice the
         memory.
     stats : collection of str
-        As in `xent.cross_entropy`. For class indices, backend "triton" computes lse, nll and entropy from float32
-        logits, whatever the dtype of input. The loss of a call that asks for them may differ in its last bits.
+        As in `xent.cross_entropy`. Per row, those of heads are (H, ..., T); "accuracy" and "count" are over the rows of
+        all heads. For class indices, backend "triton" computes lse, nll and entropy from float32 logits, whatever the
+        dtype of input. The loss of a call that asks for them may differ in its last bits.
 
     Returns
     -------
@@ -244,6 +252,7 @@ def linear_cross_entropy(
     References
     ----------
     Chunking with gradients in the forward pass: Hsu et al. 2024, Liger Kernel, arXiv:2410.10989, section 3.2.
+    Several heads: Gloeckle et al. 2024, arXiv:2404.19737, section 2.
 
     Examples
     --------
@@ -251,10 +260,14 @@ def linear_cross_entropy(
     >>> hidden, classifier = np.eye(4)[None], 2 * np.eye(4)
     >>> float(xent.linear_cross_entropy(hidden, classifier, np.array([[0, 1, 2, 3]]), shift=1).round(4))
     2.3408
+    >>> heads = np.stack([hidden, hidden])
+    >>> labels = np.array([[0, 1, 2, 3]])
+    >>> float(xent.linear_cross_entropy(heads, classifier, labels, shift=(1, 2), head_weight=(1.0, 0.5)).round(4))
+    3.5111
     """
     plans = plans_of(input) if vocab_parallel is None else None
     found = None
-    if plans is not None:
+    if plans is not None and head_weight is None:
         options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
         arrays = (input, linear_weight, linear_bias, target, weight, sample_weight, normalizer)
         found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
@@ -267,6 +280,7 @@ def linear_cross_entropy(
         "sample_weight": sample_weight,
         "normalizer": normalizer,
         "shift": shift,
+        "head_weight": head_weight,
         "workspace": workspace,
         "vocab_parallel": vocab_parallel,
         "reduction": reduction,

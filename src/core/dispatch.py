@@ -8,8 +8,11 @@ from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of
 from xent.core.errors import BackendError
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall
+from xent.core.teachers import DivergenceCall
 
 __all__ = ["backends", "select"]
+
+Call = LogitsCall | LinearCall | DivergenceCall
 
 _warned: set[str] = set()
 
@@ -33,7 +36,7 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def select(name: str, call: LogitsCall | LinearCall) -> Backend:
+def select(name: str, call: Call) -> Backend:
     """Return the backend called `name`, or for "auto" the best that serves the call; BackendError if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {name!r}")
@@ -57,7 +60,7 @@ def select(name: str, call: LogitsCall | LinearCall) -> Backend:
     raise BackendError(f"no backend serves this call on {framework} arrays. " + "; ".join(refusals))
 
 
-def _named(name: str, title: str, framework: str, call: LogitsCall | LinearCall) -> Backend:
+def _named(name: str, title: str, framework: str, call: Call) -> Backend:
     """Return the backend of that name; `title` is what errors call it."""
     if name not in TABLE:
         raise BackendError(f"there is no {title}; there are 'auto', {', '.join(map(repr, TABLE))}")
@@ -87,13 +90,16 @@ def _doubt(backend: Backend) -> str | None:
     return None if unproven is None else unproven()
 
 
-def _refusal(backend: Backend, call: LogitsCall | LinearCall) -> str | None:
-    return backend.missing() or backend.refuse(call)
+def _refusal(backend: Backend, call: Call) -> str | None:
+    missing = backend.missing()
+    if missing is not None:
+        return missing
+    return backend.refuse_divergence(call) if isinstance(call, DivergenceCall) else backend.refuse(call)
 
 
-def _home(call: LogitsCall | LinearCall) -> tuple[str, str]:
+def _home(call: Call) -> tuple[str, str]:
     """Return the framework and the device type of the call's arrays."""
-    array = call.logits if isinstance(call, LogitsCall) else call.input
+    array = call.logits if isinstance(call, LogitsCall) else call.input if isinstance(call, LinearCall) else call.array
     framework = framework_of(array)
     assert framework is not None  # validated
     return framework, array.device.type if framework == "torch" else framework

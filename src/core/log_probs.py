@@ -6,7 +6,7 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import dtensors_of, told_to_peers
+from xent.backends import dtensors_of, plans_of, told_to_peers
 from xent.core import validate
 from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
@@ -99,6 +99,15 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
+    plans = plans_of(logits) if vocab_parallel is None else None
+    found = None
+    if plans is not None:
+        sampling = (temperature, support, entropy)
+        arrays = (logits, target, None, None, None)
+        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
+        found = plans.find_logits(*arrays, axis, False, backend, options, stats, sampling)
+        if found is not None and found.kernel is not None:
+            return _in_order(plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
     arguments: dict[str, Any] = {
@@ -115,7 +124,7 @@ def log_probs(
         return parts.of_logits(log_probs, logits, arguments | more)
     with told_to_peers(vocab_parallel, logits):
         call = validate.logits_call(logits, **arguments, **_ARRAYS, **_LOSS, inplace=False)
-        return _run(sampled(call, temperature, support, names), names, backend)
+        return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def linear_log_probs(
@@ -173,8 +182,18 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
+    plans = plans_of(input) if vocab_parallel is None else None
+    found = None
+    if plans is not None:
+        sampling = (temperature, support, entropy)
+        arrays = (input, linear_weight, linear_bias, target, None, None, None)
+        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
+        found = plans.find_linear(*arrays, shift, workspace, backend, options, stats, sampling)
+        if found is not None and found.kernel is not None:
+            return _in_order(plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
+    _check_heads(shift)
     arguments: dict[str, Any] = {
         "target": target,
         "linear_bias": linear_bias,
@@ -191,7 +210,7 @@ def linear_log_probs(
         return parts.of_linear(linear_log_probs, input, linear_weight, arguments | more)
     with told_to_peers(vocab_parallel, input):
         call = validate.linear_call(input, linear_weight, **arguments, **_ARRAYS, **_LOSS)
-        return _run(sampled(call, temperature, support, names), names, backend)
+        return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
@@ -215,9 +234,23 @@ def _check_classes(target: Any) -> None:
     raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
 
 
-def _run(call: LogitsCall | LinearCall, names: tuple[str, ...], backend: str) -> Any:
-    """Run the call, and return its results in the caller's order."""
-    loss, found = select(backend, call).run(call)
+def _check_heads(shift: Any) -> None:
+    if isinstance(shift, (tuple, list)):
+        raise ValueError(f"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone; got {shift!r}")
+
+
+def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:
+    """Run the call, and remember its kind where a look for it found none."""
+    chosen = select(backend, call)
+    made = chosen.run(call)
+    if plan is not None:
+        plans.keep(plan, chosen.name)
+    return _in_order(made, call.loss.stats)
+
+
+def _in_order(made: tuple[Any, Stats], names: tuple[str, ...]) -> Any:
+    """Return the results in the caller's order."""
+    loss, found = made
     results = [0 - loss]
     if "entropy" in names:
         results.append(found.entropy)

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from xent.core.arrays import (
     FLOAT_DTYPES,
@@ -17,12 +17,12 @@ from xent.core.arrays import (
 from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support
 from xent.core.validate import check_number
 
-__all__ = ["sampled"]
-
-Call = TypeVar("Call", LogitsCall, LinearCall)
+__all__ = ["of_log_probs", "sampled"]
 
 
-def sampled(call: Call, temperature: Any, support: Support | None, names: tuple[str, ...]) -> Call:
+def sampled(
+    call: LogitsCall | LinearCall, temperature: Any, support: Support | None, names: tuple[str, ...]
+) -> LogitsCall | LinearCall:
     """Describe the loss of each row of a call as log-probabilities with these statistics; check what is new."""
     first = {"logits": call.logits} if isinstance(call, LogitsCall) else {"input": call.input}
     number = number_of(framework_of(next(iter(first.values()))), temperature)
@@ -31,8 +31,18 @@ def sampled(call: Call, temperature: Any, support: Support | None, names: tuple[
     rows = tuple(call.target.shape)
     spec, each = _tempered(framework, call.loss, number, rows, is_number)
     _check_support(support, math.prod(rows))
-    spec = replace(spec, stats=names, exact=True, accuracy_of_rows=True)
-    return replace(call, loss=spec, temperature=each, support=support)
+    return replace(call, loss=of_log_probs(spec, names), temperature=each, support=support)
+
+
+def of_log_probs(spec: LossSpec, names: tuple[str, ...], temperature: Any = None) -> LossSpec:
+    """Return the options of log-probabilities with these statistics, and with a temperature that is one number.
+
+    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
+    """
+    scale, cap = spec.logit_scale, spec.softcap
+    if temperature is not None:
+        scale, cap = scale / temperature, None if cap is None else cap / temperature
+    return replace(spec, logit_scale=scale, softcap=cap, stats=names, exact=True, accuracy_of_rows=True)
 
 
 def _arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
@@ -55,17 +65,15 @@ def _tempered(
 ) -> tuple[LossSpec, Any]:
     """Return the options, and the temperature of each row; None where one number holds for all.
 
-    One number goes into the options:
-    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T. A 0-d MLX array, of which nobody knows
-    whether it is > 0, is a temperature of each row.
+    One number goes into the options. A 0-d MLX array, of which nobody knows whether it is > 0, is a temperature of each
+    row.
     """
     if is_number:
         if framework_of(temperature) is None and not is_tracing(framework):
             check_number(
                 "temperature", temperature, "finite and > 0, or an array of floats", lambda value: 0 < value < math.inf
             )
-        cap = None if spec.softcap is None else spec.softcap / temperature
-        return replace(spec, logit_scale=spec.logit_scale / temperature, softcap=cap), None
+        return of_log_probs(spec, spec.stats, temperature), None
     if dtype_name(temperature) not in FLOAT_DTYPES:
         raise TypeError(f"temperature must be a number, or an array of floats; got {describe(temperature)}")
     if tuple(temperature.shape) not in ((rows, ()) if framework == "mlx" else (rows,)):

@@ -10,6 +10,7 @@ __all__ = [
     "ROW_STATS",
     "STAT_NAMES",
     "BackendInfo",
+    "Heads",
     "LinearCall",
     "LogitsCall",
     "LossSpec",
@@ -112,7 +113,10 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`."""
+    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`.
+
+    With `heads`, the first axis of `input` is theirs, the target has none, and `shift` is 0: see `xent.core.heads`.
+    """
 
     input: Any
     linear_weight: Any
@@ -126,7 +130,16 @@ class LinearCall:
     workspace: int | None
     temperature: Any = None
     support: "Support | None" = None
+    heads: "Heads | None" = None
     vocab_parallel: "Shards | None" = None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Several heads of one classifier: how far ahead each predicts, and how much it counts, 1 each where None."""
+
+    shift: tuple[int, ...]
+    weight: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,3 +274,5 @@ class BackendInfo:
     reason: str | None
     versions: dict[str, str]
     devices: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    """Which fast paths are on or off and why, and what "auto" waits for."""

@@ -19,9 +19,17 @@ from xent.core.arrays import (
     one_framework,
 )
 from xent.core.shards import check_tokens, shards_of
-from xent.core.spec import REDUCTIONS, STAT_NAMES, LinearCall, LogitsCall, LossSpec, QuantizedWeight
+from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
-__all__ = ["check_number", "check_numbers", "check_shift_and_workspace", "linear_call", "logits_call", "loss_spec"]
+__all__ = [
+    "check_number",
+    "check_numbers",
+    "check_shift_and_workspace",
+    "heads_of",
+    "linear_call",
+    "logits_call",
+    "loss_spec",
+]
 
 
 def logits_call(
@@ -58,7 +66,7 @@ def logits_call(
     if shards is not None and shards.axis is not None:
         raise ValueError("sequence_parallel gathers hidden states: logits in shards have all tokens on every rank")
     _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight, shards is not None)
-    normalizer = _normalizer(framework, normalizer)
+    normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace, vocab_parallel=shards)
 
 
@@ -71,8 +79,9 @@ def linear_call(
     weight: Any,
     sample_weight: Any,
     normalizer: Any,
-    shift: int,
+    shift: Any,
     workspace: int | None,
+    head_weight: Any = None,
     vocab_parallel: Any = None,
     **loss: Any,
 ) -> LinearCall:
@@ -107,10 +116,23 @@ def linear_call(
         )
     check_shift_and_workspace(shift, workspace)
     shards = shards_of(framework, vocab_parallel)
+    heads = heads_of(framework, shift, head_weight, spec.reduction)
     rows = tuple(input.shape[:-1])
     if shards is not None and shards.axis is not None:
         rows = check_tokens(input, target, shards.axis)
-    if shift and not rows:
+    if heads is not None:
+        if shards is not None:
+            raise ValueError(
+                f"shift={heads.shift} with vocab_parallel is not supported: call once for each head, and add the losses"
+            )
+        count = len(heads.shift)
+        if len(rows) < 2 or rows[0] != count:
+            raise ValueError(
+                f"shift={heads.shift} needs input of shape ({count}, ..., T, D), with the hidden states of each head; "
+                f"got {tuple(input.shape)}"
+            )
+        rows, shift = rows[1:], 0
+    elif shift and not rows:
         raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
     _check_rows(
         "input",
@@ -123,7 +145,7 @@ def linear_call(
         sample_weight,
         shards is not None,
     )
-    normalizer = _normalizer(framework, normalizer)
+    normalizer = _normalizer(framework, normalizer, spec.reduction)
     return LinearCall(
         input,
         linear_weight,
@@ -135,6 +157,7 @@ def linear_call(
         spec,
         shift,
         workspace,
+        heads=heads,
         vocab_parallel=shards,
     )
 
@@ -172,12 +195,36 @@ def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
             )
 
 
-def check_shift_and_workspace(shift: int, workspace: int | None) -> None:
+def check_shift_and_workspace(shift: Any, workspace: int | None) -> None:
     """Raise ValueError for a shift or a workspace that cannot be one."""
-    if not _is_int(shift) or shift < 0:
-        raise ValueError(f"shift must be an int >= 0, got {shift!r}")
+    heads = shift if isinstance(shift, (tuple, list)) else (shift,)
+    if not heads or not all(_is_int(one) and one >= 0 for one in heads):
+        several = "" if heads and heads[0] is shift else ", or a tuple with one such int for each head"
+        raise ValueError(f"shift must be an int >= 0{several}, got {shift!r}")
     if workspace is not None and (not _is_int(workspace) or workspace <= 0):
         raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
+
+
+def heads_of(framework: str, shift: Any, head_weight: Any, reduction: str) -> Heads | None:
+    """Return the heads that a checked shift says there are, None for a number; raise for weights that do not fit."""
+    shifts = tuple(shift) if isinstance(shift, (tuple, list)) else None
+    if head_weight is None:
+        return None if shifts is None else Heads(shifts)
+    if shifts is None:
+        raise ValueError(f"head_weight weighs heads: pass a tuple as shift, with an entry for each; got shift={shift}")
+    if not isinstance(head_weight, (tuple, list)):
+        raise TypeError(f"head_weight must be a tuple of numbers, one for each head; got {describe(head_weight)}")
+    if len(head_weight) != len(shifts):
+        raise ValueError(f"head_weight must have {len(shifts)} entries, as shift={shifts} has; got {len(head_weight)}")
+    if reduction == "none":
+        raise ValueError(
+            "head_weight would be ignored with reduction='none', which returns each head's own rows: multiply those"
+        )
+    weights = tuple(number_of(framework, weight) for weight in head_weight)
+    if not is_tracing(framework):
+        for head, weight in enumerate(weights):
+            check_number(f"head_weight[{head}]", weight, "finite", math.isfinite)
+    return Heads(shifts, weights)
 
 
 def check_numbers(
@@ -252,7 +299,12 @@ def _number(framework: str, value: Any) -> Any:
     return value
 
 
-def _normalizer(framework: str, normalizer: Any) -> Any:
+def _normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
+    if normalizer is not None and reduction != "mean":
+        raise ValueError(
+            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
+            "by it, or divide the result, loss / normalizer"
+        )
     if normalizer is None or framework_of(normalizer) is not None:
         if normalizer is not None and len(normalizer.shape) != 0:
             raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")

@@ -3,7 +3,7 @@
 Options are given at construction; sample_weight and normalizer, which change from batch to batch, with each call.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
-from xent.core.validate import check_shift_and_workspace, loss_spec
+from xent.core.validate import check_shift_and_workspace, heads_of, loss_spec
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
 
@@ -139,7 +139,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         Whether the classifier has a bias.
     weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
         As in `CrossEntropyLoss`.
-    shift, workspace
+    shift, head_weight, workspace
         As in `xent.linear_cross_entropy`.
 
     Examples
@@ -164,7 +164,8 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         z_loss: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        shift: int = 0,
+        shift: int | Sequence[int] = 0,
+        head_weight: Sequence[float] | None = None,
         workspace: int | None = None,
         stats: Collection[str] = (),
         backend: str = "auto",
@@ -177,7 +178,9 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
             weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
         )
         check_shift_and_workspace(shift, workspace)
-        self.shift, self.workspace = shift, workspace
+        heads_of("mlx", shift, head_weight, reduction)
+        self.shift, self.head_weight = shift, head_weight
+        self.workspace = workspace
 
     def __call__(
         self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
@@ -193,11 +196,13 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
             sample_weight=sample_weight,
             normalizer=normalizer,
             shift=self.shift,
+            head_weight=self.head_weight,
             workspace=self.workspace,
         )
 
     def _extra_repr(self) -> str:
-        return f"{self._options}, shift={self.shift}, workspace={self.workspace}"
+        heads = "" if self.head_weight is None else f", head_weight={self.head_weight}"
+        return f"{self._options}, shift={self.shift}{heads}, workspace={self.workspace}"
 
 
 class _Options:

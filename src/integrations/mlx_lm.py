@@ -1,8 +1,9 @@
-"""A loss for mlx-lm's trainer that never builds the logits: `loss` in place of `mlx_lm.tuner.trainer.default_loss`.
+"""What mlx-lm's models make of tokens, without their logits: a loss for its trainer, and log-probabilities.
 
-mlx-lm's models return logits. To get at the hidden states before the head, the model runs with a head that keeps what
-it is given and returns a few known numbers instead of logits. What the model makes of those numbers shows what it does
-to its logits (a softcap, a scale), whatever its configuration calls it.
+`loss` takes the place of `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get at the hidden
+states before the head, the model runs with a head that keeps what it is given and returns a few known numbers instead
+of logits. What the model makes of those numbers shows what it does to its logits (a softcap, a scale), whatever its
+configuration calls it.
 """
 
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ import mlx.nn as nn
 
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.api import linear_cross_entropy
+from xent.core.log_probs import linear_log_probs
 from xent.integrations.mlx import FUSE_FIRST, classifier, is_adapted
 
-__all__ = ["loss"]
+__all__ = ["log_probs", "loss"]
 
 _PROBES = (0.0, 2.0**-13, 1.0, -7.0, 40.0, 1e9)
-_HINT = "use mlx_lm.tuner.trainer.default_loss for this model"
+_HINT = "use mlx_lm.tuner.trainer.default_loss for this model, or xent.log_probs on its logits"
 
 
 def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
@@ -62,25 +64,74 @@ def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -
     >>> model = llama.Model(llama.ModelArgs.from_dict(config))  # doctest: +SKIP
     >>> (value, ntoks), grads = nn.value_and_grad(model, loss)(model, batch, lengths)  # doctest: +SKIP
     """
-    targets = batch[:, 1:]
-    steps = mx.arange(1, targets.shape[1] + 1)
-    counts = mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+    counts = _counts(batch, lengths)
+    found = linear_cross_entropy(**_linear(model, batch, counts), **options)
+    return found, counts.sum()
+
+
+def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None, **options: Any) -> Any:
+    """Compute the log-probability of each token of a batch, given the ones before it, without the logits.
+
+    This is what ``mx.take_along_axis(nn.log_softmax(model(batch[:, :-1]), -1), batch[:, 1:, None], -1)`` has, from
+    logits in float32, whatever the dtype of the model. The head is as for `loss`.
+
+    Parameters
+    ----------
+    model : mlx.nn.Module
+        A model of mlx-lm: tokens (B, T) to logits (B, T, V).
+    batch : integer array (B, T + 1)
+        Tokens, padded.
+    lengths : integer array (B, 2), optional
+        The first position whose token counts, and the last, as in `loss`; the others have log-probability 0 and no
+        gradient. None: all count.
+    **options
+        Of `xent.linear_log_probs`: temperature, support, entropy, stats, workspace, backend. ``temperature`` and
+        ``support`` are those of the tokens ``batch[:, 1:]``.
+
+    Returns
+    -------
+    log_probs : float32 array (B, T)
+        Entry [i, t] is that of ``batch[i, t + 1]``. With ``entropy`` or ``stats``, what `xent.linear_log_probs`
+        returns then.
+
+    Raises
+    ------
+    ValueError, TypeError
+        As `loss` does.
+
+    Examples
+    --------
+    >>> import mlx.core as mx
+    >>> from mlx_lm.models import llama  # doctest: +SKIP
+    >>> model = llama.Model(llama.ModelArgs.from_dict(config))  # doctest: +SKIP
+    >>> answers = log_probs(model, batch, lengths).sum(-1)  # doctest: +SKIP
+    """
+    counts = mx.ones(batch[:, 1:].shape, mx.bool_) if lengths is None else _counts(batch, lengths)
+    return linear_log_probs(**_linear(model, batch, counts), **options)
+
+
+def _counts(batch: mx.array, lengths: mx.array) -> mx.array:
+    """Return which of the tokens after the first count, (B, T)."""
+    steps = mx.arange(1, batch.shape[1])
+    return mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
+
+
+def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, Any]:
+    """Return the arguments of a linear call on the hidden states of all tokens but the last."""
     head, hidden, softcap, scale = _before_head(model, batch[:, :-1])
     weight, bias = classifier(head)
     if isinstance(weight, mx.array) and weight.dtype != hidden.dtype:
         common = mx.result_type(weight, hidden)
         weight, hidden = weight.astype(common), hidden.astype(common)
         bias = None if bias is None else bias.astype(common)
-    found = linear_cross_entropy(
-        hidden,
-        weight,
-        mx.where(counts, targets, -100),
-        linear_bias=bias,
-        softcap=softcap,
-        logit_scale=scale,
-        **options,
-    )
-    return found, counts.sum()
+    return {
+        "input": hidden,
+        "linear_weight": weight,
+        "target": mx.where(counts, batch[:, 1:], -100),
+        "linear_bias": bias,
+        "softcap": softcap,
+        "logit_scale": scale,
+    }
 
 
 def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.array, float | None, float]:

@@ -4,14 +4,14 @@ What torch.nn's modules do not have is given by keyword: z_loss, softcap, logit_
 sample_weight and normalizer, which change from batch to batch, with each call.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.validate import check_shift_and_workspace, loss_spec
+from xent.core.validate import check_shift_and_workspace, heads_of, loss_spec
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 
@@ -94,7 +94,7 @@ class LinearCrossEntropyLoss(nn.Module):
         As in torch.nn.LinearCrossEntropyLoss (PyTorch 2.13).
     out_features : empty tuple
         Losses of several dimensions, each with a classifier of its own, are not supported: ValueError.
-    z_loss, softcap, logit_scale, shift, workspace, stats, backend
+    z_loss, softcap, logit_scale, shift, head_weight, workspace, stats, backend
         As in `xent.linear_cross_entropy`; `workspace` takes the place of PyTorch's chunking `options`.
 
     Examples
@@ -122,7 +122,8 @@ class LinearCrossEntropyLoss(nn.Module):
         z_loss: float = 0.0,
         softcap: float | None = None,
         logit_scale: float = 1.0,
-        shift: int = 0,
+        shift: int | Sequence[int] = 0,
+        head_weight: Sequence[float] | None = None,
         workspace: int | None = None,
         stats: Collection[str] = (),
         backend: str = "auto",
@@ -138,9 +139,11 @@ class LinearCrossEntropyLoss(nn.Module):
         self.reduction, self.label_smoothing = reduction, label_smoothing
         self.ignore_index = -100 if ignore_index is None else ignore_index
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
-        self.shift, self.workspace, self.stats, self.backend = shift, workspace, stats, backend
+        self.workspace, self.stats, self.backend = workspace, stats, backend
         _check(self)
         check_shift_and_workspace(shift, workspace)
+        heads_of("torch", shift, head_weight, reduction)
+        self.shift, self.head_weight = shift, head_weight
 
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
@@ -155,12 +158,14 @@ class LinearCrossEntropyLoss(nn.Module):
             sample_weight=sample_weight,
             normalizer=normalizer,
             shift=self.shift,
+            head_weight=self.head_weight,
             workspace=self.workspace,
         )
 
     def extra_repr(self) -> str:
         """Return the options, for printing the module."""
-        return f"{_describe(self)}, shift={self.shift}, workspace={self.workspace}"
+        heads = "" if self.head_weight is None else f", head_weight={self.head_weight}"
+        return f"{_describe(self)}, shift={self.shift}{heads}, workspace={self.workspace}"
 
 
 def _options(module: Any) -> dict[str, Any]:

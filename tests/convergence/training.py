@@ -20,7 +20,7 @@ import xent
 from tests.packaging.tree import ROOT
 from tests.targets import Target
 
-__all__ = ["LOSSES", "Run", "Step", "from_hidden", "from_logits", "penalized", "train", "vocabulary"]
+__all__ = ["LOSSES", "Loss", "Run", "Step", "from_hidden", "from_logits", "penalized", "train", "vocabulary"]
 
 CONTEXT, EMBEDDING, WIDTH = 3, 16, 48
 RATE, MOMENTUM, PENALTY = 2.0, 0.8, 3e-4

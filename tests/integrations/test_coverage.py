@@ -12,7 +12,7 @@ import transformers
 from torch import nn
 
 from tests.integrations.models import SMALL, batch, device
-from xent.integrations.transformers import explain, history, patch
+from xent.integrations.transformers import explain, patch
 
 _BLOCKS = {f"{part}_{name}": count for part in ("encoder", "decoder")
            for name, count in {"layers": 1, "attention_heads": 4, "ffn_dim": 48}.items()}  # fmt: skip
@@ -97,8 +97,7 @@ def test_as_many_as_were_promised() -> None:
 
 
 @pytest.mark.parametrize("name", PRESENT)
-def test_training(name: str, fused: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "_compiled", set())
+def test_training(name: str, fused: list[tuple[int, ...]]) -> None:
     model, inputs = make(name).eval(), batch(masked=False)
     plain = model(**inputs).loss
     patch(model)

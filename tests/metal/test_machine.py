@@ -2,17 +2,20 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import xent
+from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.targets import Target
 from xent.backends import TABLE
 from xent.backends.metal import machine, torch_machine
 from xent.core.check import report
 from xent.core.check.cases import option_cases
+from xent.core.check.divergence_cases import divergence_cases
 
 PROBE = """
 import mlx.core as mx
@@ -64,13 +67,18 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
 
 def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with `python -m xent check`, cut down to one case of each function and dtype."""
-    monkeypatch.setattr(report, "cases_of", lambda _, function, dtype: (option_cases(function, dtype)[-1:], []))
+
+    def last(_: object, function: str, dtype: str) -> tuple[Any, Any]:
+        made = divergence_cases if function.endswith("divergence") else option_cases
+        return made(function, dtype)[-1:], []
+
+    monkeypatch.setattr(report, "cases_of", last)
     lines = list(report.check_all(report.planned([target.name])))
     devices = [target.device, torch_machine.DEVICES[0]]
     assert [(line.backend, line.device, line.dtype) for line in lines] == [
         (target.name, device, dtype)
         for device in devices
-        for _ in ("cross_entropy", "linear_cross_entropy")
+        for _ in (*FUNCTIONS, *LOG_PROBS, "divergence", "linear_divergence")
         for dtype in ("float32", "bfloat16", "float16")
     ]
-    assert [line.failed for line in lines] == [()] * 12
+    assert [line.failed for line in lines] == [()] * len(lines)

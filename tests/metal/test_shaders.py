@@ -105,6 +105,6 @@ def test_memory_beyond_the_results_is_left_alone() -> None:
     memory = torch.full((12,), 7.0)
     logits, target = draw()
     ones = torch.ones(6)
-    rows = RowTensors(0.0, 0.0, None, 1.0, target.clamp(min=0), None, None, None, None, ones, ones, ones < 0)
+    rows = RowTensors(0.0, 0.0, None, 1.0, target.clamp(min=0), *(None,) * 5, ones, ones, ones < 0)
     tensors.forward(logits, rows, RowResults(memory[3:9]), skips_dead=True)
     assert (memory != 7).nonzero().flatten().tolist() == list(range(3, 9))

@@ -92,7 +92,7 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("columns", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
         ("columns", "packed_uint4", "uint4", "misaligned access"),
         ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
-        ("forward", "threadgroup float shared[256]", "threadgroup float shared[40]", "out of bounds"),
+        ("forward", "threadgroup float shared[352]", "threadgroup float shared[40]", "out of bounds"),
     ],
 )
 def test_planted_faults_are_seen(

@@ -3,6 +3,7 @@
 Where there is no Apple GPU the emulator runs them, for CPU tensors in the place of those on "mps".
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, product
 from pathlib import Path
@@ -14,13 +15,15 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.cases import LOG_PROBS, log_prob_cases, paired_cases
 from xent.backends import ALSO
 from xent.backends.metal import proof, torch_machine
 from xent.backends.metal.torch_harness import MetalTorchHarness
 from xent.backends.torch import plan
 from xent.core.check.cases import Case, option_cases
+from xent.core.check.divergence_cases import divergence_cases
 from xent.core.check.judge import judge_case
-from xent.core.check.report import check_all, planned
+from xent.core.check.report import AnyCase, check_all, planned
 from xent.core.check.shapes import SHAPES
 from xent.core.spec import STAT_NAMES
 
@@ -42,7 +45,13 @@ def matrix() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", matrix(), ids=str)
+def rows() -> list[Case]:
+    """Return cases of log-probabilities and of losses whose statistics carry gradients, each with one dtype."""
+    shapes = [case for function in LOG_PROBS for case in log_prob_cases(function) if case.dtype != "float64"]
+    return shapes + [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, DTYPES)]
+
+
+@pytest.mark.parametrize("case", matrix() + rows(), ids=str)
 def test_loss_and_gradients(case: Case) -> None:
     for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
         assert comparison.passed, comparison
@@ -147,6 +156,12 @@ def test_same_bits_with_and_without_a_gradient() -> None:
     assert torch.equal(xent.cross_entropy(logits, target, **METAL), with_gradient)
 
 
+def one_case(_: object, function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
+    """Return the first case of a function, in place of all."""
+    cases = divergence_cases if function.endswith("divergence") else option_cases
+    return cases(function, dtype)[:1], []
+
+
 def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     backend = ALSO["metal"]()
@@ -155,7 +170,7 @@ def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch
     logits, target = draw()
     xent.cross_entropy(logits, target)
     assert not ran
-    monkeypatch.setattr("xent.core.check.report.cases_of", lambda _, *kind: (option_cases(*kind)[:1], []))
+    monkeypatch.setattr("xent.core.check.report.cases_of", one_case)
     works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
     assert not any(line.failed for line in check_all(works))
     ran.clear()
@@ -169,8 +184,9 @@ def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_check_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "remember", lambda: pytest.fail("it was remembered"))
-    monkeypatch.setattr("xent.core.check.report.cases_of", lambda _, *kind: (option_cases(*kind)[:1], []))
-    monkeypatch.setattr("xent.core.check.report.judge_case", lambda *_: 1 / 0)
+    monkeypatch.setattr("xent.core.check.report.cases_of", one_case)
+    for judge in ("judge_case", "judge_divergence"):
+        monkeypatch.setattr(f"xent.core.check.report.{judge}", lambda *_: 1 / 0)
     works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
     assert all(line.failed for line in check_all(works))
 

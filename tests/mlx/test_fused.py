@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import xent
-from tests.cases import FUNCTIONS, all_cases
+from tests.cases import FUNCTIONS, LOG_PROBS, all_cases, log_prob_cases, paired_cases
+from tests.mlx import test_log_probs as log_probs
 from tests.mlx import test_statistics as statistics
 from tests.targets import Target
 from xent.backends.mlx import autograd, block, devices, fused, plain, weight_gradient
@@ -20,6 +21,8 @@ from xent.core.check.judge import judge_case
 
 DTYPES = ("float32", "bfloat16", "float16")
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
+ROWS = [case for name in LOG_PROBS for case in log_prob_cases(name) if case.dtype in DTYPES]
+PAIRS = [case for name in (*FUNCTIONS, *LOG_PROBS) for dtype in DTYPES for case in paired_cases(name, (dtype,))]
 
 
 @mx.custom_function
@@ -59,7 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + ROWS + PAIRS, ids=str)
 def test_loss_and_gradients(target: Target, case: Case) -> None:
     if target.name != "mlx":
         return
@@ -167,3 +170,17 @@ def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options
         lambda z: statistics.weighed(statistics.plain(z, statistics.TARGET, **statistics.OPTIONS[options]), names)
     )(logits.astype(mx.float32))
     statistics.close([found.astype(mx.float32)], [expected], 2.0**-7)
+
+
+@pytest.mark.parametrize("name", log_probs.ASKED)
+@pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
+@pytest.mark.parametrize("function", log_probs.FUNCTIONS)
+def test_statistics_of_log_probs(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
+    log_probs.test_statistics_of_rows_are_the_references(target, function, dtype, name)
+
+
+@pytest.mark.parametrize("name", log_probs.ASKED)
+@pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
+@pytest.mark.parametrize("function", log_probs.FUNCTIONS)
+def test_same_bits_whatever_is_asked_for(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
+    log_probs.test_same_bits_whatever_is_asked_for(target, function, dtype, name)

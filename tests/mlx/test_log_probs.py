@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ from tests.mlx.test_work import peak
 from tests.targets import Target
 from xent.backends.mlx import classifier
 from xent.backends.reference import linear_cross_entropy_gradients
+from xent.core import validate
 from xent.core.spec import LOG_PROB_STATS
 
 RNG = np.random.default_rng(3)
@@ -69,17 +71,17 @@ ASKED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_statistics_of_rows_are_the_references(target: Target, function: str, name: str) -> None:
+def test_statistics_of_rows_are_the_references(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
     options = ASKED[name]
-    *found, stats = call(target, function, entropy=True, stats=LOG_PROB_STATS, **options)
-    x, w, _ = map(wide, arrays())
+    *found, stats = call(target, function, dtype, entropy=True, stats=LOG_PROB_STATS, **options)
     given = {key: wide(value) if isinstance(value, mx.array) else value for key, value in options.items()}
     if "support" in given:
         given["support"] = SUPPORT
     if np.shape(given.get("temperature")) == ():
         given["temperature"] = float(given.get("temperature", 1.0))
-    source = (x, w) if function == "linear_log_probs" else (wide(call_logits()),)
+    source = map(wide, arrays(dtype)[:2] if function == "linear_log_probs" else [call_logits(dtype)])
     *expected, truth = getattr(xent, function)(*source, Y, entropy=True, stats=LOG_PROB_STATS, **given)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(np.array(one), other, rtol=2e-6, atol=2e-6)
@@ -89,8 +91,8 @@ def test_statistics_of_rows_are_the_references(target: Target, function: str, na
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-6, err_msg=stat)
 
 
-def call_logits() -> mx.array:
-    x, w, _ = arrays()
+def call_logits(dtype: mx.Dtype = mx.float32) -> mx.array:
+    x, w, _ = arrays(dtype)
     return x @ w.T
 
 
@@ -145,9 +147,8 @@ def test_logits_are_never_rounded_to_16_bits(
         np.testing.assert_allclose(wide(made), truth, rtol=0, atol=unit * np.abs(truth).max())
 
 
-def reference_gradients(numbers: list[Any], upstream: Any) -> tuple[Any, ...]:
-    from xent.core import validate
-
+def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, **others: Any) -> tuple[Any, ...]:
+    """Return the reference's gradients; `sampled` has what a call has beside a loss."""
     neutral: dict[str, Any] = {
         "weight": None, "sample_weight": None, "normalizer": None, "reduction": "none", "ignore_index": -100,
         "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "stats": (), "shift": 0,
@@ -155,7 +156,45 @@ def reference_gradients(numbers: list[Any], upstream: Any) -> tuple[Any, ...]:
     }  # fmt: skip
     bias = numbers[2] if len(numbers) == 3 else None
     linear = validate.linear_call(*numbers[:2], Y, linear_bias=bias, **neutral)
-    return linear_cross_entropy_gradients(linear, upstream)
+    return linear_cross_entropy_gradients(replace(linear, **sampled or {}), upstream, **others)
+
+
+@pytest.mark.parametrize("workspace", [1, 5 * V * 4, None])
+@pytest.mark.parametrize("names", [("log_probs",), ("entropy",), ("lse",), ("log_probs", "entropy", "lse")], ids=str)
+def test_gradients_through_a_support(target: Target, names: tuple[str, ...], workspace: int | None) -> None:
+    """In chunks of rows that have many entries, few, or none."""
+    upstream = {name: RNG.normal(size=N) for name in names}
+    x, w, b = arrays()
+
+    def total(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
+        found, entropy, stats = xent.linear_log_probs(
+            x, w, mx.array(Y), linear_bias=b, temperature=mx.array(T, mx.float32), support=ours(), entropy=True,
+            stats=("lse",), workspace=workspace, backend=target.name,
+        )  # fmt: skip
+        results = {"log_probs": found, "entropy": entropy, "lse": stats.lse}
+        finite = {name: mx.where(mx.isinf(value), 0, value) for name, value in results.items()}
+        return sum((finite[name] * mx.array(given, mx.float32)).sum() for name, given in upstream.items())
+
+    found = mx.grad(total, argnums=(0, 1, 2))(x, w, b)
+    sampled = {"temperature": T, "support": SUPPORT}
+    others = {name: given for name, given in upstream.items() if name != "log_probs"}
+    expected = reference_gradients(
+        [wide(x), wide(w), wide(b)], -upstream.get("log_probs", np.zeros(N)), sampled, **others
+    )
+    for made, truth in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(made), truth, rtol=0, atol=3e-6 * np.abs(truth).max())
+
+
+def test_many_classes(target: Target) -> None:
+    """More than MLX's sums on a CPU add up without losing digits."""
+    logits, y = RNG.normal(0, 3, (3, 33_003)).astype(np.float32), np.array([5, 0, 33_002])
+    options: dict[str, Any] = {"entropy": True, "stats": LOG_PROB_STATS}
+    *found, stats = xent.log_probs(mx.array(logits), mx.array(y), backend=target.name, **options)
+    *expected, truth = xent.log_probs(logits, y, **options)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(one), other, rtol=3e-6)
+    for name in LOG_PROB_STATS:
+        np.testing.assert_allclose(np.array(getattr(stats, name)), getattr(truth, name), rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -242,17 +281,7 @@ def test_temperature_that_is_not_positive(
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(np.array(one)), wanted)
         np.testing.assert_array_equal(np.array(one)[~wanted], np.array(other)[~wanted])
-    logits = call_logits()
-
-    def total(z: mx.array, temperature: mx.array) -> mx.array:
-        found = xent.log_probs(z, mx.array(Y), temperature=temperature, entropy=True, backend=target.name, **more)
-        return (found[0] + found[1]).sum()
-
-    for step in (mx.grad(total), mx.compile(mx.grad(total))):
-        gradient = np.array(step(logits, mx.array(values, mx.float32)))
-        np.testing.assert_array_equal(np.isnan(gradient).any(1), wanted)
-        np.testing.assert_array_equal(np.isnan(gradient).all(1), wanted)
-        assert not gradient[3].any()
+    gradients_are_nan(target, lambda function: function, mx.array(values, mx.float32), wanted, more)
     whole = np.array(call(target, function, temperature=mx.array(wrong), **more))
     np.testing.assert_array_equal(np.isnan(whole), Y != -100)
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
@@ -260,6 +289,39 @@ def test_temperature_that_is_not_positive(
         call(target, function, temperature=mx.array(values, mx.float32), **more)
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
         call(target, function, temperature=mx.array(wrong), **more)
+
+
+def gradients_are_nan(target: Target, wrap: Any, temperature: mx.array, wanted: Any, more: dict[str, Any]) -> None:
+    def total(z: mx.array, temperature: mx.array) -> mx.array:
+        found = xent.log_probs(z, mx.array(Y), temperature=temperature, entropy=True, backend=target.name, **more)
+        return (found[0] + found[1]).sum()
+
+    gradient = np.array(wrap(mx.grad(total))(call_logits(), temperature))
+    np.testing.assert_array_equal(np.isnan(gradient).any(1), wanted)
+    np.testing.assert_array_equal(np.isnan(gradient).all(1), wanted)
+    assert not gradient[3].any()
+
+
+@pytest.mark.parametrize("supported", [False, True])
+def test_temperature_that_is_not_positive_in_a_compiled_function(target: Target, supported: bool) -> None:
+    values = mx.array(np.where(np.isin(np.arange(N), [0, 3, 7]), -1.0, T), mx.float32)
+    more = {"support": ours()} if supported else {}
+    gradients_are_nan(target, mx.compile, values, np.isin(np.arange(N), [0, 7]), more)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("supported", [False, True])
+def test_temperatures_that_are_huge_or_tiny(target: Target, softcap: float | None, supported: bool) -> None:
+    """All classes are alike at an infinite temperature, and one is left at a tiny one."""
+    more = {"support": ours()} if supported else {}
+    temperature = mx.array(np.where(np.arange(N) % 2, 1e-20, np.inf), mx.float32)
+    log_probs, entropy = call(target, temperature=temperature, softcap=softcap, entropy=True, **more)
+    counted = (np.arange(N) % 2 == 0) & (Y != -100)
+    classes = SIZES if supported else np.full(N, V)
+    inside = counted & (classes > 0) & ((np.arange(N) != 10) | (not supported))
+    np.testing.assert_allclose(np.array(log_probs)[inside], -np.log(classes[inside]), rtol=1e-6)
+    np.testing.assert_allclose(np.array(entropy)[inside], np.log(classes[inside]), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(np.array(entropy)[(np.arange(N) % 2 == 1)], 0)
 
 
 OFFSETS = SUPPORT.offsets

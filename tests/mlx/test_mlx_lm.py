@@ -17,7 +17,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from tests.mlx.test_work import peak
 from xent.integrations.mlx import classifier
-from xent.integrations.mlx_lm import loss
+from xent.integrations.mlx_lm import log_probs, loss
 
 V = 96
 CONFIG: dict[str, Any] = {
@@ -108,6 +108,60 @@ def test_frozen_head(name: str) -> None:
     model = make(name)
     (model.lm_head if name == "llama" else model.model.embed_tokens).freeze()
     assert_same(model)
+
+
+def plain_log_probs(model: nn.Module, temperature: float = 1.0) -> tuple[mx.array, mx.array]:
+    """Return the log-probability of each token and the entropy, from the model's own logits."""
+    log_p = nn.log_softmax(model(BATCH[:, :-1]).astype(mx.float32) / temperature, axis=-1)
+    return mx.take_along_axis(log_p, BATCH[:, 1:, None], -1)[..., 0], -(mx.exp(log_p) * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_log_probs_are_those_of_the_models_logits(name: str, quantized: bool) -> None:
+    model = make(name)
+    if quantized:
+        nn.quantize(model, group_size=32, bits=8)
+        model.freeze()
+        linear_to_lora_layers(model, 2, {"rank": 4, "scale": 10.0, "dropout": 0.0})
+    temperature = mx.full((3, 16), 0.7)
+
+    def ours(model: nn.Module) -> tuple[mx.array, list[mx.array]]:
+        found = log_probs(model, BATCH, temperature=temperature, entropy=True)
+        return (found[0] * mx.arange(16) + 2 * found[1]).sum(), list(found)
+
+    def theirs(model: nn.Module) -> tuple[mx.array, list[mx.array]]:
+        found = plain_log_probs(model, 0.7)
+        return (found[0] * mx.arange(16) + 2 * found[1]).sum(), list(found)
+
+    (_, found), gradients = nn.value_and_grad(model, ours)(model)
+    (_, expected), expected_gradients = nn.value_and_grad(model, theirs)(model)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(np.array(one), np.array(other), atol=1e-5)
+    made, truth = dict(tree_flatten(gradients)), dict(tree_flatten(expected_gradients))
+    assert made.keys() == truth.keys()
+    for key, grad in truth.items():
+        assert mx.abs(made[key] - grad).max().item() <= 1e-4 * (mx.abs(grad).max().item() + 1e-7), key
+
+
+def test_log_probs_of_the_tokens_that_count() -> None:
+    model = make("llama")
+    found, expected = log_probs(model, BATCH, LENGTHS), plain_log_probs(model)[0]
+    steps = np.arange(1, 17)
+    counts = (steps >= np.array(LENGTHS)[:, :1]) & (steps <= np.array(LENGTHS)[:, 1:])
+    np.testing.assert_allclose(np.array(found), np.where(counts, np.array(expected), 0), atol=1e-5)
+    (value, ntoks) = loss(model, BATCH, LENGTHS)
+    np.testing.assert_allclose(-found.sum().item() / ntoks.item(), value.item(), rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
+def test_log_probs_of_a_model_in_16_bits_come_from_float32_logits(dtype: mx.Dtype) -> None:
+    model = make("llama")
+    model.set_dtype(dtype)
+    hidden, weight = model.model(BATCH[:, :-1]).astype(mx.float32), model.lm_head.weight.astype(mx.float32)
+    log_p = nn.log_softmax(hidden @ weight.T, axis=-1)
+    expected = mx.take_along_axis(log_p, BATCH[:, 1:, None], -1)[..., 0]
+    np.testing.assert_allclose(np.array(log_probs(model, BATCH)), np.array(expected), atol=1e-5)
 
 
 def test_nothing_to_count_is_zero() -> None:

@@ -19,12 +19,16 @@ def test_options_reach_the_loss() -> None:
         mx.random.uniform(shape=(2, 5)),
         mx.random.uniform(shape=(11,)),
     )
-    loss, stats = CrossEntropyLoss(weight, stats=["lse"], **OPTIONS)(logits, Y, sample_weight=sample, normalizer=4)
+    loss, stats = CrossEntropyLoss(weight, stats=["lse"], **OPTIONS)(logits, Y, sample_weight=sample)
     expected, expected_stats = xent.cross_entropy(
-        logits, Y, weight=weight, sample_weight=sample, normalizer=4, stats=["lse"], **OPTIONS
+        logits, Y, weight=weight, sample_weight=sample, stats=["lse"], **OPTIONS
     )
     np.testing.assert_array_equal(loss, expected)
     np.testing.assert_array_equal(stats.lse, expected_stats.lse)
+    mean = CrossEntropyLoss(weight)(logits, Y, normalizer=4)
+    np.testing.assert_array_equal(mean, xent.cross_entropy(logits, Y, weight=weight, normalizer=4))
+    with pytest.raises(ValueError, match="normalizer would be ignored with reduction='none'"):
+        CrossEntropyLoss(**OPTIONS)(logits, Y, normalizer=4)
     moved = CrossEntropyLoss(axis=1)(logits.swapaxes(1, 2), Y)
     np.testing.assert_allclose(moved.item(), xent.cross_entropy(logits, Y).item(), rtol=1e-6)
 
@@ -53,6 +57,12 @@ def test_linear_loss_owns_its_classifier(bias: bool) -> None:
     frozen, expected_frozen = (mx.grad(call)(X) for call in (lambda x: module(x, Y), lambda x: plain(module, x)))
     np.testing.assert_allclose(frozen, expected_frozen, rtol=1e-4, atol=1e-6)
     assert "shift=1" in repr(module)
+    heads = LinearCrossEntropyLoss(64, 11, shift=[1, 2], head_weight=[1, 0.5])
+    expected = xent.linear_cross_entropy(X, heads.linear.weight, Y[0], shift=(1, 2), head_weight=(1, 0.5))
+    np.testing.assert_array_equal(heads(X, Y[0]), expected)
+    assert "shift=[1, 2], head_weight=[1, 0.5]" in repr(heads)
+    with pytest.raises(ValueError, match="head_weight must have 2 entries"):
+        LinearCrossEntropyLoss(64, 11, shift=(1, 2), head_weight=(1,))
 
 
 def test_quantized_module_serves() -> None:

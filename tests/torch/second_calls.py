@@ -31,7 +31,9 @@ import xent
 from xent.backends import TABLE
 from xent.core import validate
 
-__all__ = ["PAIRS", "SAMPLE", "Call", "main"]
+__all__ = ["FUNCTIONS", "SAMPLE", "Call", "main", "pairs_of"]
+
+FUNCTIONS = ("cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs")
 
 ROWS, WIDTH, CLASSES = 6, 8, 12
 IMPORTED = (
@@ -73,15 +75,15 @@ class Subclass(Tensor):
 class Call:
     """The arguments of one call and what stands around it; the same objects may be changed and passed again."""
 
-    def __init__(self, device: str, backend: str, linear: bool) -> None:
+    def __init__(self, device: str, backend: str, function: str) -> None:
         generator = torch.Generator().manual_seed(0)
 
         def drawn(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator).to(device)
 
-        self.device, self.linear = device, linear
+        self.device, self.function, self.linear = device, function, function.startswith("linear")
         self.tensors: dict[str, Any] = {"logits": drawn(ROWS, CLASSES).requires_grad_()}
-        if linear:
+        if self.linear:
             self.tensors = {
                 "input": drawn(ROWS, WIDTH).requires_grad_(),
                 "linear_weight": drawn(CLASSES, WIDTH).requires_grad_(),
@@ -89,6 +91,8 @@ class Call:
             }
         self.tensors["target"] = torch.arange(ROWS, device=device)
         self.options: dict[str, Any] = {"backend": backend, "stats": ["nll"]}
+        if function.endswith("log_probs"):
+            self.options = {"backend": backend, "stats": ["lse"], "entropy": True}
         self.around: Callable[[], Any] = contextlib.nullcontext
         self.how = "backward"
         self.upstream: Callable[[Tensor], Any] = lambda loss: (
@@ -101,7 +105,7 @@ class Call:
 
     def loss(self, **changed: Any) -> Any:
         arguments = {**self.tensors, **self.options, **changed}
-        return (xent.linear_cross_entropy if self.linear else xent.cross_entropy)(**arguments)
+        return getattr(xent, self.function)(**arguments)
 
     def run(self) -> Any:
         """Return all that comes out, as JSON has it."""
@@ -120,13 +124,14 @@ class Call:
         if self.how != "backward":
             return [TRANSFORMS[self.how](lambda value: value_of(self.loss(**{self.first: value})), first)]
         made = self.loss()
-        loss, stats = made if isinstance(made, tuple) else (made, None)
-        results = [loss, *(vars(stats).items() if stats is not None else ())]
-        if not isinstance(loss, Tensor) or not loss.requires_grad:
+        made = made if isinstance(made, tuple) else (made,)
+        results = [one for part in made for one in (vars(part).items() if isinstance(part, xent.Stats) else (part,))]
+        asking = [one for one in made if isinstance(one, Tensor) and one.requires_grad]
+        if not asking:
             return results
         leaves = [one for one in self.tensors.values() if isinstance(one, Tensor) and one.requires_grad]
-        upstream = torch.linspace(1, 2, loss.numel(), device=loss.device).view(loss.shape).to(loss)
-        return [*results, *torch.autograd.grad(loss, leaves, upstream, allow_unused=True)]
+        upstream = [torch.linspace(1, 2, one.numel(), device=one.device).view(one.shape).to(one) for one in asking]
+        return [*results, *torch.autograd.grad(asking, leaves, upstream, allow_unused=True)]
 
 
 def value_of(made: Any) -> Any:
@@ -566,6 +571,9 @@ PAIRS: dict[str, tuple[Change, Change]] = {
         added("normalizer", lambda: torch.tensor(3.0)),
         added("normalizer", lambda: torch.tensor(3.0, requires_grad=True)),
     ),
+    "normalizer, then a sum": (option(normalizer=3), option(reduction="sum")),
+    "a sum, then a normalizer": (option(reduction="sum"), option(normalizer=3)),
+    "rows, then a normalizer": (option(reduction="none"), added("normalizer", lambda: torch.tensor(3.0))),
     "normalizer negative": (option(normalizer=3), option(normalizer=-3)),
     "target int32": (PLAIN, tensor("target", Tensor.int)),
     "target uint8": (PLAIN, tensor("target", lambda y: y.to(torch.uint8))),
@@ -579,6 +587,114 @@ PAIRS: dict[str, tuple[Change, Change]] = {
 
 SAMPLE = dict(list(PAIRS.items())[::8])
 """Pairs for accelerators, where every process takes seconds to start."""
+
+
+def support(*values: int, offsets: Any = None, make: Callable[[Tensor], Any] = Tensor.clone) -> Change:
+    """Let each row have two classes, its target and the next, or these."""
+
+    def change(call: Call) -> None:
+        ids = torch.tensor(values or [(row + more) % CLASSES for row in range(ROWS) for more in (0, 1)])
+        ends = torch.arange(0, 2 * ROWS + 1, 2) if offsets is None else torch.tensor(offsets)
+        call.options["support"] = xent.Support(make(ids.to(call.device)), ends.to(call.device))
+
+    return change
+
+
+def temperatures(make: Callable[[Tensor], Any] = Tensor.clone) -> Change:
+    return added("temperature", lambda: make(torch.linspace(0.5, 2, ROWS)))
+
+
+def temperature_spoilt(call: Call) -> None:
+    call.options["temperature"][1] = 0
+
+
+def as_loss(call: Call) -> None:
+    call.function = call.function.replace("log_probs", "cross_entropy")
+    call.options = {"backend": call.options["backend"], "stats": ["entropy", "lse"], "reduction": "none"}
+
+
+def as_log_probs(call: Call) -> None:
+    call.function = call.function.replace("cross_entropy", "log_probs")
+    call.options = {"backend": call.options["backend"], "stats": ["lse"], "entropy": True}
+
+
+SAMPLING: dict[str, tuple[Change, Change]] = {
+    "temperature": (PLAIN, option(temperature=0.5)),
+    "another temperature": (option(temperature=0.5), option(temperature=0.7)),
+    "another temperature under a softcap": (
+        option(temperature=0.5, softcap=2.0),
+        option(temperature=0.7, softcap=2.0),
+    ),
+    "another softcap at a temperature": (option(temperature=0.5, softcap=2.0), option(temperature=0.5, softcap=3.0)),
+    "another scale at a temperature": (option(temperature=0.5), option(temperature=0.5, logit_scale=2.0)),
+    "temperature True after 1": (option(temperature=1), option(temperature=True)),
+    "temperature 1 after 1.0": (option(temperature=1.0), option(temperature=1)),
+    "temperature 0": (option(temperature=1.0), option(temperature=0.0)),
+    "temperature negative": (option(temperature=1.0), option(temperature=-1.0)),
+    "temperature nan": (option(temperature=1.0), option(temperature=float("nan"))),
+    "temperature infinite": (option(temperature=1.0), option(temperature=float("inf"))),
+    "temperature of NumPy": (option(temperature=0.5), option(temperature=np.float32(0.5))),
+    "temperature a string": (option(temperature=0.5), option(temperature="0.5")),
+    "temperature None": (option(temperature=0.5), option(temperature=None)),
+    "temperature of each row": (PLAIN, temperatures()),
+    "temperature of each row, then a number": (temperatures(), option(temperature=0.5)),
+    "temperature of each row, then none": (temperatures(), without("temperature")),
+    "temperature of each row, other values": (temperatures(), temperatures(lambda t: t.flip(0))),
+    "temperature of each row, not all > 0": (temperatures(), temperature_spoilt),
+    "temperature of each row under a softcap": (temperatures(), both(temperatures(), option(softcap=2.0))),
+    "temperature of each row, float64": (temperatures(), temperatures(Tensor.double)),
+    "temperature of each row, integers": (temperatures(), temperatures(lambda t: t.ceil().int())),
+    "temperature of each row, another shape": (temperatures(), temperatures(lambda t: t[:, None])),
+    "temperature of no row": (temperatures(), temperatures(lambda t: t[0])),
+    "temperature of each row, of NumPy": (temperatures(), temperatures(Tensor.numpy)),
+    "temperature that asks": (temperatures(), temperatures(lambda t: t.requires_grad_())),
+    "temperature that asks, after no_grad": (
+        both(around(torch.no_grad), temperatures(lambda t: t.requires_grad_())),
+        around(contextlib.nullcontext),
+    ),
+    "support": (PLAIN, support()),
+    "support gone": (support(), without("support")),
+    "support of other classes": (support(), support(*range(2 * ROWS))),
+    "support of other rows": (support(), support(offsets=[0, 4, 4, 6, 8, 10, 12])),
+    "support of each row's temperature": (support(), both(support(), temperatures())),
+    "support int32": (support(), support(make=Tensor.int)),
+    "support of floats": (support(), support(make=Tensor.float)),
+    "support in two axes": (support(), support(make=lambda ids: ids[None])),
+    "support on meta": (support(), support(make=lambda ids: ids.to("meta"))),
+    "support of NumPy": (support(), support(make=Tensor.numpy)),
+    "support for fewer rows": (support(), support(offsets=[0, 12])),
+    "support whose offsets fall": (support(), support(offsets=[0, 4, 2, 6, 8, 10, 12])),
+    "support whose offsets end early": (support(), support(offsets=[0, 2, 4, 6, 8, 10, 11])),
+    "support with a class out of range": (support(), support(*range(1, 2 * ROWS + 1))),
+    "support with a class twice": (support(), support(*([3] * 2 * ROWS))),
+    "a tuple for a support": (support(), option(support=(1, 2))),
+    "entropy": (PLAIN, option(entropy=False)),
+    "entropy 1 after True": (PLAIN, option(entropy=1)),
+    "entropy among the statistics": (PLAIN, option(stats=("entropy",))),
+    "no statistics": (PLAIN, option(stats=())),
+    "no statistics and no entropy": (PLAIN, option(stats=(), entropy=False)),
+    "accuracy": (PLAIN, option(stats=("accuracy", "predictions", "mean_logit", "log_sum_sq_probs"))),
+    "a loss's statistics": (PLAIN, option(stats=("z_loss",))),
+    "a loss of rows, then log-probabilities": (as_loss, as_log_probs),
+    "log-probabilities, then a loss of rows": (PLAIN, as_loss),
+} | {
+    name: PAIRS[name]
+    for name in (
+        "more rows", "no rows", "another axis", "fewer classes", "class axis", "bfloat16", "float64", "meta",
+        "transposed", "negative bit", "memory, shape and dtype", "target out of range", "target ignored", "a Parameter",
+        "a subclass", "numpy", "no gradient", "gradient of the bias alone", "no bias", "no_grad", "inference_mode",
+        "autocast", "autocast of other dtypes", "dispatch mode", "default device", "saved on the CPU", "XENT_BACKEND",
+        "XENT_CHECK_TARGETS", "backend", "backend of others", "func.grad", "func.jvp", "vmap", "compiled",
+        "create_graph", "retained", "not retained", "negative upstream", "checkpoint", "softcap", "logit_scale",
+        "logit_scale negative zero", "ignore_index", "stats as a string", "shift", "workspace", "target int32",
+        "target float",
+    )
+}  # fmt: skip
+
+
+def pairs_of(function: str) -> dict[str, tuple[Change, Change]]:
+    """Return the pairs of calls of a function."""
+    return SAMPLING if function.endswith("log_probs") else PAIRS
 
 
 def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) -> Any:
@@ -609,6 +725,9 @@ def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) 
 
 def forget(what: str) -> None:
     """Put a cache in the way whose key forgets something: what these pairs are there to find."""
+    if what == "sampling":
+        importlib.import_module("xent.backends.torch.plan")._sampled = lambda target, sampling: sampling is not None
+        return
     true_spec = validate.loss_spec
     kept: dict[Any, Any] = {}
 
@@ -656,12 +775,12 @@ def main(backend: str, device: str, forgotten: str = "", only: str = "") -> None
     if forgotten:
         forget(forgotten)
     found: dict[str, dict[str, dict[str, Any]]] = {}
-    for linear in (False, True):
-        results = found.setdefault("linear_cross_entropy" if linear else "cross_entropy", {})
-        make = partial(Call, device, backend, linear)
+    for function in FUNCTIONS:
+        results = found.setdefault(function, {})
+        make = partial(Call, device, backend, function)
         plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
-        for name, pair in (PAIRS if on_cpu or only else SAMPLE).items():
-            if only in name:
+        for name, pair in pairs_of(function).items():
+            if only in name and (on_cpu or only or name in SAMPLE):
                 orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
                 made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
                 results[name] = {"first": plain} | made

@@ -42,6 +42,8 @@ def test_options_reach_the_loss() -> None:
     expected = xent.cross_entropy(logits, classes, sample_weight=sample, normalizer=4, **options)
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0)
     torch.testing.assert_close(found[1].lse, expected[1].lse, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="normalizer would be ignored with reduction='sum'"):
+        CrossEntropyLoss(reduction="sum", axis=-1)(logits, classes, normalizer=4)
     assert "z_loss=0.1" in repr(module)
     assert "weight" not in repr(module)
 
@@ -90,6 +92,13 @@ def test_linear_loss_owns_its_classifier() -> None:
     loss.backward()
     assert all(parameter.grad is not None for parameter in module.parameters())
     assert "shift=1" in repr(module)
+    heads = LinearCrossEntropyLoss(8, 11, shift=[1, 2], head_weight=[1, 0.5])
+    hidden, classes = torch.randn(2, 3, 8), torch.randint(11, (3,))
+    expected = xent.linear_cross_entropy(hidden, heads.linear.weight, classes, shift=(1, 2), head_weight=(1, 0.5))
+    torch.testing.assert_close(heads(hidden, classes), expected, rtol=0, atol=0)
+    assert "shift=[1, 2], head_weight=[1, 0.5]" in repr(heads)
+    with pytest.raises(ValueError, match="head_weight must have 2 entries"):
+        LinearCrossEntropyLoss(8, 11, shift=(1, 2), head_weight=(1,))
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this PyTorch is older than the module")

@@ -16,7 +16,7 @@ import torch
 
 import xent
 from tests.targets import Target
-from tests.torch.second_calls import PAIRS, SAMPLE
+from tests.torch.second_calls import FUNCTIONS, SAMPLE, pairs_of
 
 
 def outcomes(target: Target, *arguments: str) -> Any:
@@ -30,8 +30,9 @@ def found(target: Target) -> Any:
     return outcomes(target)
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize(
+    ("function", "pair"), [(function, pair) for function in FUNCTIONS for pair in pairs_of(function)]
+)
 def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any, function: str, pair: str) -> None:
     if target.device != "cpu" and pair not in SAMPLE:
         pytest.skip("an accelerator takes seconds to start in each process: a sample runs on it, all of them on CPUs")
@@ -41,7 +42,7 @@ def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any
     assert result["back"] == result["first"]
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("function", FUNCTIONS)
 def test_pairs_differ(found: Any, function: str) -> None:
     """Nearly all of them, so that a cache that takes one for the other shows."""
     same = {name for name, result in found[function].items() if result["alone"] == result["first"]}
@@ -50,10 +51,19 @@ def test_pairs_differ(found: Any, function: str) -> None:
 
 @pytest.mark.parametrize(
     ("forgotten", "pair"),
-    [("values", "another z_loss"), ("types", "label_smoothing True after 1.0"), ("stats", "names appended to stats")],
+    [
+        ("values", "another z_loss"),
+        ("types", "label_smoothing True after 1.0"),
+        ("stats", "names appended to stats"),
+        ("sampling", "temperature that asks"),
+        ("sampling", "temperature of each row, integers"),
+        ("sampling", "support of floats"),
+        ("sampling", "support for fewer rows"),
+    ],
 )
 def test_a_forgetful_cache_is_found(target: Target, forgotten: str, pair: str) -> None:
-    result = outcomes(target, forgotten, pair)["cross_entropy"][pair]
+    results = outcomes(target, forgotten, pair)
+    result = results["log_probs" if forgotten == "sampling" else "cross_entropy"][pair]
     assert result["after"] != result["alone"]
 
 
@@ -63,7 +73,7 @@ def test_no_tensor_is_kept_alive(target: Target, function: str, reduction: str) 
     tensors = {
         "weight": torch.ones(12, device=target.device),
         "sample_weight": torch.ones(6, device=target.device),
-        "normalizer": torch.tensor(3.0, device=target.device),
+        "normalizer": torch.tensor(3.0, device=target.device) if reduction == "mean" else None,
         "target": torch.arange(6, device=target.device),
     }
     if function == "cross_entropy":
@@ -75,7 +85,8 @@ def test_no_tensor_is_kept_alive(target: Target, function: str, reduction: str) 
     for _ in range(2):
         loss, stats = getattr(xent, function)(**tensors, reduction=reduction, stats=("lse",), backend=target.name)
         loss.sum().backward()
-    references = [weakref.ref(tensor) for tensor in (*tensors.values(), loss, stats.lse)]
-    del tensors, loss, stats
+    kept = (*tensors.values(), loss, stats.lse)
+    references = [weakref.ref(tensor) for tensor in kept if tensor is not None]
+    del tensors, kept, loss, stats
     gc.collect()
     assert [reference() for reference in references] == [None] * len(references)

@@ -1,6 +1,8 @@
 """These tests are about the Triton backend alone; they are collected where it was asked for."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,3 +12,25 @@ from tests.conftest import asked_for
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave the folder out of sessions for other backends."""
     return None if "triton" in asked_for() else True
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut rows into the smallest blocks, of two vectors."""
+    from xent.backends.triton import row_launches
+    from xent.backends.triton.geometry import sizes
+    from xent.backends.triton.launch import cdiv, next_power_of_2
+
+    def cut(vocabulary: int, itemsize: int, place: Any, predicted: bool) -> Any:
+        block = 2 * max(place.vector, 4)
+        found = sizes(vocabulary, itemsize, place, predicted)
+        return replace(
+            found,
+            block=block,
+            lanes=block * found.lanes // found.block,
+            blocks=next_power_of_2(cdiv(vocabulary, block)),
+            whole=vocabulary % block == 0 and not place.skewed,
+            options={"num_warps": 1},
+        )
+
+    monkeypatch.setattr(row_launches, "sizes", cut)

@@ -39,8 +39,8 @@ def check(options: Options, dtype: torch.dtype = torch.float32, shift: int = 0) 
     facts = plain.gather_facts(options, V, dtype, shift, narrow=narrow)
     job = TritonJob(options, V, dtype, shift, None, narrow)
     close = {"rtol": 1e-6, "atol": 0.0, "equal_nan": True}  # sums are in another order
-    if job.scratch is not None:
-        divisor, inverse, rest, counter = job.scratch
+    if job.facts.scratch is not None:
+        divisor, inverse, rest, counter = job.facts.scratch
         assert float(counter) == 0
         if facts.divisor is not None:
             torch.testing.assert_close(divisor, facts.divisor.float(), **close)
@@ -56,7 +56,7 @@ def check(options: Options, dtype: torch.dtype = torch.float32, shift: int = 0) 
                     facts.weight * inverse, facts.scale, **(close | {"rtol": 1e-3 if rest > 1e38 else 1e-6})
                 )
     if "count" in options.spec.stats:
-        assert int(job._counted) == int((~facts.ignored).sum())
+        assert int(job.facts.counted) == int((~facts.ignored).sum())
     if job.device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
         order, number = job.partition(True)
         idle = facts.ignored if options.spec.stats else facts.weight == 0
@@ -111,7 +111,7 @@ def test_float16_feels_no_size_of_weights(target: Target, size: float) -> None:
     options = make_options(target, (3, 5), sample_weight=torch.full((3, 5), size))
     found = check(options, torch.float16)
     if size < 1e30:
-        assert float(found.scratch[1]) * size == pytest.approx(1)
+        assert float(found.facts.scratch[1]) * size == pytest.approx(1)
 
 
 @pytest.mark.parametrize("number", [0.0, 1.0, 1e-20, 12345.0])
@@ -124,7 +124,7 @@ def test_normalizer(target: Target, number: float, dtype: torch.dtype, kind: tor
 
 def test_normalizer_on_the_cpu(target: Target) -> None:
     options = make_options(target, (3, 5))._replace(normalizer=torch.tensor(7.0))
-    assert float(check(options).scratch[0]) == 7
+    assert float(check(options).facts.scratch[0]) == 7
 
 
 def test_normalizer_divides_no_sum(target: Target) -> None:
@@ -152,7 +152,7 @@ def test_ignore_index(target: Target, ignore_index: int, dtype: torch.dtype) -> 
     if torch.iinfo(dtype).min <= ignore_index <= torch.iinfo(dtype).max:
         classes[1:, ::2] = ignore_index
     options = make_options(target, (3, 5), target=classes.to(dtype), ignore_index=ignore_index, stats=("count",))
-    assert int(check(options)._counted) == int((classes != ignore_index).sum())
+    assert int(check(options).facts.counted) == int((classes != ignore_index).sum())
 
 
 def test_any_strides(target: Target) -> None:
@@ -160,7 +160,7 @@ def test_any_strides(target: Target) -> None:
     expected = check(make_options(target, (3, 5), target=classes, sample_weight=sample, weight=weight[:, 0]))
     given = {"target": classes.t().contiguous().t(), "sample_weight": sample.repeat_interleave(2, 1)[:, ::2]}
     found = check(make_options(target, (3, 5), weight=weight[:, 0].contiguous(), **given))
-    assert torch.equal(found.scratch, expected.scratch)
+    assert torch.equal(found.facts.scratch, expected.facts.scratch)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
@@ -186,7 +186,7 @@ def test_targets_out_of_range(target: Target, wrong: int, weighted: bool, monkey
             TritonJob(options, V, torch.float32, 0, None, False)
         monkeypatch.setattr(plain, "looks_at_targets", lambda device: False)  # as on a GPU
     for dtype in (torch.float32, torch.float16):
-        assert check(options, dtype).scratch.isfinite().all()
+        assert check(options, dtype).facts.scratch.isfinite().all()
 
 
 def rows_of_facts(on: Target, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,7 +255,7 @@ def test_upstream(target: Target, layout: str, dtype: torch.dtype) -> None:
     grad, norm = torch.empty_like(logits), torch.zeros(3, 14, device=target.device)
     norm[1], norm[2] = V - 1, V
     job.gradient(logits, grad, norm, None)
-    classes = job.target.flatten()
+    classes = job.facts.target.flatten()
     expected = torch.full((14, V), 1 / V, device=target.device)
     expected[torch.arange(14, device=target.device), classes.clamp(min=0)] -= 1
     expected *= (upstream.reshape(14).float() * (classes >= 0))[:, None]

@@ -1,8 +1,6 @@
 """What a call launches: how many kernels of which kind, and no work that nobody asked for."""
 
-import inspect
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
@@ -11,39 +9,21 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import xent
 from tests.targets import Target
+from tests.triton.noted import Launches, note_launches
 from xent.backends.torch import linear as linear_driver
+from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
-from xent.backends.triton import job, tiles
-from xent.backends.triton.hopper import product
+from xent.backends.triton import job  # noqa: F401  whose launches are noted
 from xent.core.spec import LossSpec
 
 ROWS, WIDTH, V = 6, 8, 33
 PRODUCT = 2 * ROWS * WIDTH * V
 
-Launches = list[tuple[str, int, dict[str, Any]]]
-
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Note each launch: the kernel's name, how many programs, and its arguments by name."""
-    noted: Launches = []
-
-    def watch(module: Any) -> None:
-        launch = module.launch
-
-        def note(
-            kernel: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **more: int
-        ) -> None:
-            names = list(inspect.signature(kernel.fn).parameters)[: len(arguments)]
-            noted.append((kernel.fn.__name__, programs, dict(zip(names, arguments, strict=True)) | constants))
-            launch(kernel, programs, arguments, constants, **more)
-
-        monkeypatch.setattr(module, "launch", note)
-
-    for module in (job, tiles, product):
-        watch(module)
-    return noted
+    return note_launches(monkeypatch)
 
 
 def counted(launches: Launches) -> dict[str, int]:
@@ -173,7 +153,7 @@ def test_products_are_as_many_as_asked_for(
     with FlopCounterMode(display=False) as counter:
         made = linear_driver.forward(linear, options)[2]
         if reduction == "none":
-            made = linear_driver.backward(torch.ones(ROWS, device=target.device), linear, options)
+            made = linear_driver.backward(Upstream(torch.ones(ROWS, device=target.device)), linear, options)
     assert counter.get_total_flops() == (products + (reduction == "none")) * PRODUCT
     assert [grad.numel() > 0 for grad in made] == list(needs)
 

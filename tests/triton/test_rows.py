@@ -10,37 +10,16 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
+from tests.triton.noted import note_launches
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
-from xent.backends.triton import job as jobs
-from xent.backends.triton.geometry import Geometry, Sizes, sizes
 from xent.backends.triton.job import TritonJob
-from xent.backends.triton.launch import cdiv, next_power_of_2
 from xent.core.spec import LossSpec
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 ROWS = 5  # of an odd number of classes they begin at as many places between two boundaries
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut rows into the smallest blocks, of two vectors."""
-
-    def cut(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
-        block = 2 * max(place.vector, 4)
-        found = sizes(vocabulary, itemsize, place, predicted)
-        return replace(
-            found,
-            block=block,
-            lanes=block * found.lanes // found.block,
-            blocks=next_power_of_2(cdiv(vocabulary, block)),
-            whole=vocabulary % block == 0 and not place.skewed,
-            options={"num_warps": 1},
-        )
-
-    monkeypatch.setattr(jobs, "sizes", cut)
 
 
 def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
@@ -273,18 +252,14 @@ def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, d
 
 @pytest.mark.usefixtures("small")
 def test_rows_of_all_but_the_last_token_are_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[Any] = []
-    launch = jobs.launch
-    monkeypatch.setattr(
-        jobs, "launch", lambda kernel, *rest, **options: (noted.append(rest), launch(kernel, *rest, **options))
-    )
+    noted = note_launches(monkeypatch)
     batch = padded(torch.randn(2, 9, 33, device=target.device).bfloat16())
     leaf = batch[:, :-1].detach().requires_grad_()
     classes = torch.randint(33, (2, 8), device=target.device)
     loss = xent.cross_entropy(leaf, classes, reduction="none", backend=target.name)
     (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
-    assert [programs for programs, *_ in noted] == [16, 16]
-    assert [constants["VECTOR"] for *_, constants in noted] == [8, 8]
+    assert [programs for _, programs, _ in noted] == [16, 16]
+    assert [given["VECTOR"] for *_, given in noted] == [8, 8]
     copy = leaf.detach().clone().requires_grad_()
     again = xent.cross_entropy(copy, classes, reduction="none", backend=target.name)
     assert torch.equal(loss, again)
@@ -297,23 +272,17 @@ def test_layouts_that_no_launch_serves_are_cut(
     target: Target, vocabulary: int, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Groups of groups of rows, and classes apart."""
-    programs: list[int] = []
-    launch = jobs.launch
-    monkeypatch.setattr(
-        jobs,
-        "launch",
-        lambda kernel, count, *rest, **more: (programs.append(count), launch(kernel, count, *rest, **more)),
-    )
+    noted = note_launches(monkeypatch)
     values = torch.randn(2, 4, 3, vocabulary, device=target.device)
     for change in (lambda t: t[:, :3, :2], lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)):
         outcome = []
         for tensor in (change(values), change(values).contiguous()):
             leaf = tensor.detach().requires_grad_()
             classes = torch.arange(leaf[..., 0].numel(), device=target.device).view(leaf.shape[:-1])
-            programs.clear()
+            noted.clear()
             loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
             outcome.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
-            assert max(programs) == classes.numel() or not tensor.is_contiguous()
+            assert max(programs for _, programs, _ in noted) == classes.numel() or not tensor.is_contiguous()
         for one, other in zip(*outcome, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -325,7 +294,7 @@ def test_float16_gradients_are_made_by_the_backward_pass(target: Target, vocabul
     """Where a mean over many rows, and a weight of a row, would leave its range before the loss scale comes."""
     logits, classes = draw(target, vocabulary, torch.float16)
     weights = torch.full((ROWS,), 1e-4, device=target.device)
-    options = {"reduction": reduction, "sample_weight": weights, "normalizer": 1e3}
+    options = {"reduction": reduction, "sample_weight": weights, "normalizer": 1e3 if reduction == "mean" else None}
     leaf, wide = logits.requires_grad_(), logits.detach().cpu().double().requires_grad_()
     upstream = 1e7
     found = xent.cross_entropy(leaf, classes, backend=target.name, **options)

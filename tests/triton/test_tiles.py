@@ -12,6 +12,7 @@ from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.triton import tiles
 from xent.backends.triton.job import TritonJob
+from xent.backends.triton.linear_launches import launch_finish
 from xent.backends.triton.tiles import fold
 from xent.core.spec import STAT_NAMES, LossSpec
 
@@ -60,8 +61,8 @@ def by_tiles(options: Options, logits: Tensor, rows: int, width: int) -> dict[st
     given = Given(logits, logits.new_empty(logits.shape[1], 1), None, 0, None, torch.float32, (False,) * 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "tile_shape", lambda *_: (rows, width))
-        sums = fold(given, options.spec, classes, job.class_weight)
-    job._launch_finish(sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous())
+        sums = fold(given, job.facts, classes)
+    launch_finish(job.facts, job.results, sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous())
     return results(job)
 
 

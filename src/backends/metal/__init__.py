@@ -17,7 +17,12 @@ With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, 
     dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
 
 For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
-first two terms. What has no share is 0 even where its log p is -inf.
+first two terms. What has no share is 0 even where its log p is -inf. With reduction "none" the backward kernel adds
+u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for gradients u of lse, n of nll and v of the entropy H. A temperature
+of each row is a scale and a softcap of each row.
+
+Rows that may take some classes only, those of a support, are no kernel's: the frameworks' own operations serve them
+(`xent.backends.mlx.supported`, `xent.backends.torch.sampled`), on what is gathered from the logits.
 
 A loss alone reads the logits once. A loss with its gradient reads them once and writes once where a row fits into the
 threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of float32. Of a longer row the rest is read
@@ -29,6 +34,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -78,6 +84,23 @@ class MetalBackend:
         from xent.backends.mlx import driver
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse float64 and MLX's CPU device. Divergences have no kernels: MLX's own operations serve them."""
+        from xent.backends.metal import machine
+        from xent.backends.mlx.devices import device_type
+
+        if dtype_name(call.array) == "float64":
+            return "Metal has no float64, which backend 'mlx' serves on the CPU"
+        if device_type() not in machine.DEVICES:
+            return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
+        return None
+
+    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+        """Run a divergence in the MLX driver, with MLX's own operations on the GPU."""
+        from xent.backends.mlx import divergence
+
+        return divergence.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""

@@ -1,10 +1,10 @@
 // The body of the backward kernel: a row's gradient from its recorded norm, the largest x and log sum_c exp(x_c - largest).
-// Arrays and signatures as in forward.metal.
+// Arrays and signatures as in forward.metal; upstream (R, 4) has the gradients of lse, nll and entropy, and the entropy.
 
-threadgroup float shared[256];
+threadgroup float shared[352];
 threadgroup uint shared_at[32];
 
-using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, false, false, false>;
+using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, false, UPSTREAM, false, false, false>;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
 xent::Columns columns = xent::share_out<T>(V, thread_index);
@@ -19,6 +19,7 @@ uint4 packs[xent::batch];
 xent::load_packs(logits + start, packs, columns, thread_index, threads);
 
 xent::Numbers given = xent::read_numbers(numbers);
+if (BENT) given = xent::bent(given, bend, bend_start);
 uint y = V;
 float z_y = 0.0f;
 if (TARGET) {
@@ -33,6 +34,7 @@ if (!TARGET) {
   for (uint column = thread_index; column < V; column += threads) {
     float q;
     sums.shares += xent::share_of<K>(shares, given, column, q);
+    sums.given += q;
   }
   xent::join<typename K::Sought>(
       sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
@@ -40,6 +42,10 @@ if (!TARGET) {
 
 xent::Slopes slopes =
     xent::slopes_of<K>(one, given, sums.shares, scale[row], norm[norm_start], norm[norm_start + norm_part]);
+if (UPSTREAM) {
+  xent::Upstream more = xent::upstream_from(upstream, 4 * static_cast<size_t>(row));
+  xent::add_upstream<K>(slopes, one, more, TARGET ? 1.0f : sums.given);
+}
 // Where the gradient takes the logits' place, the target's logit matters to the one thread that writes there.
-xent::write_gradient<K, xent::batch>(
+xent::write_gradient<K, UPSTREAM, xent::batch>(
     logits + start, grad + grad_start, packs, columns, one, slopes, given, shares, thread_index, threads);

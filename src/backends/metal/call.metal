@@ -11,7 +11,9 @@ template <
     bool CAPPED,
     bool ENTROPY,
     bool NLL,
-    bool PREDICTIONS>
+    bool PREDICTIONS,
+    bool SQUARES,
+    bool LEVEL>
 struct Kind {
   using T = Logit;
   static constexpr constant bool target = TARGET;
@@ -21,7 +23,9 @@ struct Kind {
   static constexpr constant bool entropy = ENTROPY;
   static constexpr constant bool nll = NLL;
   static constexpr constant bool predictions = PREDICTIONS;
-  using Sought = Wanted<ENTROPY, SMOOTHED || !TARGET, NLL && !TARGET, PREDICTIONS>;
+  static constexpr constant bool squares = SQUARES;
+  static constexpr constant bool level = LEVEL;
+  using Sought = Wanted<ENTROPY, SMOOTHED || !TARGET, NLL && !TARGET, PREDICTIONS, SQUARES, LEVEL>;
 };
 
 // The numbers among the options, which may change from launch to launch.
@@ -43,6 +47,14 @@ inline Numbers read_numbers(Given given) {
   numbers.logit_scale = given[3];
   numbers.spread = given[4];
   numbers.weights = given[5];
+  return numbers;
+}
+
+// The same for a row that has a scale and a softcap of its own.
+template <typename Bend>
+inline Numbers bent(Numbers numbers, Bend bend, size_t start) {
+  numbers.logit_scale = bend[start];
+  numbers.softcap = bend[start + 1];
   return numbers;
 }
 

@@ -7,4 +7,5 @@ size_t grad_start = start;
 size_t probabilities_start = start;
 size_t norm_start = 2 * static_cast<size_t>(row);
 size_t norm_part = 1;
+size_t bend_start = 2 * static_cast<size_t>(row);
 constexpr bool IN_PLACE = false;

@@ -2,12 +2,13 @@
 // contiguous.metal, or that of forward_signature.metal.
 //
 // Arrays that the call does not have, and results that nobody asked for, are bound to something that is not touched.
-// logits (R, V); numbers (6,); target, target_logits, weight, scale, dead (R,); probabilities (R, V); class_weight (V,).
+// logits (R, V); numbers (6,); bend (R, 2); target, target_logits, weight, scale, dead (R,); probabilities (R, V);
+// class_weight (V,).
 
-threadgroup float shared[256];
+threadgroup float shared[352];
 threadgroup uint shared_at[32];
 
-using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, ENTROPY, NLL, PREDICTIONS>;
+using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, ENTROPY, NLL, PREDICTIONS, SQUARES, LEVEL>;
 uint thread_index = thread_position_in_threadgroup.x;
 uint threads = threads_per_threadgroup.x;
 xent::Columns columns = xent::share_out<T>(V, thread_index);
@@ -26,6 +27,7 @@ uint4 held[HELD];
 xent::load_packs(logits + start, held, columns, thread_index, threads);
 
 xent::Numbers given = xent::read_numbers(numbers);
+if (BENT) given = xent::bent(given, bend, bend_start);
 uint y = V;
 float z_y = 0.0f;
 if (TARGET) {
@@ -50,6 +52,8 @@ if (thread_index == 0) {
   if (NLL) nll[row] = found.nll;
   if (ENTROPY) entropy[row] = found.entropy;
   if (PREDICTIONS) predictions[row] = static_cast<int>(sums.at);
+  if (SQUARES) log_sum_sq_probs[row] = found.log_sum_sq_probs;
+  if (LEVEL) mean_logit[row] = found.mean_logit;
 }
 if (GRAD) {
   // All threads have read the target's logit before one writes its gradient there.
@@ -58,7 +62,7 @@ if (GRAD) {
     xent::clear(grad + grad_start, columns, thread_index, threads);
   } else {
     xent::Slopes slopes = xent::slopes_of<K>(one, given, sums.shares, scale[row], found.peak, found.log_sum);
-    xent::write_gradient<K, HELD>(
+    xent::write_gradient<K, false, HELD>(
         logits + start, grad + grad_start, held, columns, one, slopes, given, shares, thread_index, threads);
   }
 }

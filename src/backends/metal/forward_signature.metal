@@ -1,7 +1,8 @@
 // The forward kernel's signature for torch.mps.compile_shader, which writes none, and where a row lies in each array.
 //
 // Rows of logits, grad and probabilities (R, V) are so many elements apart, and grad may be the logits. Row r's largest x
-// is norm[r * norm_row], and its log_sum norm_part elements behind it. Other arrays as in forward.metal.
+// is norm[r * norm_row], and its log_sum norm_part elements behind it; its scale and softcap are bend[r * bend_row] and
+// the element behind. Other arrays as in forward.metal.
 
 template <
     typename T,
@@ -11,9 +12,12 @@ template <
     bool WEIGHTED,
     bool SMOOTHED,
     bool CAPPED,
+    bool BENT,
     bool ENTROPY,
     bool NLL,
     bool PREDICTIONS,
+    bool SQUARES,
+    bool LEVEL,
     bool NORM,
     bool GRAD,
     bool SKIPS_DEAD,
@@ -25,26 +29,30 @@ template <
     const device Probability* probabilities [[buffer(3)]],
     const device float* class_weight [[buffer(4)]],
     const device float* total_weight [[buffer(5)]],
-    const device float* weight [[buffer(6)]],
-    const device float* scale [[buffer(7)]],
-    const device bool* dead [[buffer(8)]],
-    device float* loss [[buffer(9)]],
-    device float* norm [[buffer(10)]],
-    device float* nll [[buffer(11)]],
-    device float* entropy [[buffer(12)]],
-    device long* predictions [[buffer(13)]],
-    device T* grad [[buffer(14)]],
-    constant long& vocabulary [[buffer(15)]],
-    constant long& logits_row [[buffer(16)]],
-    constant long& grad_row [[buffer(17)]],
-    constant long& probabilities_row [[buffer(18)]],
-    constant long& norm_row [[buffer(19)]],
-    constant long& norm_behind [[buffer(20)]],
-    constant float& label_smoothing [[buffer(21)]],
-    constant float& z_loss [[buffer(22)]],
-    constant float& softcap [[buffer(23)]],
-    constant float& logit_scale [[buffer(24)]],
-    constant float& spread [[buffer(25)]],
+    const device float* bend [[buffer(6)]],
+    const device float* weight [[buffer(7)]],
+    const device float* scale [[buffer(8)]],
+    const device bool* dead [[buffer(9)]],
+    device float* loss [[buffer(10)]],
+    device float* norm [[buffer(11)]],
+    device float* nll [[buffer(12)]],
+    device float* entropy [[buffer(13)]],
+    device long* predictions [[buffer(14)]],
+    device float* log_sum_sq_probs [[buffer(15)]],
+    device float* mean_logit [[buffer(16)]],
+    device T* grad [[buffer(17)]],
+    constant long& vocabulary [[buffer(18)]],
+    constant long& logits_row [[buffer(19)]],
+    constant long& grad_row [[buffer(20)]],
+    constant long& probabilities_row [[buffer(21)]],
+    constant long& norm_row [[buffer(22)]],
+    constant long& norm_behind [[buffer(23)]],
+    constant long& bend_row [[buffer(24)]],
+    constant float& label_smoothing [[buffer(25)]],
+    constant float& z_loss [[buffer(26)]],
+    constant float& softcap [[buffer(27)]],
+    constant float& logit_scale [[buffer(28)]],
+    constant float& spread [[buffer(29)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint3 thread_position_in_threadgroup [[thread_position_in_threadgroup]],
     uint3 threads_per_threadgroup [[threads_per_threadgroup]],
@@ -58,6 +66,7 @@ size_t grad_start = static_cast<size_t>(row) * static_cast<size_t>(grad_row);
 size_t probabilities_start = static_cast<size_t>(row) * static_cast<size_t>(probabilities_row);
 size_t norm_start = static_cast<size_t>(row) * static_cast<size_t>(norm_row);
 size_t norm_part = static_cast<size_t>(norm_behind);
+size_t bend_start = static_cast<size_t>(row) * static_cast<size_t>(bend_row);
 float weights = WEIGHTED ? total_weight[0] : static_cast<float>(V);
 float numbers[6] = {label_smoothing, z_loss, softcap, logit_scale, spread, weights};
 constexpr bool IN_PLACE = true;

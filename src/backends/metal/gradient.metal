@@ -9,7 +9,28 @@ struct Slopes {
   float of_lse;     // sum of all shares, and 2 zeta lse
   float scale;      // r
   float at_target;  // the whole gradient there
+  // With upstream gradients u, n, v of lse, nll and entropy H, Q = sum_c q_c (1 for a target):
+  float alpha;      // r of_lse + u + n Q - v H
+  float beta;       // -v
+  float given;      // n
 };
+
+struct Upstream {
+  float lse;
+  float nll;
+  float entropy;
+  float value;  // the entropy itself
+};
+
+template <typename Given>
+inline Upstream upstream_from(Given given, size_t start) {
+  Upstream upstream;
+  upstream.lse = given[start];
+  upstream.nll = given[start + 1];
+  upstream.entropy = given[start + 2];
+  upstream.value = given[start + 3];
+  return upstream;
+}
 
 // For the target the bracket of the gradient is (1-e) w_y (p_y - 1) and the rest, with p_y - 1 = expm1(log p_y).
 template <typename K>
@@ -24,20 +45,39 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
   float log_p = (target.x - peak) - log_sum;
   float bracket = target.share * expm1(log_p) + others * exact_exp(log_p) - target.spread;
   slopes.at_target = scale * bracket * target.slope;
+  slopes.alpha = slopes.beta = slopes.given = 0.0f;
   return slopes;
 }
 
+// Add the gradients of a row's statistics; `given` is the sum of its probabilities, 1 for a target.
+template <typename K>
+inline void add_upstream(thread Slopes& slopes, Target target, Upstream upstream, float given) {
+  float others = upstream.lse - upstream.entropy * upstream.value;
+  slopes.alpha = slopes.scale * slopes.of_lse + times(upstream.nll, given) + others;
+  slopes.beta = -upstream.entropy;
+  slopes.given = upstream.nll;
+  float log_p = (target.x - slopes.peak) - slopes.log_sum;
+  float bracket = upstream.nll * expm1(log_p) + times(exact_exp(log_p), others + slopes.beta * log_p);
+  slopes.at_target += bracket * target.slope;
+}
+
 // Turn `N` neighbouring columns of raw logits into their gradients.
-template <typename K, uint N, typename S>
+template <typename K, bool UPSTREAM, uint N, typename S>
 inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float slope;
     float x = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
-    float p = exponential<typename K::T>((x - slopes.peak) - slopes.log_sum);
+    float log_p = (x - slopes.peak) - slopes.log_sum;
+    float p = exponential<typename K::T>(log_p);
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
-    z[i] = slopes.scale * metal::fma(slopes.of_lse, p, -share) * slope;
+    if constexpr (UPSTREAM) {
+      float of_p = times(p, metal::fma(slopes.beta, log_p, slopes.alpha));
+      z[i] = (of_p - slopes.scale * share - slopes.given * given) * slope;
+    } else {
+      z[i] = slopes.scale * metal::fma(slopes.of_lse, p, -share) * slope;
+    }
   }
   if (K::target && y - first < N) {
     XENT_UNROLL
@@ -54,7 +94,7 @@ inline void clear(device T* grad, Columns columns, uint thread_index, uint threa
 }
 
 // Write the gradients of what `load_packs` read.
-template <typename K, uint N, typename S>
+template <typename K, bool UPSTREAM, uint N, typename S>
 inline void write_packs(
     device typename K::T* grad,
     thread uint4 (&packs)[N],
@@ -71,7 +111,7 @@ inline void write_packs(
     if (index + k * threads < columns.packs) {
       float z[16 / sizeof(T)];
       unpack<T>(packs[k], z);
-      differentiate<K>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
+      differentiate<K, UPSTREAM>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
       store_pack(grad, index + k * threads, z);
     }
   }
@@ -79,7 +119,7 @@ inline void write_packs(
 
 // Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again, those
 // first that were read last and are found in cache.
-template <typename K, uint HELD, typename S>
+template <typename K, bool UPSTREAM, uint HELD, typename S>
 inline void write_gradient(
     const device typename K::T* logits,
     device typename K::T* grad,
@@ -92,18 +132,18 @@ inline void write_gradient(
     uint thread_index,
     uint threads) {
   using T = typename K::T;
-  write_packs<K>(grad, held, columns, thread_index, threads, target.y, slopes, numbers, shares);
+  write_packs<K, UPSTREAM>(grad, held, columns, thread_index, threads, target.y, slopes, numbers, shares);
   uint begin = thread_index + HELD * threads, step = batch * threads;
   uint rounds = begin < columns.packs ? (columns.packs - begin + step - 1) / step : 0;
   for (uint round = rounds; round > 0; --round) {
     uint index = begin + (round - 1) * step;
     uint4 packs[batch];
     load_packs(logits, packs, columns, index, threads);
-    write_packs<K>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
+    write_packs<K, UPSTREAM>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
   }
   if (columns.edge < columns.count) {
     float edge[1] = {static_cast<float>(logits[columns.edge])};
-    differentiate<K>(edge, columns.edge, target.y, slopes, numbers, shares);
+    differentiate<K, UPSTREAM>(edge, columns.edge, target.y, slopes, numbers, shares);
     grad[columns.edge] = static_cast<T>(edge[0]);
   }
 }

@@ -29,6 +29,9 @@ inline void add_columns(
       if (K::target && first + i == y) share = 0.0f;
     }
     add<typename K::T, typename K::Sought>(sums, shift, z[i], share, given);
+    if constexpr (K::level) {
+      if (!K::target || first + i != y) add_level(sums, shift, z[i]);
+    }
   }
 }
 
@@ -90,6 +93,8 @@ struct Found {
   float loss;  // before the row's weight
   float nll;
   float entropy;
+  float log_sum_sq_probs;
+  float mean_logit;
 };
 
 // Add the target to the sums of all other classes, and make the row's results of them.
@@ -101,6 +106,7 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
     found.loss = sums.below + sums.shares * found.log_sum;
     found.nll = sums.given_below + sums.given * found.log_sum;
     found.entropy = found.log_sum + sums.mixed / sums.total;
+    found.log_sum_sq_probs = exact_log(sums.squares) - 2.0f * found.log_sum;
   } else {
     if (target.x > sums.peak) raise<typename K::Sought>(sums, target.x);
     float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
@@ -114,8 +120,12 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
     }
     found.nll = -log_p;
     found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * exact_exp(-found.log_sum);
+    float log_squares = target.x == sums.peak ? log1p(sums.squares) : exact_log(sums.squares + power * power);
+    found.log_sum_sq_probs = log_squares - 2.0f * found.log_sum;
+    if constexpr (K::level) add_level(sums, shift, target.x);
   }
   found.peak = sums.peak;
+  found.mean_logit = sums.peak - sums.level / sums.count;
   found.loss += z_term(numbers, found.peak + found.log_sum);
   return found;
 }

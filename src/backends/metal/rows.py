@@ -32,7 +32,8 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     """Return the gradient of a block: see `xent.backends.mlx.kernels.Kernels.backward`."""
-    inputs, template = [*_inputs(logits, facts), norm], _template(logits, facts)
+    inputs = [*_inputs(logits, facts), norm, _upstream(facts) if facts.upstream else facts.numbers]
+    template = [*_template(logits, facts), ("UPSTREAM", bool(facts.upstream))]
     launch = Launch(backward_kernel(), "backward", inputs, template, [logits.shape], [logits.dtype])
     try:
         launch, limit = fitting(lambda limit: launch)
@@ -84,6 +85,8 @@ def _forward_launch(logits: mx.array, facts: RowFacts, asked: Asked, limit: int)
         ("ENTROPY", asked.entropy),
         ("NLL", asked.nll),
         ("PREDICTIONS", asked.predictions),
+        ("SQUARES", asked.log_sum_sq_probs),
+        ("LEVEL", asked.mean_logit),
         ("NORM", asked.norm),
         ("GRAD", asked.grad),
         ("SKIPS_DEAD", not asked.dead),
@@ -108,14 +111,21 @@ def _template(logits: mx.array, facts: RowFacts) -> list[tuple[str, Any]]:
         ("WEIGHTED", facts.class_weight is not None),
         ("SMOOTHED", facts.terms.smoothing),
         ("CAPPED", facts.terms.softcap),
+        ("BENT", facts.bend is not None),
     ]
+
+
+def _upstream(facts: RowFacts) -> mx.array:
+    """Return the upstream gradients of lse, nll and entropy, and the entropy (R, 4); what is missing is 0."""
+    nothing = mx.zeros_like(facts.scale)
+    return mx.stack([facts.upstream.get(name, nothing) for name in ("lse", "nll", "entropy", "H")], axis=-1)
 
 
 def _inputs(logits: mx.array, facts: RowFacts) -> list[mx.array]:
     """Return the inputs in the kernels' order; what the call does not have is not read."""
     if logits.size < _DEVICE_SIZE:
         logits = mx.pad(logits, [(0, _DEVICE_SIZE), (0, 0)])
-    optional = (facts.target, facts.target_logits, facts.probabilities, facts.class_weight)
+    optional = (facts.target, facts.target_logits, facts.probabilities, facts.class_weight, facts.bend)
     return [
         logits,
         facts.numbers,

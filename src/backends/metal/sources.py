@@ -7,8 +7,19 @@ from typing import Any
 
 __all__ = ["FORWARD_OUTPUTS", "backward_kernel", "forward_kernel", "library"]
 
-FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "grad")
-_INPUTS = ("logits", "numbers", "target", "target_logits", "probabilities", "class_weight", "weight", "scale", "dead")
+FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit", "grad")
+_INPUTS = (
+    "logits",
+    "numbers",
+    "target",
+    "target_logits",
+    "probabilities",
+    "class_weight",
+    "bend",
+    "weight",
+    "scale",
+    "dead",
+)
 _HEADERS = ("maths", "columns", "sums", "call", "loss", "gradient")
 _Kernel = Callable[..., list[Any]]
 
@@ -22,7 +33,7 @@ def forward_kernel() -> _Kernel:
 @cache
 def backward_kernel() -> _Kernel:
     """Return the kernel of backward.metal as MLX launches it."""
-    return _mlx_kernel("backward", (*_INPUTS, "norm"), ("grad",))
+    return _mlx_kernel("backward", (*_INPUTS, "norm", "upstream"), ("grad",))
 
 
 def _mlx_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Kernel:

@@ -5,6 +5,8 @@
 //     total = sum_c exp(x_c - m)                log p_c = (x_c - m) - log total
 //     mixed = sum_c exp(x_c - m) (m - x_c)      entropy = log total + mixed / total
 //     below = sum_c share_c (m - x_c)           sum_c share_c (-log p_c) = below + log total sum_c share_c
+//     squares = sum_c exp(2 (x_c - m))          log sum_c p_c^2 = log squares - 2 log total
+//     level = sum_c (m - x_c)                   the mean x = m - level / V
 //
 // All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c.
 
@@ -18,6 +20,9 @@ struct Sums {
   float below;
   float given;        // `shares` and `below` for the probabilities that the caller gave, without smoothing and weights
   float given_below;
+  float squares;
+  float level;
+  float count;        // classes in `level`
   float best;         // the largest logit as `order` has it, and the lowest of its columns
   uint at;
 };
@@ -26,17 +31,20 @@ inline Sums no_sums() {
   Sums sums;
   sums.peak = sums.best = -INFINITY;
   sums.total = sums.mixed = sums.shares = sums.below = sums.given = sums.given_below = 0.0f;
+  sums.squares = sums.level = sums.count = 0.0f;
   sums.at = 0xFFFFFFFF;
   return sums;
 }
 
 // Which of the sums a kernel needs, beside the total.
-template <bool MIXED, bool SHARES, bool GIVEN, bool BEST>
+template <bool MIXED, bool SHARES, bool GIVEN, bool BEST, bool SQUARES, bool LEVEL>
 struct Wanted {
   static constexpr constant bool mixed = MIXED;
   static constexpr constant bool shares = SHARES;
   static constexpr constant bool given = GIVEN;
   static constexpr constant bool best = BEST;
+  static constexpr constant bool squares = SQUARES;
+  static constexpr constant bool level = LEVEL;
 };
 
 // Make the sums relative to a larger peak. Where nothing but -inf came yet there is nothing to rescale.
@@ -48,6 +56,8 @@ inline void raise(thread Sums& sums, float peak) {
     if constexpr (W::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
     if constexpr (W::shares) sums.below += times(sums.shares, growth);
     if constexpr (W::given) sums.given_below += times(sums.given, growth);
+    if constexpr (W::squares) sums.squares *= shrink * shrink;
+    if constexpr (W::level) sums.level += times(sums.count, growth);
     sums.total *= shrink;
   }
   sums.peak = peak;
@@ -59,6 +69,7 @@ inline void add(thread Sums& sums, float shift, float x, float share, float give
   float power = exponential<T>(x - shift);
   sums.total += power;
   if constexpr (W::mixed) sums.mixed += times(power, shift - x);
+  if constexpr (W::squares) sums.squares += power * power;
   if constexpr (W::shares) {
     sums.shares += share;
     sums.below += times(share, shift - x);
@@ -67,6 +78,12 @@ inline void add(thread Sums& sums, float shift, float x, float share, float give
     sums.given += given;
     sums.given_below += times(given, shift - x);
   }
+}
+
+// Add one class to what the mean is made of.
+inline void add_level(thread Sums& sums, float shift, float x) {
+  sums.level += shift - x;
+  sums.count += 1.0f;
 }
 
 inline void consider(thread Sums& sums, float key, uint column) {
@@ -90,6 +107,11 @@ inline void join_lanes(thread Sums& sums) {
     sums.given = metal::simd_sum(sums.given);
     sums.given_below = metal::simd_sum(sums.given_below);
   }
+  if constexpr (W::squares) sums.squares = metal::simd_sum(sums.squares);
+  if constexpr (W::level) {
+    sums.level = metal::simd_sum(sums.level);
+    sums.count = metal::simd_sum(sums.count);
+  }
   if constexpr (W::best) {
     float best = metal::simd_max(sums.best);
     sums.at = metal::simd_min(sums.best == best ? sums.at : 0xFFFFFFFF);
@@ -99,7 +121,7 @@ inline void join_lanes(thread Sums& sums) {
 
 // Join the sums of all threads of the threadgroup, once; all have them afterwards.
 //
-// `shared` has room for 8 x 32 floats, `shared_at` for 32.
+// `shared` has room for 11 x 32 floats, `shared_at` for 32.
 template <typename W>
 inline void join(
     thread Sums& sums, threadgroup float* shared, threadgroup uint* shared_at, uint lane, uint group, uint groups) {
@@ -121,6 +143,11 @@ inline void join(
       shared[224 + group] = sums.best;
       shared_at[group] = sums.at;
     }
+    if constexpr (W::squares) shared[256 + group] = sums.squares;
+    if constexpr (W::level) {
+      shared[288 + group] = sums.level;
+      shared[320 + group] = sums.count;
+    }
   }
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   sums = no_sums();
@@ -139,6 +166,11 @@ inline void join(
     if constexpr (W::best) {
       sums.best = shared[224 + lane];
       sums.at = shared_at[lane];
+    }
+    if constexpr (W::squares) sums.squares = shared[256 + lane];
+    if constexpr (W::level) {
+      sums.level = shared[288 + lane];
+      sums.count = shared[320 + lane];
     }
   }
   join_lanes<W>(sums);

@@ -40,6 +40,8 @@ class RowTensors:
     """(V,), contiguous."""
     total_weight: Tensor | None
     """0-d, the sum of `class_weight`."""
+    bend: Tensor | None
+    """(R, 2), the last axis contiguous: logit_scale and softcap of each row, in place of those of all."""
     weight: Tensor
     """(R,) a_i, the factor of the loss; NaN makes the row's loss NaN."""
     scale: Tensor
@@ -62,6 +64,10 @@ class RowResults:
     """(R,) float32"""
     predictions: Tensor | None = None
     """(R,) int64"""
+    log_sum_sq_probs: Tensor | None = None
+    """(R,) float32"""
+    mean_logit: Tensor | None = None
+    """(R,) float32"""
     grad: Tensor | None = None
     """(R, V), the logits' dtype, the last axis contiguous; may be the logits."""
 
@@ -72,7 +78,15 @@ def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: b
     `skips_dead`: nobody asks for statistics of dead rows, so that they need not be read.
     """
     vocabulary, loss = logits.shape[1], results.loss
-    asked = (results.entropy, results.nll, results.predictions, results.norm, results.grad)
+    asked = (
+        results.entropy,
+        results.nll,
+        results.predictions,
+        results.log_sum_sq_probs,
+        results.mean_logit,
+        results.norm,
+        results.grad,
+    )
     kind = [*_kind(logits, rows), *(result is not None for result in asked), skips_dead]
 
     def kernel_within(limit: int) -> tuple[Any, int]:
@@ -87,23 +101,22 @@ def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: b
         rows.scale,
         rows.dead,
         loss,
-        loss if results.norm is None else results.norm,
-        loss if results.nll is None else results.nll,
-        loss if results.entropy is None else results.entropy,
-        loss if results.predictions is None else results.predictions,
-        loss if results.grad is None else results.grad,
+        *(loss if result is None else result for result in _outputs(results)),
         *_sizes(logits, rows, results.norm, results.grad),
         threads=(threads, len(logits)),
         group_size=(threads, 1),
     )
 
 
-def backward(logits: Tensor, rows: RowTensors, norm: Tensor, grad: Tensor) -> None:
-    """Write the gradient (R, V), which may take the logits' place, from the norm (2, R); KernelError as `forward`."""
+def backward(logits: Tensor, rows: RowTensors, norm: Tensor, upstream: Tensor | None, grad: Tensor) -> None:
+    """Write the gradient (R, V), which may take the logits' place, from the norm (2, R); KernelError as `forward`.
+
+    `upstream` (R, 4), contiguous, has the gradients of lse, nll and entropy, and the entropy.
+    """
 
     def kernel_within(limit: int) -> tuple[Any, int]:
         threads, _ = threads_and_held(logits.shape[1], logits.itemsize, limit)
-        return _kernel("backward", _arguments(_kind(logits, rows))), threads
+        return _kernel("backward", _arguments([*_kind(logits, rows), upstream is not None])), threads
 
     kernel, threads = _fitting("backward", kernel_within)
     kernel(
@@ -112,6 +125,7 @@ def backward(logits: Tensor, rows: RowTensors, norm: Tensor, grad: Tensor) -> No
         rows.scale,
         rows.dead,
         norm,
+        norm if upstream is None else upstream,
         grad,
         *_sizes(logits, rows, norm, grad),
         threads=(threads, len(logits)),
@@ -157,6 +171,7 @@ def _kind(logits: Tensor, rows: RowTensors) -> list[Any]:
         rows.class_weight is not None,
         rows.label_smoothing != 0,
         rows.softcap is not None,
+        rows.bend is not None,
     ]
 
 
@@ -167,8 +182,21 @@ def _arguments(kind: list[Any]) -> tuple[str, ...]:
 
 def _inputs(logits: Tensor, rows: RowTensors) -> list[Tensor]:
     """Return the inputs that a call may lack, in the kernels' order; what it lacks is not read."""
-    given = (rows.target, rows.target_logits, rows.probabilities, rows.class_weight, rows.total_weight)
+    given = (rows.target, rows.target_logits, rows.probabilities, rows.class_weight, rows.total_weight, rows.bend)
     return [logits if tensor is None else tensor for tensor in given]
+
+
+def _outputs(results: RowResults) -> list[Tensor | None]:
+    """Return where results beside the loss go, in the kernel's order."""
+    return [
+        results.norm,
+        results.nll,
+        results.entropy,
+        results.predictions,
+        results.log_sum_sq_probs,
+        results.mean_logit,
+        results.grad,
+    ]
 
 
 def _sizes(logits: Tensor, rows: RowTensors, norm: Tensor | None, grad: Tensor | None) -> list[int | float]:
@@ -181,6 +209,7 @@ def _sizes(logits: Tensor, rows: RowTensors, norm: Tensor | None, grad: Tensor |
         0 if rows.probabilities is None else rows.probabilities.stride(0),
         0 if norm is None else norm.stride(1),
         0 if norm is None else norm.stride(0),
+        0 if rows.bend is None else rows.bend.stride(0),
     ]
     numbers = (rows.label_smoothing, rows.z_loss, rows.softcap or 0.0, rows.logit_scale)
     return [*sizes, *map(float, numbers), rows.label_smoothing / vocabulary]

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness, Unproven
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,7 +30,9 @@ class MetalTorchBackend:
         """Report the version of PyTorch, and the device."""
         from xent.backends.metal.torch_machine import DEVICES, MISSING, VERSIONS
 
-        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES)
+        doubt = self.unproven() if MISSING is None else None
+        notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def unproven(self) -> str | None:
         """Return why "auto" leaves it to those who name it: until the check has passed on this machine."""
@@ -38,17 +41,19 @@ class MetalTorchBackend:
         return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse other devices, and float64, which Metal does not have."""
+        """Refuse shards, other devices, and float64, which Metal does not have."""
+        if call.vocab_parallel is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+
+    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.metal import torch_machine
 
-        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
         device, served = arrays[0].device.type, torch_machine.DEVICES
         if device not in (*served, "meta"):
             return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
-        if call.loss.exact:
-            return "log-probabilities are not there yet, which backend 'torch' serves"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
@@ -57,6 +62,17 @@ class MetalTorchBackend:
         from xent.backends.torch import driver
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse what the losses refuse. There are no kernels for divergences: PyTorch's own operations serve them."""
+        return self._refuse([call.array])
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
+        from xent.backends.metal import torch_job  # noqa: F401  registers what scales gradients
+        from xent.backends.torch import divergence
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -1,6 +1,7 @@
 """A job on an Apple GPU: the Metal kernels for its rows, and PyTorch's own operations for what is around them."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -8,50 +9,55 @@ from torch import Tensor
 from xent.backends.metal import tensors
 from xent.backends.metal.failures import KernelError, warn_once
 from xent.backends.metal.tensors import RowResults, RowTensors
+from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import STARTERS
 from xent.backends.torch.plain import PlainPass
 from xent.backends.torch.plain_job import PlainJob
+from xent.backends.torch.results import Results
 from xent.backends.torch.steps import scale
 
 __all__ = ["MetalJob", "MetalPass"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_STATISTICS = ("nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit")
+"""Results of a row that a kernel computes, beside the loss and the norm."""
 
 
 class MetalPass:
     """A `xent.backends.torch.plain_job.RowPass` over the rows of one call; PyTorch's where a kernel does not run."""
 
-    def __init__(self, facts: Any, results: Any) -> None:
+    def __init__(self, facts: Facts, results: Results) -> None:
         self.facts, self.results = facts, results
         self._dead = torch.zeros_like(facts.ignored) if facts.dead is None else facts.dead
         self._class_weight = None if facts.class_weight is None else facts.class_weight.contiguous()
-        stats = (results.lse, results.nll, results.entropy, results.predictions)
-        self._plain = results.log_sum_sq_probs is not None or results.mean_logit is not None
-        """Whether PyTorch's own operations have to take the rows: the kernels do not compute all that is asked for."""
+        stats = (getattr(results, name) for name in ("lse", *_STATISTICS))
         self._skips_dead = all(result is None for result in stats)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
+        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`.
+
+        The gradients of statistics need the entropy first: the gradient is a second launch then.
+        """
         if not len(logits):
             return
-        if self._plain:
-            PlainPass(self.facts, self.results).forward(logits, start, grad, target_logits)
-            return
         part, found = slice(start, start + len(logits)), self.results
+        upstream = None if grad is None else self.facts.upstream
         derived = found.lse is not None or found.z_term is not None
-        if found.norm is not None:
-            norm = found.norm[:, part]
-        else:
-            norm = found.loss.new_empty(2, len(logits)) if derived else None
-
-        def some(values: Tensor | None) -> Tensor | None:
-            return None if values is None else values[part]
-
-        results = RowResults(
-            found.loss[part], norm, some(found.nll), some(found.entropy), some(found.predictions), grad
-        )
+        norm = None if found.norm is None else found.norm[:, part]
+        if norm is None and (derived or upstream is not None):
+            norm = found.loss.new_empty(2, len(logits))
+        places = {name: getattr(found, name) for name in _STATISTICS}
+        named = {name: None if place is None else place[part] for name, place in places.items()}
+        if named["entropy"] is None and upstream is not None and upstream.entropy is not None:
+            named["entropy"] = torch.empty_like(found.loss[part])
+        together = None if upstream is not None else grad
         try:
-            tensors.forward(logits, self._rows(part, target_logits), results, self._skips_dead)
+            rows = self._rows(part, target_logits)
+            with _in_its_dtype(together, logits) as place:
+                results = RowResults(found.loss[part], norm, **named, grad=place)
+                tensors.forward(logits, rows, results, self._skips_dead)
+            if upstream is not None and grad is not None and norm is not None:
+                self._backward(logits, rows, norm, part, named["entropy"], grad)
         except KernelError as error:
             warn_once(error, "PyTorch")
             PlainPass(self.facts, found).forward(logits, start, grad, target_logits)
@@ -63,12 +69,27 @@ class MetalPass:
         """Write a block's gradient: see `xent.backends.torch.plain_job.RowPass.backward`."""
         if not len(logits):
             return
-        part = slice(start, start + len(logits))
+        part, norm, entropy = slice(start, start + len(logits)), self.results.norm, self.results.entropy
+        assert norm is not None
         try:
-            tensors.backward(logits, self._rows(part, target_logits), self.results.norm[:, part], grad)
+            rows = self._rows(part, target_logits)
+            self._backward(logits, rows, norm[:, part], part, None if entropy is None else entropy[part], grad)
         except KernelError as error:
             warn_once(error, "PyTorch")
             PlainPass(self.facts, self.results).backward(logits, start, grad, target_logits)
+
+    def _backward(
+        self, logits: Tensor, rows: RowTensors, norm: Tensor, part: slice, entropy: Tensor | None, grad: Tensor
+    ) -> None:
+        """Write a block's gradient from its norm (2, R), and where the entropy has a gradient, from that (R,)."""
+        upstream, stacked = self.facts.upstream, None
+        if upstream is not None:
+            given = (*(None if one is None else one[part] for one in upstream[1:]), entropy)
+            nothing = torch.zeros_like(norm[0])
+            stacked = torch.stack([nothing if values is None else values.to(nothing) for values in given], -1)
+        with _in_its_dtype(grad, logits) as place:
+            assert place is not None
+            tensors.backward(logits, rows, norm, stacked, place)
 
     def _derive(self, peaks: Tensor, log_sums: Tensor, part: slice) -> None:
         """Record what follows from the norm."""
@@ -96,14 +117,26 @@ class MetalPass:
             probabilities=probabilities,
             class_weight=self._class_weight,
             total_weight=None if self._class_weight is None else facts.class_weight_total,
+            bend=None if facts.bend is None else facts.bend[part],
             weight=facts.weight[part],
             scale=facts.scale[part],
             dead=self._dead[part],
         )
 
 
+@contextmanager
+def _in_its_dtype(grad: Tensor | None, logits: Tensor) -> Iterator[Tensor | None]:
+    """Give a place of the logits' dtype, which is what kernels write; afterwards `grad` has it, rounded to its own."""
+    if grad is None or grad.dtype == logits.dtype:
+        yield grad
+        return
+    place = torch.empty_like(logits)
+    yield place
+    grad.copy_(place)
+
+
 class MetalJob(PlainJob):
-    """See `xent.backends.torch.job.Job`."""
+    """See `xent.backends.torch.job.Job`. Rows with a support are `xent.backends.torch.sampled.SupportPass`'s."""
 
     row_pass = MetalPass
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -60,6 +61,20 @@ class MlxBackend:
         from xent.backends.mlx import driver, plain  # noqa: F401  registers the row kernel
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse float64 on a GPU, where MLX has none."""
+        from xent.backends.mlx.devices import device_type
+
+        if dtype_name(call.array) == "float64" and device_type() != "cpu":
+            return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
+        return None
+
+    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+        """Run a divergence with MLX's own operations."""
+        from xent.backends.mlx import divergence
+
+        return divergence.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""

@@ -55,8 +55,8 @@ def check_support(support: Support, vocabulary: int) -> None:
     row = np.repeat(np.arange(len(counts)), counts)
     found, times = np.unique(row * vocabulary + ids, return_counts=True)
     if (times > 1).any():
-        row, name = divmod(int(found[times > 1][0]), vocabulary)
-        raise ValueError(f"support.ids must have a class at most once in a row; row {row} has {name} more than once")
+        again, name = divmod(int(found[times > 1][0]), vocabulary)
+        raise ValueError(f"support.ids must have a class at most once in a row; row {again} has {name} more than once")
 
 
 def _values(array: mx.array) -> Any:

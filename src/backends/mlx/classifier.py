@@ -57,7 +57,8 @@ class Classifier:
         if isinstance(self.weight, QuantizedWeight):
             made = self._product(hidden, transpose=True)
             return made if bias is None else made + bias
-        step, made, tie = self._classes_converted(), None, list[mx.array]()
+        step, tie = self._classes_converted(), list[mx.array]()
+        joined: mx.array | None = None
         for first in range(0, self.vocabulary, step):
             some = slice(first, first + step)
             weight = mx.depends(self.weight[some], tie) if tie else self.weight[some]
@@ -66,10 +67,10 @@ class Classifier:
             tie = [tile]
             if tile.shape[-1] == self.vocabulary:
                 return tile
-            made = mx.zeros((len(hidden), self.vocabulary)) if made is None else made
-            made[:, some] = tile
-        assert made is not None
-        return made
+            joined = mx.zeros((len(hidden), self.vocabulary)) if joined is None else joined
+            joined[:, some] = tile
+        assert joined is not None
+        return joined
 
     def _classes_converted(self) -> int:
         """Return of how many classes the weight is converted at a time."""

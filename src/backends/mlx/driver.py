@@ -1,15 +1,18 @@
 """From a call to MLX's graph and back: classes on the last axis, results in the caller's shapes."""
 
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 
 from xent.backends.mlx import empty, linear, logits, results
 from xent.backends.mlx.autograd import guarded
+from xent.backends.mlx.checks import check_targets
 from xent.backends.mlx.facts import gather_facts, is_float
 from xent.backends.mlx.kernels import KERNELS
 from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
+from xent.core import heads
 from xent.core.spec import LinearCall, LogitsCall, QuantizedWeight, Stats
 
 __all__ = ["run"]
@@ -17,6 +20,10 @@ __all__ = ["run"]
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     """Run a call with the row kernel of that backend; KeyError for one that registered none."""
+    if isinstance(call, LinearCall) and call.heads is not None:
+        if not is_float(call.target):
+            check_targets(call.target, call.linear_weight.shape[0], call.loss.ignore_index, min(call.heads.shift))
+        return heads.run(call, partial(run, kernel=kernel), mx, mx.array.astype)
     chosen = KERNELS[kernel]
     if isinstance(call, LogitsCall):
         given = {"logits": mx.moveaxis(call.logits, call.axis, -1)}

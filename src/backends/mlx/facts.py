@@ -16,6 +16,9 @@ from xent.core.spec import LinearCall, LogitsCall, LossSpec
 
 __all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
 
+_HOTTEST = 1e30
+"""Temperatures beyond it, infinity too, are as good as this one, over which float32 can still divide."""
+
 
 @dataclass(frozen=True, eq=False)
 class Facts:
@@ -181,7 +184,8 @@ def _bend(
     check_temperature(call.temperature, shift)
     given = mx.broadcast_to(call.temperature.astype(acc), shape)
     temperature = shifted(given, shift, 1).reshape(-1)
-    temperature = mx.where(ignored, 1, mx.where(temperature > 0, temperature, mx.nan))
+    temperature = mx.where(temperature > 0, mx.minimum(temperature, _HOTTEST), mx.nan)
+    temperature = mx.where(ignored, 1, temperature)
     softcap = 0.0 if call.loss.softcap is None else call.loss.softcap
     return mx.stack([scalar(number, acc) / temperature for number in (call.loss.logit_scale, softcap)], axis=-1)
 

@@ -9,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from xent.backends.mlx.devices import devices
+from xent.backends.mlx.divergence_harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 
@@ -75,6 +76,10 @@ class MlxHarness:
         if 0 in input.shape:  # on NVIDIA MLX crashes over such a product
             return mx.zeros((*input.shape[:-1], weight.shape[0]), input.dtype)
         return input @ weight.T if bias is None else mx.addmm(bias, input, weight.T)
+
+    def unfused_divergence(self, logits: mx.array, **options: Any) -> mx.array:
+        """Compute a divergence in float32 (float64 for float64), as its formula is written."""
+        return unfused_divergence(logits, **options)
 
     def unfused_loss(
         self,

@@ -60,8 +60,8 @@ class RowFacts:
     alone: bool
     """Whether the block is all there is, so that its gradient should be the one thing of its size that is made."""
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
-    """(R,) upstream gradients of "lse", "nll" and "entropy", and with that "H", the entropy itself; for backward passes
-    of `xent.backends.mlx.plain`, others are not asked for these."""
+    """(R,) upstream gradients of "lse", "nll" and "entropy", and with that "H", the entropy itself; in backward passes,
+    in which `scale` has the upstream gradient of the loss."""
     first: int = 0
     """The first class of the block in the vocabulary."""
     inside: mx.array | None = None

@@ -14,7 +14,6 @@ from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
-from xent.backends.mlx.plain import gradient_of
 from xent.backends.mlx.scatter import scattered
 from xent.backends.mlx.support import Entries
 from xent.core.chunks import rows_per_chunk
@@ -66,7 +65,7 @@ class Chunks:
         sums, tie = self._sums(needs), [found.norm]
         for start, stop in self._parts:
             hidden, logits, rows = self._chunk(facts, start, stop, tie)
-            grad = gradient_of(self._kernels, logits, rows, found.norm[start:stop])
+            grad = self._kernels.backward(logits, rows, found.norm[start:stop])
             tie = self._add(sums, grad, hidden, rows)
         return sums.result()
 

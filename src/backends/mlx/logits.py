@@ -7,7 +7,6 @@ import mlx.core as mx
 
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Asked, Found, Kernels
-from xent.backends.mlx.plain import gradient_of
 from xent.backends.mlx.scatter import scattered
 from xent.backends.mlx.support import Entries
 
@@ -31,7 +30,7 @@ class Logits:
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
         """Return the gradient from the norm."""
         assert found.norm is not None
-        grad = gradient_of(self._kernels, self._block, facts.all_rows(), found.norm)
+        grad = self._kernels.backward(self._block, facts.all_rows(), found.norm)
         return {"logits": grad.reshape(self._shape)}
 
     def pick(self, entries: Entries) -> mx.array:

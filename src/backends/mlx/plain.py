@@ -16,7 +16,7 @@ from xent.backends.mlx.fused import FusedBlock, fuses, needs_memory
 from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, joined
 from xent.core.chunks import rows_per_block
 
-__all__ = ["backward", "forward", "gradient_of"]
+__all__ = ["backward", "forward"]
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
@@ -54,12 +54,7 @@ def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     return grad
 
 
-_PLAIN = KERNELS["mlx"] = Kernels(forward, backward)
-
-
-def gradient_of(kernels: Kernels, logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
-    """Return a block's gradient by those kernels; by this one where statistics have upstream gradients."""
-    return (_PLAIN if facts.upstream else kernels).backward(logits, facts, norm)
+KERNELS["mlx"] = Kernels(forward, backward)
 
 
 def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from xent.backends.protocol import Harness
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,15 @@ class TorchBackend:
         from xent.backends.torch import driver, plain_job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> None:
+        """Refuse nothing."""
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence with plain steps."""
+        from xent.backends.torch import divergence, plain_job  # noqa: F401  registers what scales gradients
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the PyTorch harness of the gradient checks."""

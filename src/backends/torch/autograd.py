@@ -25,6 +25,7 @@ __all__ = [
     "first_order",
     "refused",
     "scaled",
+    "signed",
 ]
 
 
@@ -34,7 +35,7 @@ def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
     return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
-def _signed(function: Any) -> Any:
+def signed(function: Any) -> Any:
     """Let `function` carry its signature, which torch.autograd.Function otherwise works out at every call."""
     function.__signature__ = inspect.signature(function)
     return function
@@ -44,7 +45,7 @@ class CrossEntropy(torch.autograd.Function):
     """(logits, needs_grad, *options) -> (loss, kept, *stats)."""
 
     @staticmethod
-    @_signed
+    @signed
     def forward(logits: Tensor, needs_grad: bool, *options: Any) -> Any:
         loss, kept, stats = torch.ops.xent.cross_entropy(logits, needs_grad, *options)
         return loss, kept, *stats
@@ -117,7 +118,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     """(input, weight, bias, needs, shift, workspace, dtype, *options) -> (loss, deferred, *gradients, *stats)."""
 
     @staticmethod
-    @_signed
+    @signed
     def forward(*args: Any) -> Any:
         loss, deferred, gradients, stats = torch.ops.xent.linear_cross_entropy(*args)
         return loss, deferred, *gradients, *stats
@@ -171,7 +172,7 @@ class _FirstOrder(torch.autograd.Function):
     """(operation, *args) -> operation(*args), whose own backward raises."""
 
     @staticmethod
-    @_signed
+    @signed
     def forward(operation: Any, *args: Any) -> Any:
         made = operation(*args)
         return tuple(made) if isinstance(made, list) else made
@@ -260,4 +261,5 @@ def scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Te
         return made
     # A 0-d factor would be rounded to kept's precision first.
     factor = upstream if deferred is None else upstream * deferred
-    return (kept * factor.reshape(1)).to(kept.dtype)
+    product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
+    return product

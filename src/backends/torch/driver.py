@@ -1,5 +1,6 @@
 """From a call to autograd and back: autocast, which gradients are asked for, results in the caller's shapes."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,10 +9,12 @@ from torch import Tensor
 from xent.backends.torch import eager, private
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
+from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import overlaps
 from xent.backends.torch.transforms import refuse_transforms
+from xent.core import heads
 from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
 
 __all__ = ["run", "run_linear", "run_logits"]
@@ -20,8 +23,10 @@ __all__ = ["run", "run_linear", "run_logits"]
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
     without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer", "temperature")
-    support = (None, None) if call.support is None else (call.support.ids, call.support.offsets)
-    without_gradient |= dict(zip(("support.ids", "support.offsets"), support, strict=True)) if call.support else {}
+    support: tuple[Any, Any] = (None, None)
+    if call.support is not None:
+        support = call.support.ids, call.support.offsets
+        without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
     _refuse_gradients(without_gradient)
     refuse_transforms(without_gradient)
     options = Options(
@@ -44,6 +49,10 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         sources = _tensors(call, "input", "linear_weight", "linear_bias")
         refuse_transforms(sources)
         quiet = _is_eager(*sources.values(), *options.tensors)
+        if call.heads is not None:
+            if quiet and not call.target.is_floating_point():
+                check_targets(options, len(call.linear_weight), min(call.heads.shift))
+            return heads.run(call, partial(run, kernel=kernel), torch, Tensor.to)
         if call.vocab_parallel is not None:
             return _run_linear_in_shards(call, options, quiet)
         arguments = (call.input, call.linear_weight, call.linear_bias, options, call.shift, call.workspace)

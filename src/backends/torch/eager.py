@@ -185,7 +185,8 @@ def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) ->
         return made
     factor = upstream if deferred is None else upstream * deferred
     # A 0-d factor would be rounded to kept's precision first.
-    return (kept * factor.reshape(1)).to(kept.dtype)
+    product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
+    return product
 
 
 class _Once(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.devices import devices
+from xent.backends.torch.divergence_harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 
@@ -61,6 +62,10 @@ class TorchHarness:
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits that the unfused computation holds."""
         return F.linear(input, weight, bias)
+
+    def unfused_divergence(self, logits: Tensor, **options: Any) -> Tensor:
+        """Compute a divergence in float32 (float64 for float64), as its formula is written."""
+        return unfused_divergence(logits, **options)
 
     def unfused_loss(
         self,

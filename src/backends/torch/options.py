@@ -97,7 +97,9 @@ def unpack(arguments: Any) -> Options:
     spec = LossSpec(
         reduction, ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(stats), exact, accuracy_of_rows
     )
-    return Options(target, weight, sample_weight, divisor if has_divisor else normalizer, *sampling, spec, kernel)
+    temperature, ids, offsets = sampling
+    divided = divisor if has_divisor else normalizer
+    return Options(target, weight, sample_weight, divided, temperature, ids, offsets, spec, kernel)
 
 
 def reduction_of(arguments: Any) -> str:

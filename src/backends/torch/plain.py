@@ -239,13 +239,14 @@ class _Block:
             assert lse is not None
             total = total + 2 * spec.z_loss * lse
         of_nll = None if self.upstream.nll is None else self.upstream.nll[:, None] * self.scale
-        raw = None
+        raw = mixed = None
         if of_nll is not None and self.target is None:
             raw = facts.probability_block(self.rows.start, self.rows.stop).to(work.dtype)
-        self._multiply(scale * total[:, None], of_nll if raw is None else of_nll * row_sum(raw)[:, None], entropy)
+            mixed = of_nll * row_sum(raw)[:, None]
+        self._multiply(scale * total[:, None], of_nll if mixed is None else mixed, entropy)
         if self.target is None:
             work.sub_(share.mul_(scale))
-            if raw is not None:
+            if raw is not None and of_nll is not None:
                 work.sub_(raw * of_nll)
         else:
             of_target = scale * share

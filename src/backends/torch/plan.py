@@ -16,8 +16,9 @@ from torch import Tensor
 
 from xent.backends.torch import driver, private
 from xent.backends.torch.options import Options
-from xent.core.spec import LossSpec
-from xent.core.validate import loss_spec
+from xent.core.sampling import of_log_probs
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LossSpec, Stats, Support
+from xent.core.validate import check_number, loss_spec
 
 __all__ = ["Found", "find_linear", "find_logits", "forget", "keep", "run_linear", "run_logits"]
 
@@ -25,6 +26,10 @@ _MOST = 1024
 _kinds: dict[Hashable, str] = {}
 _environment = getattr(os.environ, "_data", None)  # on POSIX, 30 times as fast as os.environ.get
 _VARIABLES = (b"XENT_BACKEND", b"XENT_CHECK_TARGETS") if os.name == "posix" else ("XENT_BACKEND", "XENT_CHECK_TARGETS")
+
+
+Sampling = tuple[Any, Any, Any]
+"""The arguments of the log-probability functions that the losses lack: temperature, support, entropy."""
 
 
 class Found(NamedTuple):
@@ -38,12 +43,15 @@ class Found(NamedTuple):
 
 def find_logits(
     logits: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any, axis: Any, inplace: Any, backend: Any,
-    options: tuple[Any, ...], stats: Any,
+    options: tuple[Any, ...], stats: Any, sampling: Sampling | None = None,
 ) -> Found | None:  # fmt: skip
-    """Look for the kind of a call of `xent.cross_entropy`; None where something watches, or a thing is out of line."""
+    """Look for the kind of a call of `xent.cross_entropy`; None where something watches, or a thing is out of line.
+
+    With `sampling`, of `xent.log_probs`.
+    """
     if private.is_watched() or type(axis) is not int or type(inplace) is not bool:
         return None
-    spec = _spec(options, stats)
+    spec = _spec(options, stats, sampling)
     first = _facts(logits)
     if spec is None or first is None:
         return None
@@ -53,21 +61,22 @@ def find_logits(
         return None
     place = axis % dims
     rows = shape[:-1] if place == dims - 1 else shape[:place] + shape[place + 1 :]
-    shared = _shared(target, shape, rows, shape[place], weight, sample_weight, normalizer)
-    if shared is None:
+    shared = _shared(target, shape, rows, shape[place], weight, sample_weight, normalizer, spec.reduction)
+    sampled = _sampled(target, sampling)
+    if shared is None or sampled is None:
         return None
-    key = ("logits", first, place == dims - 1, inplace, backend, _kind(spec), *shared, *_context(logits))
+    key = ("logits", first, place == dims - 1, inplace, backend, _kind(spec), *shared, sampled, *_context(logits))
     return Found(key, spec, logits.device, _kinds.get(key))
 
 
 def find_linear(
     source: Any, linear_weight: Any, linear_bias: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any,
-    shift: Any, workspace: Any, backend: Any, options: tuple[Any, ...], stats: Any,
+    shift: Any, workspace: Any, backend: Any, options: tuple[Any, ...], stats: Any, sampling: Sampling | None = None,
 ) -> Found | None:  # fmt: skip
-    """Look for the kind of a call of `xent.linear_cross_entropy`."""
+    """Look for the kind of a call of `xent.linear_cross_entropy`; with `sampling`, of `xent.linear_log_probs`."""
     if private.is_watched() or type(shift) is not int or (workspace is not None and type(workspace) is not int):
         return None
-    spec = _spec(options, stats)
+    spec = _spec(options, stats, sampling)
     facts = (_facts(source), _facts(linear_weight))
     bias = None if linear_bias is None else _facts(linear_bias)
     if spec is None or None in facts or (bias is None) != (linear_bias is None):
@@ -77,13 +86,17 @@ def find_linear(
         return None
     rows, vocabulary = shape[:-1], classifier[0]
     fits = classifier[1] == shape[-1] and (linear_bias is None or linear_bias.shape == (vocabulary,))
-    shared = _shared(target, (*rows, vocabulary), rows, vocabulary, weight, sample_weight, normalizer)
-    if shared is None or not fits or shift < 0 or (shift and not rows) or (workspace is not None and workspace <= 0):
+    probabilities = (*rows, vocabulary)
+    shared = _shared(target, probabilities, rows, vocabulary, weight, sample_weight, normalizer, spec.reduction)
+    sampled = _sampled(target, sampling)
+    if shared is None or sampled is None:
+        return None
+    if not fits or shift < 0 or (shift and not rows) or (workspace is not None and workspace <= 0):
         return None
     autocast = None
     if private.any_autocast() and torch.is_autocast_enabled(source.device.type):
         autocast = torch.get_autocast_dtype(source.device.type)
-    key = ("linear", facts, bias, autocast, backend, _kind(spec), *shared, *_context(source))
+    key = ("linear", facts, bias, autocast, backend, _kind(spec), *shared, sampled, *_context(source))
     return Found(key, spec, source.device, _kinds.get(key))
 
 
@@ -109,21 +122,35 @@ def run_logits(
     normalizer: Any,
     axis: int,
     inplace: bool,
+    sampling: Sampling | None = None,
 ) -> Any:
-    """Run a call whose kind is known."""
-    assert found.kernel is not None
-    options = Options(target, weight, sample_weight, normalizer, None, None, None, found.spec, found.kernel)
-    return driver.run_logits(logits, options, axis % logits.dim(), inplace, True)
+    """Run a call whose kind is known; with `sampling`, return the loss of each row and Stats."""
+    options = _options(found, target, weight, sample_weight, normalizer, sampling)
+    made = driver.run_logits(logits, options, axis % logits.dim(), inplace, True)
+    return made if sampling is None or found.spec.stats else (made, Stats())
 
 
 def run_linear(
     found: Found, source: Tensor, linear_weight: Tensor, linear_bias: Any, target: Tensor, weight: Any,
-    sample_weight: Any, normalizer: Any, shift: int, workspace: int | None,
+    sample_weight: Any, normalizer: Any, shift: int, workspace: int | None, sampling: Sampling | None = None,
 ) -> Any:  # fmt: skip
-    """Run a call whose kind is known."""
+    """Run a call whose kind is known; with `sampling`, return the loss of each row and Stats."""
+    options = _options(found, target, weight, sample_weight, normalizer, sampling)
+    made = driver.run_linear(source, linear_weight, linear_bias, options, shift, workspace, True)
+    return made if sampling is None or found.spec.stats else (made, Stats())
+
+
+def _options(
+    found: Found, target: Tensor, weight: Any, sample_weight: Any, normalizer: Any, sampling: Sampling | None
+) -> Options:
     assert found.kernel is not None
-    options = Options(target, weight, sample_weight, normalizer, None, None, None, found.spec, found.kernel)
-    return driver.run_linear(source, linear_weight, linear_bias, options, shift, workspace, True)
+    temperature = ids = offsets = None
+    if sampling is not None:
+        given, support, _ = sampling
+        temperature = given if isinstance(given, Tensor) else None
+        if support is not None:
+            ids, offsets = support.ids, support.offsets
+    return Options(target, weight, sample_weight, normalizer, temperature, ids, offsets, found.spec, found.kernel)
 
 
 def _facts(tensor: Any) -> tuple[Any, ...] | None:
@@ -136,8 +163,9 @@ def _facts(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def _shared(
-    target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any
-) -> tuple[Any, ...] | None:
+    target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any,
+    reduction: str,
+) -> tuple[Any, ...] | None:  # fmt: skip
     """Return what of the arrays that both functions have is in the key; None where one does not fit."""
     facts = _facts(target)
     if facts is None or vocabulary == 0:
@@ -154,6 +182,8 @@ def _shared(
         if samples is None or sample_weight.shape != rows:
             return None
     if normalizer is not None:
+        if reduction != "mean":
+            return None
         if type(normalizer) in (int, float):
             divisor = (type(normalizer),)
             if not 0 <= normalizer < float("inf"):
@@ -163,6 +193,27 @@ def _shared(
             if divisor is None or normalizer.dim():
                 return None
     return facts, weights, samples, divisor
+
+
+def _sampled(target: Any, sampling: Sampling | None) -> tuple[Any, ...] | None:
+    """Return what of temperature and support is in the key; None where one does not fit."""
+    if sampling is None:
+        return ()
+    temperature, support, _ = sampling
+    if not isinstance(target, Tensor):
+        return None
+    rows, each, ragged = target.shape, None, None
+    if type(temperature) not in (int, float):
+        each = _facts(temperature)
+        if each is None or temperature.shape != rows:
+            return None
+    if support is not None:
+        if type(support) is not Support:
+            return None
+        ragged = _facts(support.ids), _facts(support.offsets)
+        if None in ragged or support.ids.dim() != 1 or support.offsets.shape != (rows.numel() + 1,):
+            return None
+    return "log-probabilities", each, ragged
 
 
 def _context(tensor: Tensor) -> tuple[Any, ...]:
@@ -176,7 +227,7 @@ def _kind(spec: LossSpec) -> tuple[Any, ...]:
     return spec.reduction, spec.softcap is None, spec.stats
 
 
-def _spec(options: tuple[Any, ...], stats: Any) -> LossSpec | None:
+def _spec(options: tuple[Any, ...], stats: Any, sampling: Sampling | None) -> LossSpec | None:
     """Return the options that need no array, checked; None where the checks have something to say."""
     kind = type(stats)
     if kind is not tuple:
@@ -186,7 +237,10 @@ def _spec(options: tuple[Any, ...], stats: Any) -> LossSpec | None:
     try:
         if options[-1] == 0:  # 0.0 and -0.0, whose gradients' zeros have other signs, would be one key
             return None
-        return _checked(*options, stats)
+        if sampling is None:
+            return _checked(*options, stats)
+        temperature, _, entropy = sampling
+        return _checked_sampling(*options, stats, temperature if type(temperature) in (int, float) else None, entropy)
     except (TypeError, ValueError):
         return None
 
@@ -205,3 +259,14 @@ def _checked(
         logit_scale=logit_scale,
         stats=stats,
     )
+
+
+@lru_cache(maxsize=256, typed=True)
+def _checked_sampling(*given: Any) -> LossSpec | None:
+    *options, stats, temperature, entropy = given
+    if type(entropy) is not bool or not all(name in LOG_PROB_STATS for name in stats):
+        return None
+    if temperature is not None:
+        check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < float("inf"))
+    names = tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
+    return of_log_probs(_checked(*options, ()), names, temperature)

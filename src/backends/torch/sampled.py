@@ -89,7 +89,8 @@ class _Block:
         return values.to(self._home, torch.float64)
 
     def _of_rows(self, values: Any) -> Tensor:
-        return values[self._rows].to(self._home)
+        taken: Tensor = values[self._rows].to(self._home)
+        return taken
 
     def _activations(self) -> tuple[Tensor, Any]:
         """Return x of each pair, and dx/dz."""

@@ -72,7 +72,7 @@ class Support:
         ends = length.cumsum(0)
         rows = torch.arange(stop - start, device=length.device).repeat_interleave(length, output_size=total)
         places = torch.arange(total, device=length.device) + (self.begin[start:stop] - ends + length)[rows]
-        classes = self.ids[places].to(torch.int64)
+        classes = self.ids[places]
         offsets = torch.cat((ends.new_zeros(1), ends))
         if self.broken is None:
             return Pairs(rows, classes, offsets, None)
@@ -90,6 +90,7 @@ def support_of(ids: Tensor, offsets: Tensor, shape: torch.Size, shift: int, voca
         rising = ends.clamp(0, len(ids)).cummax(0).values
         rising[0], rising[-1] = 0, len(ids)
         broken, ends = (rising != ends).any(), rising
+    ids = ids.to(torch.int64)
     begin, length = (shifted(values.view(shape), shift, 0).flatten() for values in (ends[:-1], ends.diff()))
     return Support(ids, begin, length, None if shift else len(ids), vocabulary, broken)
 

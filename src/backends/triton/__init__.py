@@ -1,9 +1,10 @@
 """Backend "triton": kernels for NVIDIA GPUs, which the PyTorch driver calls through a job.
 
-`job` is what the driver gets, and launches everything (`launch`, `geometry`). `row_algebra` and `maths` are what the
-kernels share: `rows_kernel` and `gradient_kernel` for rows whose logits exist, `probabilities_kernel` for targets that
-are class probabilities, `tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what
-stands around them.
+`job` is what the driver gets: it has the `facts` and the `results` of a call's rows, and the modules whose names end in
+"launch" or "launches" launch its kernels (`launch`, `geometry`). `row_algebra` and `maths` are what all kernels share.
+`rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
+`probabilities_kernel` for targets that are class probabilities, `support_kernel` for rows with a support,
+`tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what stands around them.
 `hopper` has the one kernel for one chip, behind a door.
 """
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,22 +38,27 @@ class TritonBackend:
         """Report the versions of Triton and PyTorch, and the device."""
         from xent.backends.triton.machine import DEVICES, MISSING, VERSIONS
 
-        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES)
+        notes: tuple[str, ...] = ()
+        if MISSING is None:
+            from xent.backends.triton.hopper.door import fast_path
+
+            notes = (fast_path(),)
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse other devices, and float64, which these kernels would round to float32."""
+        """Refuse shards, other devices, and float64, which these kernels would round to float32."""
+        if call.vocab_parallel is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
+
+    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
 
-        arrays = [call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight]
         device = arrays[0].device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
-        lacking = [name for name in ("log_sum_sq_probs", "mean_logit") if name in call.loss.stats]
-        if call.loss.exact or lacking:
-            what = "log-probabilities" if call.loss.exact else lacking[0]
-            return f"its kernels do not compute {what} yet, which backend 'torch' does"
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
@@ -60,6 +67,17 @@ class TritonBackend:
         from xent.backends.triton import job  # noqa: F401  registers the job
 
         return driver.run(call, kernel=self.name)
+
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse what the losses refuse."""
+        return self._refuse([call.array])
+
+    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+        """Run a divergence in the PyTorch driver with these kernels."""
+        from xent.backends.torch import divergence
+        from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients
+
+        return divergence.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -4,8 +4,18 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exponent, is_exact
-from xent.backends.triton.row_algebra import coefficients, log_total, position, row_facts
-from xent.backends.triton.rows_kernel import fetch, gradient_block, store, target_gradient
+from xent.backends.triton.row_algebra import (
+    bend_of_row,
+    coefficients,
+    factors,
+    log_total,
+    losses,
+    position,
+    row_facts,
+    with_statistics,
+)
+from xent.backends.triton.row_gradient import gradient_block, target_gradient
+from xent.backends.triton.row_memory import fetch, store
 
 __all__ = ["gradient_kernel"]
 
@@ -26,10 +36,17 @@ def gradient_kernel(
     sample_weight,
     class_weight,
     class_weight_total,
-    upstream,  # (N,), or () with a stride of 0
+    upstream,
     upstream_stride: "i64",
+    lse_upstream,
+    lse_upstream_stride: "i64",
+    nll_upstream,
+    nll_upstream_stride: "i64",
+    entropy_upstream,
+    entropy_upstream_stride: "i64",
     scratch,
     norm,  # (3, N): m, others, total
+    entropy,  # (N,), as the forward pass found it; where it has an upstream gradient
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -40,6 +57,8 @@ def gradient_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,
+    bend_stride: "i64",
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows of a tensor lie in groups
     MEAN: tl.constexpr,
@@ -55,20 +74,28 @@ def gradient_kernel(
     BLOCK: tl.constexpr,
 ):
     """Write one block of one row."""
+    TILTED: tl.constexpr = entropy_upstream is not None
+    STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     blocks = tl.cdiv(vocabulary + (VECTOR - 1 if SKEWED else 0), BLOCK)
     here = (tl.program_id(0) // blocks).to(tl.int64)
     first = tl.program_id(0) % blocks * BLOCK
     row = start + here
-    y, a, w_y, _ignored, invalid = row_facts(
+    y, a, w_y, ignored, invalid = row_facts(
         row, row < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
     y = y.to(tl.int32)
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
     dead = ((a == 0) | (inverse == 0)) & ~invalid
     r = tl.where(invalid, float("nan"), a * inverse)
-    r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    if upstream is not None:
+        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    else:
+        r = tl.where(invalid, float("nan"), 0.0)
+    if STATISTICS:
+        r = tl.where(dead, 0.0, r)
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
     if SKEWED:
@@ -78,7 +105,7 @@ def gradient_kernel(
     if VECTOR > 1:
         place = tl.multiple_of(place, 16)
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
-    if dead:
+    if ignored if STATISTICS else dead:
         store(place, first, tl.zeros([BLOCK], tl.float32), off, vocabulary, BLOCK, True, RAGGED, VECTOR)
     else:
         z = fetch(source, first, whole, BLOCK, "evict_first").to(tl.float32)
@@ -91,21 +118,34 @@ def gradient_kernel(
             total_weight = vocabulary * 1.0
             if class_weight is not None:
                 total_weight = tl.load(class_weight_total)
-        lse = 0.0
-        if Z_LOSS:
-            lse = m + log_total(others, total - others)
-        gamma, excess, delta = coefficients(r, w_y, total_weight, lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+        log_sum = 0.0
+        if Z_LOSS or TILTED:
+            log_sum = log_total(others, total - others)
+        gamma, excess, delta = coefficients(r, w_y, total_weight, m + log_sum, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+        row_entropy = 0.0
+        if TILTED:
+            row_entropy = tl.load(entropy + row)
+        gamma, excess, beta = with_statistics(
+            gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
+            entropy_upstream, entropy_upstream_stride,
+        )  # fmt: skip
+        factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
         exact = is_exact(m, EXACT)
         g = gradient_block(
-            z, classes, vocabulary, m, exact, (gamma + excess) / total, delta, class_weight, logit_scale, softcap,
-            True, QUICK, SCALED, CAPPED, SMOOTHED, False,
+            z, classes, vocabulary, m, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
+            True, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, False,
         )  # fmt: skip
         if (y + off >= first) & (y + off < first + BLOCK):
             z_y = tl.sum(tl.where(classes == y, z, 0.0), 0)
             x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
-            e_y = tl.math.exp2(exponent(x_y, m, exact))
+            e2_y = exponent(x_y, m, exact)
+            e_y = tl.math.exp2(e2_y)
+            nll = 0.0
+            if TILTED:
+                nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
             g_y = target_gradient(
-                z_y, others, total, e_y, gamma, excess, delta, w_y, logit_scale, softcap, SCALED, CAPPED
-            )
+                z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap,
+                SCALED, CAPPED, TILTED,
+            )  # fmt: skip
             g = tl.where(classes == y, g_y, g)
         store(place, first, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

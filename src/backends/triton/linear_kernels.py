@@ -4,7 +4,7 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.row_algebra import row_facts
-from xent.backends.triton.rows_kernel import reduce_rows
+from xent.backends.triton.row_results import reduce_rows
 
 __all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
 
@@ -36,6 +36,7 @@ def take_kernel(
     size: "i32",  # D
     SHIFTED: tl.constexpr,
     MEAN: tl.constexpr,
+    STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, those of their statistics
     BLOCK: tl.constexpr,
 ):
     """Copy one row of hidden states, zeros where the row has no gradient; find its target's logit in float32."""
@@ -43,7 +44,7 @@ def take_kernel(
     row = start + here
     if order is not None:
         row = tl.load(order + row)
-    y, a, _w, _ignored, wrong = row_facts(
+    y, a, _w, ignored, wrong = row_facts(
         row,
         row < count,
         target,
@@ -57,6 +58,8 @@ def take_kernel(
         target is None,
     )
     dead = (tl.where(tl.load(scratch + 1) == 0, 0.0, a) == 0 if MEAN else a == 0) & ~wrong
+    if STATISTICS:
+        dead = ignored
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, size, BLOCK):
         columns = (first + tl.arange(0, BLOCK)).to(tl.int64)

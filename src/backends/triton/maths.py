@@ -5,6 +5,7 @@ import triton.language as tl
 
 __all__ = [
     "FAR",
+    "FLOOR",
     "LN2",
     "LOG2E",
     "activate",
@@ -24,6 +25,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # References from here on are subtracted before they are multiplied: their product with log2(e) would round too much.
 FAR = tl.constexpr(256.0)
+# Where e^(x - m) has this exponent it is 0; keeps 0 * inf out of sums.
+FLOOR = tl.constexpr(-300.0)
 
 
 @triton.jit

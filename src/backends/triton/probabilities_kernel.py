@@ -3,7 +3,9 @@
 With q' = (1-e) q + e/V and the row algebra's sums (`row_algebra`)::
 
     l = a [sum_c w_c q'_c (lse - x_c) + zeta lse^2]
-    dl/dx_c = p_c excess - r w_c q'_c        excess = r (sum_c w_c q'_c + 2 zeta lse)
+    dl/dx_c = p_c (excess + beta log p_c) - r w_c q'_c - n q_c        excess = r (sum_c w_c q'_c + 2 zeta lse)
+
+where upstream gradients u of lse, n of nll and v of the entropy H add u + n sum_c q_c - v H to excess, and beta is -v.
 
 Three looks at a row: the largest x; the sums; the gradient. Two blocks are read for each, logits and probabilities.
 """
@@ -13,7 +15,8 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, order, slope, times
-from xent.backends.triton.row_algebra import position, row_facts
+from xent.backends.triton.row_algebra import bend_of_row, position, row_facts, with_statistics
+from xent.backends.triton.row_results import store_nothing
 
 __all__ = ["probabilities_kernel"]
 
@@ -50,6 +53,12 @@ def probabilities_kernel(
     class_weight,
     upstream,
     upstream_stride: "i64",
+    lse_upstream,
+    lse_upstream_stride: "i64",
+    nll_upstream,
+    nll_upstream_stride: "i64",
+    entropy_upstream,
+    entropy_upstream_stride: "i64",
     scratch,
     loss,
     lse,
@@ -58,6 +67,8 @@ def probabilities_kernel(
     predictions,
     hits,
     z_term,
+    log_sum_sq,
+    mean_logit,
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -67,6 +78,8 @@ def probabilities_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,
+    bend_stride: "i64",
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows of a tensor lie in groups
     MEAN: tl.constexpr,
@@ -76,6 +89,8 @@ def probabilities_kernel(
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring; without a loss to store, the gradient alone."""
+    TILTED: tl.constexpr = entropy_upstream is not None
+    STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     here = tl.program_id(0).to(tl.int64)
     row = start + here
     if order_of_rows is not None:
@@ -83,6 +98,7 @@ def probabilities_kernel(
     _y, a, _w, ignored, _invalid = row_facts(
         row, row < count, None, sample_weight, class_weight, length, shift, 0, vocabulary, SHIFTED, True
     )
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
@@ -90,24 +106,17 @@ def probabilities_kernel(
     r = a * inverse
     if upstream is not None:
         r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    if STATISTICS:
+        if upstream is None:
+            r = 0.0
+        r = tl.where(dead, 0.0, r)
     source = logits + position(here, logits_inner, logits_outer, logits_row, GROUPED)
     shared = probabilities + position(row + shift, probabilities_inner, probabilities_outer, probabilities_row, GROUPED)
     lanes = tl.arange(0, BLOCK)
     if (ignored if ALL_ROWS else dead) != 0:
         if loss is not None:
             tl.store(loss + row, 0.0)
-        if lse is not None:
-            tl.store(lse + row, 0.0)
-        if nll is not None:
-            tl.store(nll + row, 0.0)
-        if entropy is not None:
-            tl.store(entropy + row, 0.0)
-        if predictions is not None:
-            tl.store(predictions + row, -1)
-        if hits is not None:
-            tl.store(hits + row, 0.0)
-        if z_term is not None:
-            tl.store(z_term + row, 0.0)
+        store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
             place = grad + position(here, grad_inner, grad_outer, grad_row, GROUPED)
             for first in range(0, vocabulary, BLOCK):
@@ -147,6 +156,9 @@ def probabilities_kernel(
         raw = tl.zeros([BLOCK], tl.float32)
         mixed = tl.zeros([BLOCK], tl.float32)
         shares = tl.zeros([BLOCK], tl.float32)
+        squares = tl.zeros([BLOCK], tl.float32)
+        level = tl.zeros([BLOCK], tl.float32)
+        mass = tl.zeros([BLOCK], tl.float32)
         for first in range(0, vocabulary, BLOCK):
             classes = first + lanes
             inside = classes < vocabulary
@@ -158,8 +170,14 @@ def probabilities_kernel(
             shares += share
             if nll is not None:
                 raw -= times(q, log_p)
-            if entropy is not None:
+            if TILTED or (entropy is not None):
                 mixed -= times(exp(log_p), log_p)
+            if nll_upstream is not None:
+                mass += q
+            if log_sum_sq is not None:
+                squares += exp(2 * log_p)
+            if mean_logit is not None:
+                level += tl.where(inside, x, 0.0)
         row_lse = m + log_sum
         total_share = tl.sum(shares, 0)
         squared = z_loss * row_lse * row_lse
@@ -173,6 +191,10 @@ def probabilities_kernel(
             tl.store(entropy + row, tl.sum(mixed, 0))
         if z_term is not None:
             tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
+        if log_sum_sq is not None:
+            tl.store(log_sum_sq + row, tl.log(tl.sum(squares, 0)))
+        if mean_logit is not None:
+            tl.store(mean_logit + row, tl.sum(level, 0) / vocabulary)
         if predictions is not None or hits is not None:
             top = tl.max(best, 0)
             found = tl.min(tl.where(best == top, at, NOWHERE), 0)
@@ -184,15 +206,26 @@ def probabilities_kernel(
                 tl.store(hits + row, tl.where(found == true, 1.0, 0.0))
         if grad is not None:
             place = grad + position(here, grad_inner, grad_outer, grad_row, GROUPED)
-            excess = r * (total_share + 2 * z_loss * row_lse)
+            n, excess, beta = with_statistics(
+                0.0, r * (total_share + 2 * z_loss * row_lse), row, tl.sum(mixed, 0), lse_upstream,
+                lse_upstream_stride, nll_upstream, nll_upstream_stride, entropy_upstream, entropy_upstream_stride,
+            )  # fmt: skip
+            if nll_upstream is not None:
+                excess += n * tl.sum(mass, 0)
             for first in range(0, vocabulary, BLOCK):
                 classes = first + lanes
                 inside = classes < vocabulary
                 z = tl.load(source + classes, mask=inside, other=-float("inf")).to(tl.float32)
                 x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
-                _q, share = _shares(shared, probabilities_class, class_weight, classes, vocabulary, keep, spread)
-                g = excess * exp((x - m) - log_sum) - r * share
+                q, share = _shares(shared, probabilities_class, class_weight, classes, vocabulary, keep, spread)
+                log_p = (x - m) - log_sum
+                g = excess * exp(log_p) - r * share
+                if TILTED:
+                    g += beta * times(exp(log_p), log_p)
+                if nll_upstream is not None:
+                    g -= n * q
                 if CAPPED or SCALED:
                     g *= slope(z, logit_scale, softcap, SCALED, CAPPED, False)
-                g = tl.where(dead, 0.0, g)
+                if not STATISTICS:
+                    g = tl.where(dead, 0.0, g)
                 tl.store(place + classes, g.to(grad.dtype.element_ty), mask=inside)

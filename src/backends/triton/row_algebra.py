@@ -8,18 +8,31 @@ relative to a reference m are::
 
 and everything else follows from them: `losses`, and the gradient's `coefficients`::
 
-    dl/dx_c = p_c (gamma + excess) - gamma [c == y] - delta w_c
-    gamma = r (1-e) w_y        excess = r ((e/V) W + 2 zeta lse)        delta = r e/V
+    dl/dx_c = p_c (gamma + excess + beta log p_c) - gamma [c == y] - delta w_c
+    gamma = r (1-e) w_y        excess = r ((e/V) W + 2 zeta lse)        delta = r e/V        beta = 0
 
-For the target this is gamma (p_y - 1) + excess p_y - delta w_y, and p_y - 1 = -others / total has no cancellation.
+For the target this is gamma (p_y - 1) + p_y (excess + beta log p_y) - delta w_y, and p_y - 1 = -others / total has no
+cancellation. Upstream gradients u of lse, n of nll and v of the entropy H add n to gamma, u - v H to excess and -v to
+beta; what they add is there for rows of sample weight 0 as well.
 """
 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import LN2, log1p, times
+from xent.backends.triton.maths import FLOOR, LN2, log1p, times
 
-__all__ = ["coefficients", "log_total", "losses", "position", "row_facts"]
+__all__ = [
+    "bend_of_row",
+    "coefficients",
+    "entropy_of",
+    "factors",
+    "log_of_squares",
+    "log_total",
+    "losses",
+    "position",
+    "row_facts",
+    "with_statistics",
+]
 
 
 @triton.jit
@@ -76,6 +89,21 @@ def row_facts(
 
 
 @triton.jit
+def bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED: tl.constexpr):
+    """Return softcap and logit scale of a row or a block of rows: those of all, or a row's own.
+
+    `bend` (N, 2) has logit scale and softcap of each position of the target, or is None.
+    """
+    if bend is None:
+        return softcap, logit_scale
+    else:
+        source = row + shift if SHIFTED else row
+        place = bend + source * bend_stride
+        own_scale = tl.load(place, mask=source < count, other=1.0).to(tl.float32)
+        return tl.load(place + 1, mask=source < count, other=1.0).to(tl.float32), own_scale
+
+
+@triton.jit
 def log_total(others, e_y):
     """Return log(others + e_y), right to all digits also where the target is nearly all of it."""
     sure = e_y >= others
@@ -103,6 +131,33 @@ def losses(others, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTH
 
 
 @triton.jit
+def entropy_of(mixed, others, e_y, log2_e_y, nll, log_sum):
+    """Return -sum_c p_c log p_c, right to all digits also where the target is nearly all of it.
+
+    `mixed` has the sum over all classes but the target, in units of log2, as `log2_e_y` is.
+    """
+    total = others + e_y
+    near = nll + LN2 * ((log2_e_y * others - mixed) / total)
+    far = log_sum - LN2 * ((mixed + times(e_y, tl.maximum(log2_e_y, FLOOR))) / total)
+    return tl.where((e_y >= others) & (e_y > 0), near, far)
+
+
+@triton.jit
+def log_of_squares(squares, others, e_y, nll, log_sum):
+    """Return log sum_c p_c^2, right to all digits also where the target is nearly all of it.
+
+    `squares` has the sum of e^(2 (x_c - m)) over all classes but the target.
+    """
+    square = e_y * e_y
+    sure = (e_y >= others) & (square > 0)
+    return tl.where(
+        sure,
+        log1p(squares / tl.where(sure, square, 1.0)) - 2 * nll,
+        tl.log(squares + square) - 2 * log_sum,
+    )
+
+
+@triton.jit
 def coefficients(r, w_y, total_weight, lse, keep, spread, z_loss, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr):
     """Return gamma, excess and delta of a row's gradient."""
     gamma = r * keep * w_y
@@ -112,3 +167,32 @@ def coefficients(r, w_y, total_weight, lse, keep, spread, z_loss, SMOOTHED: tl.c
     if Z_LOSS:
         excess += 2 * r * z_loss * lse
     return gamma, excess, r * spread
+
+
+@triton.jit
+def with_statistics(
+    gamma, excess, row, entropy,
+    lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride, entropy_upstream, entropy_upstream_stride,
+):  # fmt: skip
+    """Return gamma, excess and beta with the upstream gradients of a row's lse, nll and entropy, of those there are."""
+    beta = 0.0
+    if lse_upstream is not None:
+        excess += tl.load(lse_upstream + row * lse_upstream_stride).to(tl.float32)
+    if nll_upstream is not None:
+        gamma += tl.load(nll_upstream + row * nll_upstream_stride).to(tl.float32)
+    if entropy_upstream is not None:
+        v = tl.load(entropy_upstream + row * entropy_upstream_stride).to(tl.float32)
+        excess -= v * entropy
+        beta = -v
+    return gamma, excess, beta
+
+
+@triton.jit
+def factors(gamma, excess, beta, log_sum, total, TILTED: tl.constexpr):
+    """Return factor and tilt: a class's gradient is e^(x_c - m) (factor + tilt log2(e) (x_c - m)) but for its delta."""
+    factor = (gamma + excess) / total
+    tilt = 0.0
+    if TILTED:
+        factor -= beta * log_sum / total
+        tilt = LN2 * beta / total
+    return factor, tilt

@@ -1,257 +1,41 @@
 """Loss, statistics and gradient of whole rows in one launch, a program a row: fold, finish, gradient.
 
-The first look at a row adds up exponentials relative to the largest logit of its first block, which needs no maximum
-over the row. Where that overflows or vanishes a careful look finds the largest first. The second look, which writes the
-gradient, begins at the row's end, which the caches still hold. Masks are needed in the first and the last block and in
-that of the target alone; the target's own gradient is written after all others.
+The first look at a row adds up its sums (`row_fold`). The second look, which writes the gradient (`row_gradient`),
+begins at the row's end, which the caches still hold. Masks are needed in the first and the last block and in that of
+the target alone; the target's own gradient is written after all others.
 
 Rows that begin off the boundaries of 16 bytes (SKEWED) are read from the boundary before, so that loads and stores keep
-their width. A lane then holds other classes than in an aligned row. Before the lanes are added up they are turned back,
-so that a row's loss has the same bits wherever the row begins.
+their width.
 """
 
-import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import FAR, LN2, LOG2E, activate, exponent, finite, is_exact, order, slope, times
-from xent.backends.triton.row_algebra import coefficients, losses, position, row_facts
+from xent.backends.triton.maths import FAR, LN2, LOG2E, activate, exponent, order, times
+from xent.backends.triton.row_algebra import (
+    bend_of_row,
+    coefficients,
+    entropy_of,
+    factors,
+    log_of_squares,
+    losses,
+    position,
+    row_facts,
+    with_statistics,
+)
+from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
+from xent.backends.triton.row_gradient import target_gradient, write_gradient
+from xent.backends.triton.row_memory import fetch, fill
+from xent.backends.triton.row_results import reduce_rows, store_nothing, take_ticket
 
-__all__ = [
-    "clear",
-    "fetch",
-    "gradient_block",
-    "in_lanes",
-    "reduce_rows",
-    "rows_kernel",
-    "store",
-    "target_gradient",
-    "turn",
-]
+__all__ = ["rows_kernel"]
 
-# Sums within these are as exact as float32 has them.
-SMALLEST = tl.constexpr(1e-30)
-LARGEST = tl.constexpr(1e30)
-# Where e^(x - m) has this exponent it is 0; keeps 0 * inf out of sums.
-FLOOR = tl.constexpr(-300.0)
+# Sums within these are as exact as float32 has them, and so are those of squares.
+SMALLEST = tl.constexpr(1e-12)
+LARGEST = tl.constexpr(1e18)
 # References up to this may take the gradient's factor into the exponent of 16-bit logits.
 NEAR = tl.constexpr(512.0)
 NOWHERE = tl.constexpr(2147483647)
-
-
-@triton.jit
-def fetch(row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Return a block of a row as it is in memory, in the whole vectors that begin before `whole`; -inf elsewhere."""
-    lanes = first + tl.arange(0, BLOCK)
-    return tl.load(row + lanes, mask=lanes < whole, other=-float("inf"), eviction_policy=POLICY)
-
-
-@triton.jit
-def store(
-    row, first, g, skew, vocabulary,
-    BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr,
-):  # fmt: skip
-    """Write a block of a row: in whole vectors, and what is left of a RAGGED row element by element."""
-    lanes = first + tl.arange(0, BLOCK)
-    g = g.to(row.dtype.element_ty)
-    if MASKED:
-        begin = (skew + VECTOR - 1) // VECTOR * VECTOR if RAGGED else 0
-        end = (vocabulary + skew) // VECTOR * VECTOR
-        tl.store(row + lanes, g, mask=(lanes >= begin) & (lanes < end), cache_modifier=".cs")
-        if RAGGED:
-            edge = (lanes >= skew) & (lanes < vocabulary + skew) & ((lanes < begin) | (lanes >= end))
-            tl.store(row + lanes, g, mask=edge, cache_modifier=".cs")
-    else:
-        tl.store(row + lanes, g, cache_modifier=".cs")
-
-
-@triton.jit
-def in_lanes(values, LANES: tl.constexpr):
-    """Return the sums of a block over neighbours, (LANES,), which one thread holds."""
-    return tl.sum(tl.reshape(values, [LANES, values.shape[0] // LANES]), 1)
-
-
-@triton.jit
-def turn(values, off, LANES: tl.constexpr):
-    """Return lanes (LANES,) of a row that begins `off` elements behind a boundary as those of one that begins there."""
-    return tl.gather(values, (tl.arange(0, LANES) + off) % LANES, 0)
-
-
-@triton.jit
-def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
-    """Return the exponent, e^(x - reference), and with ENTROPY e^(x - reference) times the exponent, else 0."""
-    if CAREFUL:
-        e2 = exponent(x, reference, exact)
-    else:
-        e2 = x * LOG2E - reference * LOG2E
-    e = tl.math.exp2(e2)
-    return e2, e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
-
-
-@triton.jit
-def _add(
-    s, t, u, best, at, z, classes, first, vocabulary, reference, exact, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, CAREFUL: tl.constexpr,
-    QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
-    PREDICTED: tl.constexpr,
-):  # fmt: skip
-    """Add a block to a row's sums."""
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    inside = (classes >= 0) & (classes < vocabulary)
-    if MASKED and CUT:
-        x = tl.where(inside, x, -float("inf"))
-    e2, e, mixed = _terms(x, reference, exact, CAREFUL, ENTROPY)
-    s += in_lanes(e, LANES)
-    if ENTROPY:
-        t += in_lanes(mixed, LANES)
-    if SMOOTHED:
-        if class_weight is not None:
-            u -= in_lanes(times(tl.load(class_weight + classes, mask=inside, other=0.0), e2), LANES)
-        else:
-            u -= in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
-    if PREDICTED:
-        key = order(z, inside if MASKED else True, logit_scale)
-        largest = tl.max(tl.reshape(key, [LANES, BLOCK // LANES]), 1)
-        at = tl.where(largest > best, first, at)
-        best = tl.maximum(largest, best)
-    return s, t, u, best, at
-
-
-@triton.jit
-def _lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the lane that the target is in, and that lane's logits without the target, -inf in its place.
-
-    Lanes are those of rows that begin on a boundary.
-    """
-    WIDTH: tl.constexpr = BLOCK // LANES
-    lane = y // WIDTH % LANES
-    k = tl.arange(0, BLOCKS * WIDTH)
-    classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
-    inside = (classes < vocabulary) & (classes != y)
-    return lane, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
-
-
-@triton.jit
-def _without_target(
-    s, t, lane, inside, z, reference, exact, logit_scale, softcap,
-    LANES: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-):  # fmt: skip
-    """Return the sums of all lanes, with that of the target added up anew without it, from `_lane_of_target`.
-
-    To subtract the target would leave rounding errors of the size of what is left, where it is nearly all of the sum.
-    """
-    x = activate(z.to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK)
-    _e2, e, mixed = _terms(tl.where(inside, x, -float("inf")), reference, exact, CAREFUL, ENTROPY)
-    others = tl.arange(0, LANES) != lane
-    sums = tl.sum(tl.where(others, s, 0.0), 0) + tl.sum(e, 0)
-    if ENTROPY:
-        return sums, tl.sum(tl.where(others, t, 0.0), 0) + tl.sum(mixed, 0)
-    else:
-        return sums, 0.0
-
-
-@triton.jit
-def gradient_block(
-    z, classes, vocabulary, reference, exact, factor, delta, class_weight, logit_scale, softcap,
-    CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
-    FOLDED: tl.constexpr,
-):  # fmt: skip
-    """Return the gradient of a block of raw logits but for the target: e^(x - reference) factor - delta w, times dx/dz.
-
-    FOLDED: `reference` is already log2(e) m - log2(factor), in units of log2.
-    """
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    if FOLDED:
-        g = tl.math.exp2(x * LOG2E - reference)
-    elif CAREFUL:
-        g = tl.math.exp2(exponent(x, reference, exact)) * factor
-    else:
-        g = tl.math.exp2(x * LOG2E - reference * LOG2E) * factor
-    if SMOOTHED:
-        if class_weight is not None:
-            inside = (classes >= 0) & (classes < vocabulary)
-            g -= delta * tl.load(class_weight + classes, mask=inside, other=0.0)
-        else:
-            g -= delta
-    if CAPPED or SCALED:
-        g *= slope(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    return g
-
-
-@triton.jit
-def target_gradient(
-    z_y, others, total, e_y, gamma, excess, delta, w_y, logit_scale, softcap,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Return the gradient of the target's raw logit."""
-    g = times(excess, e_y / total) - gamma * (others / total) - delta * w_y
-    if CAPPED or SCALED:
-        g *= slope(z_y, logit_scale, softcap, SCALED, CAPPED, False)
-    return g
-
-
-@triton.jit
-def clear(place, off, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    """Write a gradient of zeros."""
-    for first in range(0, last + 1, BLOCK):
-        store(place, first, tl.zeros([BLOCK], tl.float32), off, vocabulary, BLOCK, True, RAGGED, VECTOR)
-
-
-@triton.jit
-def _write(
-    source, place, off, last, vocabulary, whole, reference, exact, factor, delta, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, SKEWED: tl.constexpr, WHOLE: tl.constexpr,
-    CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
-    FOLDED: tl.constexpr,
-):  # fmt: skip
-    """Write a row's gradient, from its end."""
-    if not WHOLE:
-        g = gradient_block(
-            fetch(source, last, whole, BLOCK, "evict_first").to(tl.float32), last + tl.arange(0, BLOCK) - off,
-            vocabulary, reference, exact, factor, delta, class_weight, logit_scale, softcap,
-            CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, FOLDED,
-        )  # fmt: skip
-        store(place, last, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
-    blocks = last // BLOCK + (1 if WHOLE else 0)
-    least = 1 if SKEWED else 0
-    for back in range(least, blocks):
-        first = (blocks - 1 - back + least) * BLOCK
-        g = gradient_block(
-            fetch(source, first, first + BLOCK, BLOCK, "evict_first").to(tl.float32),
-            first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, delta, class_weight, logit_scale,
-            softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, FOLDED,
-        )  # fmt: skip
-        store(place, first, g, off, vocabulary, BLOCK, False, RAGGED, VECTOR)
-    if SKEWED:
-        if last > 0:
-            g = gradient_block(
-                fetch(source, 0, BLOCK, BLOCK, "evict_first").to(tl.float32), tl.arange(0, BLOCK) - off, vocabulary,
-                reference, exact, factor, delta, class_weight, logit_scale, softcap,
-                CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, FOLDED,
-            )  # fmt: skip
-            store(place, 0, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
-
-
-@triton.jit
-def _ticket(counter):
-    """Return how many programs had stored their row's loss before this one, which has."""
-    tl.debug_barrier()
-    return tl.atomic_add(counter, 1.0, sem="acq_rel")
-
-
-@triton.jit
-def reduce_rows(values, count, divisor, BLOCK: tl.constexpr):
-    """Return the sum of (count,) values over the divisor, 0 where that is 0; None divides by nothing."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, count, BLOCK):
-        rows = first + tl.arange(0, BLOCK)
-        sums += tl.load(values + rows, mask=rows < count, other=0.0, cache_modifier=".cg")
-    found = tl.sum(sums, 0)
-    if divisor is not None:
-        d = tl.load(divisor)
-        found = tl.where(d == 0, 0.0, tl.div_rn(found, tl.where(d == 0, 1.0, d)))
-    return found
 
 
 @kernel
@@ -272,8 +56,14 @@ def rows_kernel(
     class_weight,  # (V,) float32 or None
     class_weight_total,  # () float32 or None
     target_logits,  # (R,) float32 or None: take the place of the targets' raw logits
-    upstream,  # (N,) or None
+    upstream,  # (N,), or (1,) with a stride of 0, or None
     upstream_stride: "i64",
+    lse_upstream,  # (N,) or None, as the next two: with any of them gradients are for these and `upstream`
+    lse_upstream_stride: "i64",
+    nll_upstream,
+    nll_upstream_stride: "i64",
+    entropy_upstream,
+    entropy_upstream_stride: "i64",
     scratch,  # float32: D, 1 / D (0 for D = 0), what a gradient still lacks, programs that are done; or None
     loss,  # (N,) float32, like all results
     norm,  # (3, N): m, others, total; or None
@@ -283,6 +73,8 @@ def rows_kernel(
     predictions,  # int64
     hits,  # 1 where the prediction is the target
     z_term,
+    log_sum_sq,
+    mean_logit,
     total_loss,  # () float32, with REDUCED
     count: "i64",  # N
     length: "i64",
@@ -294,11 +86,13 @@ def rows_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,  # (N, 2): logit scale and softcap of each position of the target; or None
+    bend_stride: "i64",
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows of a tensor lie in groups
     MEAN: tl.constexpr,
     REDUCED: tl.constexpr,  # the last program adds up the losses
-    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics
+    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics, or for gradients of these
     SKEWED: tl.constexpr,  # rows may begin off boundaries
     RAGGED: tl.constexpr,  # rows may begin or end off boundaries
     VECTOR: tl.constexpr,  # elements of 16 bytes; 1 where logits and gradient do not lie alike
@@ -315,7 +109,11 @@ def rows_kernel(
     BLOCKS: tl.constexpr,  # a power of two, and at least as many as a row that begins on a boundary has
 ):
     """See the module's docstring."""
-    ENTROPY: tl.constexpr = entropy is not None
+    TILTED: tl.constexpr = entropy_upstream is not None
+    STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
+    ENTROPY: tl.constexpr = TILTED or (entropy is not None)
+    SQUARED: tl.constexpr = log_sum_sq is not None
+    AVERAGED: tl.constexpr = mean_logit is not None
     PREDICTED: tl.constexpr = (predictions is not None) or (hits is not None)
     here = tl.program_id(0).to(tl.int64)
     row = start + here
@@ -325,6 +123,7 @@ def rows_kernel(
         row, row < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
     y = y.to(tl.int32)
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
@@ -332,6 +131,10 @@ def rows_kernel(
     r = tl.where(invalid, float("nan"), a * inverse)
     if upstream is not None:
         r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    if STATISTICS:
+        if upstream is None:
+            r = tl.where(invalid, float("nan"), 0.0)
+        r = tl.where(dead, 0.0, r)
     a = tl.where(invalid, float("nan"), a)
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
@@ -349,25 +152,14 @@ def rows_kernel(
     if (ignored if ALL_ROWS else dead) != 0:
         tl.store(loss + row, 0.0)
         if REDUCED:
-            ticket = _ticket(scratch + 3)
+            ticket = take_ticket(scratch + 3)
         if norm is not None:
             tl.store(norm + row, 0.0)
             tl.store(norm + count + row, 0.0)
             tl.store(norm + 2 * count + row, 1.0)
-        if lse is not None:
-            tl.store(lse + row, 0.0)
-        if nll is not None:
-            tl.store(nll + row, 0.0)
-        if entropy is not None:
-            tl.store(entropy + row, 0.0)
-        if predictions is not None:
-            tl.store(predictions + row, -1)
-        if hits is not None:
-            tl.store(hits + row, 0.0)
-        if z_term is not None:
-            tl.store(z_term + row, 0.0)
+        store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            clear(place, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
         if target_logits is None:
             z_y = tl.load(logits + begin + y).to(tl.float32)
@@ -375,80 +167,27 @@ def rows_kernel(
             z_y = tl.load(target_logits + here)
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
 
-        lane, in_lane, z_lane = _lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
-
-        # Fold: the first block gives the reference.
-        nothing = tl.zeros([LANES], tl.float32)
-        best = tl.full([LANES], -float("inf"), tl.float32)
-        at = tl.zeros([LANES], tl.int32)
-        z = fetch(source, 0, whole, BLOCK, "evict_last").to(tl.float32)
-        classes = tl.arange(0, BLOCK) - off
-        seen = classes < vocabulary
-        if SKEWED:
-            seen = seen & (classes >= 0) & (classes < BLOCK - VECTOR)
-        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-        m = finite(tl.max(tl.where(seen, x, -float("inf")), 0))
-        exact = is_exact(m, EXACT)
-        s, t, u, best, at = _add(
-            nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight, logit_scale,
-            softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
-            SMOOTHED, ENTROPY, PREDICTED,
+        lane, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+        m, exact, s, t, u, q, v, best, at = quick_sums(
+            source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+            BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+            SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
-        for first in range(BLOCK, last + (BLOCK if WHOLE else 0), BLOCK):
-            z = fetch(source, first, first + BLOCK, BLOCK, "evict_last").to(tl.float32)
-            s, t, u, best, at = _add(
-                s, t, u, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
-                logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
-                PREDICTED,
-            )  # fmt: skip
-        if not WHOLE:
-            if last > 0:
-                z = fetch(source, last, whole, BLOCK, "evict_last").to(tl.float32)
-                s, t, u, best, at = _add(
-                    s, t, u, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
-                    logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
-                    CAPPED, SMOOTHED, ENTROPY, PREDICTED,
-                )  # fmt: skip
-        if SKEWED:
-            s = turn(s, off, LANES)
-            t = turn(t, off, LANES) if ENTROPY else t
-            u = turn(u, off, LANES) if SMOOTHED else u
-        others, mixed = _without_target(
-            s, t, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
-            LANES, EXACT, QUICK, SCALED, CAPPED, ENTROPY,
+        others, mixed, below, squares, level = joined(
+            s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
+            LANES, SKEWED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
         )  # fmt: skip
-        below = tl.sum(u, 0) if SMOOTHED else 0.0
         e2_y = exponent(x_y, m, exact)
         total = others + tl.math.exp2(e2_y)
         if ((total > SMALLEST) & (total < LARGEST) & (EXACT | (tl.abs(m) < FAR))) == 0:
-            peak = tl.full([BLOCK], -float("inf"), tl.float32)
-            for first in range(0, last + 1, BLOCK):
-                z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
-                classes = first + tl.arange(0, BLOCK) - off
-                x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-                inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
-                peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
-            m = finite(tl.maximum(tl.max(peak, 0), x_y))
-            exact = is_exact(m, EXACT)
-            s = nothing
-            t = nothing
-            u = nothing
-            for first in range(0, last + 1, BLOCK):
-                z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
-                s, t, u, _best, _at = _add(
-                    s, t, u, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact,
-                    class_weight, logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK,
-                    SCALED, CAPPED, SMOOTHED, ENTROPY, False,
-                )  # fmt: skip
-            if SKEWED:
-                s = turn(s, off, LANES)
-                t = turn(t, off, LANES) if ENTROPY else t
-                u = turn(u, off, LANES) if SMOOTHED else u
-            others, mixed = _without_target(
-                s, t, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
-                LANES, True, QUICK, SCALED, CAPPED, ENTROPY,
+            m, exact, s, t, u, q, v = careful_sums(
+                source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
+                BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
             )  # fmt: skip
-            below = tl.sum(u, 0) if SMOOTHED else 0.0
+            others, mixed, below, squares, level = joined(
+                s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
+                LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
+            )  # fmt: skip
             e2_y = exponent(x_y, m, exact)
 
         # Finish: the losses, what is reported, and the coefficients.
@@ -470,7 +209,7 @@ def rows_kernel(
             cost += squared
         tl.store(loss + row, tl.where(dead, 0.0, a * cost))
         if REDUCED:
-            ticket = _ticket(scratch + 3)
+            ticket = take_ticket(scratch + 3)
         if norm is not None:
             tl.store(norm + row, m)
             tl.store(norm + count + row, others)
@@ -479,11 +218,17 @@ def rows_kernel(
             tl.store(lse + row, row_lse)
         if nll is not None:
             tl.store(nll + row, tl.where(invalid, float("nan"), row_nll))
+        row_entropy = 0.0
+        if ENTROPY:
+            row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
         if entropy is not None:
-            mixed += times(e_y, tl.maximum(e2_y, FLOOR))
-            tl.store(entropy + row, log_sum - LN2 * mixed / total)
+            tl.store(entropy + row, row_entropy)
         if z_term is not None:
             tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
+        if log_sum_sq is not None:
+            tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum))
+        if mean_logit is not None:
+            tl.store(mean_logit + row, level / vocabulary)
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
@@ -496,28 +241,34 @@ def rows_kernel(
             if hits is not None:
                 tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0))
         gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+        gamma, excess, beta = with_statistics(
+            gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
+            entropy_upstream, entropy_upstream_stride,
+        )  # fmt: skip
 
         if grad is not None:
-            if dead:
-                clear(place, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            if ignored if STATISTICS else dead:
+                fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
             else:
-                factor = (gamma + excess) / total
+                factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
                 if FOLDS and foldable:
-                    _write(
+                    write_gradient(
                         source, place, off, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
-                        exact, factor, delta, class_weight, logit_scale, softcap,
-                        BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, True,
+                        exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
+                        WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
                     )  # fmt: skip
                 else:
-                    _write(
-                        source, place, off, last, vocabulary, whole, m, exact, factor, delta, class_weight, logit_scale,
-                        softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED, SMOOTHED, False,
+                    write_gradient(
+                        source, place, off, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                        logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
+                        SMOOTHED, TILTED, False,
                     )  # fmt: skip
                 g_y = target_gradient(
-                    z_y, others, total, e_y, gamma, excess, delta, w_y, logit_scale, softcap, SCALED, CAPPED
-                )
+                    z_y, others, total, e_y, gamma, excess, beta, row_nll, delta, w_y, logit_scale, softcap,
+                    SCALED, CAPPED, TILTED,
+                )  # fmt: skip
                 tl.debug_barrier()
                 tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
 

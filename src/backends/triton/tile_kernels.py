@@ -9,7 +9,7 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, merge, order, times
-from xent.backends.triton.row_algebra import row_facts
+from xent.backends.triton.row_algebra import bend_of_row, log_of_squares, row_facts
 
 __all__ = ["finish_kernel", "join_kernel", "tile_kernel"]
 
@@ -31,9 +31,16 @@ def tile_kernel(
     seen,
     best,  # None unless predictions are asked for
     at,  # (N,) int32
+    squares,  # sums of e^(2 (x - largest)); None unless they are asked for
+    level,  # sums of x; None unless they are asked for
     class_weight,
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,  # as in `rows_kernel`
+    bend_stride: "i64",
+    count: "i64",
+    shift: "i64",
+    SHIFTED: tl.constexpr,
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,6 +49,7 @@ def tile_kernel(
     tile += tl.program_id(0).to(tl.int64) * tile_stride
     row = start + tl.program_id(0).to(tl.int64)
     y = tl.load(classes + row) - first
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     peak = -float("inf")
     total = 0.0
     mix = 0.0
@@ -49,6 +57,8 @@ def tile_kernel(
     weights = 0.0
     top = -float("inf")
     found = 0
+    square = 0.0
+    height = 0.0
     if first > 0:
         peak = tl.load(peaks + row)
         total = tl.load(totals + row)
@@ -60,6 +70,10 @@ def tile_kernel(
         if best is not None:
             top = tl.load(best + row)
             found = tl.load(at + row)
+        if squares is not None:
+            square = tl.load(squares + row)
+        if level is not None:
+            height = tl.load(level + row)
     for left in range(0, width, BLOCK):
         columns = left + tl.arange(0, BLOCK)
         inside = columns < width
@@ -72,6 +86,8 @@ def tile_kernel(
             top = tl.maximum(top, largest)
         x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
         others = inside & (columns != y)
+        if level is not None:
+            height += tl.sum(tl.where(others, x, 0.0), 0)
         x = tl.where(others, x, -float("inf"))
         larger = tl.maximum(peak, tl.max(x, 0))
         reference = finite(larger)
@@ -87,6 +103,8 @@ def tile_kernel(
             under += times(weights, tl.where((peak == -float("inf")) & (larger != peak), float("inf"), growth))
             under += tl.sum(times(w, reference - x), 0)
             weights += tl.sum(w, 0)
+        if squares is not None:
+            square = exp(-2 * growth) * square + tl.sum(e * e, 0)
         total = exp(-growth) * total + tl.sum(e, 0)
         peak = larger
     tl.store(peaks + row, peak)
@@ -99,6 +117,10 @@ def tile_kernel(
     if best is not None:
         tl.store(best + row, top)
         tl.store(at + row, found)
+    if squares is not None:
+        tl.store(squares + row, square)
+    if level is not None:
+        tl.store(level + row, height)
 
 
 @kernel
@@ -133,6 +155,8 @@ def finish_kernel(
     seen,
     best,  # not looked at
     at,
+    squares,
+    level,
     target_logits,  # (N,) float32
     target,
     sample_weight,
@@ -145,6 +169,8 @@ def finish_kernel(
     predictions,
     hits,
     z_term,
+    log_sum_sq,
+    mean_logit,
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -155,6 +181,8 @@ def finish_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
+    bend,
+    bend_stride: "i64",
     SHIFTED: tl.constexpr,
     MEAN: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -168,6 +196,7 @@ def finish_kernel(
     y, a, w_y, ignored, invalid = row_facts(
         row, inside, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     dead = (tl.where(tl.load(scratch + 1) == 0, 0.0, a) == 0 if MEAN else a == 0) & ~invalid
     a = tl.where(invalid, float("nan"), a)
     z_y = tl.load(target_logits + row, mask=inside, other=0.0)
@@ -210,6 +239,13 @@ def finish_kernel(
         tl.store(entropy + row, tl.where(ignored, 0.0, log_sum - mix / total), mask=inside)
     if z_term is not None:
         tl.store(z_term + row, tl.where(dead, 0.0, a * squared), mask=inside)
+    if log_sum_sq is not None:
+        square = tl.load(squares + row, mask=inside, other=0.0) * exp(-2 * growth)
+        found_squares = log_of_squares(square, others, e_y, -log_p_y, log_sum)
+        tl.store(log_sum_sq + row, tl.where(ignored, 0.0, found_squares), mask=inside)
+    if mean_logit is not None:
+        height = tl.load(level + row, mask=inside, other=0.0) + x_y
+        tl.store(mean_logit + row, tl.where(ignored, 0.0, height / vocabulary), mask=inside)
     if predictions is not None or hits is not None:
         found = tl.load(at + row, mask=inside, other=0)
         if predictions is not None:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.linear_call import Linear
+from xent.backends.triton.facts import Facts
 from xent.backends.triton.hopper.product import fold_product
 from xent.backends.triton.launch import launch, next_power_of_2
 from xent.backends.triton.tile_kernels import tile_kernel
 from xent.core.chunks import tile_shape
-from xent.core.spec import LossSpec
 
 __all__ = ["Sums", "fold"]
 
@@ -25,11 +25,13 @@ class Sums(NamedTuple):
     seen: Tensor | None
     best: Tensor | None
     at: Tensor | None
+    squares: Tensor | None
+    level: Tensor | None
 
 
-def fold(linear: Linear, spec: LossSpec, classes: Tensor, class_weight: Tensor | None) -> Sums:
+def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
     """Return the sums over all classes but each row's target, `classes` (N,) int32."""
-    count, device = len(classes), classes.device
+    count, device, spec = len(classes), classes.device, facts.spec
     names = spec.stats
 
     def memory(wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -37,14 +39,22 @@ def fold(linear: Linear, spec: LossSpec, classes: Tensor, class_weight: Tensor |
 
     smoothed, predicted = spec.label_smoothing != 0, "predictions" in names or "accuracy" in names
     peaks, totals = torch.empty(2, count, dtype=torch.float32, device=device)
-    entropy = memory("entropy" in names)
     sums = Sums(
-        peaks, totals, entropy, memory(smoothed), memory(smoothed), memory(predicted), memory(predicted, torch.int32)
+        peaks,
+        totals,
+        memory("entropy" in names),
+        memory(smoothed),
+        memory(smoothed),
+        memory(predicted),
+        memory(predicted, torch.int32),
+        memory("log_sum_sq_probs" in names),
+        memory("mean_logit" in names),
     )
     hidden = linear.hidden.to(linear.compute)
-    plain = sums.mixed is sums.below is sums.at is linear.classifier_bias is None
-    if plain and fold_product(hidden, linear.classifier, spec, classes, peaks, totals):
-        return sums._replace(best=None)
+    plain = not any(memory is not None for memory in (*sums[2:], linear.classifier_bias, facts.bend))
+    # The product kernel has no entropy: exact calls, whose bits are the same with and without it, never take it.
+    if plain and not spec.exact and fold_product(hidden, linear.classifier, spec, classes, peaks, totals):
+        return sums
     # Logits of 16 bits are made in float32: nothing that is reported is rounded on the way.
     dtype = torch.promote_types(linear.compute, torch.float32)
     rows, width = tile_shape(count, len(linear.weight), dtype.itemsize, linear.workspace)
@@ -55,13 +65,11 @@ def fold(linear: Linear, spec: LossSpec, classes: Tensor, class_weight: Tensor |
             part = slice(first, min(first + width, len(linear.weight)))
             tile = room[: len(some) * (part.stop - first)].view(len(some), -1)
             linear.write_logits(some, tile, part)
-            _fold_tile(sums, tile, start, first, spec, classes, class_weight)
+            _fold_tile(sums, tile, start, first, facts, classes)
     return sums
 
 
-def _fold_tile(
-    sums: Sums, tile: Tensor, start: int, first: int, spec: LossSpec, classes: Tensor, class_weight: Tensor | None
-) -> None:
+def _fold_tile(sums: Sums, tile: Tensor, start: int, first: int, facts: Facts, classes: Tensor) -> None:
     """Fold logits (R, W), each row contiguous, of rows [start, start + R) and classes [first, first + W)."""
     count, width = tile.shape
     launch(
@@ -74,16 +82,15 @@ def _fold_tile(
             start,
             first,
             classes,
-            *sums[:5],
-            sums.best,
-            sums.at,
-            class_weight,
-            spec.softcap or 0.0,
-            spec.logit_scale,
+            *sums,
+            facts.class_weight,
+            *facts.scales,
+            facts.count,
+            facts.shift,
         ),
         {
-            "CAPPED": spec.softcap is not None,
-            "SCALED": spec.logit_scale != 1,
+            "SHIFTED": facts.shift > 0,
+            **facts.bent,
             "BLOCK": min(next_power_of_2(width), 1024),
         },
         num_warps=1,

@@ -67,7 +67,10 @@ LOG_PROB_OPTIONS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One call to check. Options whose value is an array are flags here (`weight`, `sample_weight`, `bias`)."""
+    """One call to check. Options whose value is an array are flags here (`weight`, `sample_weight`, `bias`).
+
+    A `normalizer` among the options is passed with reduction "mean" alone: the others refuse it.
+    """
 
     function: str
     rows: tuple[int, ...]
@@ -149,12 +152,18 @@ def option_cases(function: str, dtype: str) -> list[Case]:
         ]
         shifted = ("plain", "all", "probabilities, all")
         named += [replace(case, name=f"{case.name}, shift", shift=2) for case in named if case.name in shifted]
+    reduced = [
+        replace(case, reduction=reduction)
+        for case in named
+        for reduction in ("mean", "sum", "none")
+        if reduction == "mean" or case.options.keys() != {"normalizer"}
+    ]
     reported = [
         replace(case, name=f"{case.name}, statistics", reduction="none", stats=DIFFERENTIABLE)
         for case in named
         if case.name in ("all", "probabilities, all")
     ]
-    return [replace(case, reduction=reduction) for case in named for reduction in ("mean", "sum", "none")] + reported
+    return reduced + reported
 
 
 def _log_prob_cases(base: Case) -> list[Case]:
@@ -187,6 +196,8 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
         if case.bias:
             differentiable["linear_bias"] = rng.normal(0, 1, vocabulary) + case.offset
     options = dict(case.options)
+    if case.reduction != "mean":
+        options.pop("normalizer", None)
     target: Any
     if options.pop("probabilities", False):
         target = rng.dirichlet(np.full(vocabulary, 0.3), rows)

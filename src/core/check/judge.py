@@ -62,7 +62,7 @@ def _judge_draw(
 
 
 def worst_of(draws: Sequence[Comparison]) -> Comparison:
-    """Return the worst error and the widest bound of one output over several draws."""
+    """Return the worst error and the largest bound of several draws of one output."""
     errors, bounds = zip(*((draw.error, draw.bound) for draw in draws), strict=True)
     return Comparison(draws[0].output, float(np.max(errors)), float(np.max(bounds)))
 

@@ -8,12 +8,15 @@ from typing import Any
 from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend, Harness
 from xent.core.check.cases import LOSSES, Case, option_cases
+from xent.core.check.divergence_cases import DivergenceCase, divergence_cases
+from xent.core.check.divergence_judge import judge_divergence
 from xent.core.check.judge import Comparison, judge_case
 from xent.core.check.shapes import shape_cases
 
 __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
-_FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs")
+_FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
+AnyCase = Case | DivergenceCase
 _NOTHING = Comparison("", 0.0, 1.0)
 
 
@@ -37,7 +40,7 @@ class Work:
     backend: Backend
     device: str
     harness: Harness[Any]
-    cases: dict[tuple[str, str], tuple[list[Case], list[Case]]]
+    cases: dict[tuple[str, str], tuple[Sequence[AnyCase], Sequence[AnyCase]]]
     """(function, dtype) -> the cases of every backend, and those of this device's kernels."""
     seen: set[str] = field(default_factory=set)
 
@@ -59,8 +62,10 @@ def planned(names: list[str] | None = None) -> list[Work]:
     return found
 
 
-def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[list[Case], list[Case]]:
+def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
     """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
+    if function.endswith("divergence"):
+        return [], divergence_cases(function, dtype)
     return option_cases(function, dtype) + shape_cases(function, dtype), harness.reaching(function, dtype)
 
 
@@ -82,13 +87,16 @@ def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: 
             work.harness.passed()
 
 
-def _judged(work: Work, case: Case, tell: Callable[[str], None]) -> tuple[list[Comparison], list[str]]:
+def _judged(work: Work, case: AnyCase, tell: Callable[[str], None]) -> tuple[list[Comparison], list[str]]:
     """Return a case's comparisons, and what failed; an error, or a warning that something else ran, is a failure."""
     tell(f"{work}: {case}")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
-            comparisons = judge_case(work.backend, work.harness, case)
+            if isinstance(case, DivergenceCase):
+                comparisons = judge_divergence(work.backend, work.harness, case)
+            else:
+                comparisons = judge_case(work.backend, work.harness, case)
     except Exception as error:
         return [], [f"{case}: {type(error).__name__}: {error}"]
     return comparisons, [f"{case}: {result.output}" for result in comparisons if not result.passed]

@@ -152,7 +152,7 @@ def _reference(run: _Run) -> tuple[Results, Results]:
     given = {name: numpy(grad) for name, grad in zip(case.results, run.upstream, strict=True) if grad is not None}
     sizes: Results = {}
     for result, grad in given.items():
-        first = sign * grad if result == case.results[0] else np.zeros(np.shape(loss))
+        first: Any = sign * np.asarray(grad, np.float64) if result == case.results[0] else np.zeros(np.shape(loss))
         others = {} if result == case.results[0] else {result: grad}
         for name, share in zip(arrays, _gradients(call, first, others), strict=False):
             found[name] = found.get(name, 0.0) + share

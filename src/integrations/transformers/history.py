@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from xent.integrations.transformers.replaced import inner, replaced_forward, trl_computes_with
+
 __all__ = [
     "Call",
     "History",
@@ -70,12 +72,12 @@ class History:
         """Pickle the name alone."""
         return History, (self.name,)
 
-    def warn(self, reason: str) -> None:
+    def warn(self, reason: str, what: str = "takes the memory of its logits, as without xent") -> None:
         """Say, once, why training is not fused."""
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"training this {self.name} takes the memory of its logits, as without xent: {reason}. "
+                f"training this {self.name} {what}: {reason}. "
                 "print(xent.integrations.transformers.explain(model)) says more",
                 RuntimeWarning,
                 stacklevel=2,
@@ -176,16 +178,16 @@ def why_unused(model: Any) -> str:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is not None and not any("_xent_history" in vars(part) for part in head.modules()):
         return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
-    for module in model.modules():
-        replaced = vars(module).get("forward")
-        if replaced is not None and not hasattr(module, "_old_forward"):  # that of accelerate calls the old one
-            return f"the forward of its {type(module).__name__} was replaced by {_name(replaced)} {_place(replaced)}"
-    return "its head was not called"
+    replaced = replaced_forward(model)
+    if replaced is None:
+        return "its head was not called"
+    module, forward = replaced
+    return f"the forward of its {type(module).__name__} was replaced by {_name(forward)} {_place(forward)}"
 
 
 def _place(where: Any) -> str:
     """Return file and line of a frame or a function, as "at FILE:LINE"; nothing where Python does not know them."""
-    where = _inner(where)
+    where = inner(where)
     if isinstance(where, FrameType):
         return f"at {where.f_code.co_filename}:{where.f_lineno} in {where.f_code.co_name}"
     code = getattr(where, "__code__", None)
@@ -203,15 +205,9 @@ def _caller() -> FrameType | None:
     return None
 
 
-def _inner(function: Any) -> Any:
-    """Return the function of a functools.partial or a method."""
-    function = getattr(function, "func", function)
-    return getattr(function, "__func__", function)
-
-
 def _name(function: Any) -> str:
     """Return what a function is called: `Tensor.max`, `Tensor.T` for the getter of an attribute."""
-    function = _inner(function)
+    function = inner(function)
     owner = getattr(function, "__self__", None)  # of a getter: the attribute
     name = getattr(function, "__name__", type(function).__name__)
     if name == "__get__" and owner is not None:
@@ -231,7 +227,19 @@ def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 id(weight) in weights for group in optimizer.param_groups for weight in group["params"]
             )
             if history.went_past:
-                history.warn(why_unused(model))
+                _warn_of_unused(model, history)
+
+
+def _warn_of_unused(model: nn.Module, history: History) -> None:
+    whose = trl_computes_with(model)
+    if whose == "trl":
+        history.warn(
+            "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
+            "xent.integrations.trl.patch()",
+            "does without xent",
+        )
+    elif whose is None:
+        history.warn(why_unused(model))
 
 
 _hook: Any = torch.compiler.disable(_note_step)

@@ -6,8 +6,19 @@ from torch import nn
 
 from xent.integrations.transformers.heads import DeferringHead, find_heads, find_owner
 from xent.integrations.transformers.history import Outcome, history_of, why_unused
+from xent.integrations.transformers.replaced import trl_computes_with
 
 __all__ = ["explain"]
+
+_TRL = {
+    whose: f"Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, {words}."
+    for whose, words in {
+        "xent": "xent computes log-probabilities from hidden states, without logits",
+        "trl": "kernels of TRL's compute log-probabilities from hidden states, until you call "
+        "xent.integrations.trl.patch()",
+    }.items()
+}
+"""What is said of a model whose forward TRL replaced, by whose function that calls."""
 
 
 def explain(model: nn.Module) -> str:
@@ -54,7 +65,9 @@ def explain(model: nn.Module) -> str:
     patched: list[Any] = [
         head for head in heads if isinstance(head, DeferringHead) and not hasattr(head, "_xent_restored")
     ]
-    history = history_of(owner)
+    history, trl = history_of(owner), _TRL.get(trl_computes_with(owner) or "")
+    if not patched and trl is not None:
+        return f"{name} is not patched. {trl}"
     if not patched:
         why = (
             "you call patch(model)"
@@ -73,8 +86,11 @@ def explain(model: nn.Module) -> str:
     if history is None:
         return f"{lines[0]} Nothing was noted of it, because patch was not called with it."
     for kind, outcome in (("Training", history.training), ("Evaluation", history.evaluation)):
-        lines.append(f"{kind}: {_words(outcome)}")
-    if history.went_past:
+        if outcome.seen or trl is None:  # the head is not called where TRL's forward is
+            lines.append(f"{kind}: {_words(outcome)}")
+    if trl is not None:
+        lines.append(trl)
+    elif history.went_past:
         lines.append(f"An optimizer stepped without a call of the head: {why_unused(owner)}.")
     return "\n".join(lines)
 

@@ -1,4 +1,8 @@
-"""Whether the product kernel serves a forward pass, and how it is launched."""
+"""Whether the product kernel serves a forward pass, and how it is launched.
+
+It has no entropy and no temperature of each row. Exact calls, whose bits are the same with and without the entropy, do
+not take it (`xent.backends.triton.tiles`).
+"""
 
 from torch import Tensor
 

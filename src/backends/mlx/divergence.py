@@ -1,0 +1,166 @@
+"""Divergences on MLX arrays, with MLX's own operations on every device: chunks of rows, both sides' logits at a time.
+
+`divergence_facts` is what is known about the rows, `divergence_rows` the row algebra. Gradients reach MLX through
+`autograd.with_gradients`, as those of the losses do: what is expected is made with a mean or sum, the rest when it is
+asked for.
+"""
+
+from collections.abc import Collection
+
+import mlx.core as mx
+import numpy as np
+
+from xent.backends.mlx import empty
+from xent.backends.mlx.autograd import guarded, scaled, with_gradients
+from xent.backends.mlx.classifier import Classifier
+from xent.backends.mlx.devices import chunk_device
+from xent.backends.mlx.divergence_facts import DivergenceFacts, gather_facts, known_classes
+from xent.backends.mlx.divergence_rows import KnownClasses, from_top_k, full
+from xent.backends.mlx.facts import accumulation_dtype
+from xent.backends.mlx.gradients import GradientSums
+from xent.backends.mlx.tracing import is_differentiated
+from xent.core.chunks import rows_per_chunk
+from xent.core.spec import LossSpec
+from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
+
+__all__ = ["run"]
+
+_WORKSPACE = {"mlx-cpu": 64 * 2**20, "metal": 512 * 2**20, "mlx-cuda": 1280 * 2**20}
+_FEWEST_ROWS = 64
+_PASSES = 4  # arrays of a chunk's size that are alive beside its logits
+
+
+def run(call: DivergenceCall) -> mx.array:
+    """Run a call; the loss in the caller's shape."""
+    given = _differentiable(call)
+    if 0 in call.rows:
+        return empty.run(list(given.values()), LossSpec(reduction=call.reduction), call.rows)[0]
+    rows = _Rows(guarded(call))
+    reduces = call.reduction != "none"
+    expected = [name for name, array in given.items() if is_differentiated(array)] if reduces else []
+    losses, kept = rows.computed(rows.facts, expected)
+
+    def gradients(upstream: dict[str, mx.array | None]) -> list[mx.array]:
+        made = dict(kept)
+        kept.clear()
+        facts = rows.facts if reduces else rows.facts.of_rows(upstream["loss"])
+        first = expected if reduces else [name for name, array in given.items() if is_differentiated(array)]
+        # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
+        for names in (first, *([name] for name in given if name not in first)):
+            if names and not made.keys() >= set(names):
+                made |= rows.computed(facts, names)[1]
+        factor = facts.factor(upstream["loss"]) if reduces else None
+        return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
+
+    loss = losses.reshape(call.rows) if not reduces else losses.sum()
+    if rows.facts.divisor is not None:
+        loss = mx.where(rows.facts.divisor == 0, 0, loss / rows.facts.divisor)
+    return with_gradients({"loss": loss}, list(given.values()), gradients)["loss"]
+
+
+def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
+    """Return what may have a gradient: "logits" with classes last, or "input", "weight" and perhaps "bias"."""
+    student, teacher = call.student, call.teacher
+    if isinstance(teacher, LinearLogits):
+        _check_dtypes("teacher.", teacher)
+    if isinstance(student, StoredLogits):
+        return {"logits": mx.moveaxis(student.logits, call.axis, -1)}
+    _check_dtypes("linear_", student)
+    given = {"input": student.input, "weight": student.weight, "bias": student.bias}
+    return {name: array for name, array in given.items() if array is not None}
+
+
+def _check_dtypes(prefix: str, side: LinearLogits) -> None:
+    for name, array in (("weight", side.weight), ("bias", side.bias)):
+        if array is not None and array.dtype != side.input.dtype:
+            whose = "input" if prefix == "linear_" else f"{prefix}input"
+            raise TypeError(f"{prefix}{name} must have the dtype of {whose}, {side.input.dtype}; got {array.dtype}")
+
+
+class _Rows:
+    """The rows of a call without gradients, computed a chunk at a time."""
+
+    def __init__(self, call: DivergenceCall) -> None:
+        self._call, self._count = call, int(np.prod(call.rows))
+        self._acc = accumulation_dtype(call.array.dtype)
+        self._known = known_classes(call)
+        self.facts = gather_facts(call, self._known)
+        self._student = _Side(call.student, call)
+        self._teacher = None if isinstance(call.teacher, TopKTeacher) else _Side(call.teacher, call)
+        device = chunk_device()
+        size = call.vocabulary * self._acc.size * (2 if self._known is None else 1)
+        if call.workspace is None:
+            size *= _PASSES
+        workspace = call.workspace or max(_WORKSPACE[device], _FEWEST_ROWS * size)
+        step = rows_per_chunk(self._count, size, 1, workspace, device)
+        self._parts = [slice(start, min(start + step, self._count)) for start in range(0, self._count, step)]
+
+    def computed(self, facts: DivergenceFacts, needs: Collection[str]) -> tuple[mx.array, dict[str, mx.array]]:
+        """Return the weighted losses (N,), and the gradients that `needs` names."""
+        losses, grads, tie = list[mx.array](), list[mx.array](), list[mx.array]()
+        sums = None
+        if needs and isinstance(self._call.student, LinearLogits):
+            assert self._student.classifier is not None
+            sums = GradientSums(needs, self._student.classifier, self._call.student.input, len(self._parts))
+        for part in self._parts:
+            dead = facts.dead[part]
+            hidden, z = self._student.block(part, dead, tie)
+            x, slope = _activated(z.astype(self._acc), self._student.softcap, self._student.scale)
+            found, derivative = self._divergence(x, part, dead, tie)
+            losses.append(mx.where(dead, 0, found * facts.weight[part]))
+            tie = [losses[-1]]
+            if not needs:
+                continue
+            factor = (facts.scale[part] * self._student.scale)[:, None]
+            grad = mx.where(dead[:, None], 0, derivative * (factor if slope is None else factor * slope))
+            if sums is None:
+                # float16 is left until the upstream gradient is in it.
+                narrow = self._call.array.dtype == mx.float16
+                grads.append(grad if narrow else grad.astype(self._call.array.dtype))
+                tie.append(grads[-1])
+            else:
+                tie += sums.add(grad.astype(self._call.array.dtype), hidden, dead)
+        if sums is not None:
+            return mx.concatenate(losses), sums.result()
+        shape = (*self._call.rows, self._call.vocabulary)
+        return mx.concatenate(losses), {"logits": mx.concatenate(grads).reshape(shape)} if grads else {}
+
+    def _divergence(self, x: mx.array, part: slice, dead: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
+        if self._known is not None:
+            # Entries for no class are put where no class is.
+            ids, vocabulary = self._known.ids[part], self._call.vocabulary
+            ids = mx.where((ids < 0) | dead[:, None], vocabulary, ids)
+            known = KnownClasses(ids, self._known.log_q[part], self._known.tail, self._known.tolerance)
+            return from_top_k(x, known)
+        assert self._teacher is not None
+        _, z = self._teacher.block(part, dead, tie)
+        return full(self._call.beta, x, _activated(z.astype(self._acc), self._teacher.softcap, self._teacher.scale)[0])
+
+
+class _Side:
+    """Where the raw logits of one side come from."""
+
+    def __init__(self, source: StoredLogits | LinearLogits, call: DivergenceCall) -> None:
+        self.softcap, self.scale = source.softcap, source.logit_scale
+        count = int(np.prod(call.rows))
+        self.classifier: Classifier | None = None
+        if isinstance(source, StoredLogits):
+            self._rows = mx.moveaxis(source.logits, call.axis, -1).reshape(count, call.vocabulary)
+        else:
+            self._rows = source.input.reshape(count, source.input.shape[-1])
+            self.classifier = Classifier(source.weight, source.bias, call.vocabulary, True)
+
+    def block(self, part: slice, dead: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
+        """Return hidden states or logits of a part, 0 in dead rows, and logits (R, V), made once `tie` is."""
+        rows = mx.depends(self._rows[part], tie) if tie else self._rows[part]
+        rows = mx.where(dead[:, None], 0, rows)
+        return rows, rows if self.classifier is None else self.classifier.logits(rows)
+
+
+def _activated(z: mx.array, softcap: float | None, scale: float) -> tuple[mx.array, mx.array | None]:
+    """Return x, and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
+    x = z if scale == 1 else z * scale
+    if softcap is None:
+        return x, None
+    inside = x / softcap
+    return softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))

@@ -1,0 +1,166 @@
+"""The meaning of a divergence, as float64 NumPy: the truth that other backends' divergences are tested against.
+
+Written to be read next to the formulas of `xent.divergence`, not to be fast; tests prove the gradients by finite
+differences.
+"""
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher, mass_tolerance
+
+__all__ = ["divergence", "divergence_gradients"]
+
+Array = NDArray[Any]
+
+
+def divergence(call: DivergenceCall) -> Any:
+    """Return the reduced divergence, or that of each row."""
+    rows = _Rows(call)
+    if call.reduction == "none":
+        return (rows.a * rows.loss).reshape(call.rows)
+    total = (rows.a * rows.loss).sum()
+    if call.reduction == "sum":
+        return total
+    return total / rows.divisor if rows.divisor != 0 else np.float64(0.0)
+
+
+def divergence_gradients(call: DivergenceCall, upstream: Any = 1.0) -> dict[str, Array]:
+    """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not)."""
+    rows = _Rows(call)
+    scale = rows.a * np.asarray(upstream, np.float64).reshape(-1)
+    if call.reduction == "mean":
+        scale = scale / rows.divisor if rows.divisor != 0 else scale * 0.0
+    grad = scale[:, None] * rows.derivative * rows.slope
+    student = call.student
+    if isinstance(student, StoredLogits):
+        shape = np.moveaxis(student.logits, call.axis, -1).shape
+        return {"logits": np.moveaxis(grad.reshape(shape), -1, call.axis)}
+    hidden, weight = _float64(student.input), _float64(student.weight)
+    flat = np.where((rows.a == 0)[:, None], 0.0, hidden.reshape(-1, hidden.shape[-1]))
+    gradients = (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
+    return dict(zip(("input", "linear_weight", "linear_bias"), gradients, strict=True))
+
+
+class _Rows:
+    """N rows: weight `a` and divergence `loss`, (N,); `derivative` dl/dx and `slope` dx/dz, (N, V)."""
+
+    def __init__(self, call: DivergenceCall) -> None:
+        count = int(np.prod(call.rows))
+        self.a = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
+        self.divisor = self.a.sum() if call.normalizer is None else float(call.normalizer)
+        dead = self.a == 0
+        x, slope = _logits(call.student, call.axis, dead)
+        log_p, self.slope = _log_softmax(x), slope
+        if isinstance(call.teacher, TopKTeacher):
+            self.loss, self.derivative = _from_top_k(log_p, call.teacher, call.vocabulary, call.rows, dead)
+        else:
+            log_q = _log_softmax(_logits(call.teacher, call.axis, dead)[0])
+            self.loss, self.derivative = _between(log_p, log_q, call.beta)
+
+
+def _between(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
+    """Return the divergence (N,) of full distributions and its derivative (N, V) with respect to x."""
+    p, q = np.exp(log_p), np.exp(log_q)
+    if beta == 0:
+        return _kl(q, log_q, log_p), p - q
+    if beta == 1:
+        reverse = _kl(p, log_p, log_q)
+        return reverse, _times(p, log_p, log_q, reverse)
+    log_m = np.logaddexp(np.log1p(-beta) + log_p, np.log(beta) + log_q)
+    log_m = np.where(log_p == log_q, log_p, log_m)  # without rounding
+    to_mixture = _kl(p, log_p, log_m)
+    loss = beta * _kl(q, log_q, log_m) + (1 - beta) * to_mixture
+    return loss, (1 - beta) * _times(p, log_p, log_m, to_mixture)
+
+
+def _kl(p: Array, log_p: Array, log_q: Array) -> Array:
+    """Return sum_c p (log p - log q), (N,); what has no probability does not count."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1))
+
+
+def _times(p: Array, log_p: Array, log_q: Array, mean: Array) -> Array:
+    with np.errstate(invalid="ignore"):
+        return np.where(p == 0, 0.0, p * (log_p - log_q - mean[:, None]))
+
+
+def _from_top_k(
+    log_p: Array, teacher: TopKTeacher, vocabulary: int, shape: tuple[int, ...], dead: Array
+) -> tuple[Array, Array]:
+    """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
+    ids = np.asarray(teacher.ids, np.int64).reshape(len(log_p), teacher.ids.shape[-1])
+    log_q = _float64(teacher.log_probs).reshape(ids.shape)
+    log_q = np.where(dead[:, None], -np.inf, log_q)
+    loss, derivative = np.zeros(len(log_p)), np.exp(log_p)
+    tolerance = mass_tolerance(str(teacher.log_probs.dtype))
+    for row in np.flatnonzero(~dead):
+        known = log_q[row] != -np.inf
+        chosen, each = ids[row, known], log_q[row, known]
+        q = np.exp(each)
+        _check_row(chosen, q, vocabulary, tolerance, teacher.tail, [int(i) for i in np.unravel_index(row, shape)])
+        p = np.exp(log_p[row])
+        if teacher.tail == "renormalize":
+            each = each - np.log(q.sum())
+            q = np.exp(each)
+        loss[row] = (q * (each - log_p[row, chosen])).sum()
+        if teacher.tail != "bucket":
+            derivative[row] = q.sum() * p
+            derivative[row, chosen] -= q
+            continue
+        left = np.ones(vocabulary, bool)
+        left[chosen] = False
+        mass = max(1 - q.sum(), 0.0)
+        log_p_left = np.logaddexp.reduce(log_p[row, left], initial=-np.inf)
+        if log_p_left == -np.inf and mass <= tolerance:
+            mass = 0.0  # rounding, and no class that could have it
+        derivative[row] *= q.sum() + mass  # 1 but for rounding
+        derivative[row, chosen] -= q
+        if mass:
+            loss[row] += mass * (np.log(mass) - log_p_left)
+            derivative[row, left] -= mass * np.exp(log_p[row, left] - log_p_left)
+    return loss, derivative
+
+
+def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail: str, position: list[int]) -> None:
+    """Raise for classes and probabilities that no teacher can have."""
+    outside = np.flatnonzero((chosen < 0) | (chosen >= vocabulary))
+    if outside.size:
+        raise IndexError(f"teacher.ids of row {position} holds {chosen[outside[0]]}; classes are 0 to {vocabulary - 1}")
+    if len(np.unique(chosen)) < len(chosen):
+        raise ValueError(f"teacher.ids of row {position} holds a class more than once")
+    if not q.sum() <= 1 + tolerance:
+        raise ValueError(
+            f"teacher.log_probs of row {position} have a mass of {q.sum():.6g}, more than 1 by more than rounding"
+        )
+    if tail == "renormalize" and q.sum() == 0:
+        raise ValueError(f"teacher.log_probs of row {position} have no mass that could be renormalised")
+
+
+def _logits(source: StoredLogits | LinearLogits, axis: int, dead: Array) -> tuple[Array, Array]:
+    """Return x = act(z) and dx/dz, both (N, V), and 0 in dead rows, whatever they hold."""
+    if isinstance(source, StoredLogits):
+        z = np.moveaxis(_float64(source.logits), axis, -1)
+        z = np.where(dead[:, None], 0.0, z.reshape(len(dead), z.shape[-1]))
+    else:
+        hidden = _float64(source.input).reshape(len(dead), source.input.shape[-1])
+        z = np.where(dead[:, None], 0.0, hidden) @ _float64(source.weight).T
+        if source.bias is not None:
+            z = z + _float64(source.bias)
+    x: Array = source.logit_scale * z
+    if source.softcap is None:
+        return x, np.full_like(x, source.logit_scale)
+    tanh = np.tanh(x / source.softcap)
+    return source.softcap * tanh, source.logit_scale * (1 - tanh**2)
+
+
+def _log_softmax(x: Array) -> Array:
+    largest = x.max(-1, keepdims=True)
+    with np.errstate(divide="ignore"):
+        return np.asarray(x - largest - np.log(np.exp(x - largest).sum(-1, keepdims=True)))
+
+
+def _float64(array: Any) -> Array:
+    return np.asarray(array, np.float64)

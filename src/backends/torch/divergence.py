@@ -1,0 +1,135 @@
+"""Divergences in the PyTorch driver, from a call to autograd and back: autocast, which gradients are asked for, shapes.
+
+`divergence_call` is the call as it runs -> `divergence_autograd`, and `divergence_ops` below it -> `divergence_loop`,
+the chunks of rows, with `divergence_facts` -> what a backend registered in `divergence_steps`: `divergence_plain` here.
+"""
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import divergence_ops as _ops  # noqa: F401  registers the operations
+from xent.backends.torch import ops as _scaling  # noqa: F401  registers the operations
+from xent.backends.torch import private
+from xent.backends.torch.autograd import asks_for_gradient
+from xent.backends.torch.divergence_autograd import DivergenceFunction
+from xent.backends.torch.divergence_call import Divergence, pack
+from xent.backends.torch.transforms import refuse_transforms
+from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
+
+__all__ = ["run"]
+
+
+def run(call: DivergenceCall, kernel: str) -> Tensor:
+    """Run a validated call with the steps of that backend."""
+    named = _constants(call)
+    for name, tensor in named.items():
+        # A classifier may be a parameter that is being trained elsewhere; what is computed from one may not.
+        if tensor.requires_grad and torch.is_grad_enabled() and name not in ("teacher.weight", "teacher.bias"):
+            raise ValueError(
+                f"{name} requires a gradient, which a divergence does not give to its teacher or weights: run the "
+                f"teacher under torch.no_grad(), or pass {name}.detach()"
+            )
+    refuse_transforms(named)
+    arguments = _arguments(call, kernel)
+    refuse_transforms(
+        {
+            name: tensor
+            for name, tensor in zip(("student", "linear_weight", "linear_bias"), arguments[:3], strict=True)
+            if tensor is not None
+        }
+    )
+    packed = pack(arguments)
+    loss: Tensor
+    if torch.compiler.is_compiling() and private.transforms_active():
+        from xent.backends.torch import divergence_compiled
+
+        loss, *_ = divergence_compiled.divergence(*packed)
+    elif any(arguments.needs):
+        loss, *_ = DivergenceFunction.apply(*packed)
+    else:
+        loss, *_ = torch.ops.xent.divergence(*packed)
+    return loss.view(call.rows) if call.reduction == "none" else loss
+
+
+def _constants(call: DivergenceCall) -> dict[str, Tensor]:
+    """Return the tensors that get no gradient, by the names that they have for the caller."""
+    found = {"sample_weight": call.sample_weight, "normalizer": call.normalizer}
+    teacher = call.teacher
+    if isinstance(teacher, StoredLogits):
+        found["teacher"] = teacher.logits
+    elif isinstance(teacher, TopKTeacher):
+        found |= {"teacher.ids": teacher.ids, "teacher.log_probs": teacher.log_probs}
+    else:
+        found |= {"teacher.input": teacher.input, "teacher.weight": teacher.weight, "teacher.bias": teacher.bias}
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
+    student, last = call.student, len(call.rows)
+    weight = bias = None
+    if isinstance(student, LinearLogits):
+        source, weight, bias = student.input, student.weight, student.bias
+    else:
+        source = student.logits if call.axis == last else student.logits.movedim(call.axis, -1)
+    teacher, cap, scale, tail = call.teacher, None, 1.0, ""
+    more: tuple[Tensor | None, Tensor | None] = (None, None)
+    if isinstance(teacher, TopKTeacher):
+        known, more, tail = teacher.ids, (teacher.log_probs, None), teacher.tail
+    elif isinstance(teacher, StoredLogits):
+        known = teacher.logits if call.axis == last else teacher.logits.movedim(call.axis, -1)
+        scale = teacher.logit_scale
+    else:
+        bias_of_teacher = None if teacher.bias is None else teacher.bias.detach()
+        known, more = teacher.input, (teacher.weight.detach(), bias_of_teacher)
+        cap, scale = teacher.softcap, teacher.logit_scale
+        _check_dtypes("teacher.", teacher.input, teacher.weight, teacher.bias, bool(_autocast_of(teacher.input)))
+    compute = source.dtype if weight is None else _compute_dtype(source, weight, bias)
+    needs = asks_for_gradient(source, weight, bias)
+    return Divergence(
+        source,
+        weight,
+        bias,
+        known,
+        *more,
+        call.sample_weight,
+        call.normalizer,
+        call.beta,
+        student.softcap,
+        student.logit_scale,
+        cap,
+        scale,
+        call.temperature,
+        (needs[0], needs[1], needs[2]),
+        tail,
+        call.reduction,
+        call.workspace,
+        compute,
+        kernel,
+    )
+
+
+def _autocast_of(source: Tensor) -> torch.dtype | None:
+    """Return autocast's dtype where it is on."""
+    device = source.device.type
+    if device == "meta" or source.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
+    """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
+    autocast = None if weight.dtype == torch.float64 else _autocast_of(source)
+    if autocast is not None:
+        return autocast
+    _check_dtypes("linear_", source, weight, bias, False)
+    return source.dtype
+
+
+def _check_dtypes(prefix: str, source: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
+    whose = "input" if prefix == "linear_" else f"{prefix}input"
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != source.dtype and not autocast:
+            raise TypeError(
+                f"{prefix}{name} must have the dtype of {whose}, {source.dtype}, outside of torch.autocast; got "
+                f"{tensor.dtype}"
+            )

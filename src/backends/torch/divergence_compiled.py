@@ -1,0 +1,27 @@
+"""torch.func transforms of a divergence inside of torch.compile: the eager Function in the graph, as in `compiled`.
+
+Imported by the first call that needs it: `allow_in_graph` imports all of Dynamo.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.autograd import asks_for_gradient
+from xent.backends.torch.divergence_autograd import DivergenceFunction
+from xent.backends.torch.transforms import refuse_transforms
+
+__all__ = ["divergence"]
+
+_NAMES = ("student", "weight", "bias", "teacher", "teacher_weight", "teacher_bias", "sample_weight", "normalizer")
+
+
+def _divergence(*args: Any) -> Any:
+    """Return what `DivergenceFunction` does; `needs` is found anew."""
+    named = dict(zip(_NAMES, args, strict=False))
+    refuse_transforms({name: value for name, value in named.items() if isinstance(value, Tensor)})
+    return DivergenceFunction.apply(*args[:9], asks_for_gradient(*args[:3]), *args[10:])
+
+
+divergence: Any = torch.compiler.allow_in_graph(torch.compiler.disable(_divergence))

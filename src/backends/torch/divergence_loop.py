@@ -1,0 +1,265 @@
+"""A divergence in PyTorch: the logits of both sides for a chunk of rows, and the student's gradient in their place."""
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.divergence_call import Divergence
+from xent.backends.torch.divergence_facts import RowFacts, TopK, gather_facts, gather_top_k
+from xent.backends.torch.divergence_steps import STEPS
+from xent.backends.torch.gradients import Gradients
+from xent.backends.torch.linear_call import WIDE_PRODUCTS, Linear
+from xent.backends.torch.product_sum import rounds_sums
+from xent.backends.torch.rows import Rows
+from xent.backends.torch.schedule import Part, Schedule
+from xent.core.chunks import rows_per_block, rows_per_chunk
+
+__all__ = ["backward", "empty_gradients", "forward"]
+
+_WORKSPACE = 1280 * 2**20  # bytes, on an accelerator
+_WORKSPACE_CPU = 128 * 2**20
+_FEWEST_ROWS = 256
+_WIDENED_BYTES = 32 * 2**20  # of a classifier that is widened piece by piece
+
+
+def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor]]:
+    """Return the loss, the factor that gradients still lack, and the gradients of a reduced loss, if asked for."""
+    run = _Run(call, None)
+    gradients = run.chunks(call.makes_gradient_first and any(call.needs))
+    loss = run.loss
+    if call.reduction != "none":
+        loss = loss.sum()
+        if run.divisor is not None:
+            loss = torch.where(run.divisor == 0, 0, loss / run.divisor)
+    return loss, run.deferred, gradients
+
+
+def backward(upstream: Tensor, call: Divergence) -> list[Tensor]:
+    """Return the gradients for `upstream`, that of the rows' losses or of the reduced loss."""
+    return _Run(call, upstream).chunks(True)
+
+
+def empty_gradients(call: Divergence) -> list[Tensor]:
+    """Return an empty tensor for each of the gradients of student, weight and bias."""
+    like = call.student if call.weight is None else call.weight
+    return [call.student.new_empty(0), like.new_empty(0), (like if call.bias is None else call.bias).new_empty(0)]
+
+
+class _Run:
+    """The rows of one call, to be computed once. It is its schedule's job."""
+
+    def __init__(self, call: Divergence, upstream: Tensor | None) -> None:
+        self.call = call
+        self.top_k = gather_top_k(call)
+        self.facts, self.divisor, self.deferred = gather_facts(call, upstream, self.top_k)
+        self.count = call.rows.numel()
+        self.loss = torch.zeros(self.count, dtype=call.accumulation, device=call.student.device)
+
+    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
+        """Put the rows to compute first: see `xent.backends.torch.job.Job.partition`."""
+        dead = self.facts.dead
+        if dead is None:
+            return None, self.count
+        if dead.device.type == "cpu":
+            return dead.argsort(stable=True), int((~dead).sum())
+        linear = self.call.weight is not None or (self.call.teacher_weight is not None and not self.call.tail)
+        if not several or not linear or dead.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return None, self.count
+        return dead.argsort(stable=True), (~dead).sum()
+
+    def learn(self, number: int) -> None:
+        """Have nothing to remember: parts name their rows."""
+
+    def chunks(self, wanted: bool) -> list[Tensor]:
+        """Compute all rows, and the gradients that are asked for if `wanted`."""
+        call, device = self.call, self.call.student.device
+        student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(_linear_of(call), True)
+        teacher = self._teacher()
+        schedule = Schedule(self, self._step(student, teacher, wanted))
+        rows = max(min(schedule.step, schedule.count), 0)
+        student.make_room(rows, call.accumulation)
+        if not isinstance(teacher, TopK):
+            teacher.make_room(rows, call.accumulation)
+        place: _GradientOfLogits | _GradientOfClassifier | None = None
+        if wanted and call.weight is None:
+            place = _GradientOfLogits(call)
+        elif wanted:
+            place = _GradientOfClassifier(call, _linear_of(call).padded, schedule, rows)
+        steps = STEPS[call.kernel]
+        for part in schedule:
+            facts = self.facts.of(part)
+            z = student.block(part)
+            known = _top_k_of(teacher, part) if isinstance(teacher, TopK) else teacher.block(part)
+            loss = torch.empty(part.stop - part.start, dtype=call.accumulation, device=device)
+            grad = None if place is None else place.memory(part, z)
+            steps(call, z, known, facts, loss, grad)
+            part.put(loss, self.loss)
+            if place is not None:
+                place.add(part, student, facts)
+        return empty_gradients(call) if place is None else place.result()
+
+    def _teacher(self) -> "_Stored | _Classifier | TopK":
+        call = self.call
+        if self.top_k is not None:
+            return self.top_k
+        if call.teacher_weight is None:
+            return _Stored(call.teacher, call.vocabulary)
+        arrays = (call.teacher.detach(), call.teacher_weight.detach(), call.teacher_bias)
+        return _Classifier(Linear(*arrays, 0, None, call.teacher_weight.dtype, (False, False, False)), False)
+
+    def _step(self, student: "_Stored | _Classifier", teacher: "_Stored | _Classifier | TopK", wanted: bool) -> int:
+        """Return how many rows are computed at a time."""
+        call, device = self.call, self.call.student.device.type
+        size = student.bytes_per_row(call.accumulation)
+        size += 0 if isinstance(teacher, TopK) else teacher.bytes_per_row(call.accumulation)
+        if call.weight is not None and wanted and call.compute.itemsize == 2:
+            size += call.vocabulary * 2
+        if not size:  # all logits exist already
+            most = rows_per_block(call.vocabulary, call.accumulation.itemsize, device, torch.get_num_threads())
+            return (
+                most if device == "cpu" or student.copies or getattr(teacher, "copies", False) else max(self.count, 1)
+            )
+        default = max(_WORKSPACE_CPU if device == "cpu" else _WORKSPACE, _FEWEST_ROWS * size)
+        workspace = call.workspace or default
+        sums = (
+            call.needs[1]
+            and call.weight is not None
+            and rounds_sums(call.compute, call.weight.dtype, call.weight.device)
+        )
+        return rows_per_chunk(self.count, size, 1, workspace, device, sums)
+
+
+class _Stored:
+    """Logits (..., V) that exist."""
+
+    def __init__(self, logits: Tensor, vocabulary: int) -> None:
+        self._rows = Rows(logits)
+        self.copies = vocabulary > 1 and logits.stride(-1) != 1
+        """Whether a block is a copy, since the classes of a row do not lie side by side."""
+
+    def bytes_per_row(self, acc: torch.dtype) -> int:
+        return 0
+
+    def make_room(self, rows: int, acc: torch.dtype) -> None:
+        """Need none."""
+
+    def block(self, part: Part) -> Tensor:
+        found = self._rows.block(part.start, part.stop) if part.rows is None else self._rows.take(part.rows)
+        return found.contiguous() if self.copies else found
+
+
+class _Classifier:
+    """Logits (R, V) of hidden states and a classifier, in float32 at least, made chunk by chunk in the same memory."""
+
+    copies = False
+
+    def __init__(self, linear: Linear, is_student: bool) -> None:
+        self._linear, self._padded = linear, linear.padded
+        self._vocabulary = len(linear.weight)
+        self._is_student = is_student
+
+    def bytes_per_row(self, acc: torch.dtype) -> int:
+        """Return how many bytes a row of logits takes."""
+        return self._linear.columns * self._wide(acc).itemsize
+
+    def make_room(self, rows: int, acc: torch.dtype) -> None:
+        """Get memory for so many rows."""
+        weight = self._linear.weight
+        self.room = torch.empty(rows, self._linear.columns, dtype=self._wide(acc), device=weight.device)
+
+    def hidden(self, part: Part) -> Tensor:
+        """Return the hidden states (R, D) of a part in the compute dtype."""
+        rows = slice(part.start, part.stop) if part.rows is None else part.rows
+        return self._linear.hidden[rows].to(self._linear.compute)
+
+    def block(self, part: Part) -> Tensor:
+        """Return the logits (R, V) of a part; the next part overwrites them."""
+        hidden, out = self.hidden(part), self.room[: part.stop - part.start]
+        if out.dtype == hidden.dtype or (hidden.is_cuda and WIDE_PRODUCTS):
+            self._padded.write_logits(hidden, out)
+        else:
+            _write_widened(self._padded, hidden, out)
+        return out[:, : self._vocabulary]
+
+    def _wide(self, acc: torch.dtype) -> torch.dtype:
+        compute = self._linear.compute
+        if self._is_student:
+            return acc
+        return torch.float64 if compute == torch.float64 else torch.float32
+
+
+class _GradientOfLogits:
+    """The gradient of logits that exist."""
+
+    def __init__(self, call: Divergence) -> None:
+        self._call = call
+        shape = (call.rows.numel(), call.vocabulary)
+        self._all = torch.empty(shape, dtype=call.student.dtype, device=call.student.device)
+        self._seen = 0
+
+    def memory(self, part: Part, z: Tensor) -> Tensor:
+        if part.rows is None:
+            return self._all[part.start : part.stop]
+        if not self._seen:
+            self._all.zero_()
+        self._block = torch.empty(z.shape, dtype=self._all.dtype, device=z.device)
+        return self._block
+
+    def add(self, part: Part, student: "_Stored | _Classifier", facts: RowFacts) -> None:
+        self._seen += part.stop - part.start
+        if part.rows is not None:
+            part.put(self._block, self._all)
+
+    def result(self) -> list[Tensor]:
+        if not self._seen:
+            self._all.zero_()
+        made = empty_gradients(self._call)
+        made[0] = self._all.view(self._call.student.shape)
+        return made
+
+
+class _GradientOfClassifier:
+    """The gradients of hidden states, classifier and bias, added up over chunks."""
+
+    def __init__(self, call: Divergence, padded: Linear, schedule: Schedule, rows: int) -> None:
+        self._call = call
+        self._gradients = Gradients(padded, schedule)
+        self._memory: Tensor | None = None
+        if call.compute != call.accumulation:
+            self._memory = torch.empty(rows, padded.columns, dtype=call.compute, device=padded.weight.device)
+            self._memory[:, call.vocabulary :] = 0
+
+    def memory(self, part: Part, z: Tensor) -> Tensor:
+        return z if self._memory is None else self._memory[: len(z), : self._call.vocabulary]
+
+    def add(self, part: Part, student: "_Stored | _Classifier", facts: RowFacts) -> None:
+        assert isinstance(student, _Classifier)
+        grad = (student.room if self._memory is None else self._memory)[: part.stop - part.start]
+        hidden = student.hidden(part)
+        if facts.dead is not None:
+            hidden = hidden.masked_fill(facts.dead[:, None], 0)  # what a row of weight 0 holds may be NaN
+            grad[:, self._call.vocabulary :] = 0
+        self._gradients.add(part, hidden, grad)
+
+    def result(self) -> list[Tensor]:
+        return self._gradients.result(self._call.vocabulary)
+
+
+def _linear_of(call: Divergence) -> Linear:
+    assert call.weight is not None
+    return Linear(call.student, call.weight, call.bias, 0, call.workspace, call.compute, call.needs)
+
+
+def _top_k_of(teacher: TopK, part: Part) -> TopK:
+    rows = slice(part.start, part.stop) if part.rows is None else part.rows
+    return TopK(teacher.ids[rows], teacher.log_q[rows], teacher.tolerance)
+
+
+def _write_widened(linear: Linear, hidden: Tensor, out: Tensor) -> None:
+    """Write logits in a wider dtype than the classifier's, which is widened a piece at a time."""
+    wide, step = hidden.to(out.dtype), max(_WIDENED_BYTES // max(hidden.shape[1] * out.itemsize, 1), 1)
+    for first in range(0, out.shape[1], step):
+        classes = slice(first, first + step)
+        piece = wide @ linear.classifier[classes].to(out.dtype).t()
+        if linear.classifier_bias is not None:
+            piece += linear.classifier_bias[classes]
+        out[:, classes] = piece

@@ -1,0 +1,76 @@
+"""The custom operations of divergences: what torch.compile, autocast, fake and meta tensors see of them.
+
+As in `ops`; one pair of operations serves logits, and hidden states with a classifier.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import divergence_loop
+from xent.backends.torch.divergence_call import SCHEMA, Divergence, reduction_of, unpack
+from xent.backends.torch.ops import undisturbed
+from xent.backends.torch.product_sum import kept_dtype
+
+__all__: list[str] = []
+
+_LIBRARY = torch.library.Library("xent", "FRAGMENT")
+_FORWARD, _BACKWARD = "divergence", "divergence_backward"
+
+
+def _forward(*args: Any) -> Any:
+    loss, deferred, gradients = divergence_loop.forward(unpack(args))
+    return loss, loss.new_ones(()) if deferred is None else deferred, gradients
+
+
+def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
+    return divergence_loop.backward(upstream, unpack(args))
+
+
+def _fake_call(args: Any) -> Divergence:
+    """Return the call without its numbers."""
+    normalizer, _, needs, _, *rest = args[7:]
+    numbers = (0.0, None, 1.0, None, 1.0, 1.0)
+    values: tuple[Any, ...] = (*args[:7], normalizer, *numbers, tuple(needs), *rest)
+    return Divergence(*values)
+
+
+def _fake_gradients(call: Divergence, wanted: bool) -> list[Tensor]:
+    sources = (call.student, call.weight, call.bias)
+    return [
+        empty if source is None or not (wanted and need) else _fake_gradient(call, source)
+        for source, empty, need in zip(sources, divergence_loop.empty_gradients(call), call.needs, strict=True)
+    ]
+
+
+def _fake_gradient(call: Divergence, source: Tensor) -> Tensor:
+    dtype = source.dtype if call.weight is None else kept_dtype(source.dtype)
+    return torch.empty(source.shape, dtype=dtype, device=source.device)
+
+
+def _fake_forward(*args: Any) -> Any:
+    call, each_row = _fake_call(args), reduction_of(args) == "none"
+    acc, device = call.accumulation, call.student.device
+    # Sizes may be symbols, which `math.prod` keeps.
+    loss = torch.empty((math.prod(call.rows),) if each_row else (), dtype=acc, device=device)
+    return loss, torch.empty((), dtype=acc, device=device), _fake_gradients(call, call.makes_gradient_first)
+
+
+def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
+    return _fake_gradients(_fake_call(args), True)
+
+
+for _schema, _function, _fake in (
+    (f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients)", _forward, _fake_forward),
+    (f"{_BACKWARD}(Tensor upstream, {SCHEMA}) -> Tensor[]", _backward, _fake_backward),
+):
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(
+        _name,
+        lambda *args, function=_function: undisturbed(function, args[0].device, *args),
+        "CompositeExplicitAutograd",
+    )
+    torch.library.register_fake(f"xent::{_name}", _fake, lib=_LIBRARY)

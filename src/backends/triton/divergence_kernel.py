@@ -1,0 +1,160 @@
+"""Divergence and gradient of rows whose logits of both sides are there, in one launch, a program a row.
+
+The first look adds up the exponentials of both sides, relative to the largest logit so far. The second, from the row's
+end, which the caches still hold, adds up the divergence and writes the gradient; mixtures need a third for it, as
+KL(p || m) is in every class's gradient and m is not known before the first is over. With d = t - x::
+
+    beta = 0    dl/dx_c = p_c - q_c
+    beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
+    between     dl/dx_c = (1 - beta) p_c (sum_k p_k v_k - v_c)               v = log m - log p
+"""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.divergence_maths import gap, log_share, pulled
+from xent.backends.triton.launch import kernel
+from xent.backends.triton.maths import activate, exp, finite, slope
+
+__all__ = ["divergence_kernel", "read"]
+
+
+@triton.jit
+def read(
+    row, first, vocabulary, logit_scale, softcap,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return a block of raw logits and its x; -inf beyond the row."""
+    classes = first + tl.arange(0, BLOCK)
+    inside = classes < vocabulary
+    z = tl.load(row + classes, mask=inside, other=0.0).to(tl.float32)
+    x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
+    return z, tl.where(inside, x, -float("inf"))
+
+
+@triton.jit
+def _mixed(p, q, x, t, apart_by, beta):
+    """Return both terms of a mixture's divergence, (1 - beta) KL's first, and v = log m - log p."""
+    apart = t - x - apart_by
+    common = log_share(apart, beta)
+    from_p = common + tl.maximum(apart, 0.0)
+    m = (1 - beta) * p + beta * q
+    terms = beta * gap(q, m, common - tl.minimum(apart, 0.0)) + (1 - beta) * gap(p, m, from_p)
+    return terms, from_p
+
+
+@kernel
+def divergence_kernel(
+    student,  # (R, V) raw logits, rows `student_row` apart
+    student_row: "i64",
+    teacher,  # (R, V)
+    teacher_row: "i64",
+    grad,  # (R, V) or None; may be the student's logits
+    grad_row: "i64",
+    weight,  # (R,) float32
+    scale,  # (R,) float32
+    dead,  # (R,) uint8 or None
+    loss,  # (R,) float32
+    vocabulary: "i32",
+    beta: "fp32",
+    logit_scale: "fp32",
+    softcap: "fp32",
+    teacher_scale: "fp32",
+    teacher_softcap: "fp32",
+    FORWARD: tl.constexpr,  # beta is 0
+    REVERSE: tl.constexpr,  # beta is 1
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    TEACHER_SCALED: tl.constexpr,
+    TEACHER_CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """See the module's docstring."""
+    here = tl.program_id(0).to(tl.int64)
+    z_row, t_row = student + here * student_row, teacher + here * teacher_row
+    place = student  # or where the gradient goes
+    if grad is not None:
+        place = grad + here * grad_row
+    is_dead = False
+    if dead is not None:
+        is_dead = tl.load(dead + here) != 0
+    lanes = tl.arange(0, BLOCK)
+    last = (vocabulary - 1) // BLOCK * BLOCK
+    if is_dead:
+        tl.store(loss + here, 0.0)
+        if grad is not None:
+            for first in range(0, last + 1, BLOCK):
+                nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
+                tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
+    else:
+        m_p, m_q = -float("inf"), -float("inf")
+        s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        mean = tl.zeros([BLOCK], tl.float32)
+        offset = 0.0
+        for first in range(0, last + 1, BLOCK):
+            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            _t, t = read(
+                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+            )
+            # A row of -inf so far has nothing to rescale; NaN passes into the sums.
+            largest_p = tl.maximum(m_p, tl.max(x, 0))
+            largest_q = tl.maximum(m_q, tl.max(t, 0))
+            shrink = exp(m_p - finite(largest_p))
+            e = exp(x - finite(largest_p))
+            s_p = s_p * shrink + e
+            s_q = s_q * exp(m_q - finite(largest_q)) + exp(t - finite(largest_q))
+            if REVERSE:
+                if first == 0:
+                    # The mean of d in the first block: what is added up is small, and so is its rounding.
+                    some = tl.sum(e, 0)
+                    offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
+                mean = mean * shrink + tl.where(e == 0, 0.0, e * (t - x - offset))
+            m_p, m_q = largest_p, largest_q
+        m_p, m_q = finite(m_p), finite(m_q)
+        z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
+        # log q - log p = t - x - apart_by
+        apart_by = (m_q - m_p) + (tl.log(z_q) - tl.log(z_p))
+        pull = 0.0
+        if REVERSE:
+            pull = tl.sum(mean, 0) / z_p
+        factor = tl.load(scale + here)
+        if not FORWARD and not REVERSE:
+            factor *= 1 - beta
+        found = tl.zeros([BLOCK], tl.float32)
+        mean = tl.zeros([BLOCK], tl.float32)
+        for back in range(0, last + 1, BLOCK):
+            first = last - back
+            z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            _t, t = read(
+                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+            )
+            p, q = exp(x - m_p) / z_p, exp(t - m_q) / z_q
+            if FORWARD:
+                found += gap(q, p, x - t + apart_by)
+                g = p - q
+            elif REVERSE:
+                found += gap(p, q, t - x - apart_by)
+                g = pulled(p, t - x - offset, pull)
+            else:
+                terms, from_p = _mixed(p, q, x, t, apart_by, beta)
+                found += terms
+                mean += tl.where(p == 0, 0.0, p * from_p)
+                g = p
+            if grad is not None:
+                if FORWARD or REVERSE:
+                    g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
+                    tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
+        tl.store(loss + here, tl.sum(found, 0) * tl.load(weight + here))
+        if grad is not None:
+            if not FORWARD and not REVERSE:
+                pull = tl.sum(mean, 0)
+                for first in range(0, last + 1, BLOCK):
+                    z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                    _t, t = read(
+                        t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                    )
+                    p = exp(x - m_p) / z_p
+                    apart = t - x - apart_by
+                    g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0), pull)
+                    g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
+                    tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)

@@ -1,0 +1,66 @@
+"""Arithmetic that the kernels of divergences share: terms that are never negative, and do not cancel.
+
+With u = log o - log w, a divergence sum_c w (log w - log o) is added up as the sum of w (e^u - 1 - u) = o - w - w u,
+as in `xent.backends.torch.divergence_plain`.
+"""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.maths import LOG2E, exp, log1p
+
+__all__ = ["exact_exp", "expm1", "gap", "log_share", "pulled"]
+
+# ln 2 in two parts: the first has so few bits that its products with small integers are exact.
+LN2_HIGH = tl.constexpr(0.693359375)
+LN2_LOW = tl.constexpr(-2.12194440e-4)
+
+
+@triton.jit
+def exact_exp(x):
+    """Return e^x for x <= 0 to a rounding or two, however far x is from 0; 0 below e^-87."""
+    near = tl.maximum(x, -100.0)
+    whole = tl.floor(near * LOG2E + 0.5)
+    rest = near - whole * LN2_HIGH - whole * LN2_LOW
+    return tl.where(x < -87, 0.0, tl.math.exp2(whole) * tl.math.exp2(rest * LOG2E))
+
+
+@triton.jit
+def _excess(u):
+    """Return e^u - 1 - u for u <= 1: a series where the difference would cancel."""
+    small = tl.where(tl.abs(u) < 0.5, u, 0.0)
+    series = 1 / 362880 + small * (1 / 3628800)
+    series = 1 / 40320 + small * series
+    series = 1 / 5040 + small * series
+    series = 1 / 720 + small * series
+    series = 1 / 120 + small * series
+    series = 1 / 24 + small * series
+    series = 1 / 6 + small * series
+    series = 0.5 + small * series
+    return tl.where(tl.abs(u) < 0.5, small * small * series, exp(u) - 1 - u)
+
+
+@triton.jit
+def expm1(u):
+    """Return e^u - 1 for u <= 0."""
+    return tl.where(u < -0.5, exp(u) - 1, _excess(tl.where(u < -0.5, 0.0, u)) + u)
+
+
+@triton.jit
+def gap(w, o, u):
+    """Return w (e^u - 1 - u) for o = w e^u, as o - w - w u where e^u is large; o where w is 0."""
+    found = tl.where(u > 1, o - w - w * u, w * _excess(tl.where(u > 1, 0.0, u)))
+    return tl.where(w == 0, o, found)
+
+
+@triton.jit
+def log_share(apart, beta):
+    """Return log m - log p for m = (1 - beta) p + beta q and apart = log q - log p; less `apart` where that is > 0."""
+    share = tl.where(apart > 0, 1 - beta, beta)
+    return log1p(share * expm1(-tl.abs(apart)))
+
+
+@triton.jit
+def pulled(p, u, mean):
+    """Return p (mean - u); 0 where p is."""
+    return tl.where(p == 0, 0.0, p * (mean - u))

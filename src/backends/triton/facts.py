@@ -1,0 +1,135 @@
+"""What is known of the rows of one call before their logits are, in the form in which kernels take it.
+
+Kernels find what is known of a row (target, weight, factor of the gradient) in the caller's own tensors, each for
+itself; only the divisor of a mean takes a launch beforehand.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.facts import bend_of, check_targets, divisor_of
+from xent.backends.torch.job import Upstream
+from xent.backends.torch.options import Options
+from xent.backends.triton.facts_kernels import divisor_kernel
+from xent.backends.triton.launch import launch, next_power_of_2
+
+__all__ = ["Facts"]
+
+_MANY = 1024
+_LARGEST_SOFTCAP = 256
+
+
+class Facts:
+    """The options of N rows."""
+
+    def __init__(self, options: Options, vocabulary: int, shift: int, upstream: Upstream | None, narrow: bool) -> None:
+        self.spec = spec = options.spec
+        self.vocabulary, self.shift = vocabulary, shift
+        target = options.target
+        self.device = target.device
+        self.probabilities = target if target.is_floating_point() else None
+        if self.probabilities is None:
+            check_targets(options, vocabulary, shift, first=upstream is None)
+        shape = target.shape if self.probabilities is None else target.shape[:-1]
+        self.count = shape.numel()
+        self.length = shape[-1] if shape else 1
+        self.target = target.contiguous() if self.probabilities is None else None
+        weight = options.sample_weight
+        self.sample_weight = None if weight is None else weight.contiguous()
+        self.class_weight = None if options.weight is None else options.weight.float().contiguous()
+        self.total_weight = None if self.class_weight is None else self.class_weight.sum()
+        self.bend = bend_of(options)
+        """(N, 2): logit scale and softcap of each position of the target; None where one number is for all."""
+        self.support = self._support(options)
+        """(ids, offsets) of the classes that each position of the target may take; None for all classes."""
+        self.upstream = Upstream() if upstream is None else upstream
+        self.statistics = self.upstream[1:] != (None, None, None)
+        """Whether there are upstream gradients of statistics, which rows of weight 0 have as well."""
+        self.mean = spec.reduction == "mean" or narrow
+        names = spec.stats
+        self.all_rows = bool(names) or self.statistics
+        """Whether rows of weight 0 are due for their statistics, or for gradients of these."""
+        self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
+        needed = spec.reduction != "none" or narrow or self.counted is not None
+        self.scratch = self._divided(divisor_of(options), narrow) if needed else None
+        """(4,): D, 1 / D, what a narrow gradient lacks, and how many programs are done."""
+
+    def _empty(self, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        """What kernels are told of the rows."""
+        return self.count, self.length, self.shift, self.spec.ignore_index, self.vocabulary
+
+    @property
+    def numbers(self) -> tuple[Any, ...]:
+        """What kernels are told of the loss and of the logits' scale."""
+        spec = self.spec
+        smoothing = spec.label_smoothing
+        return 1 - smoothing, smoothing / self.vocabulary, spec.z_loss, *self.scales
+
+    @property
+    def scales(self) -> tuple[Any, ...]:
+        """What kernels are told of the logits' scale: softcap, logit scale, and each row's own with their stride."""
+        return self.spec.softcap or 0.0, self.spec.logit_scale, *_strided(self.bend)
+
+    @property
+    def bent(self) -> dict[str, bool]:
+        """What is done to logits."""
+        scaled = self.spec.logit_scale != 1 or self.bend is not None
+        return {"CAPPED": self.spec.softcap is not None, "SCALED": scaled}
+
+    @property
+    def upstreams(self) -> tuple[Tensor | int | None, ...]:
+        """The upstream gradients of each row's loss, lse, nll and entropy, each with its stride."""
+        each = (None if given is None else given.reshape(-1) for given in self.upstream)
+        return tuple(value for given in each for value in _strided(given))
+
+    def is_quick(self, half: bool) -> bool:
+        """Whether the softcap may be off by its 10^7th part: among many classes, and where it bends."""
+        cap = self.spec.softcap
+        bends = cap is None or (self.bend is None and cap <= _LARGEST_SOFTCAP)
+        return half and self.vocabulary >= _MANY and bends
+
+    def _support(self, options: Options) -> tuple[Tensor, Tensor] | None:
+        if options.support_ids is None or options.support_offsets is None:
+            return None
+        return options.support_ids.contiguous(), options.support_offsets.contiguous()
+
+    def _divided(self, divisor: tuple[float | None, Tensor | None], narrow: bool) -> Tensor:
+        """Return what is found of all rows."""
+        scratch = self._empty(4)
+        number, normalizer = divisor
+        mean = self.spec.reduction == "mean"
+        launch(
+            divisor_kernel,
+            1,
+            (
+                self.target,
+                self.sample_weight,
+                self.class_weight,
+                normalizer if mean else None,
+                scratch,
+                self.counted,
+                0.0 if number is None else float(number),
+                *self.rows,
+            ),
+            {
+                "SHIFTED": self.shift > 0,
+                "MEAN": mean,
+                "NUMBER": mean and number is not None,
+                "NARROW": narrow,
+                "PROBABILITIES": self.probabilities is not None,
+                "BLOCK": min(next_power_of_2(max(self.count, 16)), 4096),
+            },
+            num_warps=4 if self.count <= 1024 else 16,
+        )
+        return scratch
+
+
+def _strided(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a tensor and the stride of its rows, 0 where one is for all."""
+    return tensor, 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)

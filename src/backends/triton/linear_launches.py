@@ -1,0 +1,109 @@
+"""Launches around a linear loss's matrix products: hidden states and target logits, the results of tiles, scaling."""
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.rows import is_dense
+from xent.backends.torch.schedule import Part
+from xent.backends.triton.facts import Facts
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.linear_kernels import scale_kernel, take_kernel
+from xent.backends.triton.machine import multiprocessors
+from xent.backends.triton.results import Results
+from xent.backends.triton.tile_kernels import finish_kernel
+from xent.backends.triton.tiles import Sums
+
+__all__ = ["launch_finish", "launch_take", "scale"]
+
+
+def launch_take(
+    facts: Facts,
+    order: Tensor | None,
+    linear: Linear,
+    part: Part,
+    target_logits: Tensor | None,
+    taken: Tensor | None,
+    classes: Tensor | None = None,
+) -> None:
+    """Write a part's target logits, its hidden states and its classes, each where it has a place."""
+    hidden, weight, bias = linear.hidden, linear.classifier, linear.classifier_bias
+    if part.stop == part.start:
+        return
+    launch(
+        take_kernel,
+        part.stop - part.start,
+        (
+            hidden,
+            *hidden.stride(),
+            weight,
+            *weight.stride(),
+            bias,
+            0 if bias is None else bias.stride(0),
+            taken,
+            target_logits,
+            classes,
+            order,
+            part.start,
+            facts.target,
+            facts.sample_weight,
+            facts.class_weight,
+            facts.scratch,
+            *facts.rows,
+            hidden.shape[1],
+        ),
+        {
+            "SHIFTED": facts.shift > 0,
+            "MEAN": facts.mean,
+            "STATISTICS": facts.statistics,
+            "BLOCK": min(next_power_of_2(max(hidden.shape[1], 1)), 2048),
+        },
+        num_warps=4,
+    )
+
+
+def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Tensor) -> None:
+    """Turn the sums of all rows into their results."""
+    launch(
+        finish_kernel,
+        cdiv(facts.count, 256),
+        (
+            *sums,
+            target_logits,
+            facts.target,
+            facts.sample_weight,
+            facts.class_weight,
+            facts.scratch,
+            results.loss,
+            *results.statistics,
+            *facts.rows,
+            *facts.numbers,
+        ),
+        {
+            "SHIFTED": facts.shift > 0,
+            "MEAN": facts.mean,
+            **facts.bent,
+            "Z_LOSS": facts.spec.z_loss != 0,
+            "BLOCK": 256,
+        },
+        num_warps=4,
+    )
+
+
+def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
+    """Return a gradient times 0-d factors, rounded once; with `inplace` in its own memory."""
+    if not is_dense(grad):
+        factor = upstream if deferred is None else upstream * deferred
+        product = (grad.float() * factor).to(grad.dtype)
+        return grad.copy_(product) if inplace else product
+    out = grad if inplace else torch.empty_like(grad)
+    count = grad.numel()
+    if count:
+        launch(
+            scale_kernel,
+            max(min(cdiv(count, 4096), 4 * multiprocessors(grad.device)), 1),
+            (grad, out, upstream, deferred, count),
+            {"INPLACE": inplace, "BLOCK": 4096},
+            num_warps=8,
+        )
+    return out

@@ -1,0 +1,109 @@
+"""What is found out about each row, where kernels record it, and how it becomes the loss and the statistics."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.triton.facts import Facts
+from xent.backends.triton.launch import launch
+from xent.backends.triton.linear_kernels import sums_kernel
+
+__all__ = ["Results"]
+
+
+class Results:
+    """Results of N rows; memory is there from the first launch that writes to it."""
+
+    def __init__(self, facts: Facts) -> None:
+        self._facts = facts
+        self._made: dict[str, Tensor | None] = {}
+        self._held: Tensor | None = None
+        self.partial = False
+        """Whether rows may be left out: their results are 0."""
+
+    def _each(self, name: str, wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """Return memory for one result of each row."""
+        if name not in self._made:
+            made = None
+            if wanted:
+                made = torch.empty(self._facts.count, dtype=dtype, device=self._facts.device)
+                if self.partial:
+                    made.fill_(-1 if name == "predictions" else 0)
+            self._made[name] = made
+        return self._made[name]
+
+    @property
+    def loss(self) -> Tensor:
+        """Each row's, (N,)."""
+        loss = self._each("loss", True)
+        assert loss is not None
+        return loss
+
+    @property
+    def statistics(self) -> tuple[Tensor | None, ...]:
+        """(N,) each, None where nobody asks, in the order in which kernels take them."""
+        names = self._facts.spec.stats
+        return (
+            self._each("lse", "lse" in names),
+            self._each("nll", "nll" in names),
+            self._each("entropy", "entropy" in names),
+            self._each("predictions", "predictions" in names, torch.int64),
+            self._each("hits", "accuracy" in names),
+            self._each("z_term", "z_loss" in names),
+            self._each("log_sum_sq_probs", "log_sum_sq_probs" in names),
+            self._each("mean_logit", "mean_logit" in names),
+        )
+
+    def new_total(self) -> Tensor:
+        """Return memory for the reduced loss, which a launch is about to write."""
+        total = self._made["total"] = self._one()
+        return total
+
+    def held(self, entries: int) -> Tensor:
+        """Return memory for the gradient of so many pairs of a row and a class, the same for all launches."""
+        if self._held is None:
+            self._held = torch.empty(entries, dtype=torch.float32, device=self._facts.device)
+        return self._held
+
+    def finish(self) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss and the statistics."""
+        facts, made = self._facts, self._made
+        names, each_row = facts.spec.stats, facts.spec.reduction == "none"
+        of_rows = facts.spec.accuracy_of_rows
+        loss = self.loss
+        _ = self.statistics  # in case there was no launch
+        total = loss if each_row else made.get("total")
+        missing = total is None
+        total_z = self._one() if "z_loss" in names and not each_row else None
+        accuracy = self._one() if "accuracy" in names and not of_rows else None
+        if total is None:
+            total = self._one()
+        if missing or total_z is not None or accuracy is not None:
+            launch(
+                sums_kernel,
+                1,
+                (
+                    loss,
+                    made.get("z_term"),
+                    made.get("hits"),
+                    facts.scratch if facts.spec.reduction == "mean" else None,
+                    facts.counted,
+                    total if missing else None,
+                    total_z,
+                    accuracy,
+                    facts.count,
+                ),
+                {"BLOCK": 4096},
+                num_warps=16,
+            )
+        found: dict[str, Any] = {
+            **made,
+            "z_loss": made.get("z_term") if each_row else total_z,
+            "accuracy": made.get("hits") if of_rows else accuracy,
+            "count": facts.counted,
+        }
+        return total, [found[name] for name in names]
+
+    def _one(self) -> Tensor:
+        return torch.empty((), dtype=torch.float32, device=self._facts.device)

@@ -1,0 +1,199 @@
+"""The fold of a whole row: sums that each lane has of its own classes, and their sum over lanes, without the target.
+
+`quick_sums` adds up exponentials relative to the largest logit of the row's first block, which needs no maximum over
+the row. Where that overflows or vanishes, `careful_sums` finds the largest first. Each lane has, with e = e^(x - m)::
+
+    s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
+
+of which all but s are there only where they are asked for (ENTROPY, SMOOTHED, SQUARED, AVERAGED).
+
+Of rows that begin off a boundary (SKEWED) a lane holds other classes than of an aligned row. Before the lanes are added
+up they are turned back, so that a row's loss has the same bits wherever the row begins.
+"""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, finite, is_exact, order, times
+from xent.backends.triton.row_memory import fetch
+
+__all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
+
+
+@triton.jit
+def in_lanes(values, LANES: tl.constexpr):
+    """Return the sums of a block over neighbours, (LANES,), which one thread holds."""
+    return tl.sum(tl.reshape(values, [LANES, values.shape[0] // LANES]), 1)
+
+
+@triton.jit
+def turn(values, off, LANES: tl.constexpr):
+    """Return lanes (LANES,) of a row that begins `off` elements behind a boundary as those of one that begins there."""
+    return tl.gather(values, (tl.arange(0, LANES) + off) % LANES, 0)
+
+
+@triton.jit
+def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
+    """Return the exponent, e^(x - reference), and with ENTROPY e^(x - reference) times the exponent, else 0."""
+    if CAREFUL:
+        e2 = exponent(x, reference, exact)
+    else:
+        e2 = x * LOG2E - reference * LOG2E
+    e = tl.math.exp2(e2)
+    return e2, e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
+
+
+@triton.jit
+def _add(
+    s, t, u, q, v, best, at, z, classes, first, vocabulary, reference, exact, class_weight, logit_scale, softcap,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, CAREFUL: tl.constexpr,
+    QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    SQUARED: tl.constexpr, AVERAGED: tl.constexpr, PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """Add a block to a row's sums."""
+    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+    inside = (classes >= 0) & (classes < vocabulary)
+    if MASKED and CUT:
+        x = tl.where(inside, x, -float("inf"))
+    e2, e, mixed = _terms(x, reference, exact, CAREFUL, ENTROPY)
+    s += in_lanes(e, LANES)
+    if ENTROPY:
+        t += in_lanes(mixed, LANES)
+    if SMOOTHED:
+        if class_weight is not None:
+            u -= in_lanes(times(tl.load(class_weight + classes, mask=inside, other=0.0), e2), LANES)
+        else:
+            u -= in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
+    if SQUARED:
+        q += in_lanes(e * e, LANES)
+    if AVERAGED:
+        v += in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
+    if PREDICTED:
+        key = order(z, inside if MASKED else True, logit_scale)
+        largest = tl.max(tl.reshape(key, [LANES, BLOCK // LANES]), 1)
+        at = tl.where(largest > best, first, at)
+        best = tl.maximum(largest, best)
+    return s, t, u, q, v, best, at
+
+
+@triton.jit
+def quick_sums(
+    source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
+    RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
+    PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
+
+    m is the largest x of the first block. Masks are needed in the first and the last block alone.
+    """
+    nothing = tl.zeros([LANES], tl.float32)
+    best = tl.full([LANES], -float("inf"), tl.float32)
+    at = tl.zeros([LANES], tl.int32)
+    z = fetch(source, 0, whole, BLOCK, "evict_last").to(tl.float32)
+    classes = tl.arange(0, BLOCK) - off
+    seen = classes < vocabulary
+    if SKEWED:
+        seen = seen & (classes >= 0) & (classes < BLOCK - VECTOR)
+    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+    m = finite(tl.max(tl.where(seen, x, -float("inf")), 0))
+    exact = is_exact(m, EXACT)
+    s, t, u, q, v, best, at = _add(
+        nothing, nothing, nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight,
+        logit_scale, softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
+        CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
+    )  # fmt: skip
+    for first in range(BLOCK, last + (BLOCK if WHOLE else 0), BLOCK):
+        z = fetch(source, first, first + BLOCK, BLOCK, "evict_last").to(tl.float32)
+        s, t, u, q, v, best, at = _add(
+            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
+            logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+            SQUARED, AVERAGED, PREDICTED,
+        )  # fmt: skip
+    if not WHOLE:
+        if last > 0:
+            z = fetch(source, last, whole, BLOCK, "evict_last").to(tl.float32)
+            s, t, u, q, v, best, at = _add(
+                s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
+                logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
+                SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
+            )  # fmt: skip
+    return m, exact, s, t, u, q, v, best, at
+
+
+@triton.jit
+def careful_sums(
+    source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
+    AVERAGED: tl.constexpr,
+):  # fmt: skip
+    """Return m, whether it is exact, and the sums of each lane, for the largest x of all as m."""
+    peak = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, last + 1, BLOCK):
+        z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
+        classes = first + tl.arange(0, BLOCK) - off
+        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+        inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
+        peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
+    m = finite(tl.maximum(tl.max(peak, 0), x_y))
+    exact = is_exact(m, EXACT)
+    s = tl.zeros([LANES], tl.float32)
+    t = s
+    u = s
+    q = s
+    v = s
+    best = s
+    at = tl.zeros([LANES], tl.int32)
+    for first in range(0, last + 1, BLOCK):
+        z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
+        s, t, u, q, v, _best, _at = _add(
+            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
+            logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK, SCALED, CAPPED,
+            SMOOTHED, ENTROPY, SQUARED, AVERAGED, False,
+        )  # fmt: skip
+    return m, exact, s, t, u, q, v
+
+
+@triton.jit
+def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the lane that the target is in, which of its classes are others, and its logits.
+
+    Lanes are those of rows that begin on a boundary.
+    """
+    WIDTH: tl.constexpr = BLOCK // LANES
+    lane = y // WIDTH % LANES
+    k = tl.arange(0, BLOCKS * WIDTH)
+    classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
+    inside = (classes < vocabulary) & (classes != y)
+    return lane, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
+
+
+@triton.jit
+def joined(
+    s, t, u, q, v, off, lane, inside, z, reference, exact, logit_scale, softcap,
+    LANES: tl.constexpr, SKEWED: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
+):  # fmt: skip
+    """Return the sums over all lanes: s, t and q without the target, whose lane is added up anew (`lane_of_target`).
+
+    To subtract the target would leave rounding errors of the size of what is left, where it is nearly all of the sum.
+    """
+    if SKEWED:
+        s = turn(s, off, LANES)
+        t = turn(t, off, LANES) if ENTROPY else t
+        u = turn(u, off, LANES) if SMOOTHED else u
+        q = turn(q, off, LANES) if SQUARED else q
+        v = turn(v, off, LANES) if AVERAGED else v
+    x = activate(z.to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK)
+    _e2, e, mixed = _terms(tl.where(inside, x, -float("inf")), reference, exact, CAREFUL, ENTROPY)
+    others = tl.arange(0, LANES) != lane
+    sums = tl.sum(tl.where(others, s, 0.0), 0) + tl.sum(e, 0)
+    mix = 0.0
+    if ENTROPY:
+        mix = tl.sum(tl.where(others, t, 0.0), 0) + tl.sum(mixed, 0)
+    squares = 0.0
+    if SQUARED:
+        squares = tl.sum(tl.where(others, q, 0.0), 0) + tl.sum(e * e, 0)
+    return sums, mix, tl.sum(u, 0) if SMOOTHED else 0.0, squares, tl.sum(v, 0) if AVERAGED else 0.0

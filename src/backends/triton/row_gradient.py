@@ -1,0 +1,89 @@
+"""The gradient of a row whose sums are known: of a block of its raw logits, of its target, and written as a whole."""
+
+import triton
+import triton.language as tl
+
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, slope, times
+from xent.backends.triton.row_memory import fetch, store
+
+__all__ = ["gradient_block", "target_gradient", "write_gradient"]
+
+
+@triton.jit
+def gradient_block(
+    z, classes, vocabulary, reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
+    CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
+    TILTED: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of a block of raw logits but for the target: e^(x - reference) factor - delta w, times dx/dz.
+
+    TILTED: the factor of a class is factor + tilt * log2(e) (x - reference). FOLDED: `reference` is already
+    log2(e) m - log2(factor), in units of log2.
+    """
+    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+    if FOLDED:
+        g = tl.math.exp2(x * LOG2E - reference)
+    else:
+        if CAREFUL:
+            e2 = exponent(x, reference, exact)
+        else:
+            e2 = x * LOG2E - reference * LOG2E
+        g = tl.math.exp2(e2) * (factor + tilt * tl.maximum(e2, FLOOR) if TILTED else factor)
+    if SMOOTHED:
+        if class_weight is not None:
+            inside = (classes >= 0) & (classes < vocabulary)
+            g -= delta * tl.load(class_weight + classes, mask=inside, other=0.0)
+        else:
+            g -= delta
+    if CAPPED or SCALED:
+        g *= slope(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+    return g
+
+
+@triton.jit
+def target_gradient(
+    z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TILTED: tl.constexpr,
+):  # fmt: skip
+    """Return the gradient of the target's raw logit."""
+    g = times(excess, e_y / total) - gamma * (others / total) - delta * w_y
+    if TILTED:
+        g -= beta * times(e_y / total, nll)
+    if CAPPED or SCALED:
+        g *= slope(z_y, logit_scale, softcap, SCALED, CAPPED, False)
+    return g
+
+
+@triton.jit
+def write_gradient(
+    source, place, off, last, vocabulary, whole, reference, exact, factor, tilt, delta, class_weight, logit_scale,
+    softcap, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, SKEWED: tl.constexpr,
+    WHOLE: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    SMOOTHED: tl.constexpr, TILTED: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Write a row's gradient but for the target, from the row's end, which the caches still hold."""
+    if not WHOLE:
+        g = gradient_block(
+            fetch(source, last, whole, BLOCK, "evict_first").to(tl.float32), last + tl.arange(0, BLOCK) - off,
+            vocabulary, reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
+            CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+        )  # fmt: skip
+        store(place, last, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+    blocks = last // BLOCK + (1 if WHOLE else 0)
+    least = 1 if SKEWED else 0
+    for back in range(least, blocks):
+        first = (blocks - 1 - back + least) * BLOCK
+        g = gradient_block(
+            fetch(source, first, first + BLOCK, BLOCK, "evict_first").to(tl.float32),
+            first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
+            logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+        )  # fmt: skip
+        store(place, first, g, off, vocabulary, BLOCK, False, RAGGED, VECTOR)
+    if SKEWED:
+        if last > 0:
+            g = gradient_block(
+                fetch(source, 0, BLOCK, BLOCK, "evict_first").to(tl.float32), tl.arange(0, BLOCK) - off, vocabulary,
+                reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
+                CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+            )  # fmt: skip
+            store(place, 0, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

@@ -1,0 +1,151 @@
+"""Launches of the kernels that read whole rows of logits that exist, in blocks of rows that lie evenly in memory."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from xent.backends.torch.rows import logit_blocks
+from xent.backends.triton.facts import Facts
+from xent.backends.triton.geometry import Geometry, geometry, sizes
+from xent.backends.triton.gradient_kernel import gradient_kernel
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.results import Results
+from xent.backends.triton.rows_kernel import rows_kernel
+
+__all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
+
+_LARGEST_COUNT = 2**24  # programs that a float32 can count
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of logits, (..., V), that one launch takes, and where their gradient goes."""
+
+    logits: Tensor
+    grad: Tensor | None
+    place: Geometry
+    start: int
+    """Which row the first is, in the order of the call or in `order`."""
+    alone: bool
+    """Whether these are all rows of the call."""
+    order: Tensor | None = None
+    """(N,) int64, in which order rows are computed; None for that of the call."""
+    target_logits: Tensor | None = None
+    """(R,) float32, in place of the targets' raw logits."""
+
+    @property
+    def count(self) -> int:
+        """How many rows there are."""
+        return self.logits.shape[:-1].numel()
+
+
+def blocks_of(logits: Tensor, grad: Tensor | None) -> Iterator[Block]:
+    """Yield all rows of (..., V) logits: as one block if a launch can go through them."""
+    place = geometry(logits, grad)
+    if place is not None:
+        yield Block(logits, grad, place, 0, True)
+        return
+    for start, block, out in logit_blocks(logits, grad):
+        found = geometry(block, out)
+        assert found is not None
+        yield Block(block, out, found, start, False)
+
+
+def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | None) -> None:
+    """Fold and finish the rows of a block, write their gradient where it has a place, and the norm if there is one."""
+    spec, place, logits = facts.spec, block.place, block.logits
+    loss, statistics = results.loss, results.statistics
+    predicted = "predictions" in spec.stats or "accuracy" in spec.stats
+    programs, upstreams = block.count, facts.upstreams
+    reduced = block.alone and spec.reduction != "none" and 0 < programs < _LARGEST_COUNT and upstreams[0] is None
+    if not programs:
+        return
+    half = logits.itemsize == 2
+    size = sizes(facts.vocabulary, logits.itemsize, place, predicted)
+    smoothed, bent = spec.label_smoothing != 0, facts.bent
+    launch(
+        rows_kernel,
+        programs,
+        (
+            logits,
+            *place.logits,
+            place.skew,
+            block.grad,
+            *place.grad,
+            block.order,
+            block.start,
+            facts.target,
+            facts.sample_weight,
+            facts.class_weight,
+            facts.total_weight if smoothed else None,
+            block.target_logits,
+            *upstreams,
+            facts.scratch,
+            loss,
+            norm,
+            *statistics,
+            results.new_total() if reduced else None,
+            *facts.rows,
+            *facts.numbers,
+        ),
+        {
+            "SHIFTED": facts.shift > 0,
+            "MEAN": facts.mean,
+            "REDUCED": reduced,
+            "ALL_ROWS": facts.all_rows,
+            **place.constants(),
+            "EXACT": not half,
+            "QUICK": facts.is_quick(half),
+            "FOLDS": half and not any(bent.values()) and facts.upstream.entropy is None,
+            "SMOOTHED": smoothed,
+            "Z_LOSS": spec.z_loss != 0,
+            **bent,
+            **size.constants(),
+        },
+        **size.options,
+    )
+
+
+def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | None) -> None:
+    """Write the gradient of a block's rows from the norm, and perhaps the entropy, of all."""
+    spec, place, logits, half = facts.spec, block.place, block.logits, block.logits.itemsize == 2
+    if not block.count:
+        return
+    size = max(min(next_power_of_2(facts.vocabulary), 16384 // logits.itemsize), 2 * place.vector)
+    spare = place.vector - 1 if place.skewed else 0
+    smoothed = spec.label_smoothing != 0
+    launch(
+        gradient_kernel,
+        block.count * cdiv(facts.vocabulary + spare, size),
+        (
+            logits,
+            *place.logits,
+            place.skew,
+            block.grad,
+            *place.grad,
+            block.start,
+            facts.target,
+            facts.sample_weight,
+            facts.class_weight,
+            facts.total_weight if smoothed else None,
+            *facts.upstreams,
+            facts.scratch,
+            norm,
+            entropy,
+            *facts.rows,
+            *facts.numbers,
+        ),
+        {
+            "SHIFTED": facts.shift > 0,
+            "MEAN": facts.mean,
+            **place.constants(),
+            "EXACT": not half,
+            "QUICK": facts.is_quick(half),
+            "SMOOTHED": smoothed,
+            "Z_LOSS": spec.z_loss != 0,
+            **facts.bent,
+            "BLOCK": size,
+        },
+        num_warps=max(min(size * logits.itemsize // 2048, 8), 1),
+    )

@@ -1,0 +1,119 @@
+"""Divergence and gradient of rows from a teacher that is known at K classes, in one launch, a program a row.
+
+The probability of all other classes is added up by itself, without the K: to subtract these from 1 would leave rounding
+errors of the size of what is left. `bits` says which classes are among the K, one bit each. With the K classes' q_k, t
+left, and e the exponentials of the other classes, relative to the largest of them and with the sum s::
+
+    other classes    dl/dx_c = e_c ((sum q + t) e^(m_others - m) / Z - t / s)
+    the K classes    dl/dx_k = (sum q + t) p_k - q_k
+"""
+
+import triton.language as tl
+
+from xent.backends.triton.divergence_kernel import read
+from xent.backends.triton.divergence_maths import exact_exp, gap
+from xent.backends.triton.launch import kernel
+from xent.backends.triton.maths import activate, exp, finite, slope
+
+__all__ = ["top_k_kernel"]
+
+
+@kernel
+def top_k_kernel(
+    student,  # (R, V) raw logits, rows `student_row` apart
+    student_row: "i64",
+    ids,  # (R, K) int64
+    log_probs,  # (R, K) float32, -inf where an entry stands for no class
+    bits,  # (R, words) int32: class c is bit c % 32 of word c // 32
+    words: "i64",
+    grad,  # (R, V) or None; may be the student's logits
+    grad_row: "i64",
+    weight,  # (R,) float32
+    scale,  # (R,) float32
+    dead,  # (R,) uint8 or None
+    loss,  # (R,) float32
+    vocabulary: "i32",
+    classes: "i32",  # K
+    tolerance: "fp32",
+    logit_scale: "fp32",
+    softcap: "fp32",
+    BUCKET: tl.constexpr,
+    RENORMALIZED: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WIDTH: tl.constexpr,  # K, or the next power of two
+    BLOCK: tl.constexpr,
+):
+    """See the module's docstring."""
+    here = tl.program_id(0).to(tl.int64)
+    z_row = student + here * student_row
+    place = student  # or where the gradient goes
+    if grad is not None:
+        place = grad + here * grad_row
+    is_dead = False
+    if dead is not None:
+        is_dead = tl.load(dead + here) != 0
+    lanes = tl.arange(0, BLOCK)
+    last = (vocabulary - 1) // BLOCK * BLOCK
+    if is_dead:
+        tl.store(loss + here, 0.0)
+        if grad is not None:
+            for first in range(0, last + 1, BLOCK):
+                nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
+                tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
+    else:
+        k = tl.arange(0, WIDTH)
+        log_q = tl.load(log_probs + here * classes + k, mask=k < classes, other=-float("inf"))
+        y = tl.load(ids + here * classes + k, mask=k < classes, other=0)
+        known = (log_q != -float("inf")) & (y >= 0) & (y < vocabulary)
+        z_k = tl.load(z_row + y, mask=known, other=0.0).to(tl.float32)
+        x_k = tl.where(known, activate(z_k, logit_scale, softcap, SCALED, CAPPED, False), -float("inf"))
+        if RENORMALIZED:
+            largest = finite(tl.max(log_q, 0))
+            log_q -= largest + tl.log(tl.sum(exp(log_q - largest), 0))
+        q = tl.where(known, exact_exp(log_q), 0.0)
+        mass = tl.sum(q, 0)
+        m_others = -float("inf")
+        sums = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, last + 1, BLOCK):
+            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            c = first + lanes
+            word = tl.load(bits + here * words + c // 32, mask=c < vocabulary, other=0)
+            x = tl.where(((word >> (c % 32)) & 1) != 0, -float("inf"), x)
+            largest = tl.maximum(m_others, tl.max(x, 0))
+            sums = sums * exp(m_others - finite(largest)) + exp(x - finite(largest))
+            m_others = largest
+        s = tl.sum(sums, 0)
+        m = finite(tl.maximum(m_others, tl.max(x_k, 0)))
+        m_others = finite(m_others)
+        e_k = exact_exp(x_k - m)
+        total = s * exp(m_others - m) + tl.sum(e_k, 0)
+        log_total = tl.log(total)
+        p_k = e_k / total
+        u = x_k - m - log_total - log_q
+        left = 0.0
+        if BUCKET:
+            left = tl.maximum(1 - mass, 0.0)
+            # What rounding leaves, where no class could have it.
+            left = tl.where((s == 0) & (left <= tolerance), 0.0, left)
+            p_left = s * exp(m_others - m) / total
+            log_left = (m_others - m) + (tl.log(s) - log_total)
+            found = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
+            found += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
+        else:
+            found = -tl.sum(tl.where(known, q * u, 0.0), 0)
+        tl.store(loss + here, found * tl.load(weight + here))
+        if grad is not None:
+            factor = tl.load(scale + here)
+            each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)
+            for back in range(0, last + 1, BLOCK):
+                first = last - back
+                z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                c = first + lanes
+                word = tl.load(bits + here * words + c // 32, mask=c < vocabulary, other=0)
+                others = ((word >> (c % 32)) & 1) == 0
+                g = exp(tl.where(others, x - m_others, 0.0)) * each
+                g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
+                tl.store(place + c, g.to(place.dtype.element_ty), mask=(c < vocabulary) & others)
+            g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, logit_scale, softcap, SCALED, CAPPED, False))
+            tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)

@@ -1,0 +1,45 @@
+"""`python -m xent check`: prove the gradients of the backends that this machine can run, on its own hardware."""
+
+import sys
+
+from xent.core.check.progress import progress
+from xent.core.check.report import Line, check_all, planned, summary, table
+from xent.core.dispatch import backends
+
+__all__ = ["check"]
+
+_MOST_FAILURES = 20
+
+
+def check(names: list[str]) -> int:
+    """Check the named backends, or all that are available; print a table; return the exit status."""
+    found = backends()
+    reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
+    reasons["numpy"] = "the reference is what the others are held to"
+    for name in names:
+        reason = reasons.get(name, "there is no such backend")
+        if reason is not None:
+            print(f"{name} cannot be checked: {reason}", file=sys.stderr)
+            return 2
+    works = planned(names or None)
+    if not works:
+        print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
+        return 1
+    total = sum(len(cases) for work in works for both in work.cases.values() for cases in both)
+    with progress(total) as tell:
+        lines = list(check_all(works, tell))
+    heading = ("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result")
+    print(table([heading, *map(_row, lines)]))
+    failed = [failure for line in lines for failure in line.failed]
+    for failure in failed[:_MOST_FAILURES]:
+        print(f"FAILED {failure}")
+    if len(failed) > _MOST_FAILURES:
+        print(f"and {len(failed) - _MOST_FAILURES} more")
+    print(summary(works, lines))
+    return 1 if failed else 0
+
+
+def _row(line: Line) -> tuple[str, ...]:
+    worst = (f"{line.worst.error:.1e}", f"{line.worst.bound:.1e}")
+    result = f"{len(line.failed)} failed" if line.failed else "passed"
+    return (line.backend, line.device, line.function, line.dtype, str(line.cases), *worst, result)

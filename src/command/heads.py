@@ -1,0 +1,52 @@
+"""The shapes that `python -m xent bench` knows by a model's name, and what a shape takes in memory."""
+
+from dataclasses import dataclass
+
+__all__ = ["HEADS", "Shape", "parse"]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N rows of D columns, and a classifier of V classes."""
+
+    rows: int
+    width: int
+    vocabulary: int
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.width}x{self.vocabulary}"
+
+    def inputs(self, itemsize: int) -> int:
+        """Return the bytes of hidden states and classifier."""
+        return (self.rows + self.vocabulary) * self.width * itemsize
+
+    def needed(self, itemsize: int, fused: bool) -> int:
+        """Return about how many bytes a forward and backward pass takes, inputs and their gradients among them.
+
+        The unfused loss holds the logits, their float32 copy and log-probabilities, and two gradients of them. The
+        fused loss holds a part of them, with a bound on its size.
+        """
+        logits = self.rows * self.vocabulary
+        held = min(logits // 4, _LARGEST_CHUNK) if fused else 2 * logits
+        return 2 * self.inputs(itemsize) + held * (itemsize + 4)
+
+
+_LARGEST_CHUNK = 420 * 2**20  # elements
+HEADS = {
+    "Llama-3-8B": (4096, 128256),
+    "Gemma-2-9B": (3584, 256000),
+    "Qwen3-8B": (4096, 151936),
+    "GPT-2": (768, 50257),
+}
+"""(D, V) of the models' language modelling heads."""
+
+
+def parse(text: str, rows: int) -> Shape:
+    """Return the shape that "NxDxV" or a model's name stands for, a model with `rows` rows; ValueError for others."""
+    known = {name.lower(): head for name, head in HEADS.items()}
+    if text.lower() in known:
+        return Shape(rows, *known[text.lower()])
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise ValueError(f"a shape is NxDxV, three numbers > 0, or one of {', '.join(HEADS)}; got {text!r}")
+    return Shape(*map(int, parts))

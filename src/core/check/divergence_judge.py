@@ -1,0 +1,105 @@
+"""Whether a divergence and its gradients are right: as `judge` does it for the losses, and by the same bounds."""
+
+from typing import Any
+
+import numpy as np
+
+from xent.backends.protocol import Backend, Harness
+from xent.backends.reference_divergence import divergence, divergence_gradients
+from xent.core import divergence as public
+from xent.core.check.cases import Case
+from xent.core.check.divergence_cases import DivergenceCase, make_divergence_inputs
+from xent.core.check.judge import Comparison, compare, worst_of
+from xent.core.teachers import DivergenceCall, LinearTeacher, TopKTeacher
+from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
+
+__all__ = ["judge_divergence"]
+
+# More than of a loss: where both sides nearly agree a gradient is the small difference of large numbers, so that a few
+# rows decide.
+_DRAWS = 24
+Results = dict[str, Any]
+
+
+def judge_divergence(backend: Backend, harness: Harness[Any], case: DivergenceCase, seed: int = 0) -> list[Comparison]:
+    """Run a case on a backend and compare its divergence and every gradient."""
+    draws = [_judge_draw(backend, harness, case, seed)]
+    if not all(comparison.passed for comparison in draws[0]):
+        draws += [_judge_draw(backend, harness, case, seed + more) for more in range(1, _DRAWS)]
+    return [worst_of(same) for same in zip(*draws, strict=True)]
+
+
+def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, seed: int) -> list[Comparison]:
+    inputs = make_divergence_inputs(case, seed)
+    wide = "float64" if case.dtype == "float64" else "float32"
+    names = tuple(inputs.differentiable)
+    arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
+    upstream = harness.array(inputs.upstream, wide)
+    teacher = {
+        name: harness.array(value, None if name == "ids" else wide if name == "log_probs" else case.dtype)
+        for name, value in inputs.teacher.items()
+    }
+    options = {
+        name: harness.array(value, wide) if isinstance(value, np.ndarray) else value
+        for name, value in inputs.options.items()
+    }
+
+    def fused(*differentiable: Any) -> Any:
+        call = dict(zip(names, differentiable, strict=True)) | options
+        if case.function == "linear_divergence":
+            call["workspace"] = case.workspace
+        return getattr(public, case.function)(
+            **call, teacher=_teacher_of(case, teacher), reduction=case.reduction, backend=backend.name
+        )
+
+    def unfused(*differentiable: Any) -> Any:
+        logits = differentiable[0]
+        if case.function == "linear_divergence":
+            logits = harness.linear(*differentiable, *(None,) * (3 - len(differentiable)))
+        other = {name: value for name, value in teacher.items() if name in ("ids", "log_probs")}
+        if not other:
+            other["teacher"] = teacher.get("teacher")
+        if case.teacher == "linear":
+            other["teacher"] = harness.linear(teacher["input"], teacher["weight"], teacher.get("bias"))
+            other |= {"teacher_softcap": case.teacher_softcap, "teacher_scale": case.teacher_scale}
+        tail = case.teacher if "ids" in teacher else ""
+        return harness.unfused_divergence(logits, **other, tail=tail, reduction=case.reduction, **options)
+
+    truth = _reference(harness, case, dict(zip(names, arrays, strict=True)), teacher, options, upstream)
+    made: Results = {}
+    plain: Results = {}
+    for results, function in ((made, fused), (plain, unfused)):
+        loss, gradients = harness.gradients(function, arrays, upstream)
+        results |= {"loss": harness.numpy(loss)}
+        results |= {name: harness.numpy(grad) for name, grad in zip(names, gradients, strict=True)}
+    judged_as = Case("cross_entropy" if case.function == "divergence" else case.function, (), 1, case.dtype, "")
+    return [compare(name, made[name], truth[name], plain[name], judged_as) for name in truth]
+
+
+def _teacher_of(case: DivergenceCase, arrays: Results) -> Any:
+    if case.teacher == "logits":
+        return arrays["teacher"]
+    if case.teacher == "linear":
+        return LinearTeacher(**arrays, softcap=case.teacher_softcap, logit_scale=case.teacher_scale)
+    return TopKTeacher(**arrays, tail=case.teacher)
+
+
+def _reference(
+    harness: Harness[Any], case: DivergenceCase, arrays: Results, teacher: Results, options: Results, upstream: Any
+) -> Results:
+    """Return the truth for the very numbers that the backend sees."""
+    arguments = {name: harness.numpy(value) for name, value in arrays.items()}
+    known = _teacher_of(case, {name: harness.numpy(value) for name, value in teacher.items()})
+    given: Results = {"beta": 0.0, "temperature": 1.0, "softcap": None, "logit_scale": 1.0, "sample_weight": None}
+    given |= {"normalizer": None, "reduction": case.reduction}
+    given |= {
+        name: value if value is None or np.isscalar(value) else harness.numpy(value) for name, value in options.items()
+    }
+    call: DivergenceCall
+    if case.function == "divergence":
+        call = logits_divergence_call(**arguments, teacher=known, axis=-1, **given)
+    else:
+        linear: Results = {"linear_bias": None} | arguments
+        call = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
+    gradients = divergence_gradients(call, harness.numpy(upstream))
+    return {"loss": np.asarray(divergence(call))} | {name: gradients[name] for name in arrays}

@@ -1,0 +1,274 @@
+"""Arguments of a divergence in, a described call out; or an error that names the argument and what is allowed.
+
+Shapes, dtypes and numbers are checked here. The values inside a `TopKTeacher` are checked by the backends.
+"""
+
+import math
+from typing import Any
+
+from xent.core.arrays import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    describe,
+    dtype_name,
+    framework_of,
+    is_tracing,
+    number_of,
+    one_framework,
+)
+from xent.core.spec import REDUCTIONS, QuantizedWeight
+from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
+from xent.core.validate import check_number, check_numbers, check_shift_and_workspace
+
+__all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
+
+_NO_REVERSE = (
+    "beta must be 0 with a TopKTeacher, got {!r}: KL(p || q) and mixtures need the teacher's probability of every "
+    "class that the student gives mass to, and a top-k teacher has K of them. Pass logits or a LinearTeacher"
+)
+
+
+def logits_divergence_call(
+    logits: Any,
+    teacher: Any,
+    *,
+    axis: int,
+    sample_weight: Any,
+    normalizer: Any,
+    beta: Any,
+    temperature: Any,
+    softcap: Any,
+    logit_scale: Any,
+    reduction: Any,
+) -> DivergenceCall:
+    """Check the arguments of `xent.divergence` and describe the call."""
+    framework, normalizer = _frameworks({"logits": logits}, teacher, sample_weight, normalizer)
+    _check_float("logits", logits)
+    shape = tuple(logits.shape)
+    if not shape:
+        raise ValueError("logits must have a class axis, got a 0-d array")
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"axis must be an int, got {axis!r}")
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
+    axis %= len(shape)
+    rows, vocabulary = shape[:axis] + shape[axis + 1 :], shape[axis]
+    cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
+    return DivergenceCall(
+        StoredLogits(logits, cap, scale),
+        _teacher(framework, teacher, rows, vocabulary, shape, heat, beta),
+        _sample_weight(sample_weight, rows),
+        _normalizer(framework, normalizer),
+        number_of(framework, beta),
+        _reduction(reduction),
+        rows,
+        _vocabulary(vocabulary),
+        heat,
+        axis,
+    )
+
+
+def linear_divergence_call(
+    input: Any,
+    linear_weight: Any,
+    teacher: Any,
+    *,
+    linear_bias: Any,
+    workspace: int | None,
+    sample_weight: Any,
+    normalizer: Any,
+    beta: Any,
+    temperature: Any,
+    softcap: Any,
+    logit_scale: Any,
+    reduction: Any,
+) -> DivergenceCall:
+    """Check the arguments of `xent.linear_divergence` and describe the call."""
+    if isinstance(linear_weight, QuantizedWeight):
+        raise TypeError("linear_weight must be an array (V, D), got a QuantizedWeight: no divergence takes one yet")
+    student = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    framework, normalizer = _frameworks(student, teacher, sample_weight, normalizer)
+    _check_classifier("", input, linear_weight, linear_bias)
+    check_shift_and_workspace(0, workspace)
+    rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
+    cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
+    return DivergenceCall(
+        LinearLogits(input, linear_weight, linear_bias, cap, scale),
+        _teacher(framework, teacher, rows, vocabulary, (*rows, vocabulary), heat, beta),
+        _sample_weight(sample_weight, rows),
+        _normalizer(framework, normalizer),
+        number_of(framework, beta),
+        _reduction(reduction),
+        rows,
+        _vocabulary(vocabulary),
+        heat,
+        len(rows),
+        workspace,
+    )
+
+
+def check_beta(beta: Any) -> None:
+    """Raise TypeError or ValueError for a beta that is no number in [0, 1]."""
+    check_number("beta", beta, "in [0, 1]", lambda value: 0 <= value <= 1)
+
+
+def check_temperature(temperature: Any) -> None:
+    """Raise TypeError or ValueError for a temperature that is no number above 0."""
+    check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < math.inf)
+
+
+def _frameworks(student: dict[str, Any], teacher: Any, sample_weight: Any, normalizer: Any) -> tuple[str, Any]:
+    """Return the framework of all arrays, and the normalizer as a Python number or an array."""
+    normalizer = number_of(framework_of(next(iter(student.values()))), normalizer)
+    others = {"sample_weight": sample_weight, "normalizer": normalizer}
+    return one_framework(**student, **_arrays_of(teacher), **others), normalizer
+
+
+def _arrays_of(teacher: Any) -> dict[str, Any]:
+    """Return a teacher's arrays by the names that they have for the caller."""
+    if isinstance(teacher, TopKTeacher):
+        named = {"teacher.ids": teacher.ids, "teacher.log_probs": teacher.log_probs}
+    elif isinstance(teacher, LinearTeacher):
+        named = {"teacher.input": teacher.input, "teacher.weight": teacher.weight}
+        if teacher.bias is not None:
+            named["teacher.bias"] = teacher.bias
+    elif framework_of(teacher) is None:
+        raise TypeError(
+            f"teacher must be an array of logits, a xent.LinearTeacher or a xent.TopKTeacher, got {describe(teacher)}"
+        )
+    else:
+        named = {"teacher": teacher}
+    for name, array in named.items():
+        if framework_of(array) is None:
+            raise TypeError(f"{name} must be a torch, MLX or NumPy array, got {describe(array)}")
+    return named
+
+
+def _numbers(
+    framework: str, beta: Any, temperature: Any, softcap: Any, logit_scale: Any
+) -> tuple[float | None, float, float]:
+    """Return the student's softcap and scale with the temperature in them, and the temperature."""
+    beta, heat, cap, scale = (number_of(framework, value) for value in (beta, temperature, softcap, logit_scale))
+    if not is_tracing(framework):
+        check_beta(beta)
+        check_temperature(heat)
+        check_numbers(0.0, 0.0, cap, scale, None)
+    return None if cap is None else cap / heat, scale / heat, heat
+
+
+def _teacher(
+    framework: str,
+    teacher: Any,
+    rows: tuple[int, ...],
+    vocabulary: int,
+    logits_shape: tuple[int, ...],
+    heat: float,
+    beta: Any,
+) -> StoredLogits | LinearLogits | TopKTeacher:
+    """Check a teacher and return it with the temperature in its numbers."""
+    if isinstance(teacher, TopKTeacher):
+        _check_top_k(teacher, rows, vocabulary)
+        if not is_tracing(framework) and beta != 0:
+            raise ValueError(_NO_REVERSE.format(beta))
+        return teacher
+    if isinstance(teacher, LinearTeacher):
+        _check_classifier("teacher.", teacher.input, teacher.weight, teacher.bias)
+        if teacher.weight.shape[0] != vocabulary:
+            raise ValueError(
+                f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
+                "a divergence compares distributions over the same classes"
+            )
+        if tuple(teacher.input.shape[:-1]) != rows:
+            raise ValueError(
+                f"teacher.input must have shape {(*rows, 'D')}, a hidden state for each row of the student; got "
+                f"{tuple(teacher.input.shape)}"
+            )
+        cap, scale = (number_of(framework, value) for value in (teacher.softcap, teacher.logit_scale))
+        if not is_tracing(framework):
+            check_numbers(0.0, 0.0, cap, scale, None)
+        return LinearLogits(
+            teacher.input, teacher.weight, teacher.bias, None if cap is None else cap / heat, scale / heat
+        )
+    _check_float("teacher", teacher)
+    if tuple(teacher.shape) != logits_shape:
+        raise ValueError(
+            f"teacher logits must have shape {logits_shape}, the student's rows and vocabulary; got "
+            f"{tuple(teacher.shape)}"
+        )
+    return StoredLogits(teacher, None, 1 / heat)
+
+
+def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -> None:
+    if teacher.tail not in TAILS:
+        raise ValueError(f"teacher.tail must be one of {', '.join(map(repr, TAILS))}, got {teacher.tail!r}")
+    if dtype_name(teacher.ids) not in INTEGER_DTYPES:
+        raise TypeError(f"teacher.ids must have an integer dtype, got {describe(teacher.ids)}")
+    _check_float("teacher.log_probs", teacher.log_probs)
+    shape = tuple(teacher.ids.shape)
+    if shape[:-1] != rows or len(shape) != len(rows) + 1:
+        raise ValueError(f"teacher.ids must have shape {(*rows, 'K')}, K classes for each row; got {shape}")
+    if not 1 <= shape[-1] <= vocabulary:
+        raise ValueError(f"teacher.ids must hold 1 to {vocabulary} classes a row, the vocabulary; got {shape[-1]}")
+    if tuple(teacher.log_probs.shape) != shape:
+        raise ValueError(
+            f"teacher.log_probs must have the shape of teacher.ids, {shape}; got {tuple(teacher.log_probs.shape)}"
+        )
+
+
+def _check_classifier(prefix: str, input: Any, weight: Any, bias: Any) -> None:
+    """Check hidden states and a classifier; the student's carry `linear_` in their names."""
+    weight_name, bias_name = (f"{prefix or 'linear_'}{name}" for name in ("weight", "bias"))
+    for name, array in ((f"{prefix}input", input), (weight_name, weight), (bias_name, bias)):
+        if array is not None:
+            _check_float(name, array)
+    if len(input.shape) < 1:
+        raise ValueError(f"{prefix}input must have shape (..., D), got a 0-d array")
+    if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
+        raise ValueError(
+            f"{weight_name} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {prefix}input "
+            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
+        )
+    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
+        raise ValueError(
+            f"{bias_name} must have shape ({weight.shape[0]},), the rows of {weight_name}; got {tuple(bias.shape)}"
+        )
+
+
+def _check_float(name: str, array: Any) -> None:
+    if dtype_name(array) not in FLOAT_DTYPES:
+        raise TypeError(f"{name} must have a dtype out of {', '.join(FLOAT_DTYPES)}, got {describe(array)}")
+
+
+def _vocabulary(vocabulary: int) -> int:
+    if vocabulary == 0:
+        raise ValueError("there must be at least one class, got 0")
+    return vocabulary
+
+
+def _reduction(reduction: Any) -> str:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    return reduction
+
+
+def _sample_weight(sample_weight: Any, rows: tuple[int, ...]) -> Any:
+    if sample_weight is None:
+        return None
+    if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
+        raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
+    if tuple(sample_weight.shape) != rows:
+        raise ValueError(f"sample_weight must have shape {rows}, one per row; got {tuple(sample_weight.shape)}")
+    return sample_weight
+
+
+def _normalizer(framework: str, normalizer: Any) -> Any:
+    if normalizer is None:
+        return None
+    if framework_of(normalizer) is not None:
+        if len(normalizer.shape) != 0:
+            raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
+        if dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
+            raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
+    elif not is_tracing(framework):
+        check_numbers(0.0, 0.0, None, 1.0, normalizer)
+    return normalizer

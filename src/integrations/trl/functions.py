@@ -1,0 +1,263 @@
+"""TRL's kernels by their signatures and their results, computed by xent.
+
+The signatures are those of `trl.kernels` in TRL 1.16. What a name means there (which operations lie before a mean, what
+a tie counts, which dtype comes back) is what it means here. TRL need not be installed.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import xent
+
+__all__ = ["OUTPUTS", "ChunkedDivergenceFunction", "ChunkedLogProbFunction", "selective_log_softmax_and_entropy"]
+
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+"""What TRL can ask for beside log-probabilities, in the order in which it gets them."""
+
+_STATS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "accuracy"}
+"""TRL's name -> the name in `xent.Stats`."""
+
+_IGNORED = -100
+
+
+class ChunkedLogProbFunction:
+    """Log-probabilities from hidden states, with the signature of `trl.kernels.ChunkedLogProbFunction`.
+
+    It is no autograd function itself: `apply` calls `xent.linear_log_probs`.
+    """
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: Collection[str] = OUTPUTS,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Compute the log-probability of each target, and what `outputs` names.
+
+        Parameters
+        ----------
+        hidden : tensor (N, D), float
+            Hidden states.
+        weight : tensor (V, D), float
+            The classifier. Outside of autocast it is converted to the dtype of `hidden`.
+        bias : tensor (V,), float, or None
+            Its bias.
+        targets : integer tensor (N,)
+            Classes in [0, V). A row with -100 has zeros everywhere, and no gradient.
+        temperature : float > 0
+            Divides the logits, after scale and softcap.
+        chunk_size : int
+            The width of TRL's tiles. Ignored: xent chooses its own.
+        final_logit_softcapping : float > 0, optional
+            The softcap, applied after the scale.
+        logit_scale : float
+            Multiplies the logits.
+        outputs : collection of str
+            Names out of "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1". Others are ignored, as in TRL.
+
+        Returns
+        -------
+        log_probs, entropy : tensor (N,), float32
+            Both differentiable.
+        log_sum_sq_probs : tensor (N,), float32
+            log sum_c p_c^2. No gradient.
+        mean_logits : tensor (N,), float32
+            The mean over classes of the logits after scale, softcap and temperature. No gradient.
+        is_top1 : tensor (N,), bool
+            Whether the target is the first of the largest logits.
+
+            Each but the first is None where `outputs` does not name it.
+
+        Raises
+        ------
+        TypeError, ValueError, IndexError
+            As `xent.linear_log_probs` does.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from xent.integrations.trl import ChunkedLogProbFunction
+        >>> hidden, weight = torch.eye(4), 2 * torch.eye(4)
+        >>> log_probs, entropy, *others = ChunkedLogProbFunction.apply(
+        ...     hidden, weight, None, torch.tensor([0, 1, 2, 2]), 1.0, 32768, None, 1.0, ("entropy",))
+        >>> log_probs, others
+        (tensor([-0.3408, -0.3408, -0.3408, -2.3408]), [None, None, None])
+        """
+        names = [name for name in OUTPUTS if name in outputs]
+        stats = tuple(_STATS[name] for name in names if name in _STATS)
+        made: Any = xent.linear_log_probs(
+            hidden,
+            _usable(weight, hidden),
+            targets,
+            linear_bias=None if bias is None else _usable(bias, hidden),
+            temperature=temperature,
+            softcap=final_logit_softcapping,
+            logit_scale=logit_scale,
+            ignore_index=_IGNORED,
+            entropy="entropy" in names,
+            stats=stats,
+        )
+        results = iter(made if isinstance(made, tuple) else (made,))
+        log_probs = next(results).float()
+        entropy = next(results).float() if "entropy" in names else None
+        found = next(results) if stats else xent.Stats()
+        return (
+            log_probs,
+            entropy,
+            None if found.log_sum_sq_probs is None else found.log_sum_sq_probs.float(),
+            None if found.mean_logit is None else found.mean_logit.float(),
+            None if found.accuracy is None else found.accuracy.bool(),
+        )
+
+
+def selective_log_softmax_and_entropy(
+    logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropy from logits, by the signature of the function in `trl.kernels`.
+
+    Parameters
+    ----------
+    logits : tensor (..., V), float
+        Unnormalised scores.
+    index : integer tensor (...)
+        Classes in [0, V). A row with -100 has zeros, and no gradient.
+    temperature : float > 0
+        Divides the logits.
+    row_mask : tensor (...), bool or integer, optional
+        Rows with 0 are skipped: they have zeros, and no gradient.
+
+    Returns
+    -------
+    log_probs, entropy : tensor (...), float32
+        Both differentiable.
+
+    Raises
+    ------
+    TypeError, ValueError, IndexError
+        As `xent.log_probs` does.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.trl import selective_log_softmax_and_entropy
+    >>> selective_log_softmax_and_entropy(torch.zeros(2, 4), torch.tensor([0, 3]), row_mask=torch.tensor([1, 0]))
+    (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
+    """
+    if row_mask is not None:
+        index = index.masked_fill(row_mask == 0, _IGNORED)
+    log_probs, entropy = xent.log_probs(logits, index, temperature=temperature, ignore_index=_IGNORED, entropy=True)
+    return log_probs.float(), entropy.float()
+
+
+class ChunkedDivergenceFunction:
+    """The divergence of a student from a teacher, with the signature of TRL's function for its distillation trainer.
+
+    It is no autograd function itself: `apply` calls `xent.linear_divergence`, and for the entropy
+    `xent.linear_log_probs`.
+    """
+
+    @staticmethod
+    def apply(
+        student_hidden: Tensor,
+        student_weight: Tensor,
+        student_bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor,
+        teacher_bias: Tensor | None,
+        beta: float,
+        temperature: float = 1.0,
+        student_logit_scale: float = 1.0,
+        student_final_logit_softcapping: float | None = None,
+        teacher_logit_scale: float = 1.0,
+        teacher_final_logit_softcapping: float | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the divergence at each token, and the student's entropy.
+
+        Parameters
+        ----------
+        student_hidden, student_weight, student_bias : tensors (N, D), (V, D) and (V,), or None for no bias
+            The student's hidden states and classifier.
+        teacher_hidden, teacher_weight, teacher_bias : tensors (N, D'), (V, D') and (V,), or None for no bias
+            The teacher's, which get no gradient.
+        beta : float in [0, 1]
+            0 for KL(teacher || student), 1 for KL(student || teacher), between for the generalised Jensen-Shannon
+            divergence.
+        temperature : float > 0
+            Divides the logits of both sides, after scale and softcap.
+        student_logit_scale, teacher_logit_scale : float
+            Multiply the logits.
+        student_final_logit_softcapping, teacher_final_logit_softcapping : float > 0, optional
+            Softcaps, applied after the scale.
+
+        Returns
+        -------
+        divergence : tensor (N,), float32
+            Differentiable with respect to the student.
+        entropy : tensor (N,), float32
+            Of the student's distribution. No gradient. It costs one more product of hidden states and classifier.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `xent.linear_divergence` does.
+
+        Examples
+        --------
+        >>> import torch
+        >>> from xent.integrations.trl import ChunkedDivergenceFunction
+        >>> student, teacher = (torch.eye(4), 2 * torch.eye(4), None), (torch.eye(4), 2 * torch.eye(4), None)
+        >>> ChunkedDivergenceFunction.apply(*student, *teacher, 0.5)
+        (tensor([0., 0., 0., 0.]), tensor([0.9183, 0.9183, 0.9183, 0.9183]))
+        """
+        weight = _usable(student_weight, student_hidden)
+        bias = None if student_bias is None else _usable(student_bias, student_hidden)
+        divergence: Tensor = xent.linear_divergence(
+            student_hidden,
+            weight,
+            xent.LinearTeacher(
+                teacher_hidden.detach(),
+                _usable(teacher_weight.detach(), teacher_hidden),
+                None if teacher_bias is None else _usable(teacher_bias.detach(), teacher_hidden),
+                softcap=teacher_final_logit_softcapping,
+                logit_scale=teacher_logit_scale,
+            ),
+            linear_bias=bias,
+            beta=beta,
+            temperature=temperature,
+            softcap=student_final_logit_softcapping,
+            logit_scale=student_logit_scale,
+            reduction="none",
+        )
+        with torch.no_grad():
+            _, entropy = xent.linear_log_probs(
+                student_hidden,
+                weight,
+                torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
+                linear_bias=bias,
+                temperature=temperature,
+                softcap=student_final_logit_softcapping,
+                logit_scale=student_logit_scale,
+                entropy=True,
+            )
+        return divergence.float(), entropy.float()
+
+
+def _usable(weight: Tensor, hidden: Tensor) -> Tensor:
+    """Return the weight in the dtype of the product, and in memory that backward still finds.
+
+    Outside of autocast a product has the dtype of the hidden states, as in TRL: with cast_lm_head_to_fp32 these are
+    float32, and the weight is not. DeepSpeed's ZeRO-3 gathers a parameter for the call alone and gives it the memory of
+    an empty tensor afterwards; a view keeps what was gathered.
+    """
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+    return weight.view_as(weight) if hasattr(weight, "ds_id") else weight

@@ -1,0 +1,146 @@
+"""patch and unpatch: xent's functions in the places where TRL's trainers look theirs up.
+
+TRL's modules import the kernels by name, so that a trainer finds what its module has under that name. A version of TRL
+that has none there, or one with other arguments, is refused: it would go on with its own kernels in silence.
+"""
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from xent.integrations.trl.functions import (
+    ChunkedDivergenceFunction,
+    ChunkedLogProbFunction,
+    selective_log_softmax_and_entropy,
+)
+
+__all__ = ["Patch", "patch", "unpatch"]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name in a module of TRL, and what goes there."""
+
+    module: str
+    name: str
+    function: Any
+    needs_triton: bool = False
+    """Whether TRL has the name only where there is Triton."""
+
+
+_PLACES = (
+    _Place("trl.trainer.utils", "_ChunkedLogProbFunction", ChunkedLogProbFunction),
+    _Place("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", ChunkedDivergenceFunction),
+    _Place("trl.trainer.utils", "_fused_logprob_entropy", selective_log_softmax_and_entropy, needs_triton=True),
+)
+
+_replaced: dict[_Place, Any] = {}
+"""What TRL had in each place."""
+
+
+class Patch:
+    """What `patch` returns: used in a `with` statement, it undoes the patch at the end, unless there was one before."""
+
+    def __init__(self, changed: bool) -> None:
+        self._changed = changed
+
+    def __enter__(self) -> None:
+        """Return None."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Undo the patch."""
+        if self._changed:
+            unpatch()
+
+
+def patch() -> Patch:
+    """Have TRL's trainers compute log-probabilities, entropies and divergences with xent.
+
+    SFT, DPO, KTO, GRPO, RLOO and the asynchronous GRPO trainer take log-probabilities from hidden states through one
+    function of TRL's, on every device; that becomes `xent.linear_log_probs`. The distillation trainer's divergence
+    becomes `xent.linear_divergence`. What trainers compute from logits on GPUs becomes `xent.log_probs`. It holds for
+    trainers that are there already, and for all that are made later.
+
+    Returns
+    -------
+    Patch
+        To be used in a ``with`` statement, or not at all.
+
+    Raises
+    ------
+    ImportError
+        This version of TRL has the functions elsewhere, or with other arguments. Nothing is changed.
+
+    Examples
+    --------
+    >>> from xent.integrations.trl import patch, unpatch
+    >>> _ = patch()  # doctest: +SKIP
+    >>> trl.GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts).train()  # doctest: +SKIP
+    >>> unpatch()
+    """
+    found = {place: _find(place) for place in _PLACES if not place.needs_triton or _has_triton()}
+    changed = not _replaced
+    for place, theirs in found.items():
+        if theirs is not place.function:
+            _replaced[place] = theirs
+            setattr(importlib.import_module(place.module), place.name, place.function)
+    return Patch(changed)
+
+
+def unpatch() -> None:
+    """Undo `patch`: give TRL its own functions back. Without a patch there is nothing to do."""
+    for place, theirs in _replaced.items():
+        module = importlib.import_module(place.module)
+        if getattr(module, place.name) is place.function:  # or somebody else has replaced it since
+            setattr(module, place.name, theirs)
+    _replaced.clear()
+
+
+def _find(place: _Place) -> Any:
+    """Return what TRL has in a place, or raise ImportError."""
+    try:
+        module = importlib.import_module(place.module)
+    except ModuleNotFoundError as error:
+        raise ImportError(_words(place, f"there is no {error.name}")) from error
+    theirs = getattr(module, place.name, None)
+    if theirs is None:
+        raise ImportError(_words(place, "it has no such name"))
+    if theirs is place.function:
+        return theirs
+    expected, actual = _parameters(place.function), _parameters(theirs)
+    if actual != expected:
+        raise ImportError(
+            _words(place, f"it takes ({', '.join(actual)}) there, where xent takes ({', '.join(expected)})")
+        )
+    return theirs
+
+
+def _parameters(function: Any) -> list[str]:
+    """Return the names of the parameters of a function, or of the `apply` of an autograd function."""
+    call: Callable[..., Any] = getattr(function, "forward", None) or getattr(function, "apply", function)
+    return [name for name in inspect.signature(call).parameters if name != "ctx"]
+
+
+def _words(place: _Place, what: str) -> str:
+    return (
+        f"xent.integrations.trl looked for {place.name} in {place.module} of TRL {_version()}, and {what}. It is "
+        "written for TRL 1.16: install that with pip install 'trl==1.16.0', or call xent.linear_log_probs and "
+        "xent.linear_divergence in a loss of your own. TRL was left as it was"
+    )
+
+
+def _version() -> str:
+    try:
+        return str(importlib.import_module("trl").__version__)
+    except ImportError:
+        return "(not installed)"
+
+
+def _has_triton() -> bool:
+    """Whether TRL found Triton, without which it has no kernel for logits that could be replaced."""
+    return bool(importlib.import_module("transformers.utils").is_triton_available())

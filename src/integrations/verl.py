@@ -1,0 +1,93 @@
+"""verl's fused head by its signature, computed by xent.
+
+The signature is that of `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` in verl 0.9. verl's models import
+the function when they are called, so that it is put in its place in one line::
+
+    verl.utils.kernel.linear_cross_entropy.linear_cross_entropy = xent.integrations.verl.linear_cross_entropy
+
+Modules of verl's for Megatron import it by name when they are loaded: do it before.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import xent
+
+__all__ = ["linear_cross_entropy"]
+
+_REDUCTIONS = ("none", "sum", "mean")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float | None = 1.0,
+    reduction: str | None = "none",
+    dist_process_group: Any = None,
+) -> tuple[Tensor, Tensor]:
+    """Compute log-probabilities and entropies from hidden states, by the signature of verl's function.
+
+    Despite its name it returns log-probabilities, which are at most 0, and no loss.
+
+    Parameters
+    ----------
+    hidden : tensor (..., D), float
+        Hidden states of N tokens.
+    weight : tensor (V, D), float
+        The classifier.
+    labels : integer tensor (...)
+        Classes in [0, V). A token with -100 has zeros, and no gradient.
+    temperature : float > 0, or None for 1
+        Divides the logits.
+    reduction : "none", "sum" or "mean", in any case; None is "none"
+        Of the log-probabilities. The mean is over all N tokens.
+    dist_process_group : torch.distributed.ProcessGroup, optional
+        Tensor parallelism: a group of more than one process is refused.
+
+    Returns
+    -------
+    log_probs : tensor, float32
+        (N,) for "none", 0-d for the others. Differentiable.
+    entropy : tensor (N,), float32
+        Of each token, whatever the reduction. Differentiable.
+
+    Raises
+    ------
+    NotImplementedError
+        A process group of several processes.
+    TypeError, ValueError, IndexError
+        As `xent.linear_log_probs` does; a reduction that is none of the three.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.verl import linear_cross_entropy
+    >>> log_probs, entropy = linear_cross_entropy(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[0, 1, 2]]))
+    >>> log_probs, entropy
+    (tensor([-1.3863, -1.3863, -1.3863]), tensor([1.3863, 1.3863, 1.3863]))
+    """
+    if dist_process_group is not None:
+        processes = torch.distributed.get_world_size(dist_process_group)
+        if processes > 1:
+            raise NotImplementedError(
+                "dist_process_group must be None, or a group of one process: weight has to hold the whole vocabulary; "
+                f"got a group of {processes}"
+            )
+    how = "none" if reduction is None else str(reduction).lower()
+    if how not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))} or None, got {reduction!r}")
+    log_probs, entropy = xent.linear_log_probs(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        temperature=1.0 if temperature is None else temperature,
+        entropy=True,
+    )
+    log_probs, entropy = log_probs.float(), entropy.float()
+    if how != "none":
+        tokens = max(len(log_probs), 1)
+        log_probs = log_probs.sum() / (tokens if how == "mean" else 1)
+    return log_probs, entropy

@@ -1,0 +1,155 @@
+"""Bad input to the divergences gets an error that names the argument, what came and what is allowed."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xent
+
+LOGITS, HIDDEN, CLASSIFIER = np.zeros((2, 3, 5)), np.zeros((2, 3, 4)), np.zeros((5, 4))
+IDS = np.broadcast_to(np.array([0, 1]), (2, 3, 2)).copy()
+LOG_PROBS = np.full((2, 3, 2), np.log(0.25))
+TOP = xent.TopKTeacher(IDS, LOG_PROBS)
+
+
+def changed(array: Any, index: tuple[int, ...], value: Any) -> Any:
+    made = array.copy()
+    made[index] = value
+    return made
+
+
+BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"beta": 1.5}, ValueError, r"beta must be in \[0, 1\], got 1.5"),
+    ({"beta": -0.1}, ValueError, r"beta must be in \[0, 1\], got -0.1"),
+    ({"beta": float("nan")}, ValueError, r"beta must be in \[0, 1\]"),
+    ({"beta": None}, TypeError, "beta must be a number"),
+    ({"temperature": 0.0}, ValueError, "temperature must be finite and > 0, got 0.0"),
+    ({"temperature": np.ones((2, 3))}, TypeError, "temperature must be a number, finite and > 0; got numpy array"),
+    ({"softcap": 0}, ValueError, "softcap must be finite and > 0"),
+    ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
+    ({"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'"),
+    ({"normalizer": -1}, ValueError, "normalizer must be finite and >= 0, got -1"),
+    ({"normalizer": np.ones(2)}, ValueError, "normalizer must be a number or a 0-d array"),
+    (
+        {"sample_weight": np.ones((3, 2))},
+        ValueError,
+        r"sample_weight must have shape \(2, 3\), one per row; got \(3, 2\)",
+    ),
+    ({"sample_weight": [1.0]}, TypeError, "sample_weight must be a torch, MLX or NumPy array, got list"),
+    ({"backend": "cuda"}, xent.BackendError, "there is no backend 'cuda'"),
+    (
+        {"teacher": None},
+        TypeError,
+        "teacher must be an array of logits, a xent.LinearTeacher or a xent.TopKTeacher, got",
+    ),
+    ({"teacher": np.zeros((2, 3, 6))}, ValueError, r"teacher logits must have shape \(2, 3, 5\), .* got \(2, 3, 6\)"),
+    ({"teacher": np.zeros((2, 3, 5), int)}, TypeError, "teacher must have a dtype out of float64"),
+    (
+        {"teacher": xent.LinearTeacher(np.zeros((2, 3, 8)), np.zeros((6, 8)))},
+        ValueError,
+        "teacher.weight must have 5 rows, the student's vocabulary, got 6: a divergence compares distributions",
+    ),
+    (
+        {"teacher": xent.LinearTeacher(np.zeros((2, 8)), np.zeros((5, 8)))},
+        ValueError,
+        r"teacher.input must have shape \(2, 3, 'D'\), .* got \(2, 8\)",
+    ),
+    (
+        {"teacher": xent.LinearTeacher(np.zeros((2, 3, 8)), np.zeros((5, 7)))},
+        ValueError,
+        r"teacher.weight must have shape \(V, D\) with D = 8",
+    ),
+    (
+        {"teacher": xent.LinearTeacher(np.zeros((2, 3, 8)), np.zeros((5, 8)), np.zeros(4))},
+        ValueError,
+        r"teacher.bias must have shape \(5,\)",
+    ),
+    (
+        {"teacher": xent.LinearTeacher(np.zeros((2, 3, 8)), np.zeros((5, 8)), softcap=-1.0)},
+        ValueError,
+        "softcap must be finite and > 0",
+    ),
+    (
+        {"teacher": TOP, "beta": 1.0},
+        ValueError,
+        r"beta must be 0 with a TopKTeacher, got 1.0: KL\(p \|\| q\) and mixtures",
+    ),
+    ({"teacher": TOP, "beta": 0.5}, ValueError, "beta must be 0 with a TopKTeacher, got 0.5"),
+    (
+        {"teacher": xent.TopKTeacher(IDS, LOG_PROBS, tail="ignore")},
+        ValueError,
+        "teacher.tail must be one of 'bucket', 'renormalize', 'drop', got 'ignore'",
+    ),
+    ({"teacher": xent.TopKTeacher(IDS * 1.0, LOG_PROBS)}, TypeError, "teacher.ids must have an integer dtype"),
+    ({"teacher": xent.TopKTeacher(IDS[0], LOG_PROBS)}, ValueError, r"teacher.ids must have shape \(2, 3, 'K'\)"),
+    ({"teacher": xent.TopKTeacher(IDS, LOG_PROBS[..., :1])}, ValueError, "teacher.log_probs must have the shape of"),
+    (
+        {"teacher": xent.TopKTeacher(np.zeros((2, 3, 6), int), np.zeros((2, 3, 6)))},
+        ValueError,
+        "teacher.ids must hold 1 to 5 classes a row, the vocabulary; got 6",
+    ),
+]
+VALUES: list[tuple[xent.TopKTeacher, type[Exception], str]] = [
+    (
+        xent.TopKTeacher(changed(IDS, (0, 2, 1), 5), LOG_PROBS),
+        IndexError,
+        r"teacher.ids of row \[0, 2\] holds 5; classes are 0 to 4",
+    ),
+    (
+        xent.TopKTeacher(changed(IDS, (1, 0, 0), -1), LOG_PROBS),
+        IndexError,
+        r"row \[1, 0\] holds -1; classes are 0 to 4",
+    ),
+    (xent.TopKTeacher(changed(IDS, (1, 1, 1), 0), LOG_PROBS), ValueError, r"row \[1, 1\] holds a class more than once"),
+    (
+        xent.TopKTeacher(IDS, changed(LOG_PROBS, (1, 2, 0), 0.0)),
+        ValueError,
+        r"log_probs of row \[1, 2\] have a mass of 1.25, more than 1 by more than rounding",
+    ),
+    (xent.TopKTeacher(IDS, changed(LOG_PROBS, (1, 2, 0), np.nan)), ValueError, r"row \[1, 2\] have a mass of nan"),
+    (
+        xent.TopKTeacher(IDS, changed(LOG_PROBS, (0, 1, slice(None)), -np.inf), tail="renormalize"),
+        ValueError,
+        r"row \[0, 1\] have no mass that could be renormalised",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BOTH, ids=[message[:40] for _, _, message in BOTH])
+def test_both_functions(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        xent.divergence(**{"logits": LOGITS, "teacher": LOGITS} | arguments)
+    with pytest.raises(error, match=message):
+        xent.linear_divergence(**{"input": HIDDEN, "linear_weight": CLASSIFIER, "teacher": LOGITS} | arguments)
+
+
+def test_arguments_of_one_function() -> None:
+    with pytest.raises(ValueError, match="axis must be in"):
+        xent.divergence(LOGITS, LOGITS, axis=3)
+    with pytest.raises(ValueError, match=r"logits must have a class axis"):
+        xent.divergence(np.zeros(()), np.zeros(()))
+    with pytest.raises(TypeError, match="logits must be a torch, MLX or NumPy array, got None"):
+        xent.divergence(None, LOGITS)
+    with pytest.raises(ValueError, match=r"linear_weight must have shape \(V, D\) with D = 4"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER.T, LOGITS)
+    with pytest.raises(ValueError, match=r"linear_bias must have shape \(5,\)"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, linear_bias=np.zeros(4))
+    with pytest.raises(ValueError, match="workspace must be None or a positive int"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, workspace=0)
+    with pytest.raises(TypeError, match="got a QuantizedWeight: no divergence takes one yet"):
+        xent.linear_divergence(HIDDEN, xent.QuantizedWeight(None, None), LOGITS)
+
+
+@pytest.mark.parametrize(("teacher", "error", "message"), VALUES, ids=[message[-30:] for _, _, message in VALUES])
+def test_values_of_a_top_k_teacher(teacher: xent.TopKTeacher, error: type[Exception], message: str) -> None:
+    torch = pytest.importorskip("torch")
+    tensors = xent.TopKTeacher(torch.tensor(teacher.ids), torch.tensor(teacher.log_probs), tail=teacher.tail)
+    for logits, given in ((LOGITS, teacher), (torch.tensor(LOGITS), tensors)):
+        with pytest.raises(error, match=message):
+            xent.divergence(logits, given)
+        position = [int(i) for i in message[message.index("[") + 1 : message.index("]") - 1].split(", ")]
+        weight = np.ones((2, 3))
+        weight[tuple(position)] = 0
+        given_weight = weight if given is teacher else torch.tensor(weight)
+        assert float(xent.divergence(logits, given, sample_weight=given_weight)) < 1

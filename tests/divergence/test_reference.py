@@ -1,0 +1,107 @@
+"""The reference of divergences is the truth because finite differences say so, and it gives values that are known."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xent
+from xent.backends.reference_divergence import divergence_gradients
+from xent.core.check.divergence_cases import TEACHERS, DivergenceCase, make_divergence_inputs
+from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
+
+STEP = 1e-6
+DEFAULTS: dict[str, Any] = {
+    "beta": 0.0,
+    "temperature": 1.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "sample_weight": None,
+    "normalizer": None,
+}
+BASE = DivergenceCase("", (2, 3), 7, "float64", "", hidden=3, teacher_hidden=4, classes=4, bias=True)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": 2.5},
+    "softcap, scale": {"softcap": 3.0, "logit_scale": -1.5},
+    "weights": {"sample_weight": True},
+    "normalizer": {"normalizer": 3.5},
+}
+CASES = [
+    replace(BASE, function=function, teacher=teacher, reduction=reduction, name=name, options={"beta": beta} | options)
+    for function in ("divergence", "linear_divergence")
+    for teacher in TEACHERS
+    for beta in ((0.0, 1.0, 0.3) if teacher in ("logits", "linear") else (0.0,))
+    for reduction, (name, options) in zip(("mean", "none", "sum", "mean", "mean"), OPTIONS.items(), strict=True)
+]
+
+
+def teacher_of(case: DivergenceCase, arrays: dict[str, Any]) -> Any:
+    if case.teacher == "logits":
+        return arrays["teacher"]
+    if case.teacher == "linear":
+        return xent.LinearTeacher(**arrays, softcap=4.0, logit_scale=0.7)
+    return xent.TopKTeacher(**arrays, tail=case.teacher)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradient_is_the_slope_of_the_divergence(case: DivergenceCase) -> None:
+    inputs = make_divergence_inputs(case)
+    teacher = teacher_of(case, inputs.teacher)
+
+    def total(**differentiable: Any) -> Any:
+        call = getattr(xent, case.function)
+        return (
+            call(**differentiable, teacher=teacher, reduction=case.reduction, **inputs.options) * inputs.upstream
+        ).sum()
+
+    options = DEFAULTS | inputs.options | {"reduction": case.reduction}
+    if case.function == "divergence":
+        call = logits_divergence_call(**inputs.differentiable, teacher=teacher, axis=-1, **options)
+    else:
+        call = linear_divergence_call(**inputs.differentiable, teacher=teacher, workspace=None, **options)
+    analytic = divergence_gradients(call, inputs.upstream)
+    for name, values in inputs.differentiable.items():
+        numeric = np.empty_like(values)
+        for index in np.ndindex(values.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = values.copy()
+                moved[index] += sign * STEP
+                ends.append(total(**(inputs.differentiable | {name: moved})))
+            numeric[index] = (ends[0] - ends[1]) / (2 * STEP)
+        np.testing.assert_allclose(analytic[name], numeric, rtol=1e-6, atol=2e-8)
+
+
+def test_values_that_are_known() -> None:
+    p, q = np.array([[0.5, 0.25, 0.25]]), np.array([[0.25, 0.25, 0.5]])
+    forward = 0.25 * np.log(0.5) + 0.5 * np.log(2)
+    assert xent.divergence(np.log(p), np.log(q)) == pytest.approx(forward)
+    assert xent.divergence(np.log(p), np.log(q), beta=1.0) == pytest.approx(0.5 * np.log(2) + 0.25 * np.log(0.5))
+    m = (p + q) / 2
+    halves = (q * np.log(q / m)).sum() / 2 + (p * np.log(p / m)).sum() / 2
+    assert xent.divergence(np.log(p), np.log(q), beta=0.5) == pytest.approx(halves)
+
+
+def test_a_bucket_is_one_cell() -> None:
+    p, q = np.array([[0.5, 0.3, 0.15, 0.05]]), np.array([[0.4, 0.25, 0.05, 0.3]])
+    top = xent.TopKTeacher(np.array([[3, 0]]), np.log(q[:, [3, 0]]))
+    cells_p, cells_q = np.array([[0.05, 0.5, 0.45]]), np.array([[0.3, 0.4, 0.3]])
+    expected = (cells_q * np.log(cells_q / cells_p)).sum()
+    assert xent.divergence(np.log(p), top) == pytest.approx(expected)
+    assert 0 <= xent.divergence(np.log(p), top) <= xent.divergence(np.log(p), np.log(q))
+    renormalized = xent.divergence(np.log(p), xent.TopKTeacher(top.ids, top.log_probs, tail="renormalize"))
+    assert renormalized == pytest.approx(3 / 7 * np.log(3 / 7 / 0.05) + 4 / 7 * np.log(4 / 7 / 0.5))
+    dropped = xent.divergence(np.log(p), xent.TopKTeacher(top.ids, top.log_probs, tail="drop"))
+    assert dropped == pytest.approx(0.3 * np.log(6) + 0.4 * np.log(0.8))
+
+
+def test_a_teacher_known_at_every_class_is_the_teacher() -> None:
+    rng = np.random.default_rng(0)
+    z, t = rng.normal(size=(4, 6)), rng.normal(size=(4, 6))
+    log_q = t - np.logaddexp.reduce(t, -1, keepdims=True)
+    ids = np.argsort(t, -1)
+    for tail in ("bucket", "renormalize", "drop"):
+        top = xent.TopKTeacher(ids, np.take_along_axis(log_q, ids, -1), tail=tail)
+        assert xent.divergence(z, top) == pytest.approx(float(xent.divergence(z, t)))

@@ -1,0 +1,63 @@
+"""verl's function by its signature."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.integrations.models import device
+from xent.integrations.verl import linear_cross_entropy
+
+
+def inputs() -> tuple[Any, Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(2, 5, 16, generator=generator), torch.randn(33, 16, generator=generator)
+    labels = torch.randint(33, (2, 5), generator=generator)
+    return hidden.to(device).requires_grad_(), weight.to(device).requires_grad_(), labels.to(device)
+
+
+def definition(hidden: Any, weight: Any, labels: Any, temperature: float, reduction: str) -> tuple[Any, Any]:
+    """Return what verl's tests compare its kernels with, for flattened tokens, in float64."""
+    log_p = (F.linear(hidden.double(), weight.double()) / temperature).flatten(0, -2).log_softmax(-1)
+    nll = F.nll_loss(log_p, labels.flatten(), reduction=reduction)
+    return -nll, -(log_p.exp() * log_p).sum(-1)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+def test_same_meaning(reduction: str) -> None:
+    given = inputs()
+    ours = linear_cross_entropy(*given, 0.7, reduction, None)
+    truth = definition(*given, 0.7, reduction)
+    assert [each.dtype for each in ours] == [torch.float32] * 2
+    torch.testing.assert_close([each.double() for each in ours], list(truth), rtol=1e-5, atol=1e-5)
+    upstream = [torch.randn_like(each) for each in ours]
+    found = torch.autograd.grad(ours, given[:2], upstream)
+    expected = torch.autograd.grad(truth, given[:2], [each.double() for each in upstream])
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_defaults() -> None:
+    given = inputs()
+    torch.testing.assert_close(linear_cross_entropy(*given), linear_cross_entropy(*given, None, None))
+    torch.testing.assert_close(linear_cross_entropy(*given)[0], linear_cross_entropy(*given, 1.0, "NONE")[0])
+    flat = given[0].flatten(0, 1), given[1], given[2].flatten()
+    torch.testing.assert_close(linear_cross_entropy(*given), linear_cross_entropy(*flat))
+
+
+def test_bad_reduction() -> None:
+    with pytest.raises(ValueError, match="reduction must be one of 'none', 'sum', 'mean' or None, got 'max'"):
+        linear_cross_entropy(*inputs(), 1.0, "max")
+
+
+def test_process_groups(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1)
+    try:
+        group, given = dist.group.WORLD, inputs()
+        torch.testing.assert_close(linear_cross_entropy(*given, 1.0, "none", group), linear_cross_entropy(*given))
+        monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+        with pytest.raises(NotImplementedError, match=r"dist_process_group must be None.*got a group of 2"):
+            linear_cross_entropy(*given, 1.0, "none", group)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""Log-probabilities through the Metal kernels, on arrays of both frameworks, beside the matrix.
+
+MLX's are the tests of backend "mlx", but for those that need `mx.compile`, which cannot trace the emulator.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.mlx import test_statistics as statistics
+from tests.mlx.test_log_probs import (  # noqa: F401
+    test_class_of_a_support_that_does_not_exist,
+    test_every_target_ignored,
+    test_logits_are_never_rounded_to_16_bits,
+    test_logits_of_a_quantized_classifier_are_float32,
+    test_logits_of_minus_infinity,
+    test_no_rows,
+    test_offsets_that_describe_no_support,
+    test_one_class,
+    test_same_bits_whatever_is_asked_for,
+    test_second_derivatives_raise_and_temperature_has_none,
+    test_statistics_of_rows_are_the_references,
+    test_support_with_a_shift_and_leading_axes,
+    test_target_outside_its_support,
+    test_temperature_that_is_not_positive,
+    test_temperatures_that_are_huge_or_tiny,
+    test_vmap_and_forward_mode_raise,
+)
+from tests.mlx.test_statistics import test_low_precision  # noqa: F401
+from tests.targets import Target
+from xent.backends.metal import failures, tensors, torch_machine
+from xent.backends.metal.failures import KernelError
+from xent.backends.torch import facts
+from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
+
+DEVICE = torch_machine.DEVICES[0]
+N, D, V = 7, 16, 70
+RNG = np.random.default_rng(4)
+X, W = RNG.normal(size=(N, D)), RNG.normal(size=(V, D)) / 2
+Y = np.where(np.arange(N) == 2, -100, RNG.integers(0, V, N))
+T = RNG.uniform(0.5, 2, N)
+GIVEN = RNG.dirichlet(np.full(V, 0.3), N)
+UPSTREAM = {name: RNG.normal(size=N) for name in ("loss", *DIFFERENTIABLE)}
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+FUNCTIONS = ("log_probs", "linear_log_probs")
+
+
+@pytest.mark.parametrize("names", statistics.CHOSEN, ids=str)
+@pytest.mark.parametrize("options", statistics.OPTIONS)
+@pytest.mark.parametrize("kind", ["TARGET", "GIVEN"])
+def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options: str, kind: str) -> None:
+    statistics.test_gradients_of_statistics(target, names, options, getattr(statistics, kind), lambda step: step)
+
+
+def place(values: Any, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.from_numpy(np.array(values)).to(DEVICE, dtype)
+
+
+def sources(function: str, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    hidden, classifier = place(X, dtype), place(W, dtype)
+    return [hidden, classifier] if function == "linear_log_probs" else [(hidden @ classifier.T)]
+
+
+def call(function: str, given: list[Tensor], **options: Any) -> Any:
+    chunks = {"workspace": 3 * V * 4} if function == "linear_log_probs" else {}
+    return getattr(xent, function)(*given, place(Y), backend="metal", **chunks, **options)
+
+
+TEMPERATURES = {"one": 0.7, "rows": place(T, torch.float32), "rows, float64": place(T)}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_rows_of_tensors_are_the_references(
+    function: str, dtype: torch.dtype, softcap: float | None, temperature: str
+) -> None:
+    given, chosen = sources(function, dtype), TEMPERATURES[temperature]
+    options = {"softcap": softcap, "logit_scale": -1.2, "entropy": True, "stats": LOG_PROB_STATS}
+    *found, stats = call(function, given, temperature=chosen, **options)
+    numbers = [one.double().cpu().numpy() for one in given]
+    each = chosen if isinstance(chosen, float) else chosen.double().cpu().numpy()
+    *expected, truth = getattr(xent, function)(*numbers, Y, temperature=each, **options)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.cpu(), other, rtol=3e-6, atol=3e-6)
+    for name in LOG_PROB_STATS:
+        np.testing.assert_allclose(getattr(stats, name).cpu(), getattr(truth, name), rtol=3e-6, atol=3e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_same_bits_of_tensors_whatever_is_asked_for(function: str, dtype: torch.dtype) -> None:
+    given = sources(function, dtype)
+    alone = call(function, given, temperature=place(T))
+    together, entropy, stats = call(function, given, temperature=place(T), entropy=True, stats=LOG_PROB_STATS)
+    assert torch.equal(alone, together)
+    assert torch.equal(call(function, given, temperature=place(T), stats=("lse",))[1].lse, stats.lse)
+    leaves = [one.detach().requires_grad_() for one in given]
+    graph, graph_entropy = call(function, leaves, temperature=place(T), entropy=True)
+    assert torch.equal(alone, graph)
+    assert torch.equal(entropy, graph_entropy)
+
+
+def gradient_of(names: tuple[str, ...], target: Any, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Return the gradient of logits in place, or made anew, for upstream gradients of these results."""
+    leaf = (2 * sources("log_probs")[0]).to(dtype).detach().requires_grad_()
+    stats = tuple(name for name in names if name != "loss")
+    found = xent.cross_entropy(
+        leaf * 1, place(target), reduction="none", stats=stats, backend="metal",
+        **{name: place(value) if isinstance(value, np.ndarray) else value for name, value in options.items()},
+    )  # fmt: skip
+    results = {"loss": found[0]} | {name: getattr(found[1], name) for name in stats}
+    outputs = [results[name] for name in names]
+    return torch.autograd.grad(outputs, leaf, [place(UPSTREAM[name]).to(outputs[0]) for name in names])[0]
+
+
+CHOSEN = [("lse",), ("nll",), ("entropy",), ("loss", "lse", "nll", "entropy")]
+
+
+@pytest.mark.parametrize("names", CHOSEN, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gradients_of_statistics_in_the_place_of_the_logits_are_the_same(
+    names: tuple[str, ...], dtype: torch.dtype
+) -> None:
+    for target in (Y, GIVEN.astype(np.float32)):
+        found = gradient_of(names, target, dtype, inplace=True, softcap=3.0)
+        assert torch.equal(found, gradient_of(names, target, dtype, softcap=3.0))
+
+
+@pytest.mark.parametrize("names", CHOSEN, ids=str)
+@pytest.mark.parametrize("given", [Y, GIVEN.astype(np.float32)], ids=["indices", "probabilities"])
+def test_kernel_that_does_not_run_is_replaced(
+    names: tuple[str, ...], given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"weight": RNG.uniform(0, 2, V), "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 4.0}
+    expected = gradient_of(names, given, torch.float32, **options)
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise KernelError("refused")
+
+    monkeypatch.setattr(tensors, "backward", refused)
+    monkeypatch.setattr(failures, "_warned", set())
+    with pytest.warns(RuntimeWarning, match="PyTorch's operations take its place: refused"):
+        found = gradient_of(names, given, torch.float32, **options)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_temperature_of_tensors_that_is_not_positive(
+    function: str, wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody looks at values, as on a GPU, what such a row has is NaN; with nothing of an ignored row."""
+    given, values = sources(function), T.copy()
+    values[[1, 2, 5]] = wrong
+    with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
+        call(function, given, temperature=place(values))
+    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
+    leaves = [one.detach().requires_grad_() for one in given]
+    found, entropy = call(function, leaves, temperature=place(values), entropy=True)
+    wanted = np.isin(np.arange(N), [1, 5])
+    for one in (found, entropy):
+        np.testing.assert_array_equal(one.detach().isnan().cpu(), wanted)
+    (gradient, *_) = torch.autograd.grad([found.sum(), entropy.sum()], leaves)
+    np.testing.assert_array_equal(gradient.isnan().all(1).cpu(), wanted)
+    assert not gradient[2].any()

@@ -1,0 +1,39 @@
+"""Whether distributions hold what they should: `python -m tests.packaging.contents dist/*`."""
+
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+__all__ = ["main", "missing"]
+
+_ROOT = Path(__file__).parents[2]
+_UNWANTED = ("__pycache__", ".nox", ".venv", "typings", "site")
+
+
+def main(paths: list[str]) -> int:
+    """Print what is missing or unwanted; return the exit status."""
+    problems = [f"{path}: {problem}" for path in paths for problem in missing(Path(path))]
+    print("\n".join(problems) or f"{len(paths)} distributions hold every file of the package")
+    return 1 if problems or len(paths) != 2 else 0
+
+
+def missing(path: Path) -> list[str]:
+    """Return what a wheel or a source distribution lacks, or has too much."""
+    if path.suffix == ".whl":
+        names, prefix = set(zipfile.ZipFile(path).namelist()), "xent/"
+    else:
+        with tarfile.open(path) as archive:
+            names, prefix = {name.partition("/")[2] for name in archive.getnames()}, "src/"
+    source = _ROOT / "src"
+    wanted = {
+        prefix + file.relative_to(source).as_posix()
+        for file in source.rglob("*")
+        if file.suffix in (".py", ".metal", ".typed")
+    }
+    found = [f"lacks {name}" for name in sorted(wanted - names)]
+    return found + [f"holds {name}" for name in sorted(names) if any(part in _UNWANTED for part in name.split("/"))]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

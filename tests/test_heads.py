@@ -1,0 +1,336 @@
+"""Several heads of one classifier are the weighed sum of as many calls, to the reference's loss and every gradient."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xent
+from tests.cases import DTYPES
+from tests.covering import covering
+from tests.targets import Target
+from xent.backends.reference import linear_cross_entropy_gradients
+from xent.core import validate
+from xent.core.check.cases import Case, Inputs, make_inputs
+from xent.core.check.judge import compare
+from xent.core.spec import STAT_NAMES
+
+ROWS, V = (2, 7), 19
+WEIGHTS = (1.0, 0.5, -0.25)
+FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
+    "shift": ({"shift": (1, 2, 3)}, {"shift": (0, 9, 4)}, {"shift": (2,)}),
+    "reduction": (
+        {},
+        {"normalizer": 13.5},
+        {"normalizer": "array"},
+        {"normalizer": 0},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+    ),
+    "head_weight": ({}, {"head_weight": WEIGHTS}),
+    "target": ({}, {"ignore_index": 2}, {"probabilities": True}, {"target_dtype": "uint8", "ignore_index": 255}),
+    "weight": ({}, {"weight": True, "label_smoothing": 0.1}),
+    "options": ({}, {"softcap": 3.0, "logit_scale": 0.7, "z_loss": 0.05}),
+    "sample_weight": ({}, {"sample_weight": True}),
+    "bias": ({}, {"bias": True}),
+    "workspace": ({}, {"workspace": 3 * V * 4}),
+}
+FIELDS = ("shift", "reduction", "target_dtype", "bias", "workspace")
+
+
+def cases_of(strength: int, **more: Any) -> list[Case]:
+    made = []
+    for row in covering(FACTORS | more, strength, "heads"):
+        settings = {name: value for setting in row.values() for name, value in setting.items()}
+        fields = {name: settings.pop(name) for name in FIELDS if name in settings}
+        if "head_weight" in settings:
+            settings["head_weight"] = settings["head_weight"][: len(fields["shift"])]
+        if fields.get("reduction") == "none":
+            settings.pop("head_weight", None)
+        dtype = settings.pop("dtype", "float32")
+        name = ", ".join(f"{key}={value}" for key, value in (fields | settings).items())
+        made.append(Case("linear_cross_entropy", ROWS, V, dtype, name, settings, **{"reduction": "mean"} | fields))
+    return made
+
+
+def draw(case: Case, seed: int = 0) -> Inputs:
+    """Return a case's arrays, with hidden states and an upstream gradient for each head."""
+    inputs = make_inputs(case, seed)
+    heads, rng = (len(case.shift), *case.rows), np.random.default_rng([seed, 1])
+    hidden = rng.normal(0, 1, (*heads, case.hidden))
+    upstream = rng.normal(0, 1, heads if case.reduction == "none" else ())
+    return replace(inputs, differentiable=inputs.differentiable | {"input": hidden}, upstream=upstream)
+
+
+def placed(target: Target, inputs: Inputs, wide: str) -> dict[str, Any]:
+    """Return target and options with their arrays on the device."""
+    given = {"target": inputs.target} | inputs.options
+    return {
+        name: target.arrays(value, dtype=wide)[0] if isinstance(value, np.ndarray) else value
+        for name, value in given.items()
+    }
+
+
+def each(values: Any, upstream: Any) -> Any:
+    """Return the sum of rows' losses times their upstream gradients."""
+    return (values * upstream).sum()
+
+
+def fused(target: Target, case: Case, given: dict[str, Any], upstream: Any, names: tuple[str, ...]) -> Any:
+    def loss(*arrays: Any) -> Any:
+        made = xent.linear_cross_entropy(
+            **dict(zip(names, arrays, strict=True)),
+            **given,
+            shift=case.shift,
+            reduction=case.reduction,
+            workspace=case.workspace,
+            backend=target.name,
+        )
+        return each(made, upstream)
+
+    return loss
+
+
+def unfused(target: Target, case: Case, inputs: Inputs, wide: str, names: tuple[str, ...]) -> Any:
+    """Return the sum over heads of the framework's own loss."""
+    length = case.rows[-1]
+    axis = -2 if inputs.target.dtype.kind == "f" else -1
+
+    def head(number: int, shift: int) -> tuple[dict[str, Any], Any]:
+        here = np.arange(length) < length - shift
+        options = {name: value for name, value in inputs.options.items() if name != "head_weight"}
+        sample = np.roll(options.get("sample_weight", np.ones(case.rows)), -shift, -1)
+        options["sample_weight"] = np.where(here, sample, 0.0)
+        moved = replace(inputs, target=np.roll(inputs.target, -shift, axis), options=options)
+        upstream = inputs.upstream[number] if case.reduction == "none" else inputs.upstream
+        factor = inputs.options.get("head_weight", WEIGHTS[:1] * len(case.shift))[number]
+        return placed(target, moved, wide), target.arrays(np.asarray(upstream * factor), dtype=wide)[0]
+
+    heads = [head(number, shift) for number, shift in enumerate(case.shift)]
+
+    def loss(*arrays: Any) -> Any:
+        named = dict(zip(names, arrays, strict=True))
+        total = None
+        for number, (given, upstream) in enumerate(heads):
+            hidden = named["input"][number]
+            logits = target.harness.linear(hidden, named["linear_weight"], named.get("linear_bias"))
+            rest = {name: value for name, value in given.items() if name != "target"}
+            part = target.harness.unfused_loss(logits, given["target"], reduction=case.reduction, **rest)
+            total = each(part, upstream) if total is None else total + each(part, upstream)
+        return total
+
+    return loss
+
+
+def truth_of(case: Case, differentiable: dict[str, Any], given: dict[str, Any], upstream: Any) -> dict[str, Any]:
+    """Return loss and gradients of the reference, a head at a time."""
+    defaults = {"weight": None, "sample_weight": None, "normalizer": None, "ignore_index": -100, "stats": ()}
+    defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None}
+    options = defaults | differentiable | given
+    weights = options.pop("head_weight", (1,) * len(case.shift))
+    truth = {name: np.zeros(values.shape) for name, values in differentiable.items()} | {"loss": np.zeros(())}
+    for head, (shift, weight) in enumerate(zip(case.shift, weights, strict=True)):
+        options["input"] = differentiable["input"][head]
+        call = validate.linear_call(**options, reduction=case.reduction, shift=shift, workspace=None)
+        mine = weight * (upstream[head] if case.reduction == "none" else upstream)
+        hidden, classifier, bias = linear_cross_entropy_gradients(call, mine)
+        truth["input"][head] = hidden
+        truth["linear_weight"] += classifier
+        if "linear_bias" in truth:
+            truth["linear_bias"] += bias
+        loss = xent.linear_cross_entropy(
+            **{name: value for name, value in options.items() if name != "stats"}, reduction=case.reduction, shift=shift
+        )
+        truth["loss"] = truth["loss"] + (mine * loss).sum()
+    return truth
+
+
+def judge(target: Target, case: Case, seed: int) -> dict[str, tuple[float, float]]:
+    """Return the error of the loss and of each gradient, and its bound."""
+    inputs, wide = draw(case, seed), "float64" if case.dtype == "float64" else "float32"
+    names = tuple(inputs.differentiable)
+    arrays = target.arrays(*inputs.differentiable.values(), dtype=case.dtype)
+    given, (upstream,) = placed(target, inputs, wide), target.arrays(np.asarray(inputs.upstream), dtype=wide)
+    numpy = target.harness.numpy
+    as_numpy = {
+        name: value if np.isscalar(value) or isinstance(value, tuple) else numpy(value) for name, value in given.items()
+    }
+    truth = truth_of(case, dict(zip(names, map(numpy, arrays), strict=True)), as_numpy, numpy(upstream))
+    loss, gradients = target.harness.gradients(fused(target, case, given, upstream, names), arrays, None)
+    plain_loss, plain = target.harness.gradients(unfused(target, case, inputs, wide, names), arrays, None)
+    made = dict(zip(names, map(numpy, gradients), strict=True)) | {"loss": numpy(loss)}
+    plain_of = dict(zip(names, map(numpy, plain), strict=True)) | {"loss": numpy(plain_loss)}
+    found = {}
+    for name, true in truth.items():
+        comparison = compare(name, made[name], true, plain_of[name], case)
+        found[name] = comparison.error, comparison.bound
+    return found
+
+
+@pytest.mark.parametrize("case", cases_of(2, dtype=tuple({"dtype": dtype} for dtype in DTYPES)), ids=str)
+def test_loss_and_gradients(target: Target, case: Case) -> None:
+    if not target.takes(case.dtype):
+        return
+    draws = [judge(target, case, 0)]
+    if any(not error <= bound for error, bound in draws[0].values()):
+        draws += [judge(target, case, seed) for seed in range(1, 8)]
+    for name in draws[0]:
+        errors, bounds = zip(*(one[name] for one in draws), strict=True)
+        assert np.max(errors) <= np.max(bounds), (name, errors, bounds)
+        assert np.max(bounds) < 0.5
+
+
+@pytest.mark.parametrize("case", cases_of(2)[::3], ids=str)
+def test_loss_and_statistics_are_those_of_separate_calls(target: Target, case: Case) -> None:
+    inputs = draw(case)
+    given = placed(target, inputs, "float32") | {"reduction": case.reduction, "backend": target.name}
+    arrays = dict(zip(inputs.differentiable, target.arrays(*inputs.differentiable.values()), strict=True))
+    names = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
+    assert set(names) <= set(STAT_NAMES)
+    loss, stats = xent.linear_cross_entropy(**arrays, **given, shift=case.shift, stats=names)
+    weights = given.pop("head_weight", (1,) * len(case.shift))
+    hidden = arrays.pop("input")
+    parts = [
+        xent.linear_cross_entropy(hidden[head], **arrays, **given, shift=shift, stats=names)
+        for head, shift in enumerate(case.shift)
+    ]
+    numpy = target.harness.numpy
+    losses, shares = (
+        [numpy(get(part)) for part in parts] for get in (lambda part: part[0], lambda part: part[1].z_loss)
+    )
+    each_row = case.reduction == "none"
+    total = losses if each_row else sum(one * weight for one, weight in zip(losses, weights, strict=True))
+    share = shares if each_row else sum(one * weight for one, weight in zip(shares, weights, strict=True))
+    close = {"rtol": 1e-5, "atol": 1e-6}
+    np.testing.assert_allclose(numpy(loss), total, **close)
+    np.testing.assert_allclose(numpy(stats.z_loss), share, **close)
+    for name in ("lse", "nll", "entropy", "predictions"):
+        expected = [numpy(getattr(part[1], name)) for part in parts]
+        np.testing.assert_allclose(numpy(getattr(stats, name)), expected, **close)
+    counts = [int(part[1].count) for part in parts]
+    assert int(stats.count) == sum(counts)
+    hits = sum(float(part[1].accuracy) * count for part, count in zip(parts, counts, strict=True))
+    assert float(stats.accuracy) == pytest.approx(hits / max(sum(counts), 1))
+    (alone,) = (
+        xent.linear_cross_entropy(hidden, **arrays, **given, shift=case.shift, stats=("accuracy",))[1:]
+        if case.reduction != "none"
+        else (stats,)
+    )
+    assert float(alone.accuracy) == pytest.approx(float(stats.accuracy))
+
+
+def test_the_reference_is_a_sum_over_heads() -> None:
+    for case in cases_of(2):
+        inputs = draw(case)
+        shared = {name: value for name, value in inputs.options.items() if name != "head_weight"}
+        shared |= {"target": inputs.target, "reduction": case.reduction}
+        shared |= {name: value for name, value in inputs.differentiable.items() if name != "input"}
+        hidden, weights = inputs.differentiable["input"], inputs.options.get("head_weight", (1,) * len(case.shift))
+        parts = [
+            weight * xent.linear_cross_entropy(hidden[head], **shared, shift=shift)
+            for head, (shift, weight) in enumerate(zip(case.shift, weights, strict=True))
+        ]
+        found = xent.linear_cross_entropy(
+            **inputs.differentiable, target=inputs.target, **inputs.options, reduction=case.reduction, shift=case.shift
+        )
+        np.testing.assert_allclose(found, parts if case.reduction == "none" else sum(parts), rtol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("nothing", ["every target ignored", "no sequence", "no batch", "shifts beyond the sequence"])
+def test_nothing_to_predict_is_zero_with_zero_gradients(target: Target, nothing: str, reduction: str) -> None:
+    rows = {"no sequence": (3, 0), "no batch": (0, 3)}.get(nothing, (3, 4))
+    shift = (4, 10**12) if nothing == "shifts beyond the sequence" else (1, 2)
+    hidden, classifier = target.arrays(np.full((2, *rows, 5), np.nan), np.random.default_rng(0).normal(size=(6, 5)))
+    (classes,) = target.arrays(np.full(rows, -100 if nothing == "every target ignored" else 1))
+    ones = target.arrays(np.ones((2, *rows) if reduction == "none" else ()))[0]
+    loss, gradients = target.harness.gradients(
+        lambda x, w: xent.linear_cross_entropy(x, w, classes, shift=shift, reduction=reduction, backend=target.name),
+        (hidden, classifier),
+        ones,
+    )
+    assert tuple(loss.shape) == ((2, *rows) if reduction == "none" else ())
+    for array, shape in zip((loss, *gradients), (loss.shape, hidden.shape, classifier.shape), strict=True):
+        assert tuple(array.shape) == tuple(shape)
+        assert (target.harness.numpy(array) == 0).all()
+
+
+def test_position_of_a_wrong_target_is_the_callers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    arrays = np.zeros((2, 2, 3, 4)), np.zeros((5, 4)), np.array([[99, 1, 2], [0, 3, 77]])
+    for hidden, classifier, wrong in (arrays, target.arrays(*arrays)):
+        with pytest.raises(IndexError, match=r"target\[1, 2\] is 77; classes are 0 to 4, or ignore_index=-100"):
+            xent.linear_cross_entropy(hidden, classifier, wrong, shift=(2, 1))
+
+
+def test_a_wrong_target_that_nothing_looks_at_is_nan_in_its_own_rows(target: Target) -> None:
+    hidden, classifier = (np.random.default_rng(0).normal(size=size) for size in ((2, 2, 4, 3), (5, 3)))
+    x, w, wrong = target.arrays(hidden, classifier, np.array([[0, 1, 2, 3], [0, 99, 4, -100]]))
+    weight = target.arrays(np.linspace(0.5, 1, 5))[0]
+
+    def loss(x: Any, reduction: str = "sum") -> Any:
+        return xent.linear_cross_entropy(
+            x, w, wrong, shift=(1, 0), weight=weight, reduction=reduction, backend=target.name
+        )
+
+    if target.looks_at_targets:
+        with pytest.raises(IndexError):
+            loss(x)
+        return
+    bad = np.zeros((2, 2, 4), bool)
+    bad[0, 1, 0] = bad[1, 1, 1] = True
+    for reduction in ("mean", "sum"):
+        _, (gradient,) = target.harness.gradients(lambda x, how=reduction: loss(x, how), (x,), None)
+        gradient = target.harness.numpy(gradient)
+        assert np.isnan(gradient[bad]).all()
+        assert np.isfinite(gradient[~bad]).all()
+    np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss(x, "none"))), bad)
+
+
+HIDDEN, CLASSIFIER, CLASSES = np.zeros((2, 2, 3, 4)), np.zeros((5, 4)), np.zeros((2, 3), dtype=np.int64)
+WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"shift": ()}, ValueError, r"shift must be an int >= 0, or a tuple with one such int for each head, got \(\)"),
+    ({"shift": (1, -2)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, -2\)"),
+    ({"shift": (1, 2.0)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, 2.0\)"),
+    ({"shift": (1, True)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, True\)"),
+    ({"shift": (1, 2, 3)}, ValueError, r"shift=\(1, 2, 3\) needs input of shape \(3, ..., T, D\).*got \(2, 2, 3, 4\)"),
+    ({"input": np.zeros((2, 4))}, ValueError, r"shift=\(1, 2\) needs input of shape \(2, ..., T, D\).*got \(2, 4\)"),
+    ({"target": np.zeros((2, 2, 3), int)}, ValueError, r"target of class indices must have shape \(2, 3\) for input"),
+    ({"sample_weight": np.ones((2, 2, 3))}, ValueError, r"sample_weight must have shape \(2, 3\), one per row"),
+    ({"head_weight": (1,)}, ValueError, r"head_weight must have 2 entries, as shift=\(1, 2\) has; got 1"),
+    ({"head_weight": 0.5}, TypeError, "head_weight must be a tuple of numbers, one for each head; got float 0.5"),
+    ({"head_weight": np.ones(2)}, TypeError, "head_weight must be a tuple of numbers.*got numpy array"),
+    ({"head_weight": (1, "2")}, TypeError, r"head_weight\[1\] must be a number, finite; got str '2'"),
+    ({"head_weight": (1, float("nan"))}, ValueError, r"head_weight\[1\] must be finite, got nan"),
+    ({"head_weight": (1, 2), "reduction": "none"}, ValueError, "head_weight would be ignored with reduction='none'"),
+    ({"head_weight": (1, 2), "shift": 1}, ValueError, "head_weight weighs heads: pass a tuple as shift.*got shift=1"),
+    ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer would be ignored with reduction='sum'"),
+]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), WRONG, ids=str)
+def test_what_is_wrong_is_said(target: Target, bad: dict[str, Any], error: type[Exception], message: str) -> None:
+    arguments = {"input": HIDDEN, "linear_weight": CLASSIFIER, "target": CLASSES, "shift": (1, 2)} | bad
+    with pytest.raises(error, match=message):
+        xent.linear_cross_entropy(**arguments)
+    given = {
+        name: target.arrays(value)[0] if isinstance(value, np.ndarray) else value for name, value in arguments.items()
+    }
+    with pytest.raises(error, match=message.replace("numpy", target.backend.framework)):
+        xent.linear_cross_entropy(**given)
+
+
+def test_log_probabilities_have_no_heads() -> None:
+    with pytest.raises(ValueError, match=r"shift must be an int >= 0: heads are for xent.linear_cross_entropy alone"):
+        xent.linear_log_probs(HIDDEN, CLASSIFIER, CLASSES, shift=(1, 2))
+
+
+def test_lists_and_numpy_numbers_are_taken() -> None:
+    rng = np.random.default_rng(0)
+    hidden, classifier = rng.normal(size=HIDDEN.shape), rng.normal(size=CLASSIFIER.shape)
+    expected = xent.linear_cross_entropy(hidden, classifier, CLASSES, shift=(1, 0), head_weight=(1.0, 0.5))
+    found = xent.linear_cross_entropy(
+        hidden, classifier, CLASSES, shift=[np.int64(1), 0], head_weight=[1, np.float32(0.5)]
+    )
+    assert found == expected

@@ -1,0 +1,150 @@
+"""What belongs to each row of log-probabilities: whether it counts, its target, its temperature and its support."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import xent
+from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
+from tests.cases import LOG_PROBS
+from tests.targets import Target
+from xent.core.check.cases import LOG_PROB_OPTIONS, Case, make_inputs
+from xent.core.spec import LOG_PROB_STATS
+
+
+@pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_nothing_of_an_ignored_row_is_felt(target: Target, function: str, options: str, hidden: float) -> None:
+    case = log_prob_case(function, options, rows=(6,), ignored=0.0, shift=0)
+    clean, inputs = make_inputs(case), make_inputs(case)
+    inputs.target[2] = clean.target[2] = -100
+    next(iter(inputs.differentiable.values()))[2] = hidden
+    for expected, found in zip(*(results_of(target, case, drawn) for drawn in (clean, inputs)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
+        assert len(found) != 6 or (found[2] == 0).all()
+    call, arrays = call_of(target, case, inputs, stats=LOG_PROB_STATS)
+    *_, stats = call(*arrays)
+    for name in LOG_PROB_STATS:
+        assert target.harness.numpy(getattr(stats, name))[2] == (-1 if name == "predictions" else 0)
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0), (3, 4)])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_no_rows_and_no_targets(target: Target, function: str, options: str, rows: tuple[int, ...]) -> None:
+    case = log_prob_case(function, options, rows=rows, vocabulary=5, ignored=2.0)
+    inputs = make_inputs(case)
+    *found, _ = made = results_of(target, case, inputs)
+    assert all(array.shape == rows for array in found[:3])
+    for array, values in zip(made[3:], inputs.differentiable.values(), strict=True):
+        assert array.shape == values.shape
+    assert all((array == 0).all() for array in made)
+
+
+@pytest.mark.parametrize("columns", [1, 3, 8])
+@pytest.mark.parametrize("options", ["plain", "temperature"])
+def test_leading_columns_of_minus_infinity(target: Target, options: str, columns: int) -> None:
+    """A vocabulary that is masked in front: those classes have probability 0 and gradient 0."""
+    case = Case("log_probs", (6,), 11, "float32", "", LOG_PROB_OPTIONS[options], "none", entropy=True, ignored=0.0)
+    inputs = make_inputs(case)
+    inputs.differentiable["logits"][:, :columns] = -np.inf
+    inputs.target[:] = np.maximum(inputs.target, columns)
+    inputs.target[0] = 0  # which cannot be
+    call, (logits,) = call_of(target, case, inputs)
+    expected = xent.log_probs(target.harness.numpy(logits), inputs.target, entropy=True, **inputs.options)
+    for one, other in zip(call(logits), expected, strict=True):
+        np.testing.assert_allclose(target.harness.numpy(one), other, rtol=3e-6, atol=1e-6)
+    for upstream in (1, 0), (0, 1), (1, 1):
+        given = target.arrays(*(np.full(6, float(factor)) for factor in upstream))
+        _, (gradient,) = target.harness.gradients(call, (logits,), given)
+        gradient = target.harness.numpy(gradient)
+        assert np.isfinite(gradient).all()
+        assert (gradient[1:, :columns] == 0).all()
+        assert np.abs(gradient[:, columns:]).sum() > 0
+
+
+def test_target_outside_its_support(target: Target) -> None:
+    support = xent.Support(*target.arrays(np.array([0, 2, 1], np.int32), np.array([0, 2, 3, 3], np.int32)))
+    logits, classes, ones = target.arrays(np.arange(9.0).reshape(3, 3), np.array([1, 1, 1]), np.ones(3))
+
+    def call(given: Any) -> Any:
+        return xent.log_probs(given, classes, support=support, entropy=True, backend=target.name)
+
+    (log_probs, entropy), (gradient,) = target.harness.gradients(call, (logits,), (ones, None))
+    np.testing.assert_array_equal(target.harness.numpy(log_probs), [-np.inf, 0.0, -np.inf])
+    expected = xent.log_probs(np.array([[0.0, 2.0]]), np.array([0]), entropy=True)[1]
+    np.testing.assert_allclose(target.harness.numpy(entropy), [*expected, 0.0, 0.0], rtol=1e-6)
+    assert (target.harness.numpy(gradient) == 0).all()
+    _, (gradient,) = target.harness.gradients(call, (logits,), (ones, ones))
+    gradient = target.harness.numpy(gradient)
+    assert (gradient[1:] == 0).all()
+    assert (gradient[0] != 0).tolist() == [True, False, True]
+
+
+def test_support_of_all_classes_is_none(target: Target) -> None:
+    case = replace(log_prob_case("log_probs", "rows"), stats=())
+    inputs = make_inputs(case)
+    ids = np.concatenate([np.random.default_rng(row).permutation(67) for row in range(12)])
+    (ids, offsets) = target.arrays(ids, np.arange(13) * 67)
+    plain, every = (call_of(target, case, inputs, support=support) for support in (None, xent.Support(ids, offsets)))
+    found = [target.harness.gradients(call, arrays, upstream_of(target, inputs)) for call, arrays in (plain, every)]
+    for one, other in zip((*found[0][0], *found[0][1]), (*found[1][0], *found[1][1]), strict=True):
+        one, other = target.harness.numpy(one), target.harness.numpy(other)
+        np.testing.assert_allclose(other, one, rtol=3e-6, atol=3e-6)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_shift_is_what_slicing_gives(target: Target, options: str) -> None:
+    case = log_prob_case("linear_log_probs", options, rows=(3, 5), vocabulary=21, shift=0)
+    inputs = make_inputs(case)
+    _, (hidden, *rest) = call_of(target, case, inputs)
+    named = {"target": inputs.target} | {name: inputs.options[name] for name in {"temperature"} & inputs.options.keys()}
+    for shift in (0, 1, 4, 5, 9):
+        kept = max(5 - shift, 0)
+        moved = {name: target.arrays(values[:, shift:])[0] for name, values in named.items()}
+        if "support" in inputs.options:
+            moved["support"] = of_rows(target, inputs.options["support"], np.arange(15).reshape(3, 5)[:, shift:])
+        shifted = case.found_in(call_of(target, case, inputs, shift=shift)[0](hidden, *rest))
+        sliced = case.found_in(call_of(target, case, inputs, **moved)[0](hidden[:, :kept], *rest))
+        for name in case.results:
+            found = target.harness.numpy(shifted[name])
+            assert found.shape == (3, 5)
+            assert (found[:, kept:] == 0).all()
+            np.testing.assert_allclose(found[:, :kept], target.harness.numpy(sliced[name]), rtol=2e-6, atol=1e-6)
+
+
+def of_rows(target: Target, support: xent.Support, rows: Any) -> xent.Support:
+    """Return the support of some rows."""
+    sets = [support.ids[support.offsets[row] : support.offsets[row + 1]] for row in rows.ravel()]
+    ids = np.concatenate([np.zeros(0, np.int64), *sets])
+    return xent.Support(*target.arrays(ids, np.cumsum([0, *map(len, sets)])))
+
+
+@pytest.mark.parametrize("function", LOG_PROBS)
+@pytest.mark.parametrize("wrong", ["target", "temperature", "support"])
+def test_where_nothing_looks_the_row_is_nan(target: Target, function: str, wrong: str) -> None:
+    """A target or a class of a support outside [0, V), a temperature that is not > 0: never read or written by."""
+    case = log_prob_case(function, "support", rows=(6,), vocabulary=9, ignored=0.0, shift=0, stats=())
+    inputs = make_inputs(case)
+    support = inputs.options["support"]
+    if wrong == "target":
+        inputs.target[1] = 2**40
+    elif wrong == "temperature":
+        inputs.options["temperature"][1] = -1.0
+    else:
+        support.ids[support.offsets[1]] = 2**40
+    call, arrays = call_of(target, case, inputs)
+    if target.looks_at_targets:
+        with pytest.raises((IndexError, ValueError)):
+            call(*arrays)
+        return
+    (log_probs, entropy), gradients = target.harness.gradients(call, arrays, upstream_of(target, inputs))
+    bad = np.arange(6) == 1
+    np.testing.assert_array_equal(np.isnan(target.harness.numpy(log_probs)), bad)
+    assert np.isfinite(target.harness.numpy(entropy)[~bad]).all()
+    gradient = target.harness.numpy(gradients[0])
+    assert np.isnan(gradient[bad]).all()
+    assert np.isfinite(gradient[~bad]).all()

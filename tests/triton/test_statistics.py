@@ -1,0 +1,238 @@
+"""Statistics of rows and their upstream gradients, a temperature of each row: kernels of rows against float64."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.covering import covering, crossed
+from tests.targets import Target
+from tests.triton.judged import DTYPES, Rows, compare
+from tests.triton.test_facts import UPSTREAMS
+from tests.triton.test_geometry import LAYOUTS
+from tests.triton.test_rows import KINDS, padded
+from xent.backends.torch.job import Upstream
+from xent.core.spec import ROW_STATS
+
+INF = float("inf")
+VOCABULARIES = (1, 67, 1000, 1001, 4099)
+ROWS = 5
+ASKED: dict[str, tuple[str, ...]] = {
+    "all": ("loss", "lse", "nll", "entropy"),
+    "log-probabilities and entropy": ("loss", "entropy"),
+    "entropy": ("entropy",),
+    "lse": ("lse",),
+    "loss and nll": ("loss", "nll"),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "temperature": {"temperature": True},
+    "softcap, scale, temperature": {"softcap": 4.0, "logit_scale": -0.7, "temperature": True},
+    "weight, smoothing, z_loss": {"weight": True, "label_smoothing": 0.2, "z_loss": 0.1},
+    "sample_weight, softcap": {"sample_weight": True, "softcap": 30.0},
+    "all": {
+        "weight": True, "label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "logit_scale": 0.8,
+        "sample_weight": True, "temperature": True,
+    },
+}  # fmt: skip
+FACTORS = {"vocabulary": VOCABULARIES, "dtype": DTYPES, "asked": tuple(ASKED), "options": tuple(OPTIONS)}
+
+
+def draw(
+    target: Target, vocabulary: int, dtype: torch.dtype, options: str = "plain", asked: str = "all", rows: int = ROWS
+) -> Rows:
+    """Return rows of which one is ignored and, with weights, one weighs nothing."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    given = dict(OPTIONS[options])
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    classes = torch.randint(vocabulary, (rows,), generator=generator)
+    classes[0], classes[-1], classes[2] = 0, vocabulary - 1, -100
+    weight, sample, temperature = (
+        torch.rand(size, generator=generator) * wide + least
+        for size, wide, least in ((vocabulary, 2, 0), (rows, 1, 0.5), (rows, 2, 0.4))
+    )
+    weight[::7], sample[1] = 0, 0
+    upstream = torch.randn(4, rows, generator=generator).to(target.device)
+    return Rows(
+        padded(logits.to(target.device, dtype)),
+        classes.to(target.device),
+        weight.to(target.device) if given.pop("weight", False) else None,
+        sample.to(target.device) if given.pop("sample_weight", False) else None,
+        temperature.to(target.device) if given.pop("temperature", False) else None,
+        spec=given | {"stats": ROW_STATS},
+        upstream=Upstream(
+            *(one if name in ASKED[asked] else None for name, one in zip(Upstream._fields, upstream, strict=True))
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    "case", covering(FACTORS, 2, "statistics of rows"), ids=lambda case: " ".join(map(str, case.values()))
+)
+def test_statistics_and_their_gradients(target: Target, case: dict[str, Any]) -> None:
+    compare(draw(target, **case))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    *crossed(vocabulary=[1, 7, 8, 16, 17, 31, 48], dtype=DTYPES, options=list(OPTIONS), asked=list(ASKED))
+)
+def test_small_blocks(target: Target, vocabulary: int, dtype: torch.dtype, options: str, asked: str) -> None:
+    """So that every loop and every mask runs."""
+    compare(draw(target, vocabulary, dtype, options, asked))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(*crossed(start=[0, 3], vocabulary=[33, 48], dtype=DTYPES[:2], options=list(OPTIONS)))
+def test_rows_off_boundaries(target: Target, start: int, vocabulary: int, dtype: torch.dtype, options: str) -> None:
+    rows = draw(target, vocabulary, dtype, options)
+    compare(replace(rows, logits=padded(rows.logits, start)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_layouts(target: Target, layout: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = 3 * torch.randn(3, 4, 40, generator=generator)
+    logits = LAYOUTS[layout](values.to(target.device, dtype))
+    shape = logits.shape[:-1]
+    classes = torch.arange(shape.numel()).view(shape) % logits.shape[-1]
+    temperature = torch.rand(shape, generator=generator) + 0.5
+    upstream = torch.randn(4, *shape, generator=generator).to(target.device)
+    rows = Rows(
+        logits, classes.to(target.device), temperature=temperature.to(target.device), spec={"stats": ROW_STATS},
+        upstream=Upstream(*upstream),
+    )  # fmt: skip
+    compare(rows)
+
+
+@pytest.mark.parametrize("layout", UPSTREAMS)
+@pytest.mark.parametrize("name", Upstream._fields)
+def test_upstream_gradients_of_any_layout(target: Target, layout: str, name: str) -> None:
+    torch.manual_seed(0)
+    logits, classes = torch.randn(2, 7, 33, device=target.device), torch.arange(14, device=target.device).view(2, 7)
+    upstream = UPSTREAMS[layout](torch.randn(2, 7, device=target.device))
+    rows = Rows(logits, classes, upstream=Upstream(**{name: upstream}))
+    compare(replace(rows, upstream=Upstream(**{name: upstream})))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(*crossed(masked=[1, 8, 20], vocabulary=[33, 48], dtype=DTYPES, asked=list(ASKED)))
+def test_columns_of_minus_infinity(
+    target: Target, masked: int, vocabulary: int, dtype: torch.dtype, asked: str
+) -> None:
+    """Leading ones, one between, and the last; with other logits far below 0, too."""
+    rows = draw(target, vocabulary, dtype, asked=asked)
+    for shift in (0, -30, -3000):
+        rows.logits.add_(shift)
+        rows.logits[:, :masked], rows.logits[:, 25], rows.logits[:, -1] = -INF, -INF, -INF
+        classes = torch.where(rows.target < 0, rows.target, rows.target.clamp(masked + 1, 24))
+        compare(replace(rows, target=classes))
+
+
+SURE = (
+    "sure", "surest", "hopeless", "first block far below", "first block far above", "last block far above",
+    "all far above", "all far below", "all the same", "first block impossible", "target alone possible",
+)  # fmt: skip
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("vocabulary", "y"), [(31, 12), (48, 20), (31, 30)])
+def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) -> None:
+    logits = 2 * torch.randn(len(SURE), vocabulary, generator=torch.Generator().manual_seed(y))
+    logits = padded(logits.to(target.device, dtype))
+    for row, kind in zip(logits, SURE, strict=True):
+        KINDS[kind](row, y)
+    classes = torch.full((len(SURE),), y, device=target.device)
+    upstream = torch.linspace(-1, 2, 4 * len(SURE), device=target.device).view(4, -1)
+    rows = Rows(logits, classes, spec={"stats": ROW_STATS}, upstream=Upstream(*upstream))
+    # The reference finds lse - x of far logits with the rounding of lse.
+    compare(rows, rtol=max(4e-6, 2.0**-8 if dtype != torch.float32 else 0), atol=2e-6)
+
+
+def entropies(rows: Rows) -> tuple[Tensor, Tensor]:
+    return rows.forward()["entropy"].cpu().double(), rows.gradients()["norm"].cpu().double()
+
+
+@pytest.mark.parametrize("gap", [10.0, 25.0, 60.0])
+def test_entropy_of_a_sure_row_keeps_its_digits(target: Target, gap: float) -> None:
+    """Of the order of e^-gap, where the target is far above all others and the first block."""
+    logits = torch.zeros(1, 9000)
+    logits[0, 8500] = gap
+    rows = Rows(logits.to(target.device), torch.tensor([8500], device=target.device), spec={"stats": ("entropy",)},
+                upstream=Upstream(entropy=torch.ones(1, device=target.device)))  # fmt: skip
+    entropy, gradient = entropies(rows)
+    others = 8999 * torch.tensor(-gap, dtype=torch.float64).exp()
+    expected = others.log1p() + gap * others / (1 + others)
+    torch.testing.assert_close(entropy[0], expected, rtol=1e-5, atol=0)
+    p = 1 / (1 + others)
+    torch.testing.assert_close(gradient[0, 8500], -p * (expected - others.log1p()), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 8.0])
+def test_temperature_of_all_is_that_of_each(target: Target, dtype: torch.dtype, softcap: float | None) -> None:
+    """To the bit, where the quotients are exact."""
+    rows = draw(target, 1001, dtype, "plain")
+    cap = {} if softcap is None else {"softcap": softcap}
+    each = replace(rows, spec=rows.spec | cap, temperature=torch.full((ROWS,), 0.5, device=target.device))
+    scaled = {"logit_scale": 2.0} | ({} if softcap is None else {"softcap": 2 * softcap})
+    all_rows = replace(rows, spec=rows.spec | scaled)
+    for name, value in each.forward().items():
+        close = {"rtol": 0, "atol": 0} if softcap is None else {"rtol": 1e-6, "atol": 1e-6}
+        torch.testing.assert_close(all_rows.forward()[name], value, **close)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
+def test_temperature_that_is_none_makes_nan_of_its_row(
+    target: Target, wrong: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xent.backends.torch import facts
+
+    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)  # as on a GPU
+    rows = draw(target, 67, torch.float32, "softcap, scale, temperature")
+    good, gradients = rows.forward(), rows.gradients()
+    assert rows.temperature is not None
+    rows.temperature[3] = wrong
+    others = torch.tensor([0, 1, 2, 4], device=target.device)
+    for name, value in rows.forward().items():
+        if name != "predictions":
+            assert value[3].isnan(), name
+            assert torch.equal(value[others], good[name][others]), name
+    for way, grad in rows.gradients().items():
+        assert grad[3].isnan().all(), way
+        assert torch.equal(grad[others], gradients[way][others]), way
+
+
+def test_wrong_targets_make_nan_of_their_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever upstream gradients there are."""
+    from xent.backends.torch import facts
+
+    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
+    for asked in ASKED:
+        rows = draw(target, 67, torch.float32, asked=asked)
+        rows.target[3] = 10**9
+        found = rows.forward()
+        assert found["loss"][3].isnan()
+        assert found["nll"][3].isnan()
+        for grad in rows.gradients().values():
+            assert grad.isnan().all(-1).tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [1000, 1001, 4099])
+def test_bits_are_the_same_with_and_without_entropy_and_norm(
+    target: Target, vocabulary: int, dtype: torch.dtype
+) -> None:
+    for options in ("plain", "temperature", "softcap, scale, temperature"):
+        rows = draw(target, vocabulary, dtype, options)
+        found = [
+            replace(rows, spec=rows.spec | {"stats": stats}).forward(norm)["loss"]
+            for stats in ((), ("entropy",), ("lse", "entropy"))
+            for norm in (None, torch.empty(3, ROWS, device=target.device))
+        ]
+        for one in found[1:]:
+            assert torch.equal(one, found[0])
