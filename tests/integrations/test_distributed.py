@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.integrations.sharded import WAYS
+from tests.integrations.tensor_parallel import WAYS as TENSOR_PARALLEL_WAYS
 from tests.packaging.tree import ROOT
 
 STEPS = 10
@@ -82,6 +83,13 @@ def test_losses_inside_and_outside_of_sharded_models() -> None:
     printed = launch(2, "tests.integrations.sharded")
     assert re.findall(r"^(FSDP.*): loss (\w+), (\w+)$", printed, flags=re.MULTILINE) == [
         (way, where, made) for way, made in WAYS.items() for where in ("inside", "outside")
+    ]
+
+
+def test_losses_of_tensor_parallel_models() -> None:
+    printed = launch(2, "tests.integrations.tensor_parallel")
+    assert re.findall(r"^([^:]+): (fused|computed)$", printed, flags=re.MULTILINE) == [
+        (way, "computed" if why else "fused") for way, (_, _, why) in TENSOR_PARALLEL_WAYS.items()
     ]
 
 
