@@ -3,6 +3,7 @@
 Every process has the same batch. What is compared with is the same model, whole, in the same process.
 """
 
+import os
 import tempfile
 import time
 import warnings
@@ -24,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from transformers.distributed import DistributedConfig
 
-from tests.integrations.models import batch, make
+from tests.integrations.models import batch, device, make
 from xent.integrations.transformers import explain, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open, real
 
@@ -196,8 +197,10 @@ def check_logits(model: Any, inputs: dict[str, Tensor], plain: Any, expected: Te
 
 def main() -> None:
     """Compare, and print what was seen."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
     for way, (name, parallelise, why) in WAYS.items():
         compare(name, parallelise, why, mesh)
         if dist.get_rank() == 0:
