@@ -15,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,7 +30,7 @@ from tests.integrations.models import batch, device, make
 from xent.integrations.transformers import explain, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open, real
 
-__all__ = ["WAYS"]
+__all__ = ["MESHES", "WAYS"]
 
 _LAYERS = {
     **{f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
@@ -60,17 +61,17 @@ def by_torch_with_tokens_in_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Mod
 
 def by_plan(plan: Any = "auto") -> Callable[[Any, DeviceMesh], Any]:
     """Return what saves a model, and loads it with one of transformers' plans."""
+    return lambda model, mesh: load(model, DistributedConfig(tp_size=mesh.size(), tp_plan=plan))
 
-    def load(model: Any, mesh: DeviceMesh) -> Any:
-        folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(folder)
-        if dist.get_rank() == 0:
-            model.save_pretrained(folder[0])
-        dist.barrier()
-        config = DistributedConfig(tp_size=mesh.size(), tp_plan=plan)
-        return transformers.AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config)
 
-    return load
+def load(model: Any, config: DistributedConfig) -> Any:
+    """Save a model in one process, and load it in all of them."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder[0], distributed_config=config)
 
 
 def by_plan_of_patched(model: Any, mesh: DeviceMesh) -> Any:
@@ -195,16 +196,80 @@ def check_logits(model: Any, inputs: dict[str, Tensor], plain: Any, expected: Te
         assert torch.equal(whole(one), whole(other))
 
 
+def by_plan_and_fsdp2(mesh: DeviceMesh) -> Any:
+    """Load a model with the plans that transformers has for a mesh of two dimensions."""
+    config = DistributedConfig(tp_size=mesh["tp"].size(), fsdp_size=mesh["dp"].size())
+    return load(make("llama"), config)
+
+
+def by_torch_and_fsdp2(head_alone: bool) -> Callable[[DeviceMesh], Any]:
+    """Return what parallelises a model with PyTorch's styles, and shards it with FSDP2."""
+
+    def parallelise(mesh: DeviceMesh) -> Any:
+        model = by_torch(ColwiseParallel(use_local_output=False))(make("llama"), mesh["tp"])
+        if head_alone:
+            fully_shard(model.lm_head, mesh=mesh["dp"])
+        return fully_shard(model, mesh=mesh["dp"])
+
+    return parallelise
+
+
+MESHES: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
+    "plan auto with fsdp2": (by_plan_and_fsdp2, ""),
+    "torch with fsdp2": (by_torch_and_fsdp2(False), ""),
+    # Its logits are a DTensor, of which transformers' loss can make nothing.
+    "torch with fsdp2, head alone": (by_torch_and_fsdp2(True), "FSDP2 shards the tensor-parallel head on its own"),
+}
+"""Name -> how a mesh of two dimensions is used, and why training is not fused; nothing if it is."""
+
+
+def compare_on_mesh(parallelise: Callable[[DeviceMesh], Any], why: str, mesh: DeviceMesh) -> None:
+    """Compare training with rows on one dimension of a mesh and classes on the other with the model in one piece."""
+    inputs, rank, ranks = batch(), mesh.get_local_rank("dp"), mesh["dp"].size()
+    expected, wanted = step(make("llama"), inputs)
+    count = (inputs["labels"][:, 1:] != -100).sum()
+    model = parallelise(mesh).train()
+    patch(model)
+    mine = {name: value[rank::ranks] for name, value in inputs.items()}
+    if why:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert isinstance(model(mine["input_ids"]).logits, DTensor)
+        assert [str(one.message) for one in caught if why in str(one.message)]
+        assert f"Training: not fused: {why}" in explain(model)
+        return
+    outputs = model(**mine, num_items_in_batch=count)
+    assert is_open(outputs.logits)
+    (outputs.loss * ranks).backward()
+    total = outputs.loss.detach().clone()
+    dist.all_reduce(total, group=mesh.get_group("dp"))
+    torch.testing.assert_close(total, expected.loss)
+    found = {name: whole(value.grad) for name, value in model.named_parameters()}
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def report(way: str, why: str) -> None:
+    """Print what became of one way."""
+    if dist.get_rank() == 0:
+        print(f"{way}: {'computed' if why else 'fused'}", flush=True)
+
+
 def main() -> None:
     """Compare, and print what was seen."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()
-    mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
-    for way, (name, parallelise, why) in WAYS.items():
-        compare(name, parallelise, why, mesh)
-        if dist.get_rank() == 0:
-            print(f"{way}: {'computed' if why else 'fused'}", flush=True)
+    if dist.get_world_size() == 4:
+        square = init_device_mesh(device, (2, 2), mesh_dim_names=("dp", "tp"))
+        for way, (parallelise_mesh, why) in MESHES.items():
+            compare_on_mesh(parallelise_mesh, why, square)
+            report(way, why)
+    else:
+        mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("tp",))
+        for way, (name, parallelise, why) in WAYS.items():
+            compare(name, parallelise, why, mesh)
+            report(way, why)
     time.sleep(1)  # as in `watched`
     dist.destroy_process_group()
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.integrations.sharded import WAYS
+from tests.integrations.tensor_parallel import MESHES
 from tests.integrations.tensor_parallel import WAYS as TENSOR_PARALLEL_WAYS
 from tests.packaging.tree import ROOT
 
@@ -101,10 +102,12 @@ def test_losses_inside_and_outside_of_sharded_models() -> None:
     ]
 
 
-def test_losses_of_tensor_parallel_models() -> None:
-    printed = launch(2, "tests.integrations.tensor_parallel")
+@pytest.mark.parametrize("processes", [2, 4])
+def test_losses_of_tensor_parallel_models(processes: int) -> None:
+    printed = launch(processes, "tests.integrations.tensor_parallel", gpus=processes <= GPUS)
+    ways = TENSOR_PARALLEL_WAYS if processes == 2 else MESHES
     assert re.findall(r"^([^:]+): (fused|computed)$", printed, flags=re.MULTILINE) == [
-        (way, "computed" if why else "fused") for way, (_, _, why) in TENSOR_PARALLEL_WAYS.items()
+        (way, "computed" if why else "fused") for way, (*_, why) in ways.items()
     ]
 
 

@@ -77,6 +77,8 @@ def _why_computed(head: Any, input: Tensor) -> str | None:
     hooks = list(head._forward_hooks.values())
     if parallel.in_shards(weight):
         hooks = [hook for hook in hooks if not parallel.is_of_tensor_parallelism(hook)]
+        if _is_sharded(head) and not _shares_group(head):
+            return "FSDP2 shards the tensor-parallel head on its own: let it belong to the group of the whole model"
     else:
         for tensor, name in ((input, "hidden states"), (weight, "weight")):
             if type(tensor) not in _PLAIN:
