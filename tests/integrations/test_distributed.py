@@ -95,6 +95,13 @@ def test_recipe_trains_what_one_process_trains(recipe: str, tmp_path: Path, one_
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
 
 
+def test_ways_to_say_where_classes_are_have_one_loss() -> None:
+    printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"), gpus=GPUS > 1)
+    losses = dict(re.findall(r"^([a-zA-Z ]+): (\d+\.\d+)$", printed, flags=re.MULTILINE))
+    assert list(losses) == ["process group", "DTensor", "tokens in shards", "padding", "logits in shards"]
+    assert len({losses[way] for way in ("process group", "DTensor", "tokens in shards")}) == 1
+
+
 def test_losses_inside_and_outside_of_sharded_models() -> None:
     printed = launch(2, "tests.integrations.sharded")
     assert re.findall(r"^(FSDP.*): loss (\w+), (\w+)$", printed, flags=re.MULTILINE) == [
