@@ -289,10 +289,21 @@ def _training(tokens_in_shards: bool) -> None:
     parallelize_module(model, mesh["tp"], plan)
     for part in (model.layer, model):
         fully_shard(part, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="where FSDP2 has it in pieces, make the call in the forward of"):
+        xent.linear_cross_entropy(torch.zeros(4, WIDTH), model.head.weight, torch.zeros(4, dtype=torch.int64))
     rank = mesh.get_local_rank("dp")
     found = train(model, slice(2 * rank, 2 * rank + 2), 2)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def _fsdp_alone() -> None:
+    """Refuse a classifier that FSDP2 has in pieces: it looks like one in shards, but each rank has other tokens."""
+    model = fully_shard(nn.Linear(WIDTH, CLASSES, bias=False).to(device()), mesh=flat())
+    rank = flat().get_local_rank()
+    targets = torch.arange(4, device=device()) + rank
+    with pytest.raises(ValueError, match="target must be the same on all ranks of the group"):
+        xent.linear_cross_entropy(torch.zeros(4, WIDTH, device=device()), model.weight, targets)
 
 
 def _fsdp() -> None:
@@ -314,6 +325,7 @@ CHECKS = {
         _rows_of_hidden_states,
         _compiled,
         _refusals,
+        _fsdp_alone,
         _fsdp,
         _fsdp_with_tokens_in_shards,
     )

@@ -274,7 +274,8 @@ def _check(name: str, array: DTensor) -> None:
     for placement in array.placements:
         if not (placement.is_replicate() or type(placement) is Shard):
             raise ValueError(
-                f"{name} must be in shards or whole, got placements {array.placements}: redistribute it first"
+                f"{name} must be in shards or whole, got placements {array.placements}: redistribute it first; where "
+                "FSDP2 has it in pieces, make the call in the forward of the module that holds it"
             )
 
 
