@@ -10,7 +10,7 @@ from typing import Any
 
 from xent.backends.protocol import Backend
 
-__all__ = ["ALSO", "TABLE", "plans_of", "told_to_peers"]
+__all__ = ["ALSO", "TABLE", "dtensors_of", "plans_of", "told_to_peers"]
 
 
 def _triton() -> Backend:
@@ -70,6 +70,17 @@ def plans_of(array: Any) -> Any:
     except ImportError:
         return None
     return plan
+
+
+def dtensors_of(array: Any, axis: Any) -> Any:
+    """Return the module that takes DTensors apart if this is one with the classes, on that axis, in shards; or None."""
+    if not hasattr(array, "placements"):
+        return None
+    try:
+        from xent.backends.torch.sharded import dtensor
+    except ImportError:
+        return None
+    return dtensor if dtensor.is_cut(array, axis) else None
 
 
 def told_to_peers(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from xent.backends import plans_of, told_to_peers
+from xent.backends import dtensors_of, plans_of, told_to_peers
 from xent.core import validate
 from xent.core.dispatch import select
 
@@ -129,24 +129,27 @@ def cross_entropy(
         found = plans.find_logits(*arrays, axis, inplace, backend, options, stats)
         if found is not None and found.kernel is not None:
             return plans.run_logits(found, *arrays, axis, inplace)
+    arguments = {
+        "target": target,
+        "weight": weight,
+        "sample_weight": sample_weight,
+        "normalizer": normalizer,
+        "axis": axis,
+        "inplace": inplace,
+        "vocab_parallel": vocab_parallel,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "stats": stats,
+    }
+    parts = dtensors_of(logits, axis)
+    if parts is not None:
+        return parts.of_logits(cross_entropy, logits, arguments | {"backend": backend})
     with told_to_peers(vocab_parallel, logits):
-        call = validate.logits_call(
-            logits,
-            target,
-            weight=weight,
-            sample_weight=sample_weight,
-            normalizer=normalizer,
-            axis=axis,
-            inplace=inplace,
-            vocab_parallel=vocab_parallel,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            stats=stats,
-        )
+        call = validate.logits_call(logits, **arguments)
         chosen = select(backend, call)
         loss, reported = chosen.run(call)
     if plans is not None and found is not None:
@@ -270,27 +273,29 @@ def linear_cross_entropy(
         found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
         if found is not None and found.kernel is not None:
             return plans.run_linear(found, *arrays, shift, workspace)
+    arguments = {
+        "target": target,
+        "linear_bias": linear_bias,
+        "weight": weight,
+        "sample_weight": sample_weight,
+        "normalizer": normalizer,
+        "shift": shift,
+        "head_weight": head_weight,
+        "workspace": workspace,
+        "vocab_parallel": vocab_parallel,
+        "reduction": reduction,
+        "ignore_index": ignore_index,
+        "label_smoothing": label_smoothing,
+        "z_loss": z_loss,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "stats": stats,
+    }
+    parts = dtensors_of(linear_weight, 0)
+    if parts is not None:
+        return parts.of_linear(linear_cross_entropy, input, linear_weight, arguments | {"backend": backend})
     with told_to_peers(vocab_parallel, input):
-        call = validate.linear_call(
-            input,
-            linear_weight,
-            target,
-            linear_bias=linear_bias,
-            weight=weight,
-            sample_weight=sample_weight,
-            normalizer=normalizer,
-            shift=shift,
-            head_weight=head_weight,
-            workspace=workspace,
-            vocab_parallel=vocab_parallel,
-            reduction=reduction,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            logit_scale=logit_scale,
-            stats=stats,
-        )
+        call = validate.linear_call(input, linear_weight, **arguments)
         chosen = select(backend, call)
         loss, reported = chosen.run(call)
     if plans is not None and found is not None:

@@ -6,7 +6,7 @@ To a backend they are a loss of each row (reduction "none") without options, neg
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import plans_of, told_to_peers
+from xent.backends import dtensors_of, plans_of, told_to_peers
 from xent.core import validate
 from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
 from xent.core.dispatch import select
@@ -15,8 +15,8 @@ from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LinearCall, LogitsCall, S
 
 __all__ = ["linear_log_probs", "log_probs"]
 
-_LOSS = {"reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0, "stats": ()}
-_ARRAYS = {"weight": None, "sample_weight": None, "normalizer": None}
+_LOSS: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0, "stats": ()}
+_ARRAYS: dict[str, Any] = {"weight": None, "sample_weight": None, "normalizer": None}
 
 
 def log_probs(
@@ -110,19 +110,20 @@ def log_probs(
             return _in_order(plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
     names = _names(stats, entropy)
     _check_classes(target)
+    arguments: dict[str, Any] = {
+        "target": target,
+        "axis": axis,
+        "vocab_parallel": vocab_parallel,
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
+    parts = dtensors_of(logits, axis)
+    if parts is not None:
+        more = {"temperature": temperature, "support": support, "entropy": entropy, "stats": stats, "backend": backend}
+        return parts.of_logits(log_probs, logits, arguments | more)
     with told_to_peers(vocab_parallel, logits):
-        call = validate.logits_call(
-            logits,
-            target,
-            **_ARRAYS,
-            **_LOSS,
-            axis=axis,
-            inplace=False,
-            vocab_parallel=vocab_parallel,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-        )
+        call = validate.logits_call(logits, **arguments, **_ARRAYS, **_LOSS, inplace=False)
         return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 
@@ -193,21 +194,22 @@ def linear_log_probs(
     names = _names(stats, entropy)
     _check_classes(target)
     _check_heads(shift)
+    arguments: dict[str, Any] = {
+        "target": target,
+        "linear_bias": linear_bias,
+        "shift": shift,
+        "workspace": workspace,
+        "vocab_parallel": vocab_parallel,
+        "ignore_index": ignore_index,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+    }
+    parts = dtensors_of(linear_weight, 0)
+    if parts is not None:
+        more = {"temperature": temperature, "support": support, "entropy": entropy, "stats": stats, "backend": backend}
+        return parts.of_linear(linear_log_probs, input, linear_weight, arguments | more)
     with told_to_peers(vocab_parallel, input):
-        call = validate.linear_call(
-            input,
-            linear_weight,
-            target,
-            **_ARRAYS,
-            **_LOSS,
-            linear_bias=linear_bias,
-            shift=shift,
-            workspace=workspace,
-            vocab_parallel=vocab_parallel,
-            ignore_index=ignore_index,
-            softcap=softcap,
-            logit_scale=logit_scale,
-        )
+        call = validate.linear_call(input, linear_weight, **arguments, **_ARRAYS, **_LOSS)
         return _run(sampled(call, temperature, support, names), plans, found, backend)
 
 

@@ -4,13 +4,13 @@ import numbers
 from typing import Any
 
 from xent.core.arrays import FLOAT_DTYPES, describe, dtype_name
-from xent.core.spec import VocabParallel
+from xent.core.spec import Shards, VocabParallel
 
-__all__ = ["check_tokens", "vocab_parallel_of"]
+__all__ = ["check_tokens", "shards_of"]
 
 
-def vocab_parallel_of(framework: str, given: Any) -> VocabParallel | None:
-    """Return what the caller says of shards, checked; None where the vocabulary is in one piece."""
+def shards_of(framework: str, given: Any) -> Shards | None:
+    """Return what the caller, or a placement, says of shards, checked; None where the vocabulary is in one piece."""
     if given is None:
         return None
     if framework != "torch":
@@ -18,6 +18,8 @@ def vocab_parallel_of(framework: str, given: Any) -> VocabParallel | None:
             "vocab_parallel needs PyTorch tensors, which torch.distributed moves between processes, and got "
             f"{framework} arrays: pass the whole logits or classifier and no vocab_parallel, or torch tensors"
         )
+    if isinstance(given, Shards):
+        return given
     shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
     for name, least in (("first", 0), ("size", 1)):
         value: Any = getattr(shards, name)
@@ -30,16 +32,18 @@ def vocab_parallel_of(framework: str, given: Any) -> VocabParallel | None:
     sequence_parallel: Any = shards.sequence_parallel
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {sequence_parallel!r}")
-    return shards
+    return Shards(shards.group, shards.first, shards.size, -2 if sequence_parallel else None)
 
 
-def check_tokens(input: Any, target: Any) -> tuple[int, ...]:
-    """Return the rows (..., T) of a call whose `input` (..., T_r, D) has this rank's tokens; they are the target's."""
+def check_tokens(input: Any, target: Any, axis: int) -> tuple[int, ...]:
+    """Return the rows (..., T) of a call whose `input` (..., T_r, D) is cut along `axis`; they are the target's."""
     rows = tuple(target.shape)
     if dtype_name(target) in FLOAT_DTYPES:
         rows = rows[:-1]
     mine = tuple(input.shape[:-1])
-    if not mine or len(mine) != len(rows) or mine[:-1] != rows[:-1] or mine[-1] > rows[-1]:
+    cut = axis % max(len(mine) + 1, 1)
+    alike = len(mine) == len(rows) and all(mine[place] == rows[place] for place in range(len(mine)) if place != cut)
+    if not mine or not alike or mine[cut] > rows[cut]:
         raise ValueError(
             f"with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, (..., T); got "
             f"input {tuple(input.shape)} and target {tuple(target.shape)}"

@@ -15,6 +15,7 @@ __all__ = [
     "LogitsCall",
     "LossSpec",
     "QuantizedWeight",
+    "Shards",
     "Stats",
     "Support",
     "VocabParallel",
@@ -68,7 +69,7 @@ class LogitsCall:
     inplace: bool
     temperature: Any = None
     support: "Support | None" = None
-    vocab_parallel: "VocabParallel | None" = None
+    vocab_parallel: "Shards | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +131,7 @@ class LinearCall:
     temperature: Any = None
     support: "Support | None" = None
     heads: "Heads | None" = None
-    vocab_parallel: "VocabParallel | None" = None
+    vocab_parallel: "Shards | None" = None
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,19 @@ class VocabParallel:
     first: int | None = None
     size: int | None = None
     sequence_parallel: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """A validated `VocabParallel`, or what the placements of DTensors say in its place."""
+
+    group: Any
+    first: int | None
+    size: int | None
+    axis: int | None
+    """The axis of the hidden states along which tokens are cut; None where every rank has all tokens."""
+    reduces: bool = True
+    """Whether the gradient of the hidden states is summed over ranks by the call."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.shards import check_tokens, vocab_parallel_of
+from xent.core.shards import check_tokens, shards_of
 from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
 
 __all__ = [
@@ -62,8 +62,8 @@ def logits_call(
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
     axis %= len(shape)
     rows = shape[:axis] + shape[axis + 1 :]
-    shards = vocab_parallel_of(framework, vocab_parallel)
-    if shards is not None and shards.sequence_parallel:
+    shards = shards_of(framework, vocab_parallel)
+    if shards is not None and shards.axis is not None:
         raise ValueError(
             "sequence_parallel=True is for functions of hidden states, which they gather; logits must hold all tokens "
             "on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
@@ -118,9 +118,11 @@ def linear_call(
             f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
         )
     check_shift_and_workspace(shift, workspace)
-    shards = vocab_parallel_of(framework, vocab_parallel)
+    shards = shards_of(framework, vocab_parallel)
     heads = heads_of(framework, shift, head_weight, spec.reduction)
-    rows = check_tokens(input, target) if shards is not None and shards.sequence_parallel else tuple(input.shape[:-1])
+    rows = tuple(input.shape[:-1])
+    if shards is not None and shards.axis is not None:
+        rows = check_tokens(input, target, shards.axis)
     if heads is not None:
         if shards is not None:
             raise ValueError(

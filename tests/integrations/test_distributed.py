@@ -8,6 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,32 @@ import pytest
 import torch
 
 from tests.integrations.sharded import WAYS
+from tests.integrations.tensor_parallel import MESHES
+from tests.integrations.tensor_parallel import WAYS as TENSOR_PARALLEL_WAYS
 from tests.packaging.tree import ROOT
 
 STEPS = 10
 EXAMPLES = ROOT / "examples"
+GPUS = torch.cuda.device_count()
 
-RECIPES = {
-    "ddp": ["ddp.py"],
-    "ddp as the Trainer sets it up": ["ddp.py", "--find-unused"],
-    "fsdp2": ["fsdp2.py"],
-    "fsdp2, head sharded alone, patched last": ["fsdp2.py", "--shard-head", "--patch-last"],
+RECIPES: dict[str, tuple[int, list[str]]] = {
+    "ddp": (2, ["ddp.py"]),
+    "ddp as the Trainer sets it up": (2, ["ddp.py", "--find-unused"]),
+    "fsdp2": (2, ["fsdp2.py"]),
+    "fsdp2, head sharded alone, patched last": (2, ["fsdp2.py", "--shard-head", "--patch-last"]),
+    "tensor parallelism": (2, ["tp.py"]),
+    "tensor parallelism with fsdp2": (4, ["tp_fsdp2.py"]),
 }
+"""Name -> how many processes run it, and its command line."""
 
 
-def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple[Any, list[float], list[int]]:
+def torchrun(
+    processes: int, folder: Path, script: Path, *options: str, gpus: bool = GPUS > 1
+) -> tuple[Any, list[float], list[int]]:
     """Return the weights that a script trained, the losses that it printed, and the number of fused ones by process."""
     weights = folder / "weights.pt"
     arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
-    printed = launch(processes, "tests.integrations.watched", *arguments)
+    printed = launch(processes, "tests.integrations.watched", *arguments, gpus=gpus)
     losses = [float(loss) for loss in re.findall(r"^step \d+: (.*)$", printed, flags=re.MULTILINE)]
     return (
         torch.load(weights, map_location="cpu"),
@@ -41,14 +51,11 @@ def torchrun(processes: int, folder: Path, script: Path, *options: str) -> tuple
     )
 
 
-def launch(processes: int, module: str, *arguments: str) -> str:
-    """Return what a module that several processes run has printed.
-
-    Fewer than two GPUs are hidden from it, and from what it is compared with.
-    """
+def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1) -> str:
+    """Return what a module that several processes run has printed; GPUs are hidden from it where they are too few."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", module, *arguments]
-    hidden = {} if torch.cuda.device_count() > 1 else {"CUDA_VISIBLE_DEVICES": ""}
+    hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
         command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=180, check=False
     )
@@ -56,32 +63,58 @@ def launch(processes: int, module: str, *arguments: str) -> str:
     return run.stdout
 
 
+OneProcess = Callable[[bool], tuple[dict[str, Any], list[float]]]
+
+
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], list[float]]:
-    weights, losses, fused = torchrun(1, tmp_path_factory.mktemp("one"), EXAMPLES / "ddp.py", "--plain")
-    assert fused == [0]
-    assert len(losses) == STEPS
-    assert losses[-1] < losses[0] - 0.5
-    return weights, losses
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
+    """Return what trains in one process, on a GPU or on the CPU."""
+
+    @cache
+    def train(gpus: bool) -> tuple[dict[str, Any], list[float]]:
+        folder = tmp_path_factory.mktemp("one")
+        weights, losses, fused = torchrun(1, folder, EXAMPLES / "ddp.py", "--plain", gpus=gpus)
+        assert fused == [0]
+        assert len(losses) == STEPS
+        assert losses[-1] < losses[0] - 0.5
+        return weights, losses
+
+    return train
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_trains_what_one_process_trains(
-    recipe: str, tmp_path: Path, one_process: tuple[dict[str, Any], list[float]]
-) -> None:
-    script, *options = RECIPES[recipe]
-    weights, losses, fused = torchrun(2, tmp_path, EXAMPLES / script, *options)
-    assert fused == [STEPS, STEPS]
-    assert losses == pytest.approx(one_process[1], rel=1e-5)
-    assert weights.keys() == one_process[0].keys()
-    for name, expected in one_process[0].items():
-        torch.testing.assert_close(weights[name], expected, rtol=1e-5, atol=1e-5)
+def test_recipe_trains_what_one_process_trains(recipe: str, tmp_path: Path, one_process: OneProcess) -> None:
+    processes, (script, *options) = RECIPES[recipe]
+    gpus = processes <= GPUS
+    expected, expected_losses = one_process(gpus)
+    weights, losses, fused = torchrun(processes, tmp_path, EXAMPLES / script, *options, gpus=gpus)
+    assert fused == [STEPS] * processes
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
+
+
+def test_ways_to_say_where_classes_are_have_one_loss() -> None:
+    printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"), gpus=GPUS > 1)
+    losses = dict(re.findall(r"^([a-zA-Z ]+): (\d+\.\d+)$", printed, flags=re.MULTILINE))
+    assert list(losses) == ["process group", "DTensor", "tokens in shards", "padding", "logits in shards"]
+    assert len({losses[way] for way in ("process group", "DTensor", "tokens in shards")}) == 1
 
 
 def test_losses_inside_and_outside_of_sharded_models() -> None:
     printed = launch(2, "tests.integrations.sharded")
     assert re.findall(r"^(FSDP.*): loss (\w+), (\w+)$", printed, flags=re.MULTILINE) == [
         (way, where, made) for way, made in WAYS.items() for where in ("inside", "outside")
+    ]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_losses_of_tensor_parallel_models(processes: int) -> None:
+    printed = launch(processes, "tests.integrations.tensor_parallel", gpus=processes <= GPUS)
+    ways = TENSOR_PARALLEL_WAYS if processes == 2 else MESHES
+    assert re.findall(r"^([^:]+): (fused|computed)$", printed, flags=re.MULTILINE) == [
+        (way, "computed" if why else "fused") for way, (*_, why) in ways.items()
     ]
 
 

@@ -61,10 +61,10 @@ def origin(
         inputs,
         weights,
         head,
-        tuple([_version(tensor) for tensor in tensors]),
+        tuple([_version(_local(tensor)) for tensor in tensors]),
         tuple([tensor.dtype for tensor in tensors]),
-        None if compiling else tuple([tensor.data_ptr() for tensor in tensors]),
-        () if head is not None else tuple([_sample(weight).clone() for weight in weights]),
+        None if compiling else tuple([_local(tensor).data_ptr() for tensor in tensors]),
+        () if head is not None else tuple([_sample(_local(weight)).clone() for weight in weights]),
         device,
         None if clock is None else clock._version,
         call,
@@ -73,7 +73,7 @@ def origin(
 
 def change(origin: Origin, compare_elements: bool) -> str | None:
     """Return what happened since to the tensors, in words, or None. Comparing elements waits for the device."""
-    tensors = (*origin.inputs, *origin.weights)
+    tensors = tuple([_local(tensor) for tensor in (*origin.inputs, *origin.weights)])
     for tensor, dtype in zip(tensors, origin.dtypes, strict=True):
         if tensor.dtype != dtype:
             return f"the weights were converted from {dtype} to {tensor.dtype}"
@@ -90,7 +90,7 @@ def change(origin: Origin, compare_elements: bool) -> str | None:
     if origin.head is None and origin.addresses not in (None, tuple([tensor.data_ptr() for tensor in tensors])):
         return "the weights were moved or replaced (parameter.data = ..., model.to(...), merging an adapter)"
     if compare_elements and not all(
-        _same(_sample(weight), sample) for weight, sample in zip(origin.weights, origin.samples, strict=False)
+        _same(_sample(_local(weight)), sample) for weight, sample in zip(origin.weights, origin.samples, strict=False)
     ):
         return "the weights were written to through parameter.data (by hand, or by merging an adapter)"
     return None
@@ -129,6 +129,11 @@ def start_clock(device: torch.device) -> Tensor:
         with torch.inference_mode(False):  # whose tensors have no version counter
             _clocks[device] = torch.empty(0, device=device)
     return _clocks[device]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; other tensors as they are."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def _version(tensor: Tensor) -> int:

@@ -24,12 +24,14 @@ from xent.integrations.transformers.changes import Origin, change
 from xent.integrations.transformers.history import note_compiled
 from xent.integrations.transformers.recipe import Recipe, follow
 
-__all__ = ["KEYWORDS", "KNOWN", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
+__all__ = ["KEYWORDS", "KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
 
 KNOWN: dict[Any, Callable[..., Any]] = {}
 """What is recorded: the function, and who records it. `calls` registers them."""
 KEYWORDS: dict[Any, frozenset[str]] = {}
 """What these functions may be given by keyword and still be recorded; the others, nothing."""
+LAYOUT: dict[str, Callable[..., Any]] = {}
+"""What a DTensor has that tensors do not: the attribute, and who answers or records it. `parallel` registers them."""
 
 
 class DeferredLogits(torch.Tensor):
@@ -73,6 +75,18 @@ class _DispatchedLogits(DeferredLogits):
         """Make a call that came past Python with values; autograd is taken care of by the edge."""
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: _values(logits, func), (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+class _LogitsInShards(_DispatchedLogits):
+    """Deferred logits in the place of a DTensor."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what a DTensor has by that name."""
+        if name in LAYOUT:
+            return LAYOUT[name](self)
+        if name in ("_spec", "_local_tensor"):
+            return getattr(real(self, name), name)
+        raise AttributeError(f"deferred logits have no attribute {name!r}")
 
 
 def defer(
@@ -190,7 +204,7 @@ class _Edge(torch.autograd.Function):
     ) -> Tensor:
         ctx.recipe, ctx.origins = recipe, origins
         ctx.set_materialize_grads(False)
-        return blank(tensors[0], size, dtype).as_subclass(_DispatchedLogits)
+        return blank(tensors[0], size, dtype).as_subclass(_LogitsInShards if recipe.is_dtensor else _DispatchedLogits)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:

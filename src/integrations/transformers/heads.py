@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.integrations.transformers import calls as _calls  # noqa: F401  registers what is recorded
+from xent.integrations.transformers import parallel
 from xent.integrations.transformers.changes import origin, start_clock
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.history import begin_call, note_compiled
@@ -28,6 +29,8 @@ class DeferringHead:
         """Return deferred logits where that can be done, or else logits; or what `task` makes of input and weights."""
         if task is not None:
             return task(input, self.weight, self.bias)
+        if parallel.is_running(self):
+            return parallel.compute(self, input)
         compiling = torch.compiler.is_compiling()
         call = None if compiling else begin_call(self)
         why = _why_computed(self, input)
@@ -37,11 +40,13 @@ class DeferringHead:
         elif call is not None and why is not None:
             call.note_computed(why)
         if why is not None:
-            logits: Tensor = nn.functional.linear(input, self.weight, self.bias)
-            return logits
+            return parallel.compute(self, input)
+        input = parallel.whole(input)
         autocast = autocast_dtype(input.device.type)
         alone = self if _is_sharded(self) and not _shares_group(self) else None
         recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, alone)
+        if parallel.gathered(self):
+            recipe = recipe.then("gather").then("to_local")
         weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
         size = (*input.shape[:-1], self.weight.shape[0])
         return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone, call),))
@@ -64,10 +69,21 @@ def _why_computed(head: Any, input: Tensor) -> str | None:
         return "the head was given back with unpatch(model)"
     if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
         return "there is one position, as in generation"
-    for tensor, name in ((input, "hidden states"), (weight, "weight")):
-        if type(tensor) not in _PLAIN:
-            return f"the head's {name} are a {type(tensor).__name__}"
-    if len(head._forward_hooks) > (1 if _is_sharded(head) else 0):
+    if not compiling and parallel.is_of_plan(vars(head).get("forward")):
+        return "transformers made the head tensor-parallel after patch(model): call patch(model) after that"
+    why = parallel.why_computed(head, input)
+    if why is not None:
+        return why
+    hooks = list(head._forward_hooks.values())
+    if parallel.in_shards(weight):
+        hooks = [hook for hook in hooks if not parallel.is_of_tensor_parallelism(hook)]
+        if _is_sharded(head) and not _shares_group(head):
+            return "FSDP2 shards the tensor-parallel head on its own: let it belong to the group of the whole model"
+    else:
+        for tensor, name in ((input, "hidden states"), (weight, "weight")):
+            if type(tensor) not in _PLAIN:
+                return f"the head's {name} are a {type(tensor).__name__}"
+    if len(hooks) > (1 if _is_sharded(head) else 0):
         return "the head has a forward hook, which is given its logits"
     if hasattr(weight, "ds_id") or _is_flat(head) or _is_taken_away(head):
         return "the head's weight is taken away after its call (DeepSpeed's ZeRO-3, FSDP1, reshard_after_forward=True)"
@@ -143,7 +159,8 @@ def find_heads(owner: Any) -> list[nn.Module]:
 
 def _is_linear(module: Any) -> bool:
     forward = type(module).forward
-    if "forward" in vars(module) and not issubclass(type(module), DeferringHead):  # not that of its class
+    given = vars(module).get("forward")
+    if given is not None and not issubclass(type(module), DeferringHead) and not parallel.is_of_plan(given):
         forward = getattr(vars(module).get("_old_forward"), "__func__", None)
     return isinstance(module, nn.Linear) and forward in (nn.Linear.forward, DeferringHead.forward)
 
@@ -151,6 +168,7 @@ def _is_linear(module: Any) -> bool:
 def defer_logits(head: Any) -> bool:
     """Make a head defer its logits; return whether it did not do so before."""
     start_clock(head.weight.device)
+    parallel.take_over(head)
     changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
     head.__class__ = _deferring(type(head))
     if hasattr(head, "_xent_restored"):
@@ -191,6 +209,7 @@ def _new(kind: type) -> Any:
 def restore(head: Any) -> None:
     """Make a head compute its logits again."""
     kind = type(head)
+    parallel.give_back(head)
     if kind is DeferringLinear:
         head.__class__ = nn.Linear
     elif "_xent_restores" in vars(kind):

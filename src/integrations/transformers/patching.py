@@ -48,7 +48,8 @@ def patch(model: nn.Module | None = None) -> Patch:
     model : transformers.PreTrainedModel, optional
         A model with a language-model head, or a PEFT, DDP or FSDP2 wrapper around one. Without it, every model that is
         made later, by its class or by ``from_pretrained``; models whose head cannot be patched stay as they are.
-        A PEFT adapter on the head itself is found only if the model is patched after the adapter was added.
+        A PEFT adapter on the head itself is found only if the model is patched after the adapter was added. So is a
+        tensor-parallel plan of transformers: its head keeps its classes in shards, and its logits are not gathered.
 
     Returns
     -------

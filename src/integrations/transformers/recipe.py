@@ -23,13 +23,16 @@ class Product:
     hidden: Tensor
     """(..., D)"""
     weight: Tensor
-    """(V, D)"""
+    """(V, D), or a DTensor with the classes in shards"""
     scale: float = 1.0
 
 
 @dataclass(frozen=True)
 class Step:
-    """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype."""
+    """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype.
+
+    "gather" and "to_local" redistribute a DTensor with the classes in shards and make a plain tensor of it.
+    """
 
     name: str
     value: Any = None
@@ -59,6 +62,16 @@ class Recipe:
         products = tuple([Product(next(left), next(left), product.scale) for product in self.products])
         bias, offset = (None if tensor is None else next(left) for tensor in (self.bias, self.offset))
         return replace(self, products=products, bias=bias, offset=offset)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether the classes are in shards over the ranks of a mesh."""
+        return hasattr(self.products[0].weight, "placements")
+
+    @property
+    def is_dtensor(self) -> bool:
+        """Whether following the recipe gives a DTensor."""
+        return self.in_shards and not any(step.name == "to_local" for step in self.steps)
 
     def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
         """Return the recipe for other rows, which `change` takes from hidden states."""
@@ -97,7 +110,7 @@ def follow(recipe: Recipe) -> Tensor:
 
     def products(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
         first, *others = products
-        logits = F.linear(first.hidden, first.weight, bias)
+        logits = _linear(first.hidden, first.weight, bias)
         for other in others:
             logits = logits + F.linear(other.hidden, other.weight) * other.scale
         return logits
@@ -112,9 +125,35 @@ def follow(recipe: Recipe) -> Tensor:
             logits = logits / step.value
         elif step.name == "tanh":
             logits = torch.tanh(logits)
+        elif step.name == "gather":
+            logits = _gather(logits)
+        elif step.name == "to_local":
+            logits = _to_local(logits)
         else:
             logits = logits.to(step.value)
     return logits
+
+
+def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """Return a product; a DTensor, as PyTorch's ColwiseParallel makes it, where the weight is one."""
+    if not hasattr(weight, "placements"):
+        return F.linear(hidden, weight, bias)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    return F.linear(whole, weight, bias)
+
+
+def _gather(logits: Any) -> Tensor:
+    from torch.distributed.tensor import Replicate
+
+    made: Tensor = logits.redistribute(placements=[Replicate()])
+    return made
+
+
+def _to_local(logits: Any) -> Tensor:
+    made: Tensor = logits.to_local()
+    return made
 
 
 def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
@@ -143,12 +182,15 @@ def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
 def describe(recipe: Recipe) -> str:
     """Return, in words, what is done to the product of hidden states and weight."""
     words = {"mul": "multiplied by {}", "div": "divided by {}", "tanh": "tanh", "to": "converted to {}"}
+    said = [step for step in recipe.steps if step.name in words]
+    mesh: Any = getattr(recipe.products[0].weight, "device_mesh", None)
     return ", ".join(
         [
+            *([f"the classes stay in shards on {mesh.size()} ranks"] if recipe.in_shards else []),
             *([f"{len(recipe.products) - 1} more product added (LoRA)"] if len(recipe.products) > 1 else []),
             *(["the head's bias added"] if recipe.bias is not None else []),
             *(["a number for each class added"] if recipe.offset is not None else []),
-            *[words[step.name].format(step.value) for step in recipe.steps],
+            *[words[step.name].format(step.value) for step in said],
         ]
     )
 

@@ -73,7 +73,7 @@ def _add_head(logits: DeferredLogits, other: DeferredLogits) -> Any:
     factors = [step.value for step in theirs.steps if step.name == "mul"]
     alike = logits.shape == other.shape and logits.dtype == other.dtype and mine.autocast == theirs.autocast
     simple = not mine.steps and len(factors) == len(theirs.steps) and theirs.bias is None
-    whole = mine.head is None and theirs.head is None and mine.offset is None and theirs.offset is None
+    whole = all(part.head is None and part.offset is None and not part.in_shards for part in (mine, theirs))
     if not alike or not simple or not whole:
         return NotImplemented
     scale = math.prod(factors)
@@ -90,7 +90,7 @@ def _add_offset(logits: DeferredLogits, offset: Tensor) -> Any:
     kind = torch.float32 if recipe.autocast is not None else logits.dtype
     if not fits or type(offset) not in (Tensor, Parameter) or offset.device != logits.device:
         return NotImplemented
-    if recipe.steps or recipe.offset is not None or offset.dtype not in (logits.dtype, kind):
+    if recipe.steps or recipe.in_shards or recipe.offset is not None or offset.dtype not in (logits.dtype, kind):
         return NotImplemented
     origins = (*logits._origins, origin((), (offset,)))
     return _same_rows(logits, replace(recipe, offset=offset), torch.promote_types(logits.dtype, offset.dtype), origins)
@@ -203,7 +203,7 @@ def take(function: Any, logits: Any, index: Any) -> Any:
         parts[-1] = slice(None)
         stop = classes if chosen.stop is None else chosen.stop
         if stop != classes and not (type(stop) is int and stop > classes):
-            if type(stop) is not int or stop <= 0 or recipe.head is not None:
+            if type(stop) is not int or stop <= 0 or recipe.head is not None or recipe.in_shards:
                 return NotImplemented
             recipe, classes = recipe.on_classes(stop), stop
     whole = all(part is Ellipsis or part == slice(None) for part in parts) and classes == logits.shape[-1]

@@ -73,13 +73,15 @@ def linear_backward(upstream: Upstream, linear: Linear, kept: Tensor, where: Whe
 
 
 def _of_logits(logits: Tensor, where: Where, options: Options) -> Layout:
-    return _layout(logits.shape[-1], where, (logits.dtype, *_kind(options)), logits)
+    return _layout(logits.shape[-1], where, (logits.dtype, *_kind(options)), logits, options)
 
 
 def _of_linear(linear: Linear, where: Where, options: Options) -> Layout:
     width, needs = linear.input.shape[-1], tuple(linear.needs)
     here = (linear.compute, width, needs, linear.bias is None, linear.shift, linear.workspace)
-    return _layout(len(linear.weight), where, (*here, where.axis, where.reduces, *_kind(options)), linear.weight)
+    return _layout(
+        len(linear.weight), where, (*here, where.axis, where.reduces, *_kind(options)), linear.weight, options
+    )
 
 
 def _kind(options: Options) -> tuple[Any, ...]:
@@ -98,9 +100,9 @@ def _kind(options: Options) -> tuple[Any, ...]:
     )
 
 
-def _layout(rows: int, where: Where, kind: tuple[Any, ...], shard: Tensor) -> Layout:
+def _layout(rows: int, where: Where, kind: tuple[Any, ...], shard: Tensor, options: Options) -> Layout:
     first, size = (None if value < 0 else value for value in (where.first, where.size))
-    return find(private.group_named(where.group), Mine(rows, first, size, kind), shard)
+    return find(private.group_named(where.group), Mine(rows, first, size, kind), shard, options.target)
 
 
 def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> Tokens:

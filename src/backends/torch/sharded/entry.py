@@ -1,5 +1,7 @@
 """From the driver to autograd: the shard in the caller's words becomes what functions and operations take."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,13 @@ from xent.backends.torch.sharded.autograd import ShardedCrossEntropy, ShardedLin
 from xent.backends.torch.sharded.calls import Where
 from xent.backends.torch.sharded.peers import group_of
 from xent.backends.torch.sharded.tokens import piece
-from xent.core.spec import VocabParallel
+from xent.core.spec import Shards
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
 
 def cross_entropy(
-    logits: Tensor, options: Options, shards: VocabParallel, inplace: bool, quiet: bool
+    logits: Tensor, options: Options, shards: Shards, inplace: bool, quiet: bool
 ) -> tuple[Tensor, list[Tensor]]:
     """Return loss and statistics of (..., V_r) logits; `quiet`: nothing watches, and tensors are plain."""
     _refuse_transforms()
@@ -34,15 +36,13 @@ def cross_entropy(
     return loss, stats
 
 
-def linear_cross_entropy(
-    linear: Linear, options: Options, shards: VocabParallel, quiet: bool
-) -> tuple[Tensor, list[Tensor]]:
+def linear_cross_entropy(linear: Linear, options: Options, shards: Shards, quiet: bool) -> tuple[Tensor, list[Tensor]]:
     """Return loss and statistics of hidden states and a classifier's shard."""
     _refuse_transforms()
-    target, axis = options.target, -1
-    if shards.sequence_parallel:
-        axis = linear.input.dim() - 2
-        _check_tokens(linear.input.shape[axis], target.shape[axis], group_of(shards))
+    axis = -1
+    if shards.axis is not None:
+        axis = shards.axis % linear.input.dim()
+        _check_tokens(linear.input.shape, options.target.shape, axis, group_of(shards.group))
     where = _where(shards, axis)
     if quiet:
         return eager.linear_cross_entropy(linear, where, options)
@@ -55,18 +55,19 @@ def linear_cross_entropy(
     return loss, stats
 
 
-def _where(shards: VocabParallel, axis: int) -> Where:
+def _where(shards: Shards, axis: int) -> Where:
     first, size = (-1 if value is None else int(value) for value in (shards.first, shards.size))
-    return Where(group_of(shards).group_name, first, size, axis, True)
+    return Where(group_of(shards.group).group_name, first, size, axis, shards.reduces)
 
 
-def _check_tokens(mine: int, length: int, group: object) -> None:
-    ranks, rank = group.size(), group.rank()  # type: ignore[attr-defined]
-    start, stop = piece(length, ranks, rank)
-    if mine != stop - start:
+def _check_tokens(mine: torch.Size, whole: torch.Size, axis: int, group: Any) -> None:
+    """Raise for an input whose tokens are not this rank's, or whose other axes are not the target's."""
+    ranks, rank = group.size(), group.rank()
+    start, stop = piece(whole[axis], ranks, rank)
+    if mine[axis] != stop - start:
         raise ValueError(
-            f"with sequence_parallel, {length} tokens on {ranks} ranks are cut as torch.chunk cuts them: this rank "
-            f"should have {stop - start}, tokens [{start}, {stop}), and its input has {mine}"
+            f"with sequence_parallel, {whole[axis]} tokens on {ranks} ranks are cut as torch.chunk cuts them: this "
+            f"rank should have {stop - start}, tokens [{start}, {stop}), and its input has {mine[axis]}"
         )
 
 

@@ -80,8 +80,8 @@ def is_known(group: Any) -> bool:
     return group in _known
 
 
-def find(group: Any, mine: Mine, shard: Tensor) -> Layout:
-    """Return the layout of a call; exchange it where it is new. `shard` is looked at only then."""
+def find(group: Any, mine: Mine, shard: Tensor, target: Tensor) -> Layout:
+    """Return the layout of a call; exchange it where it is new. `shard` and `target` are looked at only then."""
     layouts = _known.get(group)
     found = None if layouts is None else layouts.get(mine)
     if found is not None and os.environ.get("XENT_CHECK_TARGETS") != "1":
@@ -91,7 +91,8 @@ def find(group: Any, mine: Mine, shard: Tensor) -> Layout:
             "the first call of its kind exchanges the layout of the vocabulary, which a CUDA graph cannot capture: "
             "make one call of the kind before the capture"
         )
-    table = _exchange(group, mine, _fingerprint(mine, shard), "", shard.device)
+    printed = _fingerprint(mine, shard), _fingerprint_of_target(target)
+    table = _exchange(group, mine, printed, "", shard.device)
     found = _agree(group, table)
     layouts = _known.setdefault(group, {})
     if len(layouts) >= _MOST:
@@ -107,7 +108,7 @@ def forget() -> None:
 
 def refuse(group: Any, text: str, device: torch.device) -> None:
     """Tell the ranks that wait for the layout of a call that this one has an error."""
-    _exchange(group, Mine(0, None, None, ()), 0, text, device)
+    _exchange(group, Mine(0, None, None, ()), (0, 0), text, device)
 
 
 class _Said(NamedTuple):
@@ -118,16 +119,17 @@ class _Said(NamedTuple):
     size: int
     kind: int
     fingerprint: int
+    target: int
     text: str
 
 
-def _exchange(group: Any, mine: Mine, fingerprint: int, text: str, device: torch.device) -> list[_Said]:
+def _exchange(group: Any, mine: Mine, printed: tuple[int, int], text: str, device: torch.device) -> list[_Said]:
     numbers = [
         mine.rows,
         -1 if mine.first is None else mine.first,
         -1 if mine.size is None else mine.size,
         _hashed(repr(mine.kind).encode()),
-        fingerprint,
+        *printed,
     ]
     raw = text.encode(errors="replace")[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
     words = [int.from_bytes(raw[place : place + 8], "little", signed=True) for place in range(0, len(raw), 8)]
@@ -135,8 +137,8 @@ def _exchange(group: Any, mine: Mine, fingerprint: int, text: str, device: torch
     said = []
     for row in gather(sent, group).land().tolist():
         spelt = b"".join(word.to_bytes(8, "little", signed=True) for word in row[len(numbers) :])
-        rows, first, size, kind, printed = row[: len(numbers)]
-        said.append(_Said(rows, first, size, kind, printed, spelt.rstrip(b"\0").decode(errors="replace")))
+        rows, first, size, kind, of_shard, of_target = row[: len(numbers)]
+        said.append(_Said(rows, first, size, kind, of_shard, of_target, spelt.rstrip(b"\0").decode(errors="replace")))
     return said
 
 
@@ -153,6 +155,16 @@ def _fingerprint(mine: Mine, shard: Tensor) -> int:
     if bool((some == some[0]).all()) or not bool(some.isfinite().all()):
         return 0  # fresh memory, or a classifier that begins with zeros
     return _hashed(some.numpy().tobytes()) or 1
+
+
+def _fingerprint_of_target(target: Tensor) -> int:
+    """Return a number that other targets do not share.
+
+    0 for class probabilities, of which a rank has its classes, and where targets are compared one by one.
+    """
+    if target.is_floating_point() or os.environ.get("XENT_CHECK_TARGETS") == "1":
+        return 0
+    return _hashed(target.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()) or 1
 
 
 def _agree(group: Any, table: list[_Said]) -> Layout:
@@ -176,6 +188,14 @@ def _agree(group: Any, table: list[_Said]) -> Layout:
             raise Refused(
                 f"either all ranks name vocab_parallel.first or none: it is {_named(one.first)} on rank 0 and "
                 f"{_named(said.first)} on rank {rank}"
+            )
+    for rank, said in enumerate(table):
+        if 0 not in (said.target, one.target) and said.target != one.target:
+            raise Refused(
+                f"target must be the same on all ranks of the group, and that of rank {rank} differs from that of rank "
+                "0. With data parallelism each rank has other tokens and the whole classifier: leave out "
+                "vocab_parallel; where FSDP2 has the classifier in pieces, make the call in the forward of the module "
+                "that holds it"
             )
     firsts = [said.first for said in table]
     if one.first < 0:

@@ -15,7 +15,7 @@ from xent.backends.torch import private
 from xent.backends.torch.sharded import layout
 from xent.core.arrays import describe
 from xent.core.errors import BackendError
-from xent.core.spec import VocabParallel
+from xent.core.spec import Shards, VocabParallel
 
 __all__ = ["group_of", "told"]
 
@@ -24,7 +24,7 @@ _OURS = (ValueError, TypeError, IndexError, BackendError)
 
 def group_of(given: Any) -> Any:
     """Return the process group of a `vocab_parallel` argument, or raise TypeError or ValueError."""
-    group = given.group if isinstance(given, VocabParallel) else given
+    group = given.group if isinstance(given, VocabParallel | Shards) else given
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(

@@ -1,0 +1,337 @@
+"""DTensors: recognised by their placements, with gradients that have the right ones; and FSDP2 on a 2-D mesh."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+import xent
+from tests.distributed.pool import PROCESSES, Pool, device
+from xent.backends.torch.sharded import layout
+
+CLASSES, WIDTH = 11, 8
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+if PROCESSES < 4:
+    pytest.skip("a mesh of two dimensions takes four processes", allow_module_level=True)
+
+
+def run(name: str) -> None:
+    """Run one of the checks in this process."""
+    layout.forget()
+    torch.manual_seed(0)
+    CHECKS[name]()
+
+
+def tensors() -> dict[str, Tensor]:
+    """Return the whole arrays of a call, the same in all processes."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        "logits": torch.randn(4, 6, CLASSES, generator=generator),
+        "input": torch.randn(4, 6, WIDTH, generator=generator),
+        "linear_weight": torch.randn(CLASSES, WIDTH, generator=generator),
+        "linear_bias": torch.randn(CLASSES, generator=generator),
+        "weight": torch.rand(CLASSES, generator=generator),
+        "sample_weight": torch.rand(4, 6, generator=generator),
+        "probabilities": torch.rand(4, 6, CLASSES, generator=generator).softmax(-1),
+        "target": torch.randint(CLASSES, (4, 6), generator=generator),
+    }
+    drawn["target"][0, :2] = -100
+    return {name: value.to(device()) for name, value in drawn.items()}
+
+
+def flat() -> DeviceMesh:
+    return init_device_mesh(device().type, (4,), mesh_dim_names=("tp",))
+
+
+def square() -> DeviceMesh:
+    return init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp"))
+
+
+def whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def put(value: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
+    return distribute_tensor(value.detach().clone(), mesh, placements).requires_grad_(value.is_floating_point())
+
+
+def _logits() -> None:
+    """Logits with their classes in shards; the target plain, or a DTensor."""
+    given, mesh = tensors(), flat()
+    for reduction in ("mean", "none"):
+        for name in ("target", "probabilities"):
+            options = {"reduction": reduction, "label_smoothing": 0.1, "stats": ("lse", "accuracy", "count")}
+            logits = given["logits"].clone().requires_grad_()
+            more = {"weight": given["weight"]}
+            if name == "target":
+                more["sample_weight"] = given["sample_weight"]
+            expected, stats = xent.cross_entropy(logits, given[name], **options, **more)
+            upstream = torch.rand_like(expected)
+            expected.backward(upstream)
+            for placed in (False, True):
+                parts = put(given["logits"], mesh, Shard(2))
+                target = given[name]
+                if placed:
+                    target = put(target, mesh, Shard(2) if name == "probabilities" else Replicate()).detach()
+                found, seen = xent.cross_entropy(parts, target, **options, **more)
+                assert isinstance(found, DTensor) == isinstance(seen.lse, DTensor) == placed
+                torch.testing.assert_close(whole(found), expected, **CLOSE)
+                torch.testing.assert_close(whole(seen.lse), stats.lse, **CLOSE)
+                torch.testing.assert_close(whole(seen.accuracy), stats.accuracy)
+                found.backward(put(upstream, mesh, Replicate()).detach() if placed else upstream)
+                assert parts.grad.placements == (Shard(2),)
+                torch.testing.assert_close(whole(parts.grad), logits.grad, **CLOSE)
+
+
+def _padded_logits() -> None:
+    given, mesh = tensors(), flat()
+    size = CLASSES - 2
+    target = given["target"].clamp(max=size - 1)
+    logits = given["logits"][..., :size].clone().requires_grad_()
+    expected = xent.cross_entropy(logits, target)
+    expected.backward()
+    parts = put(given["logits"], mesh, Shard(2))
+    found = xent.cross_entropy(parts, target, vocab_parallel=xent.VocabParallel(mesh, size=size))
+    found.backward()
+    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(whole(parts.grad)[..., :size], logits.grad, **CLOSE)
+    assert not whole(parts.grad)[..., size:].any()
+
+
+def _rows_too() -> None:
+    """Rows in shards on one dimension of the mesh, classes on the other."""
+    given, mesh = tensors(), square()
+    for reduction, normalizer in (("sum", None), ("mean", 7.0), ("none", None)):
+        options = {"reduction": reduction, "normalizer": normalizer, "z_loss": 0.1, "stats": ("nll", "z_loss", "count")}
+        logits = given["logits"].clone().requires_grad_()
+        expected, stats = xent.cross_entropy(logits, given["target"], **options)
+        upstream = torch.rand_like(expected)
+        expected.backward(upstream)
+        parts = put(given["logits"], mesh, Shard(0), Shard(2))
+        target = put(given["target"], mesh, Shard(0), Replicate())
+        found, seen = xent.cross_entropy(parts, target, **options)
+        each = reduction == "none"
+        assert found.placements == (Shard(0) if each else Partial(), Replicate())
+        for one, other in ((found, expected), (seen.nll, stats.nll), (seen.z_loss, stats.z_loss)):
+            torch.testing.assert_close(whole(one), other, **CLOSE)
+        assert whole(seen.count) == stats.count
+        found.backward(put(upstream, mesh, Shard(0) if each else Replicate(), Replicate()).detach())
+        assert parts.grad.placements == (Shard(0), Shard(2))
+        torch.testing.assert_close(whole(parts.grad), logits.grad, **CLOSE)
+
+
+def _classifiers() -> None:
+    """Take a classifier with its rows in shards, and hidden states that are plain, replicated, or in shards."""
+    given, mesh = tensors(), flat()
+    leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
+    for reduction in ("mean", "none"):
+        options = {"weight": given["weight"], "shift": 1, "reduction": reduction}
+        expected = xent.linear_cross_entropy(*leaves[:2], given["target"], linear_bias=leaves[2], **options)
+        upstream = torch.rand_like(expected)
+        wanted = torch.autograd.grad(expected, leaves, upstream)
+        for how in (None, Replicate(), Shard(0), Shard(1)):
+            source = leaves[0] if how is None else put(given["input"], mesh, how)
+            head = [put(given[name], mesh, Shard(0)) for name in ("linear_weight", "linear_bias")]
+            found = xent.linear_cross_entropy(source, head[0], given["target"], linear_bias=head[1], **options)
+            assert not isinstance(found, DTensor)
+            torch.testing.assert_close(found, expected, **CLOSE)
+            made = torch.autograd.grad(found, (source, *head), upstream)
+            if how is not None:
+                assert made[0].placements == (Partial() if how == Replicate() else how,)
+            assert made[1].placements == made[2].placements == (Shard(0),)
+            for one, other in zip(made, wanted, strict=True):
+                torch.testing.assert_close(whole(one), other, **CLOSE)
+
+
+def _log_probs() -> None:
+    given, mesh = tensors(), flat()
+    source, head = given["input"].clone().requires_grad_(), given["linear_weight"].clone().requires_grad_()
+    options = {"temperature": given["sample_weight"] + 0.5, "entropy": True}
+    expected = xent.linear_log_probs(source, head, given["target"], **options)
+    wanted = torch.autograd.grad(sum(part.square().sum() for part in expected), (source, head))
+    parts = put(given["input"], mesh, Shard(1)), put(given["linear_weight"], mesh, Shard(0))
+    found = xent.linear_log_probs(*parts, given["target"], **options)
+    made = torch.autograd.grad(sum(part.square().sum() for part in found), parts)
+    for one, other in zip((*found, *made), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(whole(one), other, **CLOSE)
+    logits = put(given["logits"], mesh, Shard(2))
+    torch.testing.assert_close(
+        xent.log_probs(logits, given["target"]), xent.log_probs(given["logits"], given["target"]), **CLOSE
+    )
+
+
+def _rows_of_hidden_states() -> None:
+    """Hidden states with rows in shards on one dimension, a classifier with its classes on the other: Partial there."""
+    given, mesh = tensors(), square()
+    leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight")]
+    expected = xent.linear_cross_entropy(*leaves, given["target"], reduction="sum")
+    wanted = torch.autograd.grad(expected, leaves)
+    for how in (Replicate(), Shard(1)):
+        parts = put(given["input"], mesh, Shard(0), how), put(given["linear_weight"], mesh, Replicate(), Shard(0))
+        target = put(given["target"], mesh, Shard(0), Replicate())
+        found = xent.linear_cross_entropy(*parts, target, reduction="sum")
+        torch.testing.assert_close(whole(found), expected, **CLOSE)
+        made = torch.autograd.grad(
+            found, parts, put(torch.ones_like(expected), mesh, Replicate(), Replicate()).detach()
+        )
+        assert made[0].placements == (Shard(0), Partial() if how == Replicate() else how)
+        assert made[1].placements == (Partial(), Shard(0))
+        for one, other in zip(made, wanted, strict=True):
+            torch.testing.assert_close(whole(one), other, **CLOSE)
+
+
+def _compiled() -> None:
+    given, mesh = tensors(), flat()
+    source, head = put(given["input"], mesh, Replicate()), put(given["linear_weight"], mesh, Shard(0))
+    expected = xent.linear_cross_entropy(source, head, given["target"])
+    wanted = torch.autograd.grad(expected, (source, head))
+    compiled = torch.compile(xent.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    found = compiled(source, head, given["target"])
+    made = torch.autograd.grad(found, (source, head))
+    for one, other in zip((found, *made), (expected, *wanted), strict=True):
+        torch.testing.assert_close(whole(one), whole(other), rtol=0, atol=0)
+
+
+def _refusals() -> None:
+    given, mesh, two = tensors(), flat(), square()
+    logits, head = put(given["logits"], mesh, Shard(2)), put(given["linear_weight"], mesh, Shard(0))
+    rows = put(given["logits"], two, Shard(0), Shard(2))
+    placed = put(given["target"], two, Shard(0), Replicate())
+    target, hidden = given["target"], given["input"]
+    bad: list[tuple[Any, str]] = [
+        (
+            lambda: xent.cross_entropy(put(given["logits"], mesh, Replicate()), target),
+            "must be a plain tensor, got a DTen",
+        ),
+        (
+            lambda: xent.cross_entropy(put(given["logits"], two, Shard(2), Shard(2)), target),
+            "on several dimensions of its",
+        ),
+        (
+            lambda: xent.cross_entropy(rows, target),
+            "target must be a DTensor like .* on the dimension 'dp' of the mesh",
+        ),
+        (lambda: xent.cross_entropy(rows, placed), "a mean over rows in shards needs normalizer="),
+        (
+            lambda: xent.cross_entropy(rows, placed, reduction="sum", stats=("accuracy",)),
+            "accuracy is a mean over rows",
+        ),
+        (
+            lambda: xent.cross_entropy(logits, target, weight=given["weight"][:3]),
+            "weight must have all 11 classes where",
+        ),
+        (lambda: xent.cross_entropy(logits, target, vocab_parallel=two["tp"]), "say themselves where their shards are"),
+        (
+            lambda: xent.linear_cross_entropy(hidden, head, target, linear_bias=given["linear_bias"]),
+            "linear_bias must have",
+        ),
+        (
+            lambda: xent.linear_cross_entropy(hidden, put(given["linear_weight"], two, Replicate(), Shard(0)), target),
+            "input must be a DTensor on the mesh of linear_weight, whose dimension 'dp' may have other rows",
+        ),
+        (
+            lambda: xent.linear_cross_entropy(hidden, put(given["linear_weight"], two, Shard(1), Shard(0)), target),
+            "dimension 'tp' of its mesh has the classes in shards, and dimension 'dp' must have it whole",
+        ),
+        (
+            lambda: xent.linear_cross_entropy(put(hidden, mesh, Shard(2)), head, target),
+            "input must have its last axis whole",
+        ),
+    ]
+    for call, message in bad:
+        with pytest.raises((ValueError, TypeError), match=message):
+            call()
+
+
+class Model(nn.Module):
+    """An embedding, a layer with a norm, and a classifier, which returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, tokens: Tensor, normalizer: Tensor) -> Tensor:
+        hidden = self.norm(torch.tanh(self.layer(self.embedding(tokens))))
+        loss: Tensor = xent.linear_cross_entropy(hidden, self.head.weight, tokens, shift=1, normalizer=normalizer)
+        return loss
+
+
+def train(model: nn.Module, mine: slice, processes: int) -> dict[str, Tensor]:
+    """Return the weights after a few steps on some rows of each batch."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(5):
+        tokens = torch.randint(CLASSES, (4, 8), generator=generator).to(device())
+        (model(tokens[mine], torch.tensor(28.0, device=device())) * processes).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(value).detach() for name, value in model.state_dict().items()}
+
+
+def _training(tokens_in_shards: bool) -> None:
+    torch.manual_seed(0)
+    expected = train(Model().to(device()), slice(None), 1)
+    torch.manual_seed(0)
+    model, mesh = Model().to(device()), square()
+    plan: dict[str, Any] = {"head": ColwiseParallel()}
+    if tokens_in_shards:
+        plan["embedding"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        plan |= {"layer": SequenceParallel(use_local_output=True), "norm": SequenceParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    for part in (model.layer, model):
+        fully_shard(part, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="where FSDP2 has it in pieces, make the call in the forward of"):
+        xent.linear_cross_entropy(torch.zeros(4, WIDTH), model.head.weight, torch.zeros(4, dtype=torch.int64))
+    rank = mesh.get_local_rank("dp")
+    found = train(model, slice(2 * rank, 2 * rank + 2), 2)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
+
+
+def _fsdp_alone() -> None:
+    """Refuse a classifier that FSDP2 has in pieces: it looks like one in shards, but each rank has other tokens."""
+    model = fully_shard(nn.Linear(WIDTH, CLASSES, bias=False).to(device()), mesh=flat())
+    rank = flat().get_local_rank()
+    targets = torch.arange(4, device=device()) + rank
+    with pytest.raises(ValueError, match="target must be the same on all ranks of the group"):
+        xent.linear_cross_entropy(torch.zeros(4, WIDTH, device=device()), model.weight, targets)
+
+
+def _fsdp() -> None:
+    _training(False)
+
+
+def _fsdp_with_tokens_in_shards() -> None:
+    _training(True)
+
+
+CHECKS = {
+    check.__name__.strip("_"): check
+    for check in (
+        _logits,
+        _padded_logits,
+        _rows_too,
+        _classifiers,
+        _log_probs,
+        _rows_of_hidden_states,
+        _compiled,
+        _refusals,
+        _fsdp_alone,
+        _fsdp,
+        _fsdp_with_tokens_in_shards,
+    )
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_dtensors(pool: Pool, name: str) -> None:
+    pool.run(run, name)
