@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 __all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Quantity"]
 
-Function = Literal["linear", "logits"]
+Function = Literal["linear", "logits", "sharded"]
 Leaf = Literal["input", "weight"]
 Quantity = Literal[
     "loop",
@@ -42,7 +42,8 @@ class Goal:
 class Case:
     """One problem: the function, its sizes and dtype, and who solves it.
 
-    `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `contenders` names those who run (see
+    `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `function="sharded"` is "linear" with the
+    rows of the classifier cut over `ranks` processes. `contenders` names those who run (see
     `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which on
     the CPU only linear cases have.
 
@@ -69,6 +70,7 @@ class Case:
     trained: tuple[Leaf, ...] = ("input", "weight")
     batch: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    ranks: int = 1
 
     @classmethod
     def from_fields(cls, found: dict[str, Any]) -> Case:
@@ -92,6 +94,8 @@ class Case:
         """The case in one line, e.g. "linear 2048x512x32000 float32", which goes forward and backward."""
         sizes = [self.tokens, self.hidden, self.vocabulary] if self.hidden else [self.tokens, self.vocabulary]
         facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
+        if self.function == "sharded":
+            facts.append(f"over {self.ranks} ranks")
         if not self.backward:
             facts.append("loss alone")
         if self.reduction != "mean":
@@ -120,12 +124,12 @@ class Case:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the gradients that have to exist when the call returns."""
+        """The size of the gradients that have to exist when the call returns; in shards, those of the largest."""
         if not self.backward:
             return 0
         if self.function == "logits":
             return self.logits_bytes
-        rows = {"input": self.tokens, "weight": self.vocabulary}
+        rows = {"input": self.tokens, "weight": -(-self.vocabulary // self.ranks)}
         return sum(rows[leaf] for leaf in self.trained) * self.hidden * ITEM_BYTES[self.dtype]
 
 

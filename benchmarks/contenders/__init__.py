@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import Function
-from benchmarks.contenders import floors, fused, ours, pytorch
+from benchmarks.contenders import floors, fused, ours, pytorch, sharded
 from benchmarks.contenders.entry import Absent, Contender, LossFunction
 
 __all__ = ["CONTENDERS", "Absent", "Contender", "LossFunction", "find_contender"]
@@ -13,6 +13,7 @@ CONTENDERS: tuple[Contender, ...] = (
     *pytorch.CONTENDERS,
     *fused.CONTENDERS,
     *ours.CONTENDERS,
+    *sharded.CONTENDERS,
 )
 
 

@@ -13,12 +13,12 @@ from typing import Any
 from benchmarks.cases import Case
 from benchmarks.contenders.entry import Absent, Contender, LossFunction
 
-__all__ = ["CONTENDERS"]
+__all__ = ["CONTENDERS", "find_function"]
 
 _QUACK_CHUNKS = (2048, 4096, 8192)
 
 
-def _find(module: str, name: str) -> Callable[..., Any]:
+def find_function(module: str, name: str) -> Callable[..., Any]:
     """Import a function, or raise Absent with the reason why that cannot be."""
     package = module.partition(".")[0]
     try:
@@ -46,26 +46,26 @@ def _flat(case: Case, function: LossFunction) -> LossFunction:
 
 
 def _liger_linear(case: Case) -> LossFunction:
-    function = _find("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
+    function = find_function("liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy")
     _refuse_cpu(case, "Liger-Kernel")
     return partial(function, reduction=case.reduction)
 
 
 def _liger_logits(case: Case) -> LossFunction:
-    function = _find("liger_kernel.transformers.functional", "liger_cross_entropy")
+    function = find_function("liger_kernel.transformers.functional", "liger_cross_entropy")
     _refuse_cpu(case, "Liger-Kernel")
     return _flat(case, partial(function, reduction=case.reduction))
 
 
 def _cce_linear(case: Case) -> LossFunction:
-    function = _find("cut_cross_entropy", "linear_cross_entropy")
+    function = find_function("cut_cross_entropy", "linear_cross_entropy")
     _refuse_cpu(case, "Cut Cross Entropy")
     return partial(function, reduction=case.reduction)
 
 
 def _quack_linear(chunk_size: int) -> Callable[[Case], LossFunction]:
     def make(case: Case) -> LossFunction:
-        function = _find("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
+        function = find_function("quack.linear_cross_entropy", "chunked_linear_cross_entropy")
         _refuse_cpu(case, "quack")
         return partial(function, reduction=case.reduction, chunk_size=chunk_size)
 
@@ -74,7 +74,7 @@ def _quack_linear(chunk_size: int) -> Callable[[Case], LossFunction]:
 
 def _quack_logits(inplace: bool) -> Callable[[Case], LossFunction]:
     def make(case: Case) -> LossFunction:
-        function = _find("quack.cross_entropy", "cross_entropy")
+        function = find_function("quack.cross_entropy", "cross_entropy")
         _refuse_cpu(case, "quack")
         return _flat(case, partial(function, reduction=case.reduction, inplace_backward=inplace))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,10 +17,24 @@ from torch import Tensor
 from benchmarks.cases import IGNORE_INDEX
 from benchmarks.problems import LinearProblem, LogitsProblem, Problem
 
-__all__ = ["Truth", "compute_truth"]
+__all__ = ["Linear", "Truth", "compute_truth", "linear_truth", "relative_error"]
 
 _BLOCK_ELEMENTS = 2**28
 _COMPARED_ROWS = 4096
+
+
+class _Rows(Protocol):
+    """Rows of which each has a target (tokens,) and, unless their losses are averaged, an upstream gradient."""
+
+    target: Tensor
+    upstream: Tensor | None
+
+
+class Linear(_Rows, Protocol):
+    """Hidden states and a classifier; gradients are computed of what asks for one."""
+
+    input: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -44,22 +59,29 @@ class Truth:
                 ("input_gradient_error", problem.input.grad, self.input),
                 ("weight_gradient_error", problem.weight.grad, self.weight),
             )
-            found |= {name: _relative_error(grad, true) for name, grad, true in pairs if None not in (grad, true)}
+            found |= {name: relative_error(grad, true) for name, grad, true in pairs if None not in (grad, true)}
         return found
 
 
 @torch.no_grad()
 def compute_truth(problem: Problem) -> Truth:
     """Compute the loss of the problem, and the gradients of a linear one that ask for one."""
+    if isinstance(problem, LinearProblem):
+        return linear_truth(problem)
+    assert isinstance(problem, LogitsProblem)
     with _full_precision():
-        if isinstance(problem, LinearProblem):
-            return _linear_truth(problem)
-        assert isinstance(problem, LogitsProblem)
         losses = [_softmax_gradient(block, problem, rows)[0] for rows, block in _blocks(problem.template)]
         return Truth(_mean(torch.cat(losses), problem))
 
 
-def _linear_truth(problem: LinearProblem) -> Truth:
+@torch.no_grad()
+def linear_truth(problem: Linear) -> Truth:
+    """Compute the loss of a linear problem, and the gradients that are asked for."""
+    with _full_precision():
+        return _linear_truth(problem)
+
+
+def _linear_truth(problem: Linear) -> Truth:
     weight = problem.weight.float()
     input_gradient = torch.zeros_like(problem.input, dtype=torch.float32) if problem.input.requires_grad else None
     weight_gradient = torch.zeros_like(weight) if problem.weight.requires_grad else None
@@ -75,7 +97,7 @@ def _linear_truth(problem: LinearProblem) -> Truth:
     return Truth(_mean(torch.cat(losses), problem), input_gradient, weight_gradient)
 
 
-def _softmax_gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+def _softmax_gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tensor]:
     """From float32 logits (r, V) of these rows: losses (r,), 0 for an ignored row, and the gradient (r, V)."""
     target = problem.target[rows]
     counts = target != IGNORE_INDEX
@@ -99,7 +121,8 @@ def _logits_error(problem: LogitsProblem) -> float:
 
 
 @torch.no_grad()
-def _relative_error(found: Tensor | None, true: Tensor | None) -> float:
+def relative_error(found: Tensor | None, true: Tensor | None) -> float:
+    """Return how far a gradient is from the true one, in the Frobenius norm."""
     assert found is not None
     assert true is not None
     difference = 0.0
@@ -109,11 +132,11 @@ def _relative_error(found: Tensor | None, true: Tensor | None) -> float:
     return float(difference**0.5 / true.norm())
 
 
-def _counted(problem: Problem) -> Tensor:
+def _counted(problem: _Rows) -> Tensor:
     return (problem.target != IGNORE_INDEX).sum()
 
 
-def _mean(losses: Tensor, problem: Problem) -> float:
+def _mean(losses: Tensor, problem: _Rows) -> float:
     """Average over the rows that count; over all of them if the rows' losses are what is returned."""
     count = len(losses) if problem.upstream is not None else int(_counted(problem))
     return float(losses.double().sum() / count)
