@@ -42,8 +42,8 @@ class Goal:
 class Case:
     """One problem: the function, its sizes and dtype, and who solves it.
 
-    `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `function="sharded"` is "linear" with the
-    rows of the classifier cut over `ranks` processes. `contenders` names those who run (see
+    `hidden` is 0 for `function="logits"`, whose input is the logits themselves. `function="sharded"` is "linear"
+    with the rows of the classifier cut over `ranks` processes. `contenders` names those who run (see
     `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which on
     the CPU only linear cases have.
 

@@ -3,8 +3,8 @@
 Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
 with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
 serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
-Turn), or in shards one process a rank, all of which are asked alike (Join first); a model's training step is one process
-a variant (OpenTraining, Steps).
+Turn), and of several GPUs each has a process that is asked alike (Join first); a model's training step is one process a
+variant (OpenTraining, Steps).
 """
 
 from __future__ import annotations

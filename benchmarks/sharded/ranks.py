@@ -28,13 +28,16 @@ class Together:
         self._device: Device = DEVICES[kind]()
         self._one = torch.zeros(1, device=kind)
         self.now, self.mark, self.elapsed = self._device.now, self._device.mark, self._device.elapsed
-        self.peak: Callable[[Callable[[], None]], int | None] = self._device.peak
 
     def wait(self) -> None:
         """Return once the devices of all ranks have done their work."""
         self._device.wait()
         dist.all_reduce(self._one)
         self._device.wait()
+
+    def peak(self, call: Callable[[], None]) -> int | None:
+        """Make the call; return this rank's peak."""
+        return self._device.peak(call)
 
     def lead(self, seconds: float) -> None:
         """Give the device work, at whose end all ranks' devices meet."""

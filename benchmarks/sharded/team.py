@@ -1,7 +1,7 @@
 """The processes of all ranks, asked as one: each gets the same request, and the slowest or largest reply counts.
 
-Where a rank fails, others may wait for it in a collective for good, and a later collective would meet an earlier one. So
-all of them end, unless all say alike that a contender is absent.
+Where a rank fails, others may wait for it in a collective for good, and a later collective would meet an earlier one.
+So all of them end, unless all say alike that a contender is absent.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Team:
                 stack.enter_context(Process("benchmarks.sharded.worker", additions)) for _ in range(ranks)
             ]
             self._threads = stack.enter_context(ThreadPoolExecutor(ranks))
+            stack.callback(self._end)
             meeting = str(Path(folder) / "meeting")
             self._ask([Join(device, rank, ranks, meeting) for rank in range(ranks)], _JOIN_SECONDS)
             self._stack = stack.pop_all()
@@ -62,10 +63,13 @@ class Team:
         wait(futures, timeout=_PATIENCE)
         late = _failures(futures)
         if len(late) < len(futures) or any(failure.status != "absent" for failure in late.values()):
-            for process in self._processes:
-                process.end()
+            self._end()
         rank, failure = next(iter(failures.items()))
         raise NotMeasured(failure.status, str(failure) if failure.status == "absent" else f"rank {rank}: {failure}")
+
+    def _end(self) -> None:
+        for process in self._processes:
+            process.end()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
