@@ -93,13 +93,14 @@ def _textbook(case: Case) -> LossFunction:
 
 def _loss_parallel(case: Case) -> LossFunction:
     """PyTorch's, on float32 logits as torchtitan computes them: on bfloat16 ones it would round the loss."""
+    import torch
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
     mesh = init_device_mesh(case.device, (case.ranks,))
-    shape, stride = (case.vocabulary, case.hidden), (case.hidden, 1)
+    shape, stride = torch.Size((case.vocabulary, case.hidden)), (case.hidden, 1)
 
     def step(shards: Shards) -> Tensor:
         rows = DTensor.from_local(shards.input, mesh, [Replicate()], run_check=False)

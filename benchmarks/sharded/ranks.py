@@ -17,7 +17,7 @@ from benchmarks.gpu.facts import gpu_facts
 __all__ = ["Together", "most", "rank_facts"]
 
 _MESSAGE, _ITERATIONS = 2**25, 20
-_VARIABLES = ("NCCL_", "TORCH_NCCL_", "TORCH_SYMM_MEM_", "NVSHMEM_")
+_VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 class Together:
@@ -66,10 +66,12 @@ def rank_facts(kind: str, device: Device) -> dict[str, Any]:
         collective()
         facts[f"seconds of an {name}"] = loop_seconds(device, collective, _ITERATIONS)
     if kind == "cuda":
+        from torch.cuda import nccl
+
         facts["gpu"] = f"{dist.get_world_size()} x {facts['gpu']}"
-        facts["versions"]["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        facts["versions"]["nccl"] = ".".join(map(str, nccl.version()))
         facts["link"] = _link()
-        facts["environment"] = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+        facts["environment"] = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
     return facts
 
 

@@ -24,6 +24,8 @@ from benchmarks.sharded.ranks import Together
 from benchmarks.sharded.session import Session, Wrong
 from benchmarks.sharded.shards import RankShards
 from tests.distributed.pool import PROCESSES, Pool, device
+from tests.distributed.test_faults import FAULTS
+from xent.backends.torch.sharded import layout
 
 NAMES = make_cases("cpu", 2)[0].contenders
 ALL_REDUCES = ("largest logits", "targets' logits", "sums", "gradient of the hidden states")
@@ -36,6 +38,7 @@ def _case(vocabulary: int = 250) -> Case:
 
 def step(case: Case, name: str) -> dict[str, Any] | str:
     """Return what a rank has and computes, in float64; why it does not where it is absent."""
+    layout.forget()
     shards = RankShards(case)
     try:
         loss = find_contender("sharded", name).make(case)(shards)
@@ -105,12 +108,24 @@ def prepared(case: Case, skipped: int | None) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(textbook, "dist", SimpleNamespace(all_reduce=all_reduce, ReduceOp=dist.ReduceOp))
-        try:
-            Session(case, Together(case.device)).prepare("textbook")
-        except Wrong as reason:
-            return str(reason)
-        finally:
-            gc.unfreeze()
+        return _judged(case, "textbook")
+
+
+def with_fault(case: Case, name: str, fault: str) -> str:
+    """Prepare a contender of ours with a fault; return what is said against it."""
+    with pytest.MonkeyPatch.context() as patch:
+        FAULTS[fault].plant(patch)
+        return _judged(case, name)
+
+
+def _judged(case: Case, name: str) -> str:
+    layout.forget()
+    try:
+        Session(case, Together(case.device)).prepare(name)
+    except Wrong as reason:
+        return str(reason)
+    finally:
+        gc.unfreeze()
     return "nothing"
 
 
@@ -118,6 +133,20 @@ def prepared(case: Case, skipped: int | None) -> str:
 def test_a_skipped_all_reduce_is_seen(pool: Pool, skipped: int | None) -> None:
     wanted = "nothing" if skipped is None else "input gradient error" if skipped == 3 else "loss error"
     for said in pool.run(prepared, _case(), skipped):
+        assert said.startswith(wanted)
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "wanted"),
+    [
+        ("xent", "sums, all those of rank 0", "loss error"),
+        ("xent", "hidden states' gradient, not summed", "input gradient error"),
+        ("xent", "hidden states' gradient, summed twice", "input gradient error"),
+        ("xent sequence parallel", "gradient of tokens in shards, not summed", "input gradient error"),
+    ],
+)
+def test_a_fault_of_ours_is_seen(pool: Pool, name: str, fault: str, wanted: str) -> None:
+    for said in pool.run(with_fault, _case(), name, fault):
         assert said.startswith(wanted)
 
 
