@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 __all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Quantity"]
 
-Function = Literal["linear", "logits", "linear log-probabilities", "log-probabilities", "linear divergence"]
+Function = Literal["linear", "logits", "sharded", "linear log-probabilities", "log-probabilities", "linear divergence"]
 Leaf = Literal["input", "weight"]
 Quantity = Literal[
     "loop",
@@ -42,11 +42,12 @@ class Goal:
 class Case:
     """One problem: the function, its sizes and dtype, and who solves it.
 
-    "linear" and "logits" are the cross entropy; log-probabilities come with the entropy, both with a random upstream
-    gradient. `hidden` is 0 for the functions whose input is the logits themselves. The teacher of a divergence has a
-    classifier of `teacher` columns, or with "top_k" among the `options` its most probable classes are stored.
-    `contenders` names those who run (see `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for
-    errors against a wider dtype, which on the CPU only linear cases have.
+    "linear" and "logits" are the cross entropy, and "sharded" is "linear" with the rows of the classifier cut over
+    `ranks` processes; log-probabilities come with the entropy, both with a random upstream gradient. `hidden` is 0 for
+    the functions whose input is the logits themselves. The teacher of a divergence has a classifier of `teacher`
+    columns, or with "top_k" among the `options` its most probable classes are stored. `contenders` names those who run
+    (see `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which
+    on the CPU only linear cases have.
 
     `reduction` is "mean" or "none", with which the upstream gradient is random. `ignored` is the share of the targets,
     in [0, 1), that are `IGNORE_INDEX`. `trained` names the inputs of a linear case that want a gradient. `batch`
@@ -72,6 +73,7 @@ class Case:
     batch: int = 0
     teacher: int = 0
     options: tuple[tuple[str, Any], ...] = ()
+    ranks: int = 1
 
     @classmethod
     def from_fields(cls, found: dict[str, Any]) -> Case:
@@ -95,6 +97,8 @@ class Case:
         """The case in one line, e.g. "linear 2048x512x32000 float32", which goes forward and backward."""
         sizes = [self.tokens, self.hidden, self.vocabulary] if self.is_linear else [self.tokens, self.vocabulary]
         facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
+        if self.function == "sharded":
+            facts.append(f"over {self.ranks} ranks")
         if not self.backward:
             facts.append("loss alone")
         if self.reduction != "mean":
@@ -113,7 +117,7 @@ class Case:
     @property
     def is_linear(self) -> bool:
         """Whether the input is hidden states and a classifier."""
-        return self.function.startswith("linear")
+        return self.hidden > 0
 
     @property
     def of_rows(self) -> bool:
@@ -135,12 +139,12 @@ class Case:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the gradients that have to exist when the call returns."""
+        """The size of the gradients that have to exist when the call returns; in shards, those of the largest."""
         if not self.backward:
             return 0
         if not self.is_linear:
             return self.logits_bytes
-        rows = {"input": self.tokens, "weight": self.vocabulary}
+        rows = {"input": self.tokens, "weight": -(-self.vocabulary // self.ranks)}
         return sum(rows[leaf] for leaf in self.trained) * self.hidden * ITEM_BYTES[self.dtype]
 
 

@@ -75,6 +75,11 @@ class Process:
         finally:
             timer.cancel()
 
+    def end(self) -> None:
+        """End the process, whatever it does; who waits for a reply gets none."""
+        self._process.kill()
+        self._process.wait()
+
     def _send(self, request: Request) -> None:
         assert self._process.stdin is not None
         try:

@@ -3,7 +3,8 @@
 Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
 with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
 serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
-Turn); a model's training step is one process a variant (OpenTraining, Steps).
+Turn), and of several GPUs each has a process that is asked alike (Join first); a model's training step is one process a
+variant (OpenTraining, Steps).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from benchmarks.cases import Case
 __all__ = [
     "Describe",
     "FirstCall",
+    "Join",
     "Open",
     "OpenCase",
     "OpenTraining",
@@ -107,6 +109,16 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Join:
+    """Become this rank out of so many, which meet by the file `meeting`. Reply: {}."""
+
+    device: str
+    rank: int
+    ranks: int
+    meeting: str
+
+
+@dataclass(frozen=True)
 class OpenTraining:
     """Make the model of a variant, "plain" or "patched", train it for a few steps, and take the peak of one.
 
@@ -128,7 +140,7 @@ class Steps:
     steps: int
 
 
-Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn | OpenTraining | Steps
+Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn | Join | OpenTraining | Steps
 _REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in get_args(Request)}
 
 

@@ -105,7 +105,7 @@ def _host(record: Record) -> str:
 
 
 def _peak(record: Record) -> str:
-    known = record.peak_bytes is not None and record.case.function == "linear"
+    known = record.peak_bytes is not None and record.case.function != "logits"
     return f"{record.peak_bytes / 2**20:.0f}" if known else ""
 
 

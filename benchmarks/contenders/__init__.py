@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.cases import Function
-from benchmarks.contenders import divergences, floors, fused, ours, pytorch, sampled
+from benchmarks.contenders import divergences, floors, fused, ours, pytorch, sampled, sharded
 from benchmarks.contenders.entry import Absent, Contender, LossFunction
 
 __all__ = ["CONTENDERS", "Absent", "Contender", "LossFunction", "find_contender"]
@@ -15,6 +15,7 @@ CONTENDERS: tuple[Contender, ...] = (
     *ours.CONTENDERS,
     *sampled.CONTENDERS,
     *divergences.CONTENDERS,
+    *sharded.CONTENDERS,
 )
 
 

@@ -25,7 +25,7 @@ class Contender:
     `make` imports its framework, because only the process that measures it should pay for that, and returns the
     function to measure: `loss(input, weight, target)` for "linear", `loss(logits, target)` for "logits", where target
     has shape (tokens,) and int64 classes, with the case's reduction. It raises `Absent` on a machine that cannot run
-    it.
+    it. For "sharded" it is `step(shards)`, forward and backward, see `benchmarks.contenders.sharded`.
 
     `kind`: "ours", "peer", or "floor": work that every implementation has to do, which is called like a loss function,
     returns anything, and has no backward of its own. `compiles`: the first call at a new shape compiles, so the

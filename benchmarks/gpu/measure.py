@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
 
 from benchmarks.cases import Case
 from benchmarks.contenders import find_contender
@@ -24,7 +24,7 @@ from benchmarks.progress import OutOfTime
 from benchmarks.protocol import Describe, OpenCase, Prepare, Request, Turn
 from benchmarks.records import Record, compare_with_judge
 
-__all__ = ["GpuMeasurement", "GpuPlan"]
+__all__ = ["Asked", "GpuMeasurement", "GpuPlan"]
 
 _JUDGE = "torch fp32 logits"
 _FEWEST_ROUNDS = 3
@@ -50,6 +50,26 @@ class GpuPlan:
             raise OutOfTime
 
 
+class Asked(Protocol):
+    """What serves contenders: `benchmarks.process.Process`, or several that are asked as one."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether it has not ended."""
+
+    def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
+        """Return the reply to one request, or raise NotMeasured."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """End it."""
+
+
+def _start(environment: dict[str, str]) -> Asked:
+    return Process("benchmarks.gpu.worker", environment)
+
+
 class _Lost(Exception):
     """A process has ended; who was at work by then is noted."""
 
@@ -57,11 +77,15 @@ class _Lost(Exception):
 class GpuMeasurement:
     """Processes that hold the GPU, for as many cases as there are; a context manager that ends them."""
 
-    def __init__(self, device: str, plan: GpuPlan) -> None:
-        """Start a process and ask what it runs on; NotMeasured if it sees no GPU."""
+    def __init__(self, device: str, plan: GpuPlan, start: Callable[[dict[str, str]], Asked] = _start) -> None:
+        """Start a process and ask what it runs on; NotMeasured if it sees no GPU.
+
+        `start` makes one, with additions to its environment.
+        """
         self.plan = plan
-        self._processes: dict[tuple[tuple[str, str], ...], Process] = {}
-        self._open: dict[Process, Case] = {}
+        self._start = start
+        self._processes: dict[tuple[tuple[str, str], ...], Asked] = {}
+        self._open: dict[Asked, Case] = {}
         self.facts = self._process({}).ask(Describe(device), _PREPARE_SECONDS)
 
     def measure(self, case: Case, machine: dict[str, Any], progress: Callable[[str], None]) -> list[Record]:
@@ -145,10 +169,10 @@ class GpuMeasurement:
                 raise _Lost from None
             raise
 
-    def _process(self, environment: dict[str, str]) -> Process:
+    def _process(self, environment: dict[str, str]) -> Asked:
         key = tuple(sorted(environment.items()))
         if key not in self._processes:
-            self._processes[key] = Process("benchmarks.gpu.worker", environment)
+            self._processes[key] = self._start(environment)
         return self._processes[key]
 
     def _end(self) -> None:

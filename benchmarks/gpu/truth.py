@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,10 +18,24 @@ from benchmarks.cases import IGNORE_INDEX
 from benchmarks.gpu.definitions import divergence, log_probabilities
 from benchmarks.problems import DivergenceProblem, LinearProblem, LogitsProblem, Problem
 
-__all__ = ["Truth", "compute_truth"]
+__all__ = ["Linear", "Truth", "compute_truth", "linear_truth", "relative_error"]
 
 _BLOCK_ELEMENTS = 2**28
 _COMPARED_ROWS = 4096
+
+
+class _Rows(Protocol):
+    """Rows of which each has a target (tokens,) and, unless their losses are averaged, an upstream gradient."""
+
+    target: Tensor
+    upstream: Tensor | None
+
+
+class Linear(_Rows, Protocol):
+    """Hidden states and a classifier; gradients are computed of what asks for one."""
+
+    input: Tensor
+    weight: Tensor
 
 
 @dataclass(frozen=True)
@@ -49,21 +64,28 @@ class Truth:
                 ("input_gradient_error", problem.input.grad, self.input),
                 ("weight_gradient_error", problem.weight.grad, self.weight),
             )
-            found |= {name: _relative_error(grad, true) for name, grad, true in pairs if None not in (grad, true)}
+            found |= {name: relative_error(grad, true) for name, grad, true in pairs if None not in (grad, true)}
         return found
 
 
 @torch.no_grad()
 def compute_truth(problem: Problem) -> Truth:
     """Compute the loss of the problem, and the gradients of a linear one that ask for one."""
+    if isinstance(problem, LinearProblem):
+        return linear_truth(problem)
+    assert isinstance(problem, LogitsProblem)
     with _full_precision():
-        if isinstance(problem, LinearProblem):
-            return _linear_truth(problem)
-        assert isinstance(problem, LogitsProblem)
         return Truth(torch.cat([_gradient(block, problem, rows)[0] for rows, block in _blocks(problem.template)]))
 
 
-def _linear_truth(problem: LinearProblem) -> Truth:
+@torch.no_grad()
+def linear_truth(problem: Linear) -> Truth:
+    """Compute the loss of a linear problem, and the gradients that are asked for."""
+    with _full_precision():
+        return _linear_truth(problem)
+
+
+def _linear_truth(problem: Linear) -> Truth:
     weight = problem.weight.float()
     input_gradient = torch.zeros_like(problem.input, dtype=torch.float32) if problem.input.requires_grad else None
     weight_gradient = torch.zeros_like(weight) if problem.weight.requires_grad else None
@@ -79,9 +101,11 @@ def _linear_truth(problem: LinearProblem) -> Truth:
     return Truth(torch.cat(losses), input_gradient, weight_gradient)
 
 
-def _gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+def _gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tensor]:
     """From float32 logits (r, V) of these rows: their results (r,), and the gradient (r, V)."""
-    if problem.case.function in ("linear", "logits"):
+    upstream = problem.upstream
+    several = upstream is not None and upstream.dim() == 2
+    if not several and not isinstance(problem, DivergenceProblem):
         return _softmax_gradient(logits, problem, rows)
     with torch.enable_grad():
         leaf = logits.requires_grad_()
@@ -89,14 +113,14 @@ def _gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Te
             found = divergence(leaf, problem, rows)
             total = found.sum() / len(problem.input)
         else:
+            assert upstream is not None
             found, entropy = log_probabilities(leaf, problem.target[rows])
-            assert problem.upstream is not None
-            total = (torch.stack([found, entropy]) * problem.upstream[:, rows]).sum()
+            total = (torch.stack([found, entropy]) * upstream[:, rows]).sum()
         (gradient,) = torch.autograd.grad(total, leaf)
     return found.detach(), gradient
 
 
-def _softmax_gradient(logits: Tensor, problem: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+def _softmax_gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tensor]:
     """From float32 logits (r, V) of these rows: losses (r,), 0 for an ignored row, and the gradient (r, V)."""
     target = problem.target[rows]
     counts = target != IGNORE_INDEX
@@ -120,7 +144,8 @@ def _logits_error(problem: LogitsProblem) -> float:
 
 
 @torch.no_grad()
-def _relative_error(found: Tensor | None, true: Tensor | None) -> float:
+def relative_error(found: Tensor | None, true: Tensor | None) -> float:
+    """Return how far a gradient is from the true one, in the Frobenius norm."""
     assert found is not None
     assert true is not None
     difference = 0.0
@@ -130,11 +155,11 @@ def _relative_error(found: Tensor | None, true: Tensor | None) -> float:
     return float(difference**0.5 / true.norm())
 
 
-def _counted(problem: Problem) -> Tensor:
+def _counted(problem: _Rows) -> Tensor:
     return (problem.target != IGNORE_INDEX).sum()
 
 
-def _mean(losses: Tensor, problem: Problem) -> float:
+def _mean(losses: Tensor, problem: _Rows) -> float:
     """Average over the rows that count; over all of them if the rows' losses are what is returned."""
     count = len(losses) if problem.upstream is not None else int(_counted(problem))
     return float(losses.double().sum() / count)

@@ -96,7 +96,11 @@ OWN: dict[str, tuple[dict[str, Any], str, str]] = {
     "shapes": ({"linear_bias": torch.zeros(3)}, "ValueError", r"rank 1: linear_bias must have shape (6,), the rows of"),
     "dtypes": ({"linear_weight": torch.zeros(6, 4).double()}, "TypeError", "rank 1: linear_weight must have the dtype"),
     "options": ({"label_smoothing": 2.0}, "ValueError", "rank 1: label_smoothing must be in [0, 1], got 2.0"),
-    "backend": ({"backend": "numpy"}, "BackendError", "rank 1: backend 'numpy' takes numpy arrays and got torch arrays"),
+    "backend": (
+        {"backend": "numpy"},
+        "BackendError",
+        "rank 1: backend 'numpy' takes numpy arrays and got torch arrays",
+    ),
     "tokens": (
         {"vocab_parallel": {"sequence_parallel": True}, "target": torch.zeros(7, dtype=torch.int64)},
         "ValueError",

@@ -1,0 +1,166 @@
+"""Losses of a classifier in shards, one a rank: ours, the textbook's, PyTorch's, Liger's, and two floors.
+
+Unlike those on one device they make a whole step, `step(shards)`: forward, mean, and backward, since that of
+`loss_parallel` wants its context. The loss is returned, detached; gradients are left in `.grad`, that of the hidden
+states summed over ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol
+
+from benchmarks.cases import Case
+from benchmarks.contenders.entry import Absent, Contender, LossFunction
+from benchmarks.contenders.fused import find_peer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["CONTENDERS", "Shards"]
+
+
+class Shards(Protocol):
+    """What a rank has: all hidden states `input` and their targets, its `tokens` of the former, its rows `weight`."""
+
+    group: Any
+    first: int
+    """The class of the shard's first row."""
+    input: Tensor
+    target: Tensor
+    tokens: Tensor
+    weight: Tensor
+
+
+def _floor(overlapped: bool) -> Any:
+    """Make three products and one all-reduce, behind one of them or `overlapped` with it; memory is made once."""
+
+    def make(case: Case) -> LossFunction:
+        import torch
+        import torch.distributed as dist
+
+        made: list[Tensor] = []
+
+        def step(shards: Shards) -> None:
+            rows, weight = shards.input.detach(), shards.weight.detach()
+            if not made:
+                shapes = ((len(rows), len(weight)), rows.shape, weight.shape)
+                made.extend(rows.new_empty(shape) for shape in shapes)
+            logits, of_input, of_weight = made
+            torch.mm(rows, weight.T, out=logits)
+            torch.mm(logits, weight, out=of_input)
+            work: Any = dist.all_reduce(of_input, group=shards.group, async_op=True)
+            if not overlapped:
+                work.wait()
+            torch.mm(logits.T, rows, out=of_weight)
+            if overlapped:
+                work.wait()
+
+        return step
+
+    return make
+
+
+def _xent(sequence_parallel: bool) -> Any:
+    def make(case: Case) -> LossFunction:
+        import xent
+
+        def step(shards: Shards) -> Tensor:
+            source = shards.tokens if sequence_parallel else shards.input
+            where = xent.VocabParallel(shards.group, sequence_parallel=True) if sequence_parallel else shards.group
+            loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return make
+
+
+def _textbook(case: Case) -> LossFunction:
+    from benchmarks.contenders.textbook import linear, vocab_parallel_loss
+
+    def step(shards: Shards) -> Tensor:
+        logits = linear(shards.input, shards.weight, shards.group)
+        loss = vocab_parallel_loss(logits, shards.target, shards.first, shards.group).mean()
+        del logits
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _loss_parallel(case: Case) -> LossFunction:
+    """PyTorch's, on float32 logits as torchtitan computes them: on bfloat16 ones it would round the loss."""
+    import torch
+    import torch.nn.functional as F
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    mesh = init_device_mesh(case.device, (case.ranks,))
+    shape, stride = torch.Size((case.vocabulary, case.hidden)), (case.hidden, 1)
+
+    def step(shards: Shards) -> Tensor:
+        rows = DTensor.from_local(shards.input, mesh, [Replicate()], run_check=False)
+        weight = DTensor.from_local(shards.weight, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        with loss_parallel():
+            loss: Any = F.cross_entropy(F.linear(rows, weight).float(), shards.target)
+            loss.backward()
+        return loss.to_local().detach()
+
+    return step
+
+
+def _refuse(case: Case) -> None:
+    """Raise Absent where Liger-Kernel cannot run, on all ranks alike and before anything crosses them."""
+    if case.device == "cpu":
+        raise Absent("Liger-Kernel has no kernels for the CPU")
+    if case.vocabulary % case.ranks:
+        raise Absent("Liger-Kernel takes equal shards only")
+
+
+def _liger(case: Case) -> LossFunction:
+    """Its loss from hidden states, in chunks of 512 tokens; not its native kernels, which want NVLink multicast."""
+    function = find_peer("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
+    _refuse(case)
+    if find_spec("liger_cute_kernels") is not None and os.environ.get("NVSHMEM_DISABLE_NVLS") == "1":
+        raise Absent("liger_cute_kernels is installed, whose kernels need NVLink multicast, which is turned off")
+
+    def step(shards: Shards) -> Tensor:
+        loss = function(shards.input, shards.weight, shards.target, shards.group).mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _liger_logits(case: Case) -> LossFunction:
+    """Its loss from logits (sequence, batch, classes), with Megatron's linear layer in front of it."""
+    module = find_peer("liger_kernel.transformers.vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy")
+    _refuse(case)
+    from benchmarks.contenders.textbook import linear
+
+    function = module()
+
+    def step(shards: Shards) -> Tensor:
+        logits = linear(shards.input, shards.weight, shards.group)[:, None]
+        loss = function(logits, shards.target[:, None], tp_group=shards.group).mean()
+        del logits
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+CONTENDERS: tuple[Contender, ...] = (
+    Contender("products + all-reduce", "sharded", _floor(overlapped=False), kind="floor"),
+    Contender("overlapped", "sharded", _floor(overlapped=True), kind="floor"),
+    Contender("xent", "sharded", _xent(sequence_parallel=False), kind="ours"),
+    Contender("xent sequence parallel", "sharded", _xent(sequence_parallel=True), kind="ours"),
+    Contender("textbook", "sharded", _textbook, holds_logits=True),
+    Contender("loss_parallel", "sharded", _loss_parallel, holds_logits=True),
+    Contender("Liger", "sharded", _liger),
+    Contender("Liger logits", "sharded", _liger_logits, holds_logits=True),
+)

@@ -1,0 +1,67 @@
+"""Tensor-parallel cross entropy as textbooks and Megatron have it: float32 logits of the shard, and three all-reduces.
+
+These are of the rows' largest logits, of the sums of exponentials, and of the target's logits. The gradient of the
+logits takes the memory of the probabilities.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["linear", "vocab_parallel_loss"]
+
+
+def linear(input: Tensor, weight: Tensor, group: Any) -> Tensor:
+    """Return the logits (tokens, classes here); the gradient of `input` is summed over ranks."""
+    return F.linear(_Replicated.apply(input, group), weight)
+
+
+def vocab_parallel_loss(logits: Tensor, target: Tensor, first: int, group: Any) -> Tensor:
+    """Return float32 losses (tokens,) of the logits of classes `first` and on."""
+    return _Loss.apply(logits, target, first, group)
+
+
+class _Replicated(torch.autograd.Function):
+    """The identity of what is the same on all ranks, each of which has a part of its gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed = gradients[0].contiguous()
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+class _Loss(torch.autograd.Function):
+    """(logits, target, first, group) -> losses."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, first: int, group: Any) -> Tensor:
+        values = logits.to(torch.float32, copy=True)
+        largest = values.amax(-1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+        values.sub_(largest[:, None])
+        here = (target >= first) & (target < first + values.shape[1])
+        index = torch.where(here, target - first, 0)[:, None]
+        at_target = torch.where(here, values.gather(1, index)[:, 0], 0.0)
+        dist.all_reduce(at_target, group=group)
+        sums = values.exp_().sum(-1)
+        dist.all_reduce(sums, group=group)
+        ctx.save_for_backward(values.div_(sums[:, None]), here, index)
+        ctx.dtype = logits.dtype
+        return sums.log() - at_target
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        probabilities, here, index = ctx.saved_tensors
+        probabilities.scatter_add_(1, index, -here[:, None].to(probabilities.dtype))
+        return probabilities.mul_(gradients[0][:, None]).to(ctx.dtype), None, None, None
