@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xent.backends.torch import scale_gradient
 from xent.backends.torch.autograd import CrossEntropy, LinearCrossEntropy, asks_for_gradient
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch.transforms import refuse_gradients, refuse_transforms
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
-_NAMES = ("target", "weight", "sample_weight", "normalizer", "temperature", "support.ids", "support.offsets")
+_NAMES = ("target", "weight", "sample_weight", "normalizer", "temperature", "support.ids", "support.offsets", "logit_scale", "softcap")
+_SCALE = _NAMES.index("logit_scale")
 
 
 def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +33,8 @@ def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
 def cross_entropy(logits: Tensor, *options: Any) -> Any:
     """Return what `CrossEntropy` does."""
     _refuse({"logits": logits}, options)
-    return CrossEntropy.apply(logits, *asks_for_gradient(logits), *options)
+    logits, scale = scale_gradient.of_logits(logits, options[_SCALE])
+    return CrossEntropy.apply(logits, *asks_for_gradient(logits), *_with_scale(options, scale))
 
 
 @_in_graph
@@ -40,9 +43,15 @@ def linear_cross_entropy(*args: Any) -> Any:
     names = ("input", "linear_weight", "linear_bias")
     sources, _, linear, options = args[:3], args[3], args[4:7], args[7:]
     _refuse(dict(zip(names, sources, strict=True)), options)
-    return LinearCrossEntropy.apply(*sources, asks_for_gradient(*sources), *linear, *options)
+    *sources, scale = scale_gradient.of_linear(*sources, options[_SCALE])
+    return LinearCrossEntropy.apply(*sources, asks_for_gradient(*sources), *linear, *_with_scale(options, scale))
 
 
 def _refuse(arguments: dict[str, Tensor | None], options: tuple[Any, ...]) -> None:
-    named = {**arguments, **dict(zip(_NAMES, options, strict=False))}
-    refuse_transforms({name: value for name, value in named.items() if isinstance(value, Tensor)})
+    given = {name: value for name, value in zip(_NAMES, options, strict=False) if isinstance(value, Tensor)}
+    refuse_gradients({name: value for name, value in given.items() if name != "logit_scale"})
+    refuse_transforms(given | {name: value for name, value in arguments.items() if value is not None})
+
+
+def _with_scale(options: tuple[Any, ...], scale: Tensor | None) -> tuple[Any, ...]:
+    return *options[:_SCALE], scale, *options[_SCALE + 1 :]

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import eager, private
+from xent.backends.torch import eager, private, scale_gradient
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
 from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.options import Options, pack
+from xent.backends.torch.options import Options, pack, read, without_tensors
 from xent.backends.torch.rows import overlaps
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch.transforms import refuse_gradients, refuse_transforms
 from xent.core import heads
 from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
 
@@ -27,8 +27,10 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     if call.support is not None:
         support = call.support.ids, call.support.offsets
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
-    _refuse_gradients(without_gradient)
-    refuse_transforms(without_gradient)
+    scales = [value if isinstance(value, Tensor) else None for value in (call.loss.logit_scale, call.loss.softcap)]
+    named = {name: value for name, value in zip(("logit_scale", "softcap"), scales, strict=True) if value is not None}
+    refuse_gradients(without_gradient | {name: value for name, value in named.items() if name == "softcap"})
+    refuse_transforms(without_gradient | named)
     options = Options(
         call.target,
         call.weight,
@@ -36,7 +38,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         call.normalizer,
         call.temperature,
         *support,
-        call.loss,
+        *scales,
+        without_tensors(call.loss, *scales),
         kernel,
     )
     if isinstance(call, LogitsCall):
@@ -64,8 +67,12 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     given = logits
     logits, options = _classes_last(logits, options, axis)
+    if not _compiles_a_transform():
+        logits, scale = scale_gradient.of_logits(logits, options.logit_scale, inplace)
+        options = options._replace(logit_scale=scale)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
     if quiet:
+        options = read(options)
         if inplace and needs_grad:
             _check_inplace(given)
         loss, stats = eager.cross_entropy(logits, options, needs_grad, inplace)
@@ -95,8 +102,12 @@ def run_linear(
 ) -> Any:
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     compute = _compute_dtype(source, weight, bias)
+    if not _compiles_a_transform():
+        source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
+        options = options._replace(logit_scale=scale)
     needs = asks_for_gradient(source, weight, bias)
     if quiet:
+        options = read(options)
         linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
         loss, stats = eager.linear_cross_entropy(linear, options)
         return _shaped(loss, stats, options.spec, source.shape[:-1])
@@ -199,12 +210,6 @@ def _tensors(call: LogitsCall | LinearCall, *names: str) -> dict[str, Tensor]:
     """Return those arguments that are tensors: a `normalizer` may be a number, and others None."""
     found = {name: getattr(call, name) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -14,6 +14,7 @@ probabilities q, n (p sum_c q_c - q). With a temperature, s and k are each row's
 Blocks are small, so that the passes over one after the first find it in cache.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -178,7 +179,12 @@ class _Block:
     def _predict(self, z: Tensor) -> None:
         """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
         predictions, scale = self.results.predictions, self.spec.logit_scale
-        if predictions is not None:
+        if predictions is None:
+            return
+        if math.isnan(scale):  # a tensor, not to be looked at
+            sign = self.scale[:, 0]
+            predictions[self.rows] = torch.where(sign > 0, z.argmax(-1), torch.where(sign < 0, z.argmin(-1), 0))
+        else:
             predictions[self.rows] = z.argmax(-1) if scale > 0 else z.argmin(-1) if scale < 0 else 0
 
     def _shares(self) -> tuple[Tensor, Any]:

@@ -235,6 +235,8 @@ def _spec(options: tuple[Any, ...], stats: Any, sampling: Sampling | None) -> Lo
             return None
         stats = tuple(stats)
     try:
+        if isinstance(options[-1], Tensor) or isinstance(options[-2], Tensor):
+            return None
         if options[-1] == 0:  # 0.0 and -0.0, whose gradients' zeros have other signs, would be one key
             return None
         if sampling is None:

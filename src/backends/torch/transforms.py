@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from xent.backends.torch import private
 
-__all__ = ["refuse_transforms"]
+__all__ = ["refuse_gradients", "refuse_transforms"]
 
 _NO_FORWARD_MODE = (
     "{} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, "
@@ -21,6 +21,13 @@ _NO_FUNCTIONALIZE = (
     "torch.compile without it"
 )
 _NO_JIT = "torch.jit.trace cannot record xent's functions: use torch.compile or torch.export"
+
+
+def refuse_gradients(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for a tensor that asks for a gradient."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
 
 
 def refuse_transforms(tensors: dict[str, Tensor]) -> None:
