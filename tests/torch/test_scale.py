@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
 from xent.backends.torch import options as packed
 from xent.backends.torch.harness import TorchHarness
@@ -110,9 +111,15 @@ def upstream_of(loss: Tensor) -> Tensor:
     return torch.linspace(1.2, 2.1, loss.numel(), device=loss.device).to(loss.dtype).view(loss.shape)
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy", "with a bias"])
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    *crossed(
+        function=["cross_entropy", "linear_cross_entropy", "with a bias"],
+        name=list(OPTIONS),
+        dtype=DTYPES,
+        values=["read", "not read"],
+    ),
+    indirect=["values"],
+)
 def test_gradient_of_a_scale(target: Target, values: None, function: str, name: str, dtype: str) -> None:
     """It, and all others, are those of the definition in float64, but for what rounding each logit's gradient costs."""
     number = OPTIONS[name].get("logit_scale", SCALE)
@@ -152,10 +159,16 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
         torch.testing.assert_close(both[1], gradients[2], rtol=8 * eps, atol=8 * eps)
 
 
-@pytest.mark.parametrize("option", ["logit_scale", "softcap"])
-@pytest.mark.parametrize("dtype", [*DTYPES, "int64"])
-@pytest.mark.parametrize("on_cpu", [False, True])
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs"])
+@pytest.mark.parametrize(
+    *crossed(
+        option=["logit_scale", "softcap"],
+        dtype=[*DTYPES, "int64"],
+        on_cpu=[False, True],
+        function=["cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs"],
+        values=["read", "not read"],
+    ),
+    indirect=["values"],
+)
 def test_tensor_is_its_number(
     target: Target, values: None, option: str, dtype: str, on_cpu: bool, function: str
 ) -> None:

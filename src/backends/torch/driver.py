@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xent.backends.torch import differentiated as _differentiated  # noqa: F401  registers their kernels under autograd
 from xent.backends.torch import eager, private, scale_gradient
-from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
 from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
@@ -67,7 +67,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     given = logits
     logits, options = _classes_last(logits, options, axis)
-    if not _compiles_a_transform():
+    if not _finds_gradients_later():
         logits, scale = scale_gradient.of_logits(logits, options.logit_scale, inplace)
         options = options._replace(logit_scale=scale)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
@@ -80,7 +80,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
         from xent.backends.torch import compiled
 
         loss, _, *stats = compiled.cross_entropy(logits, *pack(options))
-    elif not needs_grad:
+    elif not needs_grad or private.is_exporting():
         loss, _, stats = torch.ops.xent.cross_entropy(logits, False, *pack(options))
     elif inplace and not torch.compiler.is_compiling():
         _check_inplace(given)
@@ -102,7 +102,7 @@ def run_linear(
 ) -> Any:
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     compute = _compute_dtype(source, weight, bias)
-    if not _compiles_a_transform():
+    if not _finds_gradients_later():
         source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
         options = options._replace(logit_scale=scale)
     needs = asks_for_gradient(source, weight, bias)
@@ -116,7 +116,7 @@ def run_linear(
         from xent.backends.torch import compiled
 
         loss, _, _, _, _, *stats = compiled.linear_cross_entropy(*arguments)
-    elif any(needs):
+    elif any(needs) and not private.is_exporting():
         loss, _, _, _, _, *stats = LinearCrossEntropy.apply(*arguments)
     else:
         loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
@@ -173,6 +173,11 @@ def _is_eager(*tensors: Any) -> bool:
 
 def _compiles_a_transform() -> bool:
     return torch.compiler.is_compiling() and private.transforms_active()
+
+
+def _finds_gradients_later() -> bool:
+    """Whether autograd is found when what is traced now runs: see `differentiated`."""
+    return private.is_exporting() or _compiles_a_transform()
 
 
 def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> Any:
