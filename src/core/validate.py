@@ -19,7 +19,7 @@ from xent.core.arrays import (
     one_framework,
 )
 from xent.core.shards import check_tokens, vocab_parallel_of
-from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
+from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight, bounded
 
 __all__ = [
     "check_number",
@@ -295,7 +295,7 @@ def loss_spec(
         ignore_index,
         label_smoothing,
         z_loss,
-        softcap,
+        bounded(softcap),
         logit_scale,
         tuple(name for name in STAT_NAMES if name in stats),
     )

@@ -150,7 +150,7 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     (alone,) = asking(scale)  # everything else frozen
     (gradient,) = torch.autograd.grad(found := loss(alone, *sources), alone, upstream_of(found))
     assert abs(float(gradient - truth[0])) <= allowed
-    assert gradient.dtype == scale.dtype and gradient.shape == ()
+    assert (gradient.dtype, gradient.shape) == (scale.dtype, ())
     if len(sources) > 1:
         (alone,), (weight,) = asking(scale), asking(sources[1])
         found = loss(alone, sources[0], weight, *sources[2:])
@@ -340,7 +340,7 @@ def test_meta_tensors_have_a_scale(target: Target) -> None:
     (scale,) = asking(torch.tensor(SCALE, device="meta"))
     loss = xent.linear_cross_entropy(x, w, target_of(target).to("meta"), logit_scale=scale, backend=target.name)
     (gradient,) = torch.autograd.grad(loss, scale)
-    assert gradient.shape == () and gradient.device.type == "meta"
+    assert (gradient.device.type, gradient.shape) == ("meta", ())
 
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
@@ -356,7 +356,9 @@ def test_errors_name_the_option(target: Target, function: str) -> None:
     (cap,) = asking(torch.tensor(2.0).to(target.device))
     for compiled in (False, True):
         torch._dynamo.reset()
-        with pytest.raises(Exception, match="softcap requires a gradient, which xent does not compute: pass softcap."):
+        with pytest.raises(
+            Exception, match=r"softcap requires a gradient, which xent does not compute: pass softcap\.detach"
+        ):
             run(compiled, softcap=cap)
     assert float(run(softcap=cap.detach())) == float(run(softcap=2.0))
     for option in ("softcap", "logit_scale"):

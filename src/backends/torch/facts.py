@@ -13,7 +13,7 @@ from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows, shifted
 from xent.backends.torch.support import Support, check_support, support_of
-from xent.core.spec import LossSpec
+from xent.core.spec import LARGEST, LossSpec
 
 __all__ = ["Facts", "accumulation_dtype", "bend_of", "check_targets", "divisor_of", "gather_facts"]
 
@@ -218,11 +218,11 @@ def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | No
         return None
     made = torch.empty(1 if temperature is None else temperature.numel(), 2, dtype=dtype, device=target.device)
     made[:, 0] = spec.logit_scale if options.logit_scale is None else options.logit_scale
-    made[:, 1] = (spec.softcap or 0.0) if options.softcap is None else options.softcap
+    made[:, 1] = (spec.softcap or 0.0) if options.softcap is None else options.softcap.to(dtype).clamp(max=LARGEST)
     if temperature is None:
         return made.expand((target.shape[:-1] if target.is_floating_point() else target.shape).numel(), 2)
     divisor = temperature.to(dtype).flatten()
-    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=torch.finfo(dtype).max)
+    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=LARGEST)
     return made.div_(divisor[:, None])
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
-from xent.core.spec import LossSpec
+from xent.core.spec import LossSpec, bounded
 from xent.core.validate import check_numbers
 
 __all__ = [
@@ -79,8 +79,8 @@ def read(options: Options, always: bool = False) -> Options:
         spec, scale = replace(spec, logit_scale=float(scale)), None
         check_numbers(0.0, 0.0, None, spec.logit_scale, None)
     if cap is not None and (always or looks_at_targets(cap.device)):
-        spec, cap = replace(spec, softcap=float(cap)), None
-        check_numbers(0.0, 0.0, spec.softcap, 1.0, None)
+        check_numbers(0.0, 0.0, float(cap), 1.0, None)
+        spec, cap = replace(spec, softcap=bounded(float(cap))), None
     return options._replace(spec=spec, logit_scale=scale, softcap=cap)
 
 
@@ -122,7 +122,7 @@ def unpack(arguments: Any) -> Options:
         TENSORS - 1 :
     ]
     label_smoothing, z_loss, softcap, logit_scale, divisor = numbers.tolist()
-    cap = softcap if has_softcap else None
+    cap = bounded(softcap) if has_softcap else None
     check_numbers(label_smoothing, z_loss, cap, logit_scale, divisor if has_divisor else None)
     spec = LossSpec(
         reduction, ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(stats), exact, accuracy_of_rows

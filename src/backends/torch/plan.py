@@ -68,7 +68,17 @@ def find_logits(
     sampled = _sampled(target, sampling)
     if shared is None or sampled is None:
         return None
-    key = ("logits", first, place == dims - 1, inplace, backend, *_kind(spec, bent), *shared, sampled, *_context(logits))
+    key = (
+        "logits",
+        first,
+        place == dims - 1,
+        inplace,
+        backend,
+        *_kind(spec, bent),
+        *shared,
+        sampled,
+        *_context(logits),
+    )
     return Found(key, without_tensors(spec, *scales), logits.device, _kinds.get(key), scales)
 
 
