@@ -29,7 +29,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
     scales = [value if isinstance(value, Tensor) else None for value in (call.loss.logit_scale, call.loss.softcap)]
     named = {name: value for name, value in zip(("logit_scale", "softcap"), scales, strict=True) if value is not None}
-    refuse_gradients(without_gradient | {name: value for name, value in named.items() if name == "softcap"})
+    trained = "logit_scale" if call.vocab_parallel is None else ""
+    refuse_gradients(without_gradient | {name: value for name, value in named.items() if name != trained})
     refuse_transforms(without_gradient | named)
     options = Options(
         call.target,
