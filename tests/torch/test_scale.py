@@ -1,10 +1,11 @@
 """A logit scale and a softcap that are 0-d tensors, and the gradient of a scale that is trained, as CLIP's is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import xent
@@ -395,3 +396,34 @@ def test_divergences_take_numbers(target: Target) -> None:
     (logits,) = sources_of(target, "cross_entropy", "float32")
     with pytest.raises(TypeError, match="logit_scale must be a number"):
         xent.divergence(logits, logits, logit_scale=torch.tensor(1.0), backend=target.name)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shards_read_a_scale_and_train_none(values: None, group: None, function: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    target = Target("torch", "cpu")
+    sources, y = asking(*sources_of(target, function, "float32")), target_of(target)
+
+    def run(scale: Any, cap: Any) -> Any:
+        options = {"logit_scale": scale, "softcap": cap, "stats": ("predictions",), "vocab_parallel": dist.group.WORLD}
+        loss, stats = getattr(xent, function)(*sources, y, **options)
+        return loss, stats.predictions
+
+    call = torch.compile(run, backend="aot_eager") if compiled else run
+    results = []
+    for numbers in ((-0.7, 2.0), (torch.tensor(-0.7), torch.tensor(2.0))):
+        loss, predictions = call(*numbers)
+        results.append((loss, predictions, *torch.autograd.grad(loss, sources)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    (scale,) = asking(torch.tensor(0.7))
+    with pytest.raises(Exception, match="logit_scale requires a gradient, which xent does not compute"):
+        call(scale, 2.0)

@@ -41,9 +41,10 @@ def cross_entropy(logits: Tensor, *options: Any) -> Any:
 def linear_cross_entropy(*args: Any) -> Any:
     """Return what `LinearCrossEntropy` does; `needs` is found anew."""
     names = ("input", "linear_weight", "linear_bias")
-    sources, _, linear, options = args[:3], args[3], args[4:7], args[7:]
-    _refuse(dict(zip(names, sources, strict=True)), options)
-    *sources, scale = scale_gradient.of_linear(*sources, options[_SCALE])
+    source, weight, bias, _, *linear = args[:7]
+    options = args[7:]
+    _refuse(dict(zip(names, args, strict=False)), options)
+    *sources, scale = scale_gradient.of_linear(source, weight, bias, options[_SCALE])
     return LinearCrossEntropy.apply(*sources, asks_for_gradient(*sources), *linear, *_with_scale(options, scale))
 
 

@@ -27,8 +27,9 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     if call.support is not None:
         support = call.support.ids, call.support.offsets
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
-    scales = [value if isinstance(value, Tensor) else None for value in (call.loss.logit_scale, call.loss.softcap)]
-    named = {name: value for name, value in zip(("logit_scale", "softcap"), scales, strict=True) if value is not None}
+    numbers: tuple[Any, Any] = (call.loss.logit_scale, call.loss.softcap)
+    scale, cap = (value if isinstance(value, Tensor) else None for value in numbers)
+    named = {name: value for name, value in (("logit_scale", scale), ("softcap", cap)) if value is not None}
     trained = "logit_scale" if call.vocab_parallel is None else ""
     refuse_gradients(without_gradient | {name: value for name, value in named.items() if name != trained})
     refuse_transforms(without_gradient | named)
@@ -39,8 +40,9 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         call.normalizer,
         call.temperature,
         *support,
-        *scales,
-        without_tensors(call.loss, *scales),
+        scale,
+        cap,
+        without_tensors(call.loss, scale, cap),
         kernel,
     )
     if isinstance(call, LogitsCall):
