@@ -1,11 +1,14 @@
 """The promises of the design that hold for log-probabilities on every backend, each with its own test."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+import xent
 from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import LOG_PROBS
 from tests.covering import crossed
@@ -211,3 +214,73 @@ def test_second_backward_through_a_retained_graph_gives_the_same(target: Target,
     grads = torch.autograd.grad(found, leaves, upstream, create_graph=True)
     with pytest.raises(RuntimeError, match="second"):
         torch.autograd.grad(grads[0].sum(), leaves)
+
+
+@contextmanager
+def flushed(target: Target) -> Iterator[None]:
+    """Flush denormal numbers to 0 where PyTorch computes on the CPU, as many a GPU does by itself."""
+    if target.backend.framework != "torch":
+        yield
+        return
+    import torch
+
+    torch.set_flush_denormal(True)
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0, 0.25, 1e38, 1.7e308])
+@pytest.mark.parametrize("each_row", [False, True])
+@pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
+def test_all_classes_are_alike_at_a_huge_temperature(
+    target: Target, softcap: float | None, each_row: bool, function: str
+) -> None:
+    logits = np.random.default_rng(0).normal(size=(5, 9))
+    heat: Any = np.array([np.inf, 3e38, 1e38, 1e37, np.inf]) if each_row else 1.7e308
+    given, classes = target.arrays(logits, np.arange(5))
+    more = target.arrays(np.eye(9)) if function == "linear_log_probs" else ()
+    heat = target.arrays(heat)[0] if each_row else heat
+
+    def run(*arrays: Any) -> Any:
+        return getattr(xent, function)(
+            *arrays, classes, temperature=heat, softcap=softcap, entropy=True, backend=target.name
+        )
+
+    with flushed(target):
+        ones = target.arrays(np.ones(5))[0]
+        results, gradients = target.harness.gradients(run, (given, *more), (ones, ones))
+    log_probs, entropy = (target.harness.numpy(result) for result in results)
+    np.testing.assert_allclose(log_probs, -np.log(9), rtol=1e-6)
+    np.testing.assert_allclose(entropy, np.log(9), rtol=1e-6)
+    for gradient in gradients:
+        np.testing.assert_allclose(target.harness.numpy(gradient), 0, atol=1e-6)
+
+
+def test_distributions_are_alike_at_a_huge_temperature(target: Target) -> None:
+    student, teacher = target.arrays(*np.random.default_rng(0).normal(size=(2, 5, 9)))
+    with flushed(target):
+        found = xent.divergence(student, teacher, temperature=1.7e308, softcap=3.0, backend=target.name)
+    np.testing.assert_allclose(target.harness.numpy(found), 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [1e30, 3e38, 1.7e308])
+@pytest.mark.parametrize("kind", ["number", "array"])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_huge_softcap_bends_nothing(target: Target, softcap: float, kind: str, function: str) -> None:
+    given, classes = target.arrays(np.random.default_rng(0).normal(size=(5, 9)), np.arange(5))
+    more = target.arrays(np.eye(9)) if function == "linear_cross_entropy" else ()
+    cap = target.arrays(np.array(min(softcap, 3e38)))[0] if kind == "array" else softcap
+
+    def gradients(**options: Any) -> Any:
+        def run(*arrays: Any) -> Any:
+            return getattr(xent, function)(*arrays, classes, logit_scale=0.5, backend=target.name, **options)
+
+        return target.harness.gradients(run, (given, *more), None)
+
+    expected = gradients()
+    with flushed(target):
+        found = gradients(softcap=cap)
+    for one, other in zip((found[0], *found[1]), (expected[0], *expected[1]), strict=True):
+        np.testing.assert_allclose(target.harness.numpy(one), target.harness.numpy(other), rtol=1e-5, atol=1e-7)

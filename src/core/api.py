@@ -65,9 +65,15 @@ def cross_entropy(
     z_loss : float >= 0
         Factor of the squared log normaliser, which keeps logits from drifting (PaLM, section 5).
     softcap : float > 0, optional
-        Bound k of the logits (Gemma 2, section 2).
-    logit_scale : float
-        Factor s of the logits; 1 / temperature.
+        Bound k of the logits (Gemma 2, section 2). For PyTorch also a 0-d tensor, as ``logit_scale`` may be; it gets no
+        gradient, and one that asks for it is a ValueError. Beyond 1e30 it is taken for that.
+    logit_scale : float, or 0-d tensor of PyTorch
+        Factor s of the logits; 1 / temperature. A tensor of any real dtype, on the logits' device or the CPU, gets its
+        gradient if it asks for one: (1/s) sum_ic z_ic dL/dz_ic, a pass over the logits and their gradient in backward,
+        with the rounding of that gradient (a scale below 2^-60 is taken for 2^-60; at 0 float16 gives NaN). The value
+        of a tensor on the CPU is checked. That of one on an accelerator is neither checked nor read by the host, but
+        for XENT_CHECK_TARGETS=1, and with ``vocab_parallel``, where each pass over the logits reads it once and a scale
+        that asks for a gradient is a ValueError. A trained scale on the CPU makes backward wait for logits elsewhere.
     sample_weight : array with the shape of index targets, optional
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional
@@ -210,7 +216,8 @@ def linear_cross_entropy(
         With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
         takes any upstream gradient, backward computes the logits again (four).
     label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, backend
-        As in `xent.cross_entropy`.
+        As in `xent.cross_entropy`. The gradient of a trained ``logit_scale`` is summed from that of ``input``, or of a
+        classifier that is trained alone, and that of the bias, and computes these where nobody else asks for them.
     vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
         As in `xent.cross_entropy`. The classifier's gradient is the shard's own; that of ``input``, which is the same
         on every rank, is the sum over ranks, on every rank. A classifier that is a DTensor with its rows sharded needs

@@ -18,6 +18,7 @@ __all__ = [
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+_NUMBERS = ("normalizer", "softcap", "logit_scale")
 _REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
@@ -135,7 +136,7 @@ def _check_plain(name: str, framework: str, array: Any) -> None:
 def _one_device(tensors: dict[str, Any]) -> None:
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
-        if tensor.device != device and not (name == "normalizer" and tensor.device.type == "cpu"):
+        if tensor.device != device and not (name in _NUMBERS and tensor.device.type == "cpu"):
             raise ValueError(
                 f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}; move "
                 f"it with {name}.to({first}.device)"

@@ -14,7 +14,7 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support
+from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support, bounded
 from xent.core.validate import check_number
 
 __all__ = ["of_log_probs", "sampled"]
@@ -41,6 +41,7 @@ def of_log_probs(spec: LossSpec, names: tuple[str, ...], temperature: Any = None
     """
     scale, cap = spec.logit_scale, spec.softcap
     if temperature is not None:
+        temperature = bounded(temperature)
         scale, cap = scale / temperature, None if cap is None else cap / temperature
     return replace(spec, logit_scale=scale, softcap=cap, stats=names, exact=True, accuracy_of_rows=True)
 

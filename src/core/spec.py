@@ -5,6 +5,7 @@ from typing import Any
 
 __all__ = [
     "DIFFERENTIABLE",
+    "LARGEST",
     "LOG_PROB_STATS",
     "REDUCTIONS",
     "ROW_STATS",
@@ -19,6 +20,7 @@ __all__ = [
     "Stats",
     "Support",
     "VocabParallel",
+    "bounded",
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -28,6 +30,16 @@ ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")
 STAT_NAMES = (*ROW_STATS, "z_loss", "accuracy", "count")
 LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy")
 """What the log-probability functions report beside their results, all of it per row."""
+
+
+LARGEST = 1e30
+"""A larger softcap bends nothing more, and a larger temperature makes nothing more alike. What is divided by this is
+still a normal number in float32; devices may flush smaller ones to 0, and 0 / 0 is NaN."""
+
+
+def bounded(value: Any) -> Any:
+    """Return a softcap or temperature, `LARGEST` at most if it is a number."""
+    return min(value, LARGEST) if isinstance(value, (int, float)) else value
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,7 @@ from xent.core.arrays import (
     one_framework,
 )
 from xent.core.shards import check_tokens, shards_of
-from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight
+from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall, LossSpec, QuantizedWeight, bounded
 
 __all__ = [
     "check_number",
@@ -47,7 +47,12 @@ def logits_call(
     """Check the arguments of `xent.cross_entropy` and describe the call."""
     normalizer = number_of(framework_of(logits), normalizer)
     framework = one_framework(
-        logits=logits, target=target, weight=weight, sample_weight=sample_weight, normalizer=normalizer
+        logits=logits,
+        target=target,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        **_scales(framework_of(logits), **loss),
     )
     spec = loss_spec(framework, **loss)
     _check_float("logits", logits)
@@ -98,6 +103,7 @@ def linear_call(
         weight=weight,
         sample_weight=sample_weight,
         normalizer=normalizer,
+        **_scales(framework_of(input), **loss),
     )
     spec = loss_spec(framework, **loss)
     for name, array in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
@@ -163,6 +169,12 @@ def linear_call(
         heads=heads,
         vocab_parallel=shards,
     )
+
+
+def _scales(framework: str | None, *, softcap: Any, logit_scale: Any, **_: Any) -> dict[str, Any]:
+    """Return softcap and logit scale where they are PyTorch tensors, by their names."""
+    given = {"softcap": number_of(framework, softcap), "logit_scale": number_of(framework, logit_scale)}
+    return {name: value for name, value in given.items() if framework == "torch" == framework_of(value)}
 
 
 def _parts_of(linear_weight: Any) -> dict[str, Any]:
@@ -280,20 +292,28 @@ def loss_spec(
     label_smoothing, z_loss, softcap, logit_scale = (
         number_of(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
     )
+    cap, scale = _scale(framework, "softcap", softcap), _scale(framework, "logit_scale", logit_scale)
     if not is_tracing(framework):
-        smoothing, z_factor, cap, scale = (
-            _number(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
-        )
+        smoothing, z_factor, cap, scale = (_number(framework, value) for value in (label_smoothing, z_loss, cap, scale))
         check_numbers(smoothing, z_factor, cap, scale, None)
     return LossSpec(
         reduction,
         ignore_index,
         label_smoothing,
         z_loss,
-        softcap,
+        bounded(softcap),
         logit_scale,
         tuple(name for name in STAT_NAMES if name in stats),
     )
+
+
+def _scale(framework: str, name: str, value: Any) -> Any:
+    """Return the number of a softcap or logit scale; 1, which both may be, for a 0-d PyTorch tensor."""
+    if framework != "torch" or framework_of(value) != framework:
+        return value
+    if len(value.shape) or dtype_name(value) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
+        raise TypeError(f"{name} must be a number or a 0-d tensor of one, got {describe(value)}")
+    return 1.0
 
 
 def _number(framework: str, value: Any) -> Any:

@@ -16,7 +16,7 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.spec import REDUCTIONS, QuantizedWeight
+from xent.core.spec import REDUCTIONS, QuantizedWeight, bounded
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
 from xent.core.validate import check_number, check_numbers, check_shift_and_workspace
 
@@ -153,6 +153,7 @@ def _numbers(
         check_beta(beta)
         check_temperature(heat)
         check_numbers(0.0, 0.0, cap, scale, None)
+    cap, heat = bounded(cap), bounded(heat)
     return None if cap is None else cap / heat, scale / heat, heat
 
 
@@ -186,9 +187,8 @@ def _teacher(
         cap, scale = (number_of(framework, value) for value in (teacher.softcap, teacher.logit_scale))
         if not is_tracing(framework):
             check_numbers(0.0, 0.0, cap, scale, None)
-        return LinearLogits(
-            teacher.input, teacher.weight, teacher.bias, None if cap is None else cap / heat, scale / heat
-        )
+        cap = None if cap is None else bounded(cap) / heat
+        return LinearLogits(teacher.input, teacher.weight, teacher.bias, cap, scale / heat)
     _check_float("teacher", teacher)
     if tuple(teacher.shape) != logits_shape:
         raise ValueError(

@@ -95,6 +95,56 @@ def test_exports_for_any_number_of_rows(target: Target) -> None:
     torch.testing.assert_close(exported(logits[:3], y[:3] % 8), xent.cross_entropy(logits[:3], y[:3] % 8))
 
 
+class Exported(torch.nn.Module):
+    def __init__(self, function: str, **options: Any) -> None:
+        super().__init__()
+        self.function, self.options = function, options
+
+    def forward(self, x: Tensor, w: Tensor, scale: Tensor, weights: Tensor, y: Tensor) -> Any:
+        logits = {"cross_entropy": ((x @ w.t()) * 2,), "linear_cross_entropy": (x * 2, w)}[self.function]
+        options = {"logit_scale": scale, "sample_weight": weights, "stats": ("lse", "count")} | self.options
+        loss, stats = getattr(xent, self.function)(*logits, y, **options)
+        return loss, stats.lse, stats.count
+
+
+@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="PyTorch 2.6 does not say that it exports")
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_programs_give_gradients(
+    target: Target, function: str, reduction: str, asks: bool, strict: bool
+) -> None:
+    """Of whatever asks for one when they run, whether the example asked or not."""
+    x, w, y = drawn(target)
+    scale, weights = torch.tensor(0.7, device=target.device), torch.linspace(0.5, 2, 6, device=target.device)
+    module = Exported(function, reduction=reduction, backend=target.name)
+    example = tuple(tensor.detach().clone().requires_grad_(asks) for tensor in (x, w, scale))
+    with torch.no_grad() if not asks and strict else torch.enable_grad():
+        program = torch.export.export(module, (*example, weights, y), strict=strict).module()
+    for frozen in ((), ("scale",), ("x", "w"), ("x", "scale")):
+        leaves = {
+            name: tensor.detach().clone().requires_grad_(name not in frozen)
+            for name, tensor in (("x", x), ("w", w), ("scale", scale))
+        }
+        asked = [tensor for tensor in leaves.values() if tensor.requires_grad]
+        results = []
+        for run in (module, program):
+            loss, lse, count = run(*leaves.values(), weights, y)
+            total = loss.sum() + (lse.square().sum() if reduction == "none" else 0)
+            results.append((loss, lse, count, *torch.autograd.grad(total, asked)))
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        torch.testing.assert_close(program(x, w, scale, weights, y)[0], results[0][0])
+    with pytest.raises(ValueError, match="sample_weight requires a gradient, which xent does not compute"):
+        program(x, w, scale, weights.clone().requires_grad_(), y)
+    loss = program(x, w, scale, weights, y)[0].sum()
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
+        torch.autograd.grad(gradient.sum(), x)
+
+
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.filterwarnings("ignore:Skipping serialization")  # PyTorch 2.6
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])

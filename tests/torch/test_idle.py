@@ -176,7 +176,7 @@ def test_first_chunk_is_under_way_before_the_number_is_known(
     leaves, classes, _ = draw(target, torch.float32, bias=False)
     classes[:] = 1
     classes[:ignored] = -100
-    options = Options(classes, None, None, None, None, None, None, LossSpec("mean"), target.name)
+    options = Options(classes, None, None, None, None, None, None, None, None, LossSpec("mean"), target.name)
     linear = Linear(*(leaf.detach() for leaf in leaves), None, 0, 2 * V * 4, torch.float32, (True, True, False))
     with FlopCounterMode(display=False) as counter:
         linear_driver.forward(linear, options)

@@ -86,6 +86,26 @@ def test_nested_transforms_raise(
             function(argument)
 
 
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
+@pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "log_probs", "divergence"])
+def test_transforms_of_what_gets_no_gradient_raise(
+    target: Target, tensors: dict[str, Tensor], name: str, backend: str | None
+) -> None:
+    """As loss.backward() does: zeros would be taken for the gradient."""
+    torch._dynamo.reset()
+    x, w, y = tensors["input"], tensors["linear_weight"], tensors["target"]
+    z, option = tensors["logits"], "temperature" if name == "log_probs" else "sample_weight"
+    arguments = {"linear_cross_entropy": (x, w, y), "divergence": (z, z * 2)}.get(name, (z, y))
+
+    def loss(weights: Tensor) -> Tensor:
+        found: Tensor = getattr(xent, name)(*arguments, backend=target.name, **{option: weights}).sum()
+        return found
+
+    transformed = torch.func.grad(loss)
+    with pytest.raises(Exception, match=f"{option} requires a gradient, which (xent|a divergence) does not"):
+        (torch.compile(transformed, backend=backend) if backend else transformed)(tensors["sample_weight"] + 0.1)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", ["logits", "input"])
 def test_jacrev(target: Target, tensors: dict[str, Tensor], reduction: str, name: str) -> None:

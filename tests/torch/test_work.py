@@ -23,7 +23,7 @@ PRODUCT = 2 * N * D * V
 
 
 def plain_options(target: torch.Tensor, reduction: str, stats: tuple[str, ...] = ()) -> Options:
-    return Options(target, None, None, None, None, None, None, LossSpec(reduction, stats=stats), "torch")
+    return Options(target, None, None, None, None, None, None, None, None, LossSpec(reduction, stats=stats), "torch")
 
 
 def flops(

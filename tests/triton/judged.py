@@ -39,9 +39,8 @@ class Rows:
         """What a job is told of them."""
         spec = LossSpec("none", **self.spec)
         ids, offsets = self.support or (None, None)
-        return Options(
-            self.target, self.weight, self.sample_weight, None, self.temperature, ids, offsets, spec, "triton"
-        )
+        arrays = (self.target, self.weight, self.sample_weight, None, self.temperature, ids, offsets)
+        return Options(*arrays, None, None, spec, "triton")
 
     def job(self, upstream: Upstream | None = None) -> TritonJob:
         """Start a job; with upstream gradients its statistics are left out, as in a backward pass."""

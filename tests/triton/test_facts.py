@@ -27,7 +27,7 @@ def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
     torch.manual_seed(0)
     classes = torch.randint(V, rows)
     classes.view(-1)[1::3] = -100
-    fields = {name: given.pop(name, None) for name in Options._fields[1:7]}
+    fields = {name: given.pop(name, None) for name in Options._fields[1:-2]}
     fields |= {"target": given.pop("target", classes)}
     placed = {name: value.to(on.device) if isinstance(value, Tensor) else value for name, value in fields.items()}
     return Options(**placed, spec=LossSpec(**{"reduction": "mean", **given}), kernel="triton")

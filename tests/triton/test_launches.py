@@ -126,7 +126,7 @@ def test_ignored_rows_are_neither_computed_nor_multiplied(
 ) -> None:
     _, hidden, weight, classes = draw(target)
     classes[:ignored] = -100
-    options = Options(classes, None, None, None, None, None, None, LossSpec("mean"), target.name)
+    options = Options(classes, None, None, None, None, None, None, None, None, LossSpec("mean"), target.name)
     linear = Linear(hidden.detach(), weight.detach(), None, 0, 2 * V * 4, torch.float32, (True, True, False))
     with FlopCounterMode(display=False) as counter:
         linear_driver.forward(linear, options)
@@ -147,7 +147,7 @@ def test_products_are_as_many_as_asked_for(
     target: Target, launches: Launches, needs: tuple[bool, bool, bool], products: int, reduction: str
 ) -> None:
     _, hidden, weight, classes = draw(target)
-    options = Options(classes, None, None, None, None, None, None, LossSpec(reduction), target.name)
+    options = Options(classes, None, None, None, None, None, None, None, None, LossSpec(reduction), target.name)
     bias = torch.zeros(V, device=target.device)
     linear = Linear(hidden.detach(), weight.detach(), bias, 0, None, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:

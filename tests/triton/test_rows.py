@@ -220,7 +220,7 @@ def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
 def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
     """Rows apart; the gradient begins where the logits do, or elsewhere, and classes may be a vector or less apart."""
     values, classes = draw(target, vocabulary, dtype, rows=5)
-    options = Options(classes, None, None, None, None, None, None, LossSpec("sum"), "triton")
+    options = Options(classes, None, None, None, None, None, None, None, None, LossSpec("sum"), "triton")
     outcome = []
     for pitch, start, other_pitch, other_start in (
         (vocabulary, 8, vocabulary, 8), (vocabulary, 3, vocabulary, 3), (vocabulary + 8, 5, vocabulary + 16, 13),

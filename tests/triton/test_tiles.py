@@ -46,7 +46,7 @@ def gather(target: Target, classes: Tensor, vocabulary: int, **given: Any) -> Op
         weight[: vocabulary // 3] = 0
         weight = weight.to(target.device)
     spec = LossSpec("none", stats=STAT_NAMES, **given)
-    return Options(classes.to(target.device), weight, None, None, None, None, None, spec, "triton")
+    return Options(classes.to(target.device), weight, None, None, None, None, None, None, None, spec, "triton")
 
 
 def by_rows(options: Options, logits: Tensor) -> dict[str, Any]:

@@ -9,15 +9,12 @@ import numpy as np
 
 from xent.backends.mlx.checks import check_targets, check_temperature
 from xent.backends.mlx.kernels import RowFacts
-from xent.backends.mlx.options import numbers_of, scalar, terms_of
+from xent.backends.mlx.options import numbers_of, scalar, softcap_of, terms_of
 from xent.backends.mlx.shifts import shifted
 from xent.backends.mlx.support import Entries, gather_entries
-from xent.core.spec import LinearCall, LogitsCall, LossSpec
+from xent.core.spec import LARGEST, LinearCall, LogitsCall, LossSpec
 
 __all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
-
-_HOTTEST = 1e30
-"""Temperatures beyond it, infinity too, are as good as this one, over which float32 can still divide."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,10 +181,10 @@ def _bend(
     check_temperature(call.temperature, shift)
     given = mx.broadcast_to(call.temperature.astype(acc), shape)
     temperature = shifted(given, shift, 1).reshape(-1)
-    temperature = mx.where(temperature > 0, mx.minimum(temperature, _HOTTEST), mx.nan)
+    temperature = mx.where(temperature > 0, mx.minimum(temperature, LARGEST), mx.nan)
     temperature = mx.where(ignored, 1, temperature)
-    softcap = 0.0 if call.loss.softcap is None else call.loss.softcap
-    return mx.stack([scalar(number, acc) / temperature for number in (call.loss.logit_scale, softcap)], axis=-1)
+    numbers = (call.loss.logit_scale, softcap_of(call.loss, acc))
+    return mx.stack([scalar(number, acc) / temperature for number in numbers], axis=-1)
 
 
 def _divisor(normalizer: Any, weight: mx.array, row_weight: mx.array | None, invalid: mx.array | None) -> mx.array:

@@ -9,9 +9,9 @@ from typing import Any
 import mlx.core as mx
 
 from xent.backends.mlx.kernels import Terms
-from xent.core.spec import LossSpec
+from xent.core.spec import LARGEST, LossSpec
 
-__all__ = ["numbers_of", "scalar", "terms_of"]
+__all__ = ["numbers_of", "scalar", "softcap_of", "terms_of"]
 
 
 def terms_of(spec: LossSpec, bent: bool) -> Terms:
@@ -30,13 +30,18 @@ def terms_of(spec: LossSpec, bent: bool) -> Terms:
 def numbers_of(spec: LossSpec, vocabulary: int, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
     """Return `xent.backends.mlx.kernels.RowFacts.numbers`, (8,)."""
     total: Any = vocabulary if class_weight is None else class_weight.sum()
-    softcap = 0.0 if spec.softcap is None else spec.softcap
-    given: list[Any] = [spec.label_smoothing, spec.z_loss, softcap, spec.logit_scale]
+    given: list[Any] = [spec.label_smoothing, spec.z_loss, softcap_of(spec, dtype), spec.logit_scale]
     if not any(isinstance(value, mx.array) for value in (*given, total)):
         return mx.array([*given, given[0] / vocabulary, total, 0.0, 0.0], dtype=dtype)
     smoothing, *others = (scalar(value, dtype) for value in given)
     rest = [smoothing / vocabulary, scalar(total, dtype), mx.zeros((), dtype), mx.zeros((), dtype)]
     return mx.stack([smoothing, *others, *rest])
+
+
+def softcap_of(spec: LossSpec, dtype: mx.Dtype) -> Any:
+    """Return the softcap, a number or an array that is bounded as a number is; 0 for none."""
+    cap: Any = 0.0 if spec.softcap is None else spec.softcap
+    return mx.minimum(cap.astype(dtype), LARGEST) if isinstance(cap, mx.array) else cap
 
 
 def scalar(value: Any, dtype: mx.Dtype) -> mx.array:

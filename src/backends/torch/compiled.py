@@ -12,14 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from xent.backends.torch.autograd import CrossEntropy, LinearCrossEntropy, asks_for_gradient
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch import differentiated
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
-
-_NAMES = ("target", "weight", "sample_weight", "normalizer", "temperature", "support.ids", "support.offsets")
 
 
 def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -27,22 +23,5 @@ def _in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
     return allowed
 
 
-@_in_graph
-def cross_entropy(logits: Tensor, *options: Any) -> Any:
-    """Return what `CrossEntropy` does."""
-    _refuse({"logits": logits}, options)
-    return CrossEntropy.apply(logits, *asks_for_gradient(logits), *options)
-
-
-@_in_graph
-def linear_cross_entropy(*args: Any) -> Any:
-    """Return what `LinearCrossEntropy` does; `needs` is found anew."""
-    names = ("input", "linear_weight", "linear_bias")
-    sources, _, linear, options = args[:3], args[3], args[4:7], args[7:]
-    _refuse(dict(zip(names, sources, strict=True)), options)
-    return LinearCrossEntropy.apply(*sources, asks_for_gradient(*sources), *linear, *options)
-
-
-def _refuse(arguments: dict[str, Tensor | None], options: tuple[Any, ...]) -> None:
-    named = {**arguments, **dict(zip(_NAMES, options, strict=False))}
-    refuse_transforms({name: value for name, value in named.items() if isinstance(value, Tensor)})
+cross_entropy = _in_graph(differentiated.cross_entropy)
+linear_cross_entropy = _in_graph(differentiated.linear_cross_entropy)

@@ -13,7 +13,7 @@ from xent.backends.torch import private
 from xent.backends.torch.autograd import asks_for_gradient
 from xent.backends.torch.divergence_autograd import DivergenceFunction
 from xent.backends.torch.divergence_call import Divergence, pack
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch.transforms import NO_TEACHER_GRADIENT, refuse_gradients, refuse_transforms
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["run"]
@@ -22,13 +22,9 @@ __all__ = ["run"]
 def run(call: DivergenceCall, kernel: str) -> Tensor:
     """Run a validated call with the steps of that backend."""
     named = _constants(call)
-    for name, tensor in named.items():
-        # A classifier may be a parameter that is being trained elsewhere; what is computed from one may not.
-        if tensor.requires_grad and torch.is_grad_enabled() and name not in ("teacher.weight", "teacher.bias"):
-            raise ValueError(
-                f"{name} requires a gradient, which a divergence does not give to its teacher or weights: run the "
-                f"teacher under torch.no_grad(), or pass {name}.detach()"
-            )
+    # A classifier may be a parameter that is being trained elsewhere; what is computed from one may not.
+    computed = {name: value for name, value in named.items() if name not in ("teacher.weight", "teacher.bias")}
+    refuse_gradients(computed, NO_TEACHER_GRADIENT)
     refuse_transforms(named)
     arguments = _arguments(call, kernel)
     refuse_transforms(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from xent.backends.torch.autograd import asks_for_gradient
 from xent.backends.torch.divergence_autograd import DivergenceFunction
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch.transforms import NO_TEACHER_GRADIENT, refuse_gradients, refuse_transforms
 
 __all__ = ["divergence"]
 
@@ -20,6 +20,10 @@ _NAMES = ("student", "weight", "bias", "teacher", "teacher_weight", "teacher_bia
 def _divergence(*args: Any) -> Any:
     """Return what `DivergenceFunction` does; `needs` is found anew."""
     named = dict(zip(_NAMES, args, strict=False))
+    constant = {"teacher": args[3], "teacher.log_probs": args[4], "sample_weight": args[6], "normalizer": args[7]}
+    refuse_gradients(
+        {name: value for name, value in constant.items() if isinstance(value, Tensor)}, NO_TEACHER_GRADIENT
+    )
     refuse_transforms({name: value for name, value in named.items() if isinstance(value, Tensor)})
     return DivergenceFunction.apply(*args[:9], asks_for_gradient(*args[:3]), *args[10:])
 

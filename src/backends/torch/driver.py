@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import eager, private
-from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
+from xent.backends.torch import differentiated as _differentiated  # noqa: F401  registers their kernels under autograd
+from xent.backends.torch import eager, private, scale_gradient
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
 from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.options import Options, pack
+from xent.backends.torch.options import Options, pack, read, without_tensors
 from xent.backends.torch.rows import overlaps
-from xent.backends.torch.transforms import refuse_transforms
+from xent.backends.torch.transforms import refuse_gradients, refuse_transforms
 from xent.core import heads
 from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
 
@@ -27,8 +27,12 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     if call.support is not None:
         support = call.support.ids, call.support.offsets
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
-    _refuse_gradients(without_gradient)
-    refuse_transforms(without_gradient)
+    numbers: tuple[Any, Any] = (call.loss.logit_scale, call.loss.softcap)
+    scale, cap = (value if isinstance(value, Tensor) else None for value in numbers)
+    named = {name: value for name, value in (("logit_scale", scale), ("softcap", cap)) if value is not None}
+    trained = "logit_scale" if call.vocab_parallel is None else ""
+    refuse_gradients(without_gradient | {name: value for name, value in named.items() if name != trained})
+    refuse_transforms(without_gradient | named)
     options = Options(
         call.target,
         call.weight,
@@ -36,7 +40,9 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         call.normalizer,
         call.temperature,
         *support,
-        call.loss,
+        scale,
+        cap,
+        without_tensors(call.loss, scale, cap),
         kernel,
     )
     if isinstance(call, LogitsCall):
@@ -64,8 +70,12 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     given = logits
     logits, options = _classes_last(logits, options, axis)
+    if not _finds_gradients_later():
+        logits, scale = scale_gradient.of_logits(logits, options.logit_scale, inplace)
+        options = options._replace(logit_scale=scale)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
     if quiet:
+        options = read(options)
         if inplace and needs_grad:
             _check_inplace(given)
         loss, stats = eager.cross_entropy(logits, options, needs_grad, inplace)
@@ -73,7 +83,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
         from xent.backends.torch import compiled
 
         loss, _, *stats = compiled.cross_entropy(logits, *pack(options))
-    elif not needs_grad:
+    elif not needs_grad or private.is_exporting():
         loss, _, stats = torch.ops.xent.cross_entropy(logits, False, *pack(options))
     elif inplace and not torch.compiler.is_compiling():
         _check_inplace(given)
@@ -95,8 +105,12 @@ def run_linear(
 ) -> Any:
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     compute = _compute_dtype(source, weight, bias)
+    if not _finds_gradients_later():
+        source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
+        options = options._replace(logit_scale=scale)
     needs = asks_for_gradient(source, weight, bias)
     if quiet:
+        options = read(options)
         linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
         loss, stats = eager.linear_cross_entropy(linear, options)
         return _shaped(loss, stats, options.spec, source.shape[:-1])
@@ -105,7 +119,7 @@ def run_linear(
         from xent.backends.torch import compiled
 
         loss, _, _, _, _, *stats = compiled.linear_cross_entropy(*arguments)
-    elif any(needs):
+    elif any(needs) and not private.is_exporting():
         loss, _, _, _, _, *stats = LinearCrossEntropy.apply(*arguments)
     else:
         loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
@@ -164,6 +178,11 @@ def _compiles_a_transform() -> bool:
     return torch.compiler.is_compiling() and private.transforms_active()
 
 
+def _finds_gradients_later() -> bool:
+    """Whether autograd is found when what is traced now runs: see `differentiated`."""
+    return private.is_exporting() or _compiles_a_transform()
+
+
 def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> Any:
     """Give per-row results, which come flat, the shape of the rows."""
     each_row = spec.reduction == "none"
@@ -201,12 +220,6 @@ def _tensors(call: LogitsCall | LinearCall, *names: str) -> dict[str, Tensor]:
     """Return those arguments that are tensors: a `normalizer` may be a number, and others None."""
     found = {name: getattr(call, name) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
-
-
-def _refuse_gradients(tensors: dict[str, Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires a gradient, which xent does not compute: pass {name}.detach()")
 
 
 def _check_inplace(logits: Tensor) -> None:

@@ -78,7 +78,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
-        rest = (None,) * 9
+        rest = (None,) * 11
         upstream = _upstream(ctx, of_loss, of_stats)
         if all(one is None for one in upstream):
             return None, *rest

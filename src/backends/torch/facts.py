@@ -13,7 +13,7 @@ from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows, shifted
 from xent.backends.torch.support import Support, check_support, support_of
-from xent.core.spec import LossSpec
+from xent.core.spec import LARGEST, LossSpec
 
 __all__ = ["Facts", "accumulation_dtype", "bend_of", "check_targets", "divisor_of", "gather_facts"]
 
@@ -227,16 +227,20 @@ def divisor_of(options: Options) -> tuple[float | None, Tensor | None]:
 def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | None:
     """Return logit_scale and softcap of each position of the target, in `dtype`; None where plain numbers hold for all.
 
-    (N, 2), contiguous, the softcap 0 where there is none. Entry i belongs to position i of the target, as that of
-    `sample_weight` does: row t uses t + shift. x = k tanh(s z / k) / T is k' tanh(s' z / k') with k' = k / T and
-    s' = s / T. Both are NaN for a temperature that is not > 0.
+    (N, 2), the softcap 0 where there is none; contiguous, or of row stride 0 where no row has a temperature. Entry i
+    belongs to position i of the target, as that of `sample_weight` does: row t uses t + shift. x = k tanh(s z / k) / T
+    is k' tanh(s' z / k') with k' = k / T and s' = s / T. Both are NaN for a temperature that is not > 0.
     """
-    if options.temperature is None:
+    target, spec, temperature = options.target, options.spec, options.temperature
+    if temperature is None and options.logit_scale is None and options.softcap is None:
         return None
-    divisor = options.temperature.to(dtype).flatten()
-    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=torch.finfo(dtype).max)
-    made = divisor.new_empty(*divisor.shape, 2)
-    made[:, 0], made[:, 1] = options.spec.logit_scale, options.spec.softcap or 0.0
+    made = torch.empty(1 if temperature is None else temperature.numel(), 2, dtype=dtype, device=target.device)
+    made[:, 0] = spec.logit_scale if options.logit_scale is None else options.logit_scale
+    made[:, 1] = (spec.softcap or 0.0) if options.softcap is None else options.softcap.to(dtype).clamp(max=LARGEST)
+    if temperature is None:
+        return made.expand((target.shape[:-1] if target.is_floating_point() else target.shape).numel(), 2)
+    divisor = temperature.to(dtype).flatten()
+    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=LARGEST)
     return made.div_(divisor[:, None])
 
 

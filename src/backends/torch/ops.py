@@ -24,6 +24,7 @@ from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.options import SCHEMA, accuracy_is_per_row, reduction_of, stats_of, unpack
 from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.rows import gradient_like
+from xent.backends.torch.weighed_sum import weighed_sum
 
 __all__ = ["NO_SECOND", "fake_gradients", "fake_results", "operation", "undisturbed"]
 
@@ -209,6 +210,15 @@ def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str
 def _scaled(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str) -> Tensor:
     """Return a gradient times two 0-d factors of the accumulation dtype; rounds once."""
     return jobs.scale(kernel, grad, upstream, deferred, False)
+
+
+@operation(
+    "weighed_sum(Tensor grad, Tensor values) -> Tensor",
+    lambda grad, values: grad.new_empty((), dtype=accumulation_dtype(grad.dtype)),
+)
+def _weighed_sum(grad: Tensor, values: Tensor) -> Tensor:
+    """Return sum(grad * values), 0-d."""
+    return weighed_sum(grad, values)
 
 
 @operation("second_derivative(Tensor upstream, Tensor like) -> Tensor", lambda upstream, like: torch.empty_like(like))

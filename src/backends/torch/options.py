@@ -4,12 +4,15 @@ Numbers travel to operations in one float64 tensor on the CPU. As Python floats 
 graph, and a z-loss or smoothing that changes during training would recompile it at every change.
 """
 
+import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xent.core.spec import LossSpec
+from xent.backends.torch.devices import looks_at_targets
+from xent.core.spec import LossSpec, bounded
 from xent.core.validate import check_numbers
 
 __all__ = [
@@ -19,18 +22,21 @@ __all__ = [
     "Options",
     "accuracy_is_per_row",
     "pack",
+    "read",
     "reduction_of",
     "stats_of",
     "unpack",
+    "without_tensors",
 ]
 
 SCHEMA = (
     "Tensor target, Tensor? weight, Tensor? sample_weight, Tensor? normalizer, Tensor? temperature, "
-    "Tensor? support_ids, Tensor? support_offsets, Tensor numbers, int ignore_index, bool has_softcap, "
-    "bool has_divisor, str reduction, str[] stats, bool exact, bool accuracy_of_rows, str kernel"
+    "Tensor? support_ids, Tensor? support_offsets, Tensor? logit_scale, Tensor? softcap, Tensor numbers, "
+    "int ignore_index, bool has_softcap, bool has_divisor, str reduction, str[] stats, bool exact, "
+    "bool accuracy_of_rows, str kernel"
 )
-ARGUMENTS = 16  # of `SCHEMA`
-TENSORS = 8  # the arguments of `SCHEMA` that are tensors come first
+ARGUMENTS = 18  # of `SCHEMA`
+TENSORS = 10  # the arguments of `SCHEMA` that are tensors come first
 
 
 class Options(NamedTuple):
@@ -44,6 +50,10 @@ class Options(NamedTuple):
     """The target's shape: divides each row's logits after scale and softcap."""
     support_ids: Tensor | None
     support_offsets: Tensor | None
+    logit_scale: Tensor | None
+    """0-d, in place of the spec's number, which is NaN then."""
+    softcap: Tensor | None
+    """The same."""
     spec: LossSpec
     kernel: str
     """The backend whose steps are used."""
@@ -54,15 +64,35 @@ class Options(NamedTuple):
         return self[:-2]
 
 
+def without_tensors(spec: LossSpec, logit_scale: Tensor | None, softcap: Tensor | None) -> LossSpec:
+    """Return the options with NaN in place of those numbers that are tensors."""
+    if logit_scale is None and softcap is None:
+        return spec
+    scale = spec.logit_scale if logit_scale is None else math.nan
+    return replace(spec, logit_scale=scale, softcap=spec.softcap if softcap is None else math.nan)
+
+
+def read(options: Options, always: bool = False) -> Options:
+    """Return the options with checked numbers in place of tensors; `always`: also of those for which a device waits."""
+    spec, scale, cap = options.spec, options.logit_scale, options.softcap
+    if scale is not None and (always or looks_at_targets(scale.device)):
+        spec, scale = replace(spec, logit_scale=float(scale)), None
+        check_numbers(0.0, 0.0, None, spec.logit_scale, None)
+    if cap is not None and (always or looks_at_targets(cap.device)):
+        check_numbers(0.0, 0.0, float(cap), 1.0, None)
+        spec, cap = replace(spec, softcap=bounded(float(cap))), None
+    return options._replace(spec=spec, logit_scale=scale, softcap=cap)
+
+
 def pack(options: Options) -> tuple[Any, ...]:
     """Return the arguments of `SCHEMA`."""
-    target, weight, sample_weight, normalizer, temperature, support_ids, support_offsets, spec, kernel = options
+    target, weight, sample_weight, normalizer, *sampling, scale, cap, spec, kernel = options
     is_tensor = isinstance(normalizer, Tensor)
     numbers = [
         spec.label_smoothing,
         spec.z_loss,
-        0.0 if spec.softcap is None else spec.softcap,
-        spec.logit_scale,
+        1.0 if spec.softcap is None or cap is not None else spec.softcap,
+        1.0 if scale is not None else spec.logit_scale,
         0.0 if normalizer is None or is_tensor else normalizer,
     ]
     return (
@@ -70,9 +100,9 @@ def pack(options: Options) -> tuple[Any, ...]:
         weight,
         sample_weight,
         normalizer if is_tensor else None,
-        temperature,
-        support_ids,
-        support_offsets,
+        *sampling,
+        scale,
+        cap,
         _as_tensor(numbers),
         spec.ignore_index,
         spec.softcap is not None,
@@ -87,34 +117,35 @@ def pack(options: Options) -> tuple[Any, ...]:
 
 def unpack(arguments: Any) -> Options:
     """Return the options of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
-    target, weight, sample_weight, normalizer, *sampling = arguments[: TENSORS - 1]
+    target, weight, sample_weight, normalizer, *sampling, scale, cap_tensor = arguments[: TENSORS - 1]
     numbers, ignore_index, has_softcap, has_divisor, reduction, stats, exact, accuracy_of_rows, kernel = arguments[
         TENSORS - 1 :
     ]
     label_smoothing, z_loss, softcap, logit_scale, divisor = numbers.tolist()
-    cap = softcap if has_softcap else None
+    cap = bounded(softcap) if has_softcap else None
     check_numbers(label_smoothing, z_loss, cap, logit_scale, divisor if has_divisor else None)
     spec = LossSpec(
         reduction, ignore_index, label_smoothing, z_loss, cap, logit_scale, tuple(stats), exact, accuracy_of_rows
     )
     temperature, ids, offsets = sampling
-    divided = divisor if has_divisor else normalizer
-    return Options(target, weight, sample_weight, divided, temperature, ids, offsets, spec, kernel)
+    divided, spec = divisor if has_divisor else normalizer, without_tensors(spec, scale, cap_tensor)
+    tensors = (target, weight, sample_weight, divided, temperature, ids, offsets, scale, cap_tensor)
+    return read(Options(*tensors, spec, kernel))
 
 
 def reduction_of(arguments: Any) -> str:
     """Return the reduction that `SCHEMA`'s arguments name, without a look at the numbers."""
-    return str(arguments[11])
+    return str(arguments[13])
 
 
 def stats_of(arguments: Any) -> list[str]:
     """Return the statistics that `SCHEMA`'s arguments name."""
-    return list(arguments[12])
+    return list(arguments[14])
 
 
 def accuracy_is_per_row(arguments: Any) -> bool:
     """Return whether the accuracy is each row's."""
-    return bool(arguments[14])
+    return bool(arguments[16])
 
 
 def _as_tensor(numbers: list[Any]) -> Tensor:

@@ -14,6 +14,7 @@ probabilities q, n (p sum_c q_c - q). With a temperature, s and k are each row's
 Blocks are small, so that the passes over one after the first find it in cache.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -191,9 +192,14 @@ class _Block:
     def _predict(self, z: Tensor) -> None:
         """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
         predictions, scale = self.results.predictions, self.spec.logit_scale
-        if predictions is not None:
+        if predictions is None:
+            return
+        if math.isnan(scale):  # a tensor, not to be looked at
+            sign = self.scale[:, 0]
+            highest = torch.where(sign > 0, z.argmax(-1), torch.where(sign < 0, z.argmin(-1), 0))
+        else:
             highest = z.argmax(-1) if scale >= 0 else z.argmin(-1)
-            self._record(predictions, highest if scale else torch.zeros_like(highest))
+        self._record(predictions, torch.zeros_like(highest) if scale == 0 else highest)
 
     def _shares(self) -> tuple[Any, Any]:
         """Return the target's share, and the sum of shares over classes, of what multiplies -log p.

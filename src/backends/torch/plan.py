@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch import driver, private
-from xent.backends.torch.options import Options
+from xent.backends.torch.options import Options, without_tensors
 from xent.core.sampling import of_log_probs
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LossSpec, Stats, Support
 from xent.core.validate import check_number, loss_spec
@@ -39,6 +39,8 @@ class Found(NamedTuple):
     spec: LossSpec
     device: torch.device
     kernel: str | None
+    scales: tuple[Tensor | None, Tensor | None]
+    """Logit scale and softcap where they are tensors; the options have NaN in their place."""
 
 
 def find_logits(
@@ -51,7 +53,8 @@ def find_logits(
     """
     if private.is_watched() or type(axis) is not int or type(inplace) is not bool:
         return None
-    spec = _spec(options, stats, sampling)
+    numbers, scales, bent = _scales(options, sampling)
+    spec = None if bent is None else _spec(numbers, stats, sampling)
     first = _facts(logits)
     if spec is None or first is None:
         return None
@@ -65,8 +68,18 @@ def find_logits(
     sampled = _sampled(target, sampling)
     if shared is None or sampled is None:
         return None
-    key = ("logits", first, place == dims - 1, inplace, backend, _kind(spec), *shared, sampled, *_context(logits))
-    return Found(key, spec, logits.device, _kinds.get(key))
+    key = (
+        "logits",
+        first,
+        place == dims - 1,
+        inplace,
+        backend,
+        *_kind(spec, bent),
+        *shared,
+        sampled,
+        *_context(logits),
+    )
+    return Found(key, without_tensors(spec, *scales), logits.device, _kinds.get(key), scales)
 
 
 def find_linear(
@@ -76,7 +89,8 @@ def find_linear(
     """Look for the kind of a call of `xent.linear_cross_entropy`; with `sampling`, of `xent.linear_log_probs`."""
     if private.is_watched() or type(shift) is not int or (workspace is not None and type(workspace) is not int):
         return None
-    spec = _spec(options, stats, sampling)
+    numbers, scales, bent = _scales(options, sampling)
+    spec = None if bent is None else _spec(numbers, stats, sampling)
     facts = (_facts(source), _facts(linear_weight))
     bias = None if linear_bias is None else _facts(linear_bias)
     if spec is None or None in facts or (bias is None) != (linear_bias is None):
@@ -96,8 +110,8 @@ def find_linear(
     autocast = None
     if private.any_autocast() and torch.is_autocast_enabled(source.device.type):
         autocast = torch.get_autocast_dtype(source.device.type)
-    key = ("linear", facts, bias, autocast, backend, _kind(spec), *shared, sampled, *_context(source))
-    return Found(key, spec, source.device, _kinds.get(key))
+    key = ("linear", facts, bias, autocast, backend, *_kind(spec, bent), *shared, sampled, *_context(source))
+    return Found(key, without_tensors(spec, *scales), source.device, _kinds.get(key), scales)
 
 
 def keep(found: Found, kernel: str) -> None:
@@ -150,7 +164,8 @@ def _options(
         temperature = given if isinstance(given, Tensor) else None
         if support is not None:
             ids, offsets = support.ids, support.offsets
-    return Options(target, weight, sample_weight, normalizer, temperature, ids, offsets, found.spec, found.kernel)
+    arrays = (target, weight, sample_weight, normalizer, temperature, ids, offsets)
+    return Options(*arrays, *found.scales, found.spec, found.kernel)
 
 
 def _facts(tensor: Any) -> tuple[Any, ...] | None:
@@ -223,8 +238,26 @@ def _context(tensor: Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)  # type: ignore[arg-type]
 
 
-def _kind(spec: LossSpec) -> tuple[Any, ...]:
-    return spec.reduction, spec.softcap is None, spec.stats
+def _kind(spec: LossSpec, bent: Any) -> tuple[Any, ...]:
+    return spec.reduction, spec.softcap is None, spec.stats, bent
+
+
+def _scales(options: tuple[Any, ...], sampling: Sampling | None) -> tuple[Any, Any, tuple[Any, ...] | None]:
+    """Return the options with 1 in place of tensors; these, logit scale and softcap; and what of them is in the key.
+
+    They are over the temperature if that is a number. Nothing is in the key, None, if one does not fit.
+    """
+    *others, softcap, logit_scale = options
+    if not isinstance(softcap, Tensor) and not isinstance(logit_scale, Tensor):
+        return options, (None, None), ()
+    scales = [value if isinstance(value, Tensor) else None for value in (logit_scale, softcap)]
+    bent = tuple([None if value is None else _facts(value) for value in scales])
+    if any(value is not None and (facts is None or value.dim()) for value, facts in zip(scales, bent, strict=True)):
+        return options, (None, None), None
+    if sampling is not None and type(sampling[0]) in (int, float) and sampling[0] > 0:
+        scales = [None if value is None else value / sampling[0] for value in scales]
+    numbers = (1.0 if isinstance(value, Tensor) else value for value in (softcap, logit_scale))
+    return (*others, *numbers), tuple(scales), bent
 
 
 def _spec(options: tuple[Any, ...], stats: Any, sampling: Sampling | None) -> LossSpec | None:

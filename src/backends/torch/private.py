@@ -18,9 +18,11 @@ from torch.autograd import forward_ad
 __all__ = [
     "PLAIN_TYPES",
     "any_autocast",
+    "below_autograd",
     "forward_mode",
     "group_named",
     "is_batched_gradient",
+    "is_exporting",
     "is_watched",
     "jit_traces",
     "keeps_graph",
@@ -81,6 +83,12 @@ _function_modes: Callable[[], int] = _found(torch._C, "_len_torch_function_stack
 _dispatch_modes: Callable[[], int] = _found(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 jit_traces: Callable[[], bool] = _found(torch._C, "_is_tracing", _found(torch.jit, "is_tracing", lambda: False))
 """() -> whether torch.jit.trace runs. Without it: the public function, in five times its time."""
+
+is_exporting: Callable[[], bool] = _found(torch.compiler, "is_exporting", lambda: False)
+"""() -> whether torch.export traces; public since PyTorch 2.7. Without it: exported programs give no gradients."""
+
+below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
+"""() -> a context in which an operation goes past its kernel under autograd. Without it: no such kernels."""
 
 _dynamo_traces: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # public; half of is_compiling's time
 

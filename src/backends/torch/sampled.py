@@ -4,6 +4,7 @@ As in `plain`, with sums over the row's own classes: their logits are gathered, 
 of their ids. It is computed in float64, so that sums one class after another lose nothing.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -148,7 +149,11 @@ class _Block:
     def _predictions(self) -> Tensor:
         """Return the class of the largest logit before scale and softcap; 0 where there is none above -inf."""
         pairs, scale = self._pairs, self._facts.spec.logit_scale
-        values = self._z if scale > 0 else -self._z if scale < 0 else torch.zeros_like(self._z)
+        if math.isnan(scale):  # a tensor, not to be looked at
+            sign = pairs.each_row(self._wide(self._of_rows(self._facts.bend)[:, 0])).sign()
+            values = torch.where(sign == 0, 0, sign * self._z)
+        else:
+            values = self._z if scale > 0 else -self._z if scale < 0 else torch.zeros_like(self._z)
         largest = pairs.largest(values)
         # The lowest class, negated, is the largest.
         lowest = torch.where(values == pairs.each_row(largest), -pairs.classes.to(values.dtype), -torch.inf)

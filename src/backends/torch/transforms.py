@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from xent.backends.torch import private
 
-__all__ = ["refuse_transforms"]
+__all__ = ["NO_TEACHER_GRADIENT", "refuse_gradients", "refuse_transforms"]
 
 _NO_FORWARD_MODE = (
     "{} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, "
@@ -20,7 +20,19 @@ _NO_FUNCTIONALIZE = (
     "{} is traced by torch.func.functionalize, which would lose the gradient: pass the function to torch.func.grad or "
     "torch.compile without it"
 )
+_NO_GRADIENT = "{0} requires a gradient, which xent does not compute: pass {0}.detach()"
+NO_TEACHER_GRADIENT = (
+    "{0} requires a gradient, which a divergence does not give to its teacher or weights: run the teacher under "
+    "torch.no_grad(), or pass {0}.detach()"
+)
 _NO_JIT = "torch.jit.trace cannot record xent's functions: use torch.compile or torch.export"
+
+
+def refuse_gradients(tensors: dict[str, Tensor], message: str = _NO_GRADIENT) -> None:
+    """Raise ValueError for a tensor that asks for a gradient."""
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(message.format(name))
 
 
 def refuse_transforms(tensors: dict[str, Tensor]) -> None:

@@ -27,7 +27,7 @@ def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: floa
     torch.manual_seed(0)
     target = torch.randint(V, (N,), device="cuda")
     target[: int(ignored * N)] = -100
-    options = Options(target, None, None, None, None, None, None, LossSpec(reduction), "triton")
+    options = Options(target, None, None, None, None, None, None, None, None, LossSpec(reduction), "triton")
     hidden, weight = torch.randn(N, D, device="cuda"), torch.randn(V, D, device="cuda")
     linear = Linear(hidden, weight, None, 0, V * 4 * 10, torch.float32, needs)
     with FlopCounterMode(display=False) as counter:

@@ -13,7 +13,7 @@ from torch import Tensor
 from xent.backends.torch.facts import Facts, accumulation_dtype, gather_facts
 from xent.backends.torch.job import Taken, Upstream
 from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.options import Options
+from xent.backends.torch.options import Options, read
 from xent.backends.torch.plain_job import PlainJob
 from xent.backends.torch.results import new_results
 from xent.backends.torch.schedule import Part
@@ -48,7 +48,7 @@ class ShardJob(PlainJob):
     ) -> None:
         self.layout, self._kernel, self._saved = layout, options.kernel, saved
         self._given = options.target.is_floating_point()
-        options = _without_padding(options, layout)
+        options = read(_without_padding(options, layout), always=True)
         self._kept_names = kept_names(list(options.spec.stats), self._given, options.weight is not None)
         self._names = slots_of(options.spec, self._given, options.support_ids is not None)
         self._row_weight: Tensor | None = None

@@ -1,0 +1,429 @@
+"""A logit scale and a softcap that are 0-d tensors, and the gradient of a scale that is trained, as CLIP's is."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import xent
+from tests.covering import crossed
+from tests.targets import Target
+from xent.backends.torch import options as packed
+from xent.backends.torch.harness import TorchHarness
+from xent.core.spec import STAT_NAMES
+
+ROWS, WIDTH, CLASSES = 6, 8, 11
+SCALE = 0.7
+DTYPES = ["float64", "float32", "bfloat16", "float16"]
+
+
+@pytest.fixture(params=["read", "not read"])
+def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the values of tensors looked at, as on the CPU, or not, as on an accelerator."""
+    if request.param == "not read":
+        monkeypatch.setattr(packed, "looks_at_targets", lambda device: False, raising=False)
+
+
+def drawn(target: Target, dtype: str = "float32") -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    made = {
+        "input": torch.randn(ROWS, WIDTH, generator=generator),
+        "linear_weight": torch.randn(CLASSES, WIDTH, generator=generator),
+        "linear_bias": torch.randn(CLASSES, generator=generator),
+    }
+    return {name: tensor.to(target.device, getattr(torch, dtype)) for name, tensor in made.items()}
+
+
+def target_of(target: Target, kind: str = "classes") -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    if kind == "probabilities":
+        return torch.randn(ROWS, CLASSES, generator=generator).softmax(-1).to(target.device)
+    classes = torch.randint(CLASSES, (ROWS,), generator=generator)
+    classes[2] = -100
+    return classes.to(target.device)
+
+
+def placed(target: Target, options: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: torch.tensor(value, device=target.device) if isinstance(value, list) else value
+        for name, value in options.items()
+    }
+
+
+WEIGHT = [0.5 + 0.1 * one for one in range(CLASSES)]
+SAMPLE = [1.0, 0.0, 2.0, 0.5, 1.5, 3.0]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "softcap": {"softcap": 2.0},
+    "softcap, none": {"softcap": 2.0, "reduction": "none"},
+    "weight, smoothing, z_loss": {"weight": WEIGHT, "label_smoothing": 0.1, "z_loss": 0.05},
+    "all of it": {
+        "weight": WEIGHT, "label_smoothing": 0.1, "z_loss": 0.05, "softcap": 3.0, "sample_weight": SAMPLE,
+        "normalizer": 5.0,
+    },
+    "sample weights, none": {"sample_weight": SAMPLE, "reduction": "none"},
+    "probabilities": {"target": "probabilities"},
+    "probabilities, smoothing, softcap": {"target": "probabilities", "label_smoothing": 0.1, "softcap": 2.0},
+    "negative": {"logit_scale": -0.4, "z_loss": 0.05},
+    "tiny": {"logit_scale": 1e-30},
+    "zero": {"logit_scale": 0.0},
+}  # fmt: skip
+
+
+def sources_of(target: Target, function: str, dtype: str) -> tuple[Tensor, ...]:
+    made = tuple(drawn(target, dtype).values())
+    if function == "cross_entropy":
+        return (torch.nn.functional.linear(*made),)
+    return made[:2] if function == "linear_cross_entropy" else made
+
+
+def pair(target: Target, function: str, name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return the loss and its definition."""
+    options = placed(target, OPTIONS[name])
+    classes = target_of(target, options.pop("target", "classes"))
+    options.pop("logit_scale", None)
+
+    def loss(scale: Any, source: Tensor, *rest: Tensor) -> Tensor:
+        given = {"logit_scale": scale, "backend": target.name} | options
+        if function == "cross_entropy":
+            found: Tensor = xent.cross_entropy(source, classes, **given)
+        else:
+            bias = rest[1] if len(rest) > 1 else None
+            found = xent.linear_cross_entropy(source, rest[0], classes, linear_bias=bias, workspace=150, **given)
+        return found
+
+    def plain(scale: Any, source: Tensor, *rest: Tensor) -> Tensor:
+        logits = torch.nn.functional.linear(source, *rest) if rest else source
+        return TorchHarness(target.device).unfused_loss(logits, classes, logit_scale=scale, **options)
+
+    return loss, plain
+
+
+def asking(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    return tuple(tensor.detach().to(dtype or tensor.dtype).requires_grad_() for tensor in tensors)
+
+
+def upstream_of(loss: Tensor) -> Tensor:
+    return torch.linspace(1.2, 2.1, loss.numel(), device=loss.device).to(loss.dtype).view(loss.shape)
+
+
+@pytest.mark.parametrize(
+    *crossed(
+        function=["cross_entropy", "linear_cross_entropy", "with a bias"],
+        name=list(OPTIONS),
+        dtype=DTYPES,
+        values=["read", "not read"],
+    ),
+    indirect=["values"],
+)
+def test_gradient_of_a_scale(target: Target, values: None, function: str, name: str, dtype: str) -> None:
+    """It, and all others, are those of the definition in float64, but for what rounding each logit's gradient costs."""
+    number = OPTIONS[name].get("logit_scale", SCALE)
+    if not target.takes(dtype) or (dtype == "float16" and abs(number) < 1e-3):
+        return
+    loss, plain = pair(target, function, name)
+    sources = sources_of(target, function, dtype)
+    scale = torch.tensor(number, dtype=torch.float64 if dtype == "float64" else torch.float32, device=target.device)
+    logits = torch.nn.functional.linear(*sources) if len(sources) > 1 else sources[0]
+    wide = asking(scale, *sources, dtype=torch.float64)
+    expected = plain(*wide)
+    truth = torch.autograd.grad(expected, wide, upstream_of(expected))
+    each = torch.full_like(logits, number, dtype=torch.float64).requires_grad_()  # a scale for each logit
+    found = plain(1.0, each * logits.double())
+    (terms,) = torch.autograd.grad(found, each, upstream_of(found))
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    allowed = float(terms.abs().sum()) * (eps if sources[0].itemsize == 2 else 8 * eps)
+    assert float(truth[0].abs()) > 4 * allowed
+
+    leaves = asking(scale, *sources)
+    found = loss(*leaves)
+    torch.testing.assert_close(found.double(), expected.detach(), rtol=4 * eps, atol=4 * eps)
+    gradients = torch.autograd.grad(found, leaves, upstream_of(found))
+    assert abs(float(gradients[0] - truth[0])) <= allowed
+    for one, other in zip(gradients[1:], truth[1:], strict=True):
+        least = max(8 * eps * float(other.abs().max()), 2e-18)  # a scale near 0 is taken for 2^-60
+        torch.testing.assert_close(one.double(), other, rtol=8 * eps, atol=least)
+    (alone,) = asking(scale)  # everything else frozen
+    (gradient,) = torch.autograd.grad(found := loss(alone, *sources), alone, upstream_of(found))
+    assert abs(float(gradient - truth[0])) <= allowed
+    assert (gradient.dtype, gradient.shape) == (scale.dtype, ())
+    if len(sources) > 1:
+        (alone,), (weight,) = asking(scale), asking(sources[1])
+        found = loss(alone, sources[0], weight, *sources[2:])
+        both = torch.autograd.grad(found, (alone, weight), upstream_of(found))
+        assert abs(float(both[0] - truth[0])) <= allowed
+        torch.testing.assert_close(both[1], gradients[2], rtol=8 * eps, atol=8 * eps)
+
+
+@pytest.mark.parametrize(
+    *crossed(
+        option=["logit_scale", "softcap"],
+        dtype=[*DTYPES, "int64"],
+        on_cpu=[False, True],
+        function=["cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs"],
+        values=["read", "not read"],
+    ),
+    indirect=["values"],
+)
+def test_tensor_is_its_number(
+    target: Target, values: None, option: str, dtype: str, on_cpu: bool, function: str
+) -> None:
+    if dtype == "float64" and target.device.startswith("mps") and not on_cpu:
+        return
+    arrays = drawn(target)
+    sources = (torch.nn.functional.linear(*arrays.values()),)
+    sources = sources if "linear" not in function else (arrays["input"], arrays["linear_weight"])
+    sources = asking(*sources)
+    stats = ("lse", "predictions", "mean_logit") if "log_probs" in function else STAT_NAMES
+    options = {"softcap": 2.0, "stats": stats, "backend": target.name}
+    results = []
+    for value in (2, torch.tensor(2, dtype=getattr(torch, dtype), device="cpu" if on_cpu else target.device)):
+        loss, found = getattr(xent, function)(*sources, target_of(target), **(options | {option: value}))
+        results.append((loss, *torch.autograd.grad(loss.sum(), sources), *(getattr(found, name) for name in stats)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("sign", [1.5, -1.5, 0.0])
+def test_predictions_follow_the_sign_of_a_scale(target: Target, values: None, sign: float) -> None:
+    logits, classes = sources_of(target, "cross_entropy", "float32")[0], target_of(target)
+    scale = torch.tensor(sign, device=target.device)
+    for function, more in ((xent.cross_entropy, {}), (xent.log_probs, {"temperature": torch.ones(ROWS).to(logits)})):
+        results = [
+            function(logits, classes, logit_scale=one, stats=("predictions",), backend=target.name, **more)[1]
+            for one in (sign, scale)
+        ]
+        assert torch.equal(results[0].predictions, results[1].predictions)
+
+
+@pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
+@pytest.mark.parametrize("temperature", ["number", "rows"])
+def test_log_probabilities_train_a_scale(target: Target, values: None, function: str, temperature: str) -> None:
+    arrays, classes = drawn(target), target_of(target)
+    divisor: Any = 0.8 if temperature == "number" else torch.linspace(0.5, 2, ROWS).to(target.device)
+    sources = (torch.nn.functional.linear(*arrays.values()),)
+    sources = sources if "linear" not in function else (arrays["input"], arrays["linear_weight"])
+    scale, *leaves = asking(torch.tensor(SCALE).to(target.device), *sources)
+    found = getattr(xent, function)(
+        *leaves, classes, logit_scale=scale, softcap=3.0, temperature=divisor, entropy=True, backend=target.name
+    )
+    wide = asking(scale, *sources, dtype=torch.float64)
+    logits = wide[1] if len(wide) == 2 else wide[1] @ wide[2].t()
+    x = 3 * torch.tanh(wide[0] * logits / 3) / (divisor if temperature == "number" else divisor.double()[:, None])
+    log_p, kept = x.log_softmax(-1), classes >= 0
+    plain = log_p.gather(-1, classes.clamp(min=0)[:, None])[:, 0] * kept, -(log_p.exp() * log_p).sum(-1) * kept
+    upstream = upstream_of(plain[0]), upstream_of(plain[1]).flip(0)
+    gradients = torch.autograd.grad(found, (scale, *leaves), [one.float() for one in upstream])
+    for one, other in zip(gradients, torch.autograd.grad(plain, wide, upstream), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+def test_heads_shifts_and_axes_train_a_scale(target: Target, reduction: str, kind: str) -> None:
+    """Each is the same as the calls that it stands for."""
+    arrays, y = drawn(target), target_of(target, kind)
+    x = torch.stack([arrays["input"], arrays["input"].flip(0)])
+    w, (scale,) = arrays["linear_weight"], asking(torch.tensor(SCALE).to(target.device))
+    options: dict[str, Any] = {"logit_scale": scale, "reduction": reduction, "backend": target.name}
+
+    def gradient(loss: Tensor) -> Tensor:
+        found: Tensor = torch.autograd.grad(loss, scale, upstream_of(loss))[0]
+        return found
+
+    together = gradient(xent.linear_cross_entropy(x, w, y, shift=(1, 2), **options))
+    each = [xent.linear_cross_entropy(one, w, y, shift=k, **options) for one, k in zip(x, (1, 2), strict=True)]
+    torch.testing.assert_close(together, gradient(torch.stack(each) if reduction == "none" else each[0] + each[1]))
+    moved = y.roll(-1, 0) if kind == "classes" else None
+    if moved is not None:
+        moved[-1] = -100
+        expected = gradient(xent.linear_cross_entropy(x[0], w, moved, **options))
+        torch.testing.assert_close(gradient(xent.linear_cross_entropy(x[0], w, y, shift=1, **options)), expected)
+    z = x[0] @ w.t()
+    given = y.t() if kind == "probabilities" else y
+    found = xent.cross_entropy(z.t().contiguous(), given, axis=0, **options)
+    torch.testing.assert_close(gradient(found), gradient(xent.cross_entropy(z, y, **options)))
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_rows_without_a_target_add_nothing(target: Target, function: str) -> None:
+    loss, _ = pair(target, function, "mean")
+    sources = sources_of(target, function, "float32")
+    scale, other = asking(*[torch.tensor(SCALE).to(target.device)] * 2)
+    (expected,) = torch.autograd.grad(loss(scale, *sources), scale)
+    spoilt = sources[0].clone()
+    spoilt[2, :2] = torch.tensor([torch.nan, torch.inf])  # whose target is ignored
+    (found,) = torch.autograd.grad(loss(other, spoilt, *sources[1:]), other)
+    torch.testing.assert_close(found, expected)
+    (nothing,) = torch.autograd.grad(xent.cross_entropy(spoilt[2:3], target_of(target)[2:3], logit_scale=scale), scale)
+    assert float(nothing) == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_second_backward_and_second_derivatives(target: Target, reduction: str, function: str) -> None:
+    loss, _ = pair(target, function, reduction)
+    scale, *sources = asking(torch.tensor(SCALE).to(target.device), *sources_of(target, function, "float32"))
+    found = loss(scale, *sources).sum()
+    first = torch.autograd.grad(found, (scale, *sources), retain_graph=True)
+    first = tuple(one.clone() for one in first)
+    for one, other in zip(torch.autograd.grad(found, (scale, *sources)), first, strict=True):
+        assert torch.equal(one, other)
+    (once,) = torch.autograd.grad(loss(scale, *sources).sum(), scale, create_graph=True)
+    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
+        torch.autograd.grad(once, scale)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_compiles_whole_for_all_values(target: Target, values: None, reduction: str, function: str) -> None:
+    torch._dynamo.reset()
+    loss, _ = pair(target, function, reduction)
+    sources = sources_of(target, function, "float32")
+
+    def trained(power: Tensor, *sources: Tensor) -> Tensor:
+        return loss(power.exp(), *sources)
+
+    compiled = torch.compile(trained, fullgraph=True, backend="aot_eager")
+    for number in (0.1, 0.4, -0.3):
+        leaves = asking(torch.tensor(number).to(target.device), *sources)
+        expected, found = trained(*leaves), compiled(*leaves)
+        torch.testing.assert_close(found, expected)
+        upstream = upstream_of(expected)
+        pairs = zip(
+            torch.autograd.grad(found, leaves, upstream), torch.autograd.grad(expected, leaves, upstream), strict=True
+        )
+        for one, other in pairs:
+            torch.testing.assert_close(one, other)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("how", ["grad", "jacrev", "compiled grad", "compiled jacrev"])
+def test_torch_func_differentiates_a_scale(target: Target, reduction: str, function: str, how: str) -> None:
+    torch._dynamo.reset()
+    loss, _ = pair(target, function, reduction)
+    scale, *sources = asking(torch.tensor(SCALE).to(target.device), *sources_of(target, function, "float32"))
+    found = loss(scale, *sources)
+    rows = [torch.autograd.grad(one, scale, retain_graph=True)[0] for one in found.reshape(-1)]
+    plain = [source.detach() for source in sources]
+
+    def of_scale(scale: Tensor) -> Tensor:
+        return loss(scale, *plain) if "jacrev" in how else loss(scale, *plain).sum()
+
+    transformed = torch.func.jacrev(of_scale) if "jacrev" in how else torch.func.grad(of_scale)
+    if "compiled" in how:
+        transformed = torch.compile(transformed, backend="aot_eager")
+    expected = torch.stack(rows).reshape(found.shape) if "jacrev" in how else torch.stack(rows).sum()
+    torch.testing.assert_close(transformed(scale.detach()).detach(), expected)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_autocast_trains_a_scale(target: Target, function: str) -> None:
+    loss, _ = pair(target, function, "mean")
+    scale, *sources = asking(torch.tensor(SCALE).to(target.device), *sources_of(target, function, "float32"))
+    expected = torch.autograd.grad(loss(scale, *sources), (scale, *sources))
+    with torch.autocast(target.device.split(":")[0], dtype=torch.bfloat16):
+        found = loss(scale, *sources)
+    for one, other in zip(torch.autograd.grad(found, (scale, *sources)), expected, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=1e-2)
+
+
+def test_meta_tensors_have_a_scale(target: Target) -> None:
+    x, w = (tensor.to("meta") for tensor in sources_of(target, "linear_cross_entropy", "float32"))
+    (scale,) = asking(torch.tensor(SCALE, device="meta"))
+    loss = xent.linear_cross_entropy(x, w, target_of(target).to("meta"), logit_scale=scale, backend=target.name)
+    (gradient,) = torch.autograd.grad(loss, scale)
+    assert (gradient.device.type, gradient.shape) == ("meta", ())
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_errors_name_the_option(target: Target, function: str) -> None:
+    sources, y = sources_of(target, function, "float32"), target_of(target)
+
+    def run(compiled: bool = False, **options: Any) -> Any:
+        def call(sources: Any) -> Any:
+            return getattr(xent, function)(*sources, y, backend=target.name, **options)
+
+        return (torch.compile(call, backend="aot_eager") if compiled else call)(sources)
+
+    (cap,) = asking(torch.tensor(2.0).to(target.device))
+    for compiled in (False, True):
+        torch._dynamo.reset()
+        with pytest.raises(
+            Exception, match=r"softcap requires a gradient, which xent does not compute: pass softcap\.detach"
+        ):
+            run(compiled, softcap=cap)
+    assert float(run(softcap=cap.detach())) == float(run(softcap=2.0))
+    for option in ("softcap", "logit_scale"):
+        with pytest.raises(TypeError, match=f"{option} must be a number or a 0-d tensor of one, got torch array of sh"):
+            run(**{option: torch.ones(1, device=target.device)})
+        with pytest.raises(TypeError, match=f"{option} must be a number or a 0-d tensor of one, got torch array of sh"):
+            run(**{option: torch.tensor(True, device=target.device)})
+        if target.device != "meta":
+            with pytest.raises(ValueError, match=f"{option} on meta"):
+                run(**{option: torch.ones((), device="meta")})
+        if target.device == "cpu":
+            with pytest.raises(ValueError, match=f"{option} must be finite.*, got nan"):
+                run(**{option: torch.tensor(float("nan"))})
+    for option in ("label_smoothing", "z_loss"):
+        with pytest.raises(TypeError, match=f"{option} must be a number"):
+            run(**{option: torch.tensor(0.1)})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_inplace_leaves_no_logits_for_the_gradient_of_a_scale(target: Target, reduction: str) -> None:
+    (logits,) = sources_of(target, "cross_entropy", "float32")
+    (scale,) = asking(torch.tensor(SCALE).to(target.device))
+    options: dict[str, Any] = {"inplace": True, "reduction": reduction, "backend": target.name}
+    with pytest.raises(ValueError, match="inplace=True overwrites the logits"):
+        xent.cross_entropy(logits, target_of(target), logit_scale=scale, **options)
+    (logits,) = asking(logits)
+    expected = xent.cross_entropy(logits, target_of(target), logit_scale=SCALE, reduction=reduction).sum()
+    found = xent.cross_entropy(logits * 1, target_of(target), logit_scale=scale.detach(), **options).sum()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (found, expected)))
+
+
+def test_divergences_take_numbers(target: Target) -> None:
+    (logits,) = sources_of(target, "cross_entropy", "float32")
+    with pytest.raises(TypeError, match="logit_scale must be a number"):
+        xent.divergence(logits, logits, logit_scale=torch.tensor(1.0), backend=target.name)
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_shards_read_a_scale_and_train_none(values: None, group: None, function: str, compiled: bool) -> None:
+    torch._dynamo.reset()
+    target = Target("torch", "cpu")
+    sources, y = asking(*sources_of(target, function, "float32")), target_of(target)
+
+    def run(scale: Any, cap: Any) -> Any:
+        options = {"logit_scale": scale, "softcap": cap, "stats": ("predictions",), "vocab_parallel": dist.group.WORLD}
+        loss, stats = getattr(xent, function)(*sources, y, **options)
+        return loss, stats.predictions
+
+    call = torch.compile(run, backend="aot_eager") if compiled else run
+    results = []
+    for numbers in ((-0.7, 2.0), (torch.tensor(-0.7), torch.tensor(2.0))):
+        loss, predictions = call(*numbers)
+        results.append((loss, predictions, *torch.autograd.grad(loss, sources)))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other)
+    (scale,) = asking(torch.tensor(0.7))
+    with pytest.raises(Exception, match="logit_scale requires a gradient, which xent does not compute"):
+        call(scale, 2.0)
