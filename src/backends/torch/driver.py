@@ -1,5 +1,6 @@
 """From a call to autograd and back: autocast, which gradients are asked for, results in the caller's shapes."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.rows import overlaps
+from xent.backends.torch.target_autograd import asks, with_target
 from xent.backends.torch.transforms import refuse_transforms
 from xent.core import heads
 from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
@@ -22,13 +24,15 @@ __all__ = ["run", "run_linear", "run_logits"]
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
-    without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer", "temperature")
+    without_gradient = _tensors(call, "weight", "sample_weight", "normalizer", "temperature")
     support: tuple[Any, Any] = (None, None)
     if call.support is not None:
         support = call.support.ids, call.support.offsets
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
+    if call.vocab_parallel is not None:
+        without_gradient["target"] = call.target
     _refuse_gradients(without_gradient)
-    refuse_transforms(without_gradient)
+    refuse_transforms({**without_gradient, "target": call.target})
     options = Options(
         call.target,
         call.weight,
@@ -65,6 +69,14 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
     given = logits
     logits, options = _classes_last(logits, options, axis)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    if asks(options.target):
+        if inplace and needs_grad:
+            raise ValueError(
+                "inplace=True overwrites the logits, from which the gradient of target is computed: pass "
+                "inplace=False, or target.detach()"
+            )
+        made = run_logits(logits, _constant_target(options), logits.dim() - 1, False, quiet)
+        return _with_target(made, options, logits)
     if quiet:
         if inplace and needs_grad:
             _check_inplace(given)
@@ -96,6 +108,9 @@ def run_linear(
     """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
     compute = _compute_dtype(source, weight, bias)
     needs = asks_for_gradient(source, weight, bias)
+    if asks(options.target):
+        made = run_linear(source, weight, bias, _constant_target(options), shift, workspace, quiet)
+        return _with_target(made, options, source, weight, bias, needs, shift, workspace, compute)
     if quiet:
         linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
         loss, stats = eager.linear_cross_entropy(linear, options)
@@ -110,6 +125,20 @@ def run_linear(
     else:
         loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
     return _shaped(loss, stats, options.spec, source.shape[:-1])
+
+
+def _constant_target(options: Options) -> Options:
+    return options._replace(target=options.target.detach())
+
+
+def _with_target(made: Any, options: Options, *sources: Any) -> Any:
+    """Return what was made without the target's gradient with it; `sources` are what the operation takes first."""
+    spec = options.spec
+    loss, stats = made if spec.stats else (made, Stats())
+    loss, nll = with_target(loss, stats.nll if spec.reduction == "none" else None, *sources, *pack(options))
+    if not spec.stats:
+        return loss
+    return loss, stats if nll is None else replace(stats, nll=nll)
 
 
 def _run_logits_in_shards(call: LogitsCall, options: Options, quiet: bool) -> tuple[Tensor, Stats]:
