@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.backends.reference_divergence import divergence
+from xent.backends.reference_divergence import divergence, student_entropy
 from xent.core.heads import apart, combined
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
 from xent.core.teachers import DivergenceCall
@@ -52,9 +52,9 @@ class Reference:
     def refuse_divergence(self, call: DivergenceCall) -> None:
         """Refuse nothing."""
 
-    def run_divergence(self, call: DivergenceCall) -> Any:
-        """Return the divergence as float64."""
-        return divergence(call)
+    def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
+        """Return divergence and statistics as float64."""
+        return divergence(call), Stats(entropy=student_entropy(call) if call.stats else None)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""

@@ -123,6 +123,7 @@ class DivergenceCall:
     temperature: float = 1.0
     axis: int = -1
     workspace: int | None = None
+    stats: tuple[str, ...] = ()
 
     @property
     def array(self) -> Any:

@@ -25,6 +25,7 @@ __all__ = [
     "check_number",
     "check_numbers",
     "check_shift_and_workspace",
+    "check_stats",
     "heads_of",
     "linear_call",
     "logits_call",
@@ -246,6 +247,17 @@ def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
+def check_stats(stats: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of statistics in the order of `allowed`; raise TypeError or ValueError for what is not there."""
+    listed = ", ".join(map(repr, allowed))
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise TypeError(f"stats must be a tuple, list or set of names out of {listed}, got {stats!r}")
+    unknown = [name for name in stats if name not in allowed]
+    if unknown:
+        raise ValueError(f"stats must be names out of {listed}, got {unknown[0]!r}")
+    return tuple(name for name in allowed if name in stats)
+
+
 def loss_spec(
     framework: str,
     *,
@@ -264,13 +276,7 @@ def loss_spec(
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(
-            f"stats must be a tuple, list or set of names out of {', '.join(map(repr, STAT_NAMES))}, got {stats!r}"
-        )
-    unknown = [name for name in stats if name not in STAT_NAMES]
-    if unknown:
-        raise ValueError(f"stats must be names out of {', '.join(map(repr, STAT_NAMES))}, got {unknown[0]!r}")
+    names = check_stats(stats, STAT_NAMES)
     label_smoothing, z_loss, softcap, logit_scale = (
         number_of(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
     )
@@ -286,7 +292,7 @@ def loss_spec(
         z_loss,
         softcap,
         logit_scale,
-        tuple(name for name in STAT_NAMES if name in stats),
+        names,
     )
 
 

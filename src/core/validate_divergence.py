@@ -16,9 +16,9 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.spec import REDUCTIONS, QuantizedWeight
+from xent.core.spec import DIVERGENCE_STATS, REDUCTIONS, QuantizedWeight
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
-from xent.core.validate import check_number, check_numbers, check_shift_and_workspace
+from xent.core.validate import check_number, check_numbers, check_shift_and_workspace, check_stats
 
 __all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
 
@@ -40,6 +40,7 @@ def logits_divergence_call(
     softcap: Any,
     logit_scale: Any,
     reduction: Any,
+    stats: Any = (),
 ) -> DivergenceCall:
     """Check the arguments of `xent.divergence` and describe the call."""
     framework, normalizer = _frameworks({"logits": logits}, teacher, sample_weight, normalizer)
@@ -65,6 +66,7 @@ def logits_divergence_call(
         _vocabulary(vocabulary),
         heat,
         axis,
+        stats=check_stats(stats, DIVERGENCE_STATS),
     )
 
 
@@ -82,6 +84,7 @@ def linear_divergence_call(
     softcap: Any,
     logit_scale: Any,
     reduction: Any,
+    stats: Any = (),
 ) -> DivergenceCall:
     """Check the arguments of `xent.linear_divergence` and describe the call."""
     if isinstance(linear_weight, QuantizedWeight):
@@ -104,6 +107,7 @@ def linear_divergence_call(
         heat,
         len(rows),
         workspace,
+        check_stats(stats, DIVERGENCE_STATS),
     )
 
 

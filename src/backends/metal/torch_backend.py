@@ -67,7 +67,7 @@ class MetalTorchBackend:
         """Refuse what the losses refuse. There are no kernels for divergences: PyTorch's own operations serve them."""
         return self._refuse([call.array])
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
         from xent.backends.metal import torch_job  # noqa: F401  registers what scales gradients
         from xent.backends.torch import divergence

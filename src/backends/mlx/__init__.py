@@ -70,7 +70,7 @@ class MlxBackend:
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
         """Run a divergence with MLX's own operations."""
         from xent.backends.mlx import divergence
 

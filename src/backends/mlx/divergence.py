@@ -15,12 +15,12 @@ from xent.backends.mlx.autograd import guarded, scaled, with_gradients
 from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.divergence_facts import DivergenceFacts, gather_facts, known_classes
-from xent.backends.mlx.divergence_rows import KnownClasses, from_top_k, full
+from xent.backends.mlx.divergence_rows import KnownClasses, entropy, from_top_k, full
 from xent.backends.mlx.facts import accumulation_dtype
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.chunks import rows_per_chunk
-from xent.core.spec import LossSpec
+from xent.core.spec import LossSpec, Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["run"]
@@ -30,11 +30,11 @@ _FEWEST_ROWS = 64
 _PASSES = 4  # arrays of a chunk's size that are alive beside its logits
 
 
-def run(call: DivergenceCall) -> mx.array:
-    """Run a call; the loss in the caller's shape."""
+def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
+    """Run a call; loss and statistics in the caller's shapes."""
     given = _differentiable(call)
     if 0 in call.rows:
-        return empty.run(list(given.values()), LossSpec(reduction=call.reduction), call.rows)[0]
+        return empty.run(list(given.values()), LossSpec(reduction=call.reduction, stats=call.stats), call.rows)
     rows = _Rows(guarded(call))
     reduces = call.reduction != "none"
     expected = [name for name, array in given.items() if is_differentiated(array)] if reduces else []
@@ -55,7 +55,8 @@ def run(call: DivergenceCall) -> mx.array:
     loss = losses.reshape(call.rows) if not reduces else losses.sum()
     if rows.facts.divisor is not None:
         loss = mx.where(rows.facts.divisor == 0, 0, loss / rows.facts.divisor)
-    return with_gradients({"loss": loss}, list(given.values()), gradients)["loss"]
+    entropies = None if rows.entropies is None else rows.entropies.reshape(call.rows)
+    return with_gradients({"loss": loss}, list(given.values()), gradients)["loss"], Stats(entropy=entropies)
 
 
 def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
@@ -93,11 +94,14 @@ class _Rows:
             size *= _PASSES
         workspace = call.workspace or max(_WORKSPACE[device], _FEWEST_ROWS * size)
         step = rows_per_chunk(self._count, size, 1, workspace, device)
+        self.entropies: mx.array | None = None
+        """(N,), where asked for, once the rows were computed."""
         self._parts = [slice(start, min(start + step, self._count)) for start in range(0, self._count, step)]
 
     def computed(self, facts: DivergenceFacts, needs: Collection[str]) -> tuple[mx.array, dict[str, mx.array]]:
         """Return the weighted losses (N,), and the gradients that `needs` names."""
         losses, grads, tie = list[mx.array](), list[mx.array](), list[mx.array]()
+        entropies: list[mx.array] | None = [] if self._call.stats and self.entropies is None else None
         sums = None
         if needs and isinstance(self._call.student, LinearLogits):
             assert self._student.classifier is not None
@@ -109,6 +113,9 @@ class _Rows:
             found, derivative = self._divergence(x, part, dead, tie)
             losses.append(mx.where(dead, 0, found * facts.weight[part]))
             tie = [losses[-1]]
+            if entropies is not None:
+                entropies.append(mx.where(dead, 0, entropy(x)))
+                tie.append(entropies[-1])
             if not needs:
                 continue
             factor = (facts.scale[part] * self._student.scale)[:, None]
@@ -120,6 +127,8 @@ class _Rows:
                 tie.append(grads[-1])
             else:
                 tie += sums.add(grad.astype(self._call.array.dtype), hidden, dead)
+        if entropies is not None:
+            self.entropies = mx.concatenate(entropies)
         if sums is not None:
             return mx.concatenate(losses), sums.result()
         shape = (*self._call.rows, self._call.vocabulary)

@@ -54,7 +54,7 @@ class TorchBackend:
     def refuse_divergence(self, call: DivergenceCall) -> None:
         """Refuse nothing."""
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence with plain steps."""
         from xent.backends.torch import divergence, plain_job  # noqa: F401  registers what scales gradients
 

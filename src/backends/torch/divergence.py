@@ -14,12 +14,13 @@ from xent.backends.torch.autograd import asks_for_gradient
 from xent.backends.torch.divergence_autograd import DivergenceFunction
 from xent.backends.torch.divergence_call import Divergence, pack
 from xent.backends.torch.transforms import refuse_transforms
+from xent.core.spec import Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["run"]
 
 
-def run(call: DivergenceCall, kernel: str) -> Tensor:
+def run(call: DivergenceCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
     named = _constants(call)
     for name, tensor in named.items():
@@ -39,16 +40,16 @@ def run(call: DivergenceCall, kernel: str) -> Tensor:
         }
     )
     packed = pack(arguments)
-    loss: Tensor
     if torch.compiler.is_compiling() and private.transforms_active():
         from xent.backends.torch import divergence_compiled
 
-        loss, *_ = divergence_compiled.divergence(*packed)
+        loss, *_, entropy = divergence_compiled.divergence(*packed)
     elif any(arguments.needs):
-        loss, *_ = DivergenceFunction.apply(*packed)
+        loss, *_, entropy = DivergenceFunction.apply(*packed)
     else:
-        loss, *_ = torch.ops.xent.divergence(*packed)
-    return loss.view(call.rows) if call.reduction == "none" else loss
+        loss, *_, entropy = torch.ops.xent.divergence(*packed)
+    stats = Stats(entropy=entropy.view(call.rows) if call.stats else None)
+    return loss.view(call.rows) if call.reduction == "none" else loss, stats
 
 
 def _constants(call: DivergenceCall) -> dict[str, Tensor]:
@@ -104,6 +105,7 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
         call.reduction,
         call.workspace,
         compute,
+        "entropy" in call.stats,
         kernel,
     )
 

@@ -21,8 +21,9 @@ _FORWARD, _BACKWARD = "divergence", "divergence_backward"
 
 
 def _forward(*args: Any) -> Any:
-    loss, deferred, gradients = divergence_loop.forward(unpack(args))
-    return loss, loss.new_ones(()) if deferred is None else deferred, gradients
+    loss, deferred, gradients, entropy = divergence_loop.forward(unpack(args))
+    none = loss.new_empty(0) if entropy is None else entropy
+    return loss, loss.new_ones(()) if deferred is None else deferred, gradients, none
 
 
 def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
@@ -54,8 +55,11 @@ def _fake_forward(*args: Any) -> Any:
     call, each_row = _fake_call(args), reduction_of(args) == "none"
     acc, device = call.accumulation, call.student.device
     # Sizes may be symbols, which `math.prod` keeps.
-    loss = torch.empty((math.prod(call.rows),) if each_row else (), dtype=acc, device=device)
-    return loss, torch.empty((), dtype=acc, device=device), _fake_gradients(call, call.makes_gradient_first)
+    count = math.prod(call.rows)
+    loss = torch.empty((count,) if each_row else (), dtype=acc, device=device)
+    gradients = _fake_gradients(call, call.makes_gradient_first)
+    entropy = torch.empty((count if call.entropy else 0,), dtype=acc, device=device)
+    return loss, torch.empty((), dtype=acc, device=device), gradients, entropy
 
 
 def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
@@ -63,7 +67,11 @@ def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
 
 
 for _schema, _function, _fake in (
-    (f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients)", _forward, _fake_forward),
+    (
+        f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor entropy)",
+        _forward,
+        _fake_forward,
+    ),
     (f"{_BACKWARD}(Tensor upstream, {SCHEMA}) -> Tensor[]", _backward, _fake_backward),
 ):
     _name = _schema.partition("(")[0]

@@ -21,7 +21,13 @@ _PASSES = 6  # arrays of a block's size that are alive at one time
 
 
 def plain_rows(
-    call: Divergence, z: Tensor, teacher: Tensor | TopK, facts: RowFacts, loss: Tensor, grad: Tensor | None
+    call: Divergence,
+    z: Tensor,
+    teacher: Tensor | TopK,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
 ) -> None:
     """See `xent.backends.torch.divergence_steps.Steps`."""
     count, vocabulary = z.shape
@@ -35,6 +41,8 @@ def plain_rows(
         )
         dead = None if facts.dead is None else facts.dead[rows]
         weight, scale = facts.weight[rows], facts.scale[rows]
+        if entropy is not None:
+            entropy[rows] = _entropy(call, z[rows], dead, loss.dtype)
         _block(call, z[rows], known, RowFacts(weight, scale, dead), loss[rows], None if grad is None else grad[rows])
 
 
@@ -58,6 +66,14 @@ def _block(
     if dead is not None:
         derivative.masked_fill_(dead[:, None], 0)
     grad.copy_(derivative)
+
+
+def _entropy(call: Divergence, z: Tensor, dead: Tensor | None, acc: torch.dtype) -> Tensor:
+    """Return the student's entropy (R,), before a gradient takes the logits' place."""
+    log_p = torch.log_softmax(_activated(z.to(acc), call.softcap, call.logit_scale, False)[0], -1)
+    # p is 0 far above -1000, and 0 times infinity would be NaN.
+    found = 0 - (log_p.exp() * log_p.clamp(min=-1000)).sum(-1)
+    return found if dead is None else found.masked_fill(dead, 0)
 
 
 def _activated(z: Tensor, softcap: float | None, scale: float, slope: bool) -> tuple[Tensor, Tensor | None]:

@@ -72,7 +72,7 @@ class TritonBackend:
         """Refuse what the losses refuse."""
         return self._refuse([call.array])
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence in the PyTorch driver with these kernels."""
         from xent.backends.torch import divergence
         from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients

@@ -20,7 +20,13 @@ _BITS = 32
 
 
 def triton_rows(
-    call: Divergence, z: Tensor, teacher: Tensor | TopK, facts: RowFacts, loss: Tensor, grad: Tensor | None
+    call: Divergence,
+    z: Tensor,
+    teacher: Tensor | TopK,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
 ) -> None:
     """See `xent.backends.torch.divergence_steps.Steps`."""
     count, vocabulary = z.shape
@@ -28,7 +34,7 @@ def triton_rows(
         return
     dead = None if facts.dead is None else facts.dead.view(torch.uint8)
     place = (None, 0) if grad is None else (grad, grad.stride(0))
-    rows = (facts.weight, facts.scale, dead, loss, vocabulary)
+    rows = (facts.weight, facts.scale, dead, loss, entropy, vocabulary)
     student_numbers = (call.logit_scale, 0.0 if call.softcap is None else call.softcap)
     student: dict[str, Any] = {"SCALED": call.logit_scale != 1, "CAPPED": call.softcap is not None}
     block = min(next_power_of_2(vocabulary), _BLOCK)
