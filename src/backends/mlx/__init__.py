@@ -72,9 +72,9 @@ class MlxBackend:
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
         """Run a divergence with MLX's own operations."""
-        from xent.backends.mlx import divergence
+        from xent.backends.mlx.divergence import entry
 
-        return divergence.run(call)
+        return entry.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
-from xent.backends.torch.divergence_steps import STEPS
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
+from xent.backends.torch.divergence.steps import STEPS
 from xent.backends.triton.divergence_kernel import divergence_kernel
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.top_k_kernel import top_k_kernel
@@ -28,7 +28,7 @@ def triton_rows(
     grad: Tensor | None,
     entropy: Tensor | None,
 ) -> None:
-    """See `xent.backends.torch.divergence_steps.Steps`."""
+    """See `xent.backends.torch.divergence.steps.Steps`."""
     count, vocabulary = z.shape
     if not count:
         return

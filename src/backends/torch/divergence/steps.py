@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
-from xent.backends.torch.divergence_plain import plain_rows
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
+from xent.backends.torch.divergence.plain import plain_rows
 
 __all__ = ["STEPS", "Steps"]
 

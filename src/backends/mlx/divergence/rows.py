@@ -1,4 +1,4 @@
-"""The steps of a divergence's rows in MLX's own operations: see `xent.backends.torch.divergence_plain` for the sums."""
+"""The steps of a divergence's rows in MLX's own operations: see `xent.backends.torch.divergence.plain` for the sums."""
 
 import math
 from dataclasses import dataclass

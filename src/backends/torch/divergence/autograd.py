@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.autograd import differentiated, first_order, refused, scaled, signed
-from xent.backends.torch.divergence_call import SCHEMA
+from xent.backends.torch.divergence.call import SCHEMA
 
 __all__ = ["DivergenceFunction"]
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import divergence_loop
-from xent.backends.torch.divergence_call import SCHEMA, Divergence, reduction_of, unpack
+from xent.backends.torch.divergence import loop
+from xent.backends.torch.divergence.call import SCHEMA, Divergence, reduction_of, unpack
 from xent.backends.torch.ops import undisturbed
 from xent.backends.torch.product_sum import kept_dtype
 
@@ -21,13 +21,13 @@ _FORWARD, _BACKWARD = "divergence", "divergence_backward"
 
 
 def _forward(*args: Any) -> Any:
-    loss, deferred, gradients, entropy = divergence_loop.forward(unpack(args))
+    loss, deferred, gradients, entropy = loop.forward(unpack(args))
     none = loss.new_empty(0) if entropy is None else entropy
     return loss, loss.new_ones(()) if deferred is None else deferred, gradients, none
 
 
 def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
-    return divergence_loop.backward(upstream, unpack(args))
+    return loop.backward(upstream, unpack(args))
 
 
 def _fake_call(args: Any) -> Divergence:
@@ -42,7 +42,7 @@ def _fake_gradients(call: Divergence, wanted: bool) -> list[Tensor]:
     sources = (call.student, call.weight, call.bias)
     return [
         empty if source is None or not (wanted and need) else _fake_gradient(call, source)
-        for source, empty, need in zip(sources, divergence_loop.empty_gradients(call), call.needs, strict=True)
+        for source, empty, need in zip(sources, loop.empty_gradients(call), call.needs, strict=True)
     ]
 
 

@@ -11,8 +11,8 @@ row's u, enters by its square: so close distributions lose no digits, and equal 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
 from xent.core.chunks import rows_per_block
 
 __all__ = ["plain_rows"]
@@ -29,7 +29,7 @@ def plain_rows(
     grad: Tensor | None,
     entropy: Tensor | None,
 ) -> None:
-    """See `xent.backends.torch.divergence_steps.Steps`."""
+    """See `xent.backends.torch.divergence.steps.Steps`."""
     count, vocabulary = z.shape
     step = rows_per_block(vocabulary, loss.itemsize * _PASSES, z.device.type, torch.get_num_threads())
     for start in range(0, count, step):

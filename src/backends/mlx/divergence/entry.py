@@ -1,8 +1,7 @@
 """Divergences on MLX arrays, with MLX's own operations on every device: chunks of rows, both sides' logits at a time.
 
-`divergence_facts` is what is known about the rows, `divergence_rows` the row algebra. Gradients reach MLX through
-`autograd.with_gradients`, as those of the losses do: what is expected is made with a mean or sum, the rest when it is
-asked for.
+Gradients reach MLX through `autograd.with_gradients`, as those of the losses do: what is expected is made with a mean
+or sum, the rest when it is asked for.
 """
 
 from collections.abc import Collection
@@ -14,8 +13,8 @@ from xent.backends.mlx import empty
 from xent.backends.mlx.autograd import guarded, scaled, with_gradients
 from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.devices import chunk_device
-from xent.backends.mlx.divergence_facts import DivergenceFacts, gather_facts, known_classes
-from xent.backends.mlx.divergence_rows import KnownClasses, entropy, from_top_k, full
+from xent.backends.mlx.divergence.facts import DivergenceFacts, gather_facts, known_classes
+from xent.backends.mlx.divergence.rows import KnownClasses, entropy, from_top_k, full
 from xent.backends.mlx.facts import accumulation_dtype
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.tracing import is_differentiated

@@ -1,18 +1,14 @@
-"""Divergences in the PyTorch driver, from a call to autograd and back: autocast, which gradients are asked for, shapes.
-
-`divergence_call` is the call as it runs -> `divergence_autograd`, and `divergence_ops` below it -> `divergence_loop`,
-the chunks of rows, with `divergence_facts` -> what a backend registered in `divergence_steps`: `divergence_plain` here.
-"""
+"""Divergences from a call to autograd and back: autocast, which gradients are asked for, results in caller's shapes."""
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch import divergence_ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch import ops as _scaling  # noqa: F401  registers the operations
 from xent.backends.torch import private
 from xent.backends.torch.autograd import asks_for_gradient
-from xent.backends.torch.divergence_autograd import DivergenceFunction
-from xent.backends.torch.divergence_call import Divergence, pack
+from xent.backends.torch.divergence import ops as _ops  # noqa: F401  registers the operations
+from xent.backends.torch.divergence.autograd import DivergenceFunction
+from xent.backends.torch.divergence.call import Divergence, pack
 from xent.backends.torch.transforms import refuse_transforms
 from xent.core.spec import Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
@@ -41,9 +37,9 @@ def run(call: DivergenceCall, kernel: str) -> tuple[Tensor, Stats]:
     )
     packed = pack(arguments)
     if torch.compiler.is_compiling() and private.transforms_active():
-        from xent.backends.torch import divergence_compiled
+        from xent.backends.torch.divergence import compiled
 
-        loss, *_, entropy = divergence_compiled.divergence(*packed)
+        loss, *_, entropy = compiled.divergence(*packed)
     elif any(arguments.needs):
         loss, *_, entropy = DivergenceFunction.apply(*packed)
     else:

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK, gather_facts, gather_top_k
-from xent.backends.torch.divergence_steps import STEPS
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK, gather_facts, gather_top_k
+from xent.backends.torch.divergence.steps import STEPS
 from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.linear_call import WIDE_PRODUCTS, Linear
 from xent.backends.torch.product_sum import rounds_sums
