@@ -151,8 +151,8 @@ def linear_divergence(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         The student's hidden states.
-    linear_weight : array (V, D), the dtype of input
-        The student's classifier. Under torch.autocast any float dtype.
+    linear_weight : array (V, D), the dtype of input; or QuantizedWeight
+        The student's classifier. Under torch.autocast any float dtype. For MLX also a frozen quantized one.
     teacher : LinearTeacher, TopKTeacher or array (..., V)
         As in `xent.divergence`; a `LinearTeacher` may have another width, and its logits never exist all at once.
     linear_bias : array (V,), optional

@@ -76,7 +76,7 @@ class LogitsCall:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A classifier (V, D) as `mlx.core.quantize` packs it, for `xent.linear_cross_entropy`. It gets no gradient.
+    """A classifier (V, D) as `mlx.core.quantize` packs it, of a linear loss or a teacher. It gets no gradient.
 
     Products with it are `mlx.core.quantized_matmul`'s: it is never unpacked as a whole.
 

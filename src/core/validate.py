@@ -24,12 +24,14 @@ from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall
 __all__ = [
     "check_number",
     "check_numbers",
+    "check_quantized",
     "check_shift_and_workspace",
     "check_stats",
     "heads_of",
     "linear_call",
     "logits_call",
     "loss_spec",
+    "parts_of",
 ]
 
 
@@ -90,7 +92,7 @@ def linear_call(
     normalizer = number_of(framework_of(input), normalizer)
     framework = one_framework(
         input=input,
-        **_parts_of(linear_weight),
+        **parts_of(linear_weight, "linear_weight"),
         target=target,
         linear_bias=linear_bias,
         weight=weight,
@@ -102,7 +104,7 @@ def linear_call(
         if array is not None and not isinstance(array, QuantizedWeight):
             _check_float(name, array)
     if isinstance(linear_weight, QuantizedWeight):
-        _check_quantized(framework, linear_weight)
+        check_quantized(framework, linear_weight, "linear_weight")
     if len(input.shape) < 1:
         raise ValueError("input must have shape (..., D), got a 0-d array")
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -161,35 +163,36 @@ def linear_call(
     )
 
 
-def _parts_of(linear_weight: Any) -> dict[str, Any]:
-    """Return the arrays of a classifier by the names they have for the caller."""
-    if not isinstance(linear_weight, QuantizedWeight):
-        return {"linear_weight": linear_weight}
-    parts = {name: getattr(linear_weight, name) for name in ("packed", "scales", "biases")}
-    for name in ("packed", "scales"):
-        if parts[name] is None:
-            raise TypeError(f"linear_weight.{name} must be an MLX array, got None")
-    return {f"linear_weight.{name}": part for name, part in parts.items()}
+def parts_of(weight: Any, name: str) -> dict[str, Any]:
+    """Return the arrays of a classifier that the caller knows by `name`, by the names that they have for the caller."""
+    if not isinstance(weight, QuantizedWeight):
+        return {name: weight}
+    parts = {part: getattr(weight, part) for part in ("packed", "scales", "biases")}
+    for part in ("packed", "scales"):
+        if parts[part] is None:
+            raise TypeError(f"{name}.{part} must be an MLX array, got None")
+    return {f"{name}.{part}": array for part, array in parts.items()}
 
 
-def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
+def check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
+    """Raise TypeError or ValueError for a quantized classifier that cannot be one."""
     if framework != "mlx":
-        raise TypeError(f"linear_weight: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
+        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
     if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
         raise TypeError(
-            "linear_weight.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
+            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
             f"{describe(weight.packed)}"
         )
-    for name in ("group_size", "bits"):
-        if not _is_int(getattr(weight, name)) or getattr(weight, name) <= 0:
-            raise ValueError(f"linear_weight.{name} must be an int > 0, got {getattr(weight, name)!r}")
+    for number in ("group_size", "bits"):
+        if not _is_int(getattr(weight, number)) or getattr(weight, number) <= 0:
+            raise ValueError(f"{name}.{number} must be an int > 0, got {getattr(weight, number)!r}")
     vocabulary, width = weight.shape
     groups = (vocabulary, width // weight.group_size)
-    for name in ("scales", "biases"):
-        part = getattr(weight, name)
+    for kind in ("scales", "biases"):
+        part = getattr(weight, kind)
         if part is not None and tuple(part.shape) != groups:
             raise ValueError(
-                f"linear_weight.{name} must have shape {groups}, one for each {weight.group_size} elements of a row of "
+                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
                 f"({vocabulary}, {width}); got {tuple(part.shape)}"
             )
 

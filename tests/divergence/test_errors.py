@@ -139,8 +139,13 @@ def test_arguments_of_one_function() -> None:
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, linear_bias=np.zeros(4))
     with pytest.raises(ValueError, match="workspace must be None or a positive int"):
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, workspace=0)
-    with pytest.raises(TypeError, match="got a QuantizedWeight: no divergence takes one yet"):
-        xent.linear_divergence(HIDDEN, xent.QuantizedWeight(None, None), LOGITS)
+    packed = xent.QuantizedWeight(CLASSIFIER, CLASSIFIER)
+    with pytest.raises(TypeError, match="linear_weight: a QuantizedWeight holds MLX arrays, got numpy array"):
+        xent.linear_divergence(HIDDEN, packed, LOGITS)
+    with pytest.raises(TypeError, match=r"teacher\.weight: a QuantizedWeight holds MLX arrays, got numpy array"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, xent.LinearTeacher(HIDDEN, packed))
+    with pytest.raises(TypeError, match=r"teacher\.weight\.packed must be an MLX array, got None"):
+        xent.divergence(LOGITS, xent.LinearTeacher(HIDDEN, xent.QuantizedWeight(None, None)))
 
 
 @pytest.mark.parametrize(("teacher", "error", "message"), VALUES, ids=[message[-30:] for _, _, message in VALUES])

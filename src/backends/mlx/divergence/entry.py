@@ -59,7 +59,7 @@ def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
 
 
 def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
-    """Return what may have a gradient: "logits" with classes last, or "input", "weight" and perhaps "bias"."""
+    """Return what may have a gradient: "logits" with classes last; or "input", a dense "weight", and "bias"."""
     student, teacher = call.student, call.teacher
     if isinstance(teacher, LinearLogits):
         _check_dtypes("teacher.", teacher)
@@ -67,12 +67,12 @@ def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
         return {"logits": mx.moveaxis(student.logits, call.axis, -1)}
     _check_dtypes("linear_", student)
     given = {"input": student.input, "weight": student.weight, "bias": student.bias}
-    return {name: array for name, array in given.items() if array is not None}
+    return {name: array for name, array in given.items() if isinstance(array, mx.array)}
 
 
 def _check_dtypes(prefix: str, side: LinearLogits) -> None:
     for name, array in (("weight", side.weight), ("bias", side.bias)):
-        if array is not None and array.dtype != side.input.dtype:
+        if isinstance(array, mx.array) and array.dtype != side.input.dtype:
             whose = "input" if prefix == "linear_" else f"{prefix}input"
             raise TypeError(f"{prefix}{name} must have the dtype of {whose}, {side.input.dtype}; got {array.dtype}")
 
