@@ -122,11 +122,14 @@ def _covered(base: Case, row: dict[str, Any], seed: int) -> Case:
 
 def named_cases(function: str, dtype: str) -> list[Case]:
     """Return the plain loss with every reduction, and the other named options, each with one dtype and reduction."""
-    cases = [case for case in option_cases(function, dtype) if not case.stats]
+    cases = [case for case in option_cases(function, dtype) if not case.stats and not case.trained]
     dealt = zip(dict.fromkeys(case.name for case in cases), cycle(product(EVERYWHERE, REDUCTIONS)), strict=False)
     mine = {name: reduction for name, (wanted, reduction) in dealt if wanted == dtype}
     mine |= {name: "mean" for name in mine if name in OPTIONS and OPTIONS[name].keys() == {"normalizer"}}
     reported = [case for case in option_cases(function, dtype) if case.stats and dtype in ("float32", "bfloat16")]
+    reported = [case for case in reported if not case.trained]
+    trained = [case for case in option_cases(function, dtype) if case.trained]
+    reported += trained[("float32", "bfloat16").index(dtype) :: 2] if dtype in ("float32", "bfloat16") else []
     return [case for case in cases if case.name == "plain" or mine.get(case.name) == case.reduction] + reported
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS
-from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients
+from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
 from xent.core.check.cases import LOG_PROB_OPTIONS, OPTIONS, Case, make_inputs, option_cases
 from xent.core.check.results import call_of
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS, LogitsCall
@@ -69,6 +69,28 @@ def test_gradient_is_the_slope_of_the_results(case: Case) -> None:
             numeric[index] = (ends[0] - ends[1]) / (2 * STEP)
         assert np.abs(gradient).sum() > 0
         np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=2e-8)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.trained], ids=str)
+def test_gradient_of_probabilities_is_the_slope_of_the_results(case: Case) -> None:
+    inputs = make_inputs(case)
+    given = {case.results[0]: inputs.upstream} | inputs.others
+
+    def total(target: Any) -> Any:
+        found = case.found_in(
+            getattr(xent, case.function)(**inputs.differentiable, target=target, **inputs.options, **case.keywords)
+        )
+        return sum(found[name].ravel() @ np.ravel(given[name]) for name in case.results)
+
+    call = call_of(case, inputs.differentiable, inputs.options | {"target": inputs.target})
+    gradient = target_gradient(call, inputs.upstream, **inputs.others)
+    numeric = np.empty_like(gradient)
+    for index in np.ndindex(gradient.shape):
+        moved = np.zeros_like(gradient)
+        moved[index] = 1.0  # the loss is linear in its target
+        numeric[index] = total(inputs.target + moved) - total(inputs.target)
+    assert np.abs(gradient).sum() > 0
+    np.testing.assert_allclose(gradient, numeric, rtol=1e-9, atol=1e-11)
 
 
 def defined(logits: list[float], target: int, allowed: set[int], options: dict[str, float]) -> dict[str, float]:

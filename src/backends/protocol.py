@@ -73,8 +73,8 @@ class Backend(Protocol):
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
         """Return why this divergence cannot be served, with what would serve it; None if it can."""
 
-    def run_divergence(self, call: DivergenceCall) -> Any:
-        """Return the divergence, an array of the call's framework."""
+    def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
+        """Return the divergence, an array of the call's framework, and the statistics that `call.stats` names."""
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
         """Return what the gradient checks need to drive this backend, on `device` or the best device there is."""

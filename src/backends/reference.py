@@ -1,8 +1,8 @@
 """The meaning of every option, as float64 NumPy: the truth that all other backends are tested against.
 
 Written to be read next to the formulas, not to be fast. Serves NumPy arrays as backend "numpy" (values only, no
-autograd); `cross_entropy_gradient` and `linear_cross_entropy_gradients` give the analytic gradients, which tests prove
-by finite differences.
+autograd); `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `target_gradient` give the analytic gradients,
+which tests prove by finite differences.
 """
 
 from dataclasses import dataclass, replace
@@ -11,12 +11,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.backends.reference_divergence import divergence
+from xent.backends.reference_divergence import divergence, student_entropy
 from xent.core.heads import apart, combined
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
 from xent.core.teachers import DivergenceCall
 
-__all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients"]
+__all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
 
 Array = NDArray[Any]
 
@@ -52,9 +52,9 @@ class Reference:
     def refuse_divergence(self, call: DivergenceCall) -> None:
         """Refuse nothing."""
 
-    def run_divergence(self, call: DivergenceCall) -> Any:
-        """Return the divergence as float64."""
-        return divergence(call)
+    def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
+        """Return divergence and statistics as float64."""
+        return divergence(call), Stats(entropy=student_entropy(call) if call.stats else None)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the reference is what the checks compare with."""
@@ -90,6 +90,22 @@ def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **othe
     # Rows without a target contribute nothing, whatever their hidden states hold.
     flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
     return (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
+
+
+def target_gradient(call: LogitsCall | LinearCall, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
+    """Return the gradient with respect to a target of class probabilities, in its shape.
+
+    `upstream` is that of the loss, `nll` that of the rows' nll; other statistics do not depend on the target.
+    """
+    if isinstance(call, LogitsCall):
+        shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
+        return np.moveaxis(_logits_rows(call).target_gradient(upstream, nll).reshape(shape), -1, call.axis)
+    rows = _linear_rows(call).target_gradient(upstream, nll).reshape(call.target.shape)
+    if not call.shift:
+        return rows
+    made = np.zeros_like(rows)
+    made[..., call.shift :, :] = rows[..., : max(rows.shape[-2] - call.shift, 0), :]
+    return made
 
 
 @dataclass
@@ -174,9 +190,7 @@ class _Rows:
 
     def gradient(self, upstream: Any, **others: Any) -> Array:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
-        scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
-        if self.spec.reduction == "mean":
-            scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
+        scale = self._scale(upstream)
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
             total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
@@ -188,6 +202,21 @@ class _Rows:
                 grad = grad + np.where(self.ignored[:, None], 0.0, each)
         nothing = self.spec.reduction == "mean" and self.divisor == 0
         return np.asarray(np.where(nothing, 0.0, grad))
+
+    def target_gradient(self, upstream: Any, nll: Any) -> Array:
+        """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
+        factor = self._scale(upstream)[:, None] * (1 - self.spec.label_smoothing) * self.class_weight
+        if nll is not None:
+            factor = factor + _masked(np.asarray(nll, np.float64).reshape(-1), self.ignored)[:, None]
+        with np.errstate(invalid="ignore"):
+            return np.asarray(np.where(factor == 0, 0.0, factor * self.surprise))
+
+    def _scale(self, upstream: Any) -> Array:
+        """Return what multiplies the derivative of each row's loss without its sample weight, (N,)."""
+        scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
+        if self.spec.reduction == "mean":
+            scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
+        return np.asarray(scale)
 
     def _derivative(self, name: str) -> Array:
         """Return the derivative (N, V) of a statistic with respect to x."""

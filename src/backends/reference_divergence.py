@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher, mass_tolerance
 
-__all__ = ["divergence", "divergence_gradients"]
+__all__ = ["divergence", "divergence_gradients", "student_entropy"]
 
 Array = NDArray[Any]
 
@@ -25,6 +25,12 @@ def divergence(call: DivergenceCall) -> Any:
     if call.reduction == "sum":
         return total
     return total / rows.divisor if rows.divisor != 0 else np.float64(0.0)
+
+
+def student_entropy(call: DivergenceCall) -> Array:
+    """Return the entropy of each row of the student, 0 in rows of weight 0."""
+    rows = _Rows(call)
+    return np.where(rows.a == 0, 0.0, rows.entropy).reshape(call.rows)
 
 
 def divergence_gradients(call: DivergenceCall, upstream: Any = 1.0) -> dict[str, Array]:
@@ -54,6 +60,7 @@ class _Rows:
         dead = self.a == 0
         x, slope = _logits(call.student, call.axis, dead)
         log_p, self.slope = _log_softmax(x), slope
+        self.entropy = -_kl(np.exp(log_p), np.zeros_like(log_p), -log_p)
         if isinstance(call.teacher, TopKTeacher):
             self.loss, self.derivative = _from_top_k(log_p, call.teacher, call.vocabulary, call.rows, dead)
         else:

@@ -52,7 +52,8 @@ def cross_entropy(
     logits : array (..., V); float64, float32, bfloat16 or float16
         Unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
     target : integer array (...), or float array (..., V)
-        Class indices in [0, V) or ignore_index; or class probabilities, which get no gradient.
+        Class indices in [0, V) or ignore_index; or class probabilities, which get a gradient where they ask for one:
+        backward computes it from the logits, which ``inplace`` must then leave alone.
     weight : float array (V,), optional
         Weight w of each class, >= 0. No gradient.
     ignore_index : int
@@ -202,7 +203,8 @@ def linear_cross_entropy(
         The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype. For
         MLX also a frozen quantized one.
     target : integer array (...), or float array (..., V)
-        Class indices in [0, V) or ignore_index; or class probabilities, which get no gradient.
+        Class indices in [0, V) or ignore_index; or class probabilities, which get a gradient where they ask for one:
+        backward computes the logits once more for it, chunk by chunk, in float32 on PyTorch.
     linear_bias : array (V,), optional
         Bias of the classifier.
     weight : float array (V,), optional

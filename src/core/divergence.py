@@ -1,5 +1,6 @@
 """The divergence of a student from a teacher: what a user reads, as `api` has the losses."""
 
+from collections.abc import Collection
 from typing import Any
 
 from xent.core.dispatch import select
@@ -20,6 +21,7 @@ def divergence(
     sample_weight: Any = None,
     normalizer: Any = None,
     axis: int = -1,
+    stats: Collection[str] = (),
     backend: str = "auto",
 ) -> Any:
     """Compute the Kullback-Leibler or generalised Jensen-Shannon divergence of a student from a teacher.
@@ -66,14 +68,19 @@ def divergence(
         side holds there. No gradient.
     normalizer : float >= 0 or 0-d array, optional
         What "mean" divides by, as in `xent.cross_entropy`. No gradient.
+    stats : collection of str
+        "entropy" is the only name: -sum_c p_c log p_c of the student in nats, of each row, 0 in rows of weight 0. No
+        gradient.
     backend : str
         As in `xent.cross_entropy`.
 
     Returns
     -------
-    array
+    loss : array
         0-d, or the rows' shape with reduction "none"; float32, or float64 for float64 logits and for NumPy. Where the
         teacher excludes a class that the student has (a logit of -inf), KL(p || q) is inf and has no gradient: NaN.
+    stats : Stats
+        Only where ``stats`` names any.
 
     Raises
     ------
@@ -110,8 +117,10 @@ def divergence(
         softcap=softcap,
         logit_scale=logit_scale,
         reduction=reduction,
+        stats=stats,
     )
-    return select(backend, call).run_divergence(call)
+    loss, found = select(backend, call).run_divergence(call)
+    return (loss, found) if call.stats else loss
 
 
 def linear_divergence(
@@ -128,6 +137,7 @@ def linear_divergence(
     sample_weight: Any = None,
     normalizer: Any = None,
     workspace: int | None = None,
+    stats: Collection[str] = (),
     backend: str = "auto",
 ) -> Any:
     """Compute the divergence of a linear classifier from a teacher, without memory for either's logits.
@@ -141,13 +151,13 @@ def linear_divergence(
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         The student's hidden states.
-    linear_weight : array (V, D), the dtype of input
-        The student's classifier. Under torch.autocast any float dtype.
+    linear_weight : array (V, D), the dtype of input; or QuantizedWeight
+        The student's classifier. Under torch.autocast any float dtype. For MLX also a frozen quantized one.
     teacher : LinearTeacher, TopKTeacher or array (..., V)
         As in `xent.divergence`; a `LinearTeacher` may have another width, and its logits never exist all at once.
     linear_bias : array (V,), optional
         Bias of the student's classifier.
-    beta, temperature, softcap, logit_scale, normalizer, backend
+    beta, temperature, softcap, logit_scale, normalizer, stats, backend
         As in `xent.divergence`.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" gradients are computed together with the loss; with "none", which takes any upstream
@@ -160,8 +170,10 @@ def linear_divergence(
 
     Returns
     -------
-    array
+    loss : array
         0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input and for NumPy.
+    stats : Stats
+        Only where ``stats`` names any.
 
     Raises
     ------
@@ -189,5 +201,7 @@ def linear_divergence(
         softcap=softcap,
         logit_scale=logit_scale,
         reduction=reduction,
+        stats=stats,
     )
-    return select(backend, call).run_divergence(call)
+    loss, found = select(backend, call).run_divergence(call)
+    return (loss, found) if call.stats else loss

@@ -5,6 +5,7 @@ from typing import Any
 
 __all__ = [
     "DIFFERENTIABLE",
+    "DIVERGENCE_STATS",
     "LARGEST",
     "LOG_PROB_STATS",
     "REDUCTIONS",
@@ -30,6 +31,8 @@ ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")
 STAT_NAMES = (*ROW_STATS, "z_loss", "accuracy", "count")
 LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy")
 """What the log-probability functions report beside their results, all of it per row."""
+DIVERGENCE_STATS = ("entropy",)
+"""What the divergences report beside their loss, all of it per row and without gradient."""
 
 
 LARGEST = 1e30
@@ -86,7 +89,7 @@ class LogitsCall:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A classifier (V, D) as `mlx.core.quantize` packs it, for `xent.linear_cross_entropy`. It gets no gradient.
+    """A classifier (V, D) as `mlx.core.quantize` packs it, of a linear loss or a teacher. It gets no gradient.
 
     Products with it are `mlx.core.quantized_matmul`'s: it is never unpacked as a whole.
 
@@ -236,7 +239,7 @@ class Shards:
 class Stats:
     """What the call was asked to report beside its results; a field that was not asked for is None.
 
-    With reduction "none" lse, nll and entropy carry gradients; nothing else does.
+    With reduction "none" lse, nll and entropy carry gradients; nothing else does. What a divergence reports does not.
 
     Rows are the positions of `target`; a row whose target is `ignore_index` (or that `shift` leaves without a target)
     is not counted and holds 0, or -1 for predictions. x are the logits after scale, softcap and temperature. With a

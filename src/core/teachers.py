@@ -25,8 +25,8 @@ class LinearTeacher:
     ----------
     input : array (..., D'); float64, float32, bfloat16 or float16
         Hidden states, one for each row of the student.
-    weight : array (V, D'), the dtype of input
-        The teacher's classifier.
+    weight : array (V, D'), the dtype of input; or QuantizedWeight
+        The teacher's classifier. For MLX also a quantized one.
     bias : array (V,), the dtype of input, optional
         Bias of the classifier.
     softcap : float > 0, optional
@@ -123,6 +123,7 @@ class DivergenceCall:
     temperature: float = 1.0
     axis: int = -1
     workspace: int | None = None
+    stats: tuple[str, ...] = ()
 
     @property
     def array(self) -> Any:

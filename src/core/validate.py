@@ -24,11 +24,14 @@ from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LinearCall, LogitsCall
 __all__ = [
     "check_number",
     "check_numbers",
+    "check_quantized",
     "check_shift_and_workspace",
+    "check_stats",
     "heads_of",
     "linear_call",
     "logits_call",
     "loss_spec",
+    "parts_of",
 ]
 
 
@@ -97,7 +100,7 @@ def linear_call(
     normalizer = number_of(framework_of(input), normalizer)
     framework = one_framework(
         input=input,
-        **_parts_of(linear_weight),
+        **parts_of(linear_weight, "linear_weight"),
         target=target,
         linear_bias=linear_bias,
         weight=weight,
@@ -110,7 +113,7 @@ def linear_call(
         if array is not None and not isinstance(array, QuantizedWeight):
             _check_float(name, array)
     if isinstance(linear_weight, QuantizedWeight):
-        _check_quantized(framework, linear_weight)
+        check_quantized(framework, linear_weight, "linear_weight")
     if len(input.shape) < 1:
         raise ValueError("input must have shape (..., D), got a 0-d array")
     if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
@@ -177,35 +180,36 @@ def _scales(framework: str | None, *, softcap: Any, logit_scale: Any, **_: Any) 
     return {name: value for name, value in given.items() if framework == "torch" == framework_of(value)}
 
 
-def _parts_of(linear_weight: Any) -> dict[str, Any]:
-    """Return the arrays of a classifier by the names they have for the caller."""
-    if not isinstance(linear_weight, QuantizedWeight):
-        return {"linear_weight": linear_weight}
-    parts = {name: getattr(linear_weight, name) for name in ("packed", "scales", "biases")}
-    for name in ("packed", "scales"):
-        if parts[name] is None:
-            raise TypeError(f"linear_weight.{name} must be an MLX array, got None")
-    return {f"linear_weight.{name}": part for name, part in parts.items()}
+def parts_of(weight: Any, name: str) -> dict[str, Any]:
+    """Return the arrays of a classifier that the caller knows by `name`, by the names that they have for the caller."""
+    if not isinstance(weight, QuantizedWeight):
+        return {name: weight}
+    parts = {part: getattr(weight, part) for part in ("packed", "scales", "biases")}
+    for part in ("packed", "scales"):
+        if parts[part] is None:
+            raise TypeError(f"{name}.{part} must be an MLX array, got None")
+    return {f"{name}.{part}": array for part, array in parts.items()}
 
 
-def _check_quantized(framework: str, weight: QuantizedWeight) -> None:
+def check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
+    """Raise TypeError or ValueError for a quantized classifier that cannot be one."""
     if framework != "mlx":
-        raise TypeError(f"linear_weight: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
+        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
     if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
         raise TypeError(
-            "linear_weight.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
+            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
             f"{describe(weight.packed)}"
         )
-    for name in ("group_size", "bits"):
-        if not _is_int(getattr(weight, name)) or getattr(weight, name) <= 0:
-            raise ValueError(f"linear_weight.{name} must be an int > 0, got {getattr(weight, name)!r}")
+    for number in ("group_size", "bits"):
+        if not _is_int(getattr(weight, number)) or getattr(weight, number) <= 0:
+            raise ValueError(f"{name}.{number} must be an int > 0, got {getattr(weight, number)!r}")
     vocabulary, width = weight.shape
     groups = (vocabulary, width // weight.group_size)
-    for name in ("scales", "biases"):
-        part = getattr(weight, name)
+    for kind in ("scales", "biases"):
+        part = getattr(weight, kind)
         if part is not None and tuple(part.shape) != groups:
             raise ValueError(
-                f"linear_weight.{name} must have shape {groups}, one for each {weight.group_size} elements of a row of "
+                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
                 f"({vocabulary}, {width}); got {tuple(part.shape)}"
             )
 
@@ -264,6 +268,17 @@ def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
+def check_stats(stats: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of statistics in the order of `allowed`; raise TypeError or ValueError for what is not there."""
+    listed = ", ".join(map(repr, allowed))
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {stats!r}")
+    unknown = [name for name in stats if name not in allowed]
+    if unknown:
+        raise ValueError(f"stats must be names from {listed}; got {unknown[0]!r}")
+    return tuple(name for name in allowed if name in stats)
+
+
 def loss_spec(
     framework: str,
     *,
@@ -282,13 +297,7 @@ def loss_spec(
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(
-            f"stats must be a tuple, list or set of names from {', '.join(map(repr, STAT_NAMES))}; got {stats!r}"
-        )
-    unknown = [name for name in stats if name not in STAT_NAMES]
-    if unknown:
-        raise ValueError(f"stats must be names from {', '.join(map(repr, STAT_NAMES))}; got {unknown[0]!r}")
+    names = check_stats(stats, STAT_NAMES)
     label_smoothing, z_loss, softcap, logit_scale = (
         number_of(framework, value) for value in (label_smoothing, z_loss, softcap, logit_scale)
     )
@@ -303,7 +312,7 @@ def loss_spec(
         z_loss,
         bounded(softcap),
         logit_scale,
-        tuple(name for name in STAT_NAMES if name in stats),
+        names,
     )
 
 

@@ -16,9 +16,16 @@ from xent.core.arrays import (
     number_of,
     one_framework,
 )
-from xent.core.spec import REDUCTIONS, QuantizedWeight, bounded
+from xent.core.spec import DIVERGENCE_STATS, REDUCTIONS, QuantizedWeight, bounded
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
-from xent.core.validate import check_number, check_numbers, check_shift_and_workspace
+from xent.core.validate import (
+    check_number,
+    check_numbers,
+    check_quantized,
+    check_shift_and_workspace,
+    check_stats,
+    parts_of,
+)
 
 __all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
 
@@ -40,6 +47,7 @@ def logits_divergence_call(
     softcap: Any,
     logit_scale: Any,
     reduction: Any,
+    stats: Any = (),
 ) -> DivergenceCall:
     """Check the arguments of `xent.divergence` and describe the call."""
     framework, normalizer = _frameworks({"logits": logits}, teacher, sample_weight, normalizer)
@@ -65,6 +73,7 @@ def logits_divergence_call(
         _vocabulary(vocabulary),
         heat,
         axis,
+        stats=check_stats(stats, DIVERGENCE_STATS),
     )
 
 
@@ -82,13 +91,12 @@ def linear_divergence_call(
     softcap: Any,
     logit_scale: Any,
     reduction: Any,
+    stats: Any = (),
 ) -> DivergenceCall:
     """Check the arguments of `xent.linear_divergence` and describe the call."""
-    if isinstance(linear_weight, QuantizedWeight):
-        raise TypeError("linear_weight must be an array (V, D), got a QuantizedWeight: no divergence takes one yet")
-    student = {"input": input, "linear_weight": linear_weight, "linear_bias": linear_bias}
+    student = {"input": input, **parts_of(linear_weight, "linear_weight"), "linear_bias": linear_bias}
     framework, normalizer = _frameworks(student, teacher, sample_weight, normalizer)
-    _check_classifier("", input, linear_weight, linear_bias)
+    _check_classifier(framework, "", input, linear_weight, linear_bias)
     check_shift_and_workspace(0, workspace)
     rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
     cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
@@ -104,6 +112,7 @@ def linear_divergence_call(
         heat,
         len(rows),
         workspace,
+        check_stats(stats, DIVERGENCE_STATS),
     )
 
 
@@ -129,9 +138,9 @@ def _arrays_of(teacher: Any) -> dict[str, Any]:
     if isinstance(teacher, TopKTeacher):
         named = {"teacher.ids": teacher.ids, "teacher.log_probs": teacher.log_probs}
     elif isinstance(teacher, LinearTeacher):
-        named = {"teacher.input": teacher.input, "teacher.weight": teacher.weight}
-        if teacher.bias is not None:
-            named["teacher.bias"] = teacher.bias
+        named = {"teacher.input": teacher.input, **parts_of(teacher.weight, "teacher.weight")}
+        optional = {"teacher.bias": teacher.bias, "teacher.weight.biases": named.pop("teacher.weight.biases", None)}
+        named |= {name: array for name, array in optional.items() if array is not None}
     elif framework_of(teacher) is None:
         raise TypeError(
             f"teacher must be an array of logits, a xent.LinearTeacher or a xent.TopKTeacher, got {describe(teacher)}"
@@ -173,7 +182,7 @@ def _teacher(
             raise ValueError(_NO_REVERSE.format(beta))
         return teacher
     if isinstance(teacher, LinearTeacher):
-        _check_classifier("teacher.", teacher.input, teacher.weight, teacher.bias)
+        _check_classifier(framework, "teacher.", teacher.input, teacher.weight, teacher.bias)
         if teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
@@ -215,11 +224,13 @@ def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -
         )
 
 
-def _check_classifier(prefix: str, input: Any, weight: Any, bias: Any) -> None:
+def _check_classifier(framework: str, prefix: str, input: Any, weight: Any, bias: Any) -> None:
     """Check hidden states and a classifier; the student's carry `linear_` in their names."""
     weight_name, bias_name = (f"{prefix or 'linear_'}{name}" for name in ("weight", "bias"))
     for name, array in ((f"{prefix}input", input), (weight_name, weight), (bias_name, bias)):
-        if array is not None:
+        if isinstance(array, QuantizedWeight):
+            check_quantized(framework, array, name)
+        elif array is not None:
             _check_float(name, array)
     if len(input.shape) < 1:
         raise ValueError(f"{prefix}input must have shape (..., D), got a 0-d array")

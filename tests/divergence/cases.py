@@ -26,7 +26,8 @@ def covering_divergences(function: str, dtype: str) -> list[DivergenceCase]:
     """Return cases with every combination of any two options; a top-k teacher has beta 0."""
     factors = FACTORS | (OF_LINEAR if function == "linear_divergence" else {})
     rows = [row for seed in range(4 if FULL else 1) for row in covering(factors, 2, f"{function}, {dtype}, {seed}")]
-    return [_covered(DivergenceCase(function, (4, 6), 67, dtype, ""), row) for row in rows]
+    base = DivergenceCase(function, (4, 6), 67, dtype, "")
+    return [_covered(replace(base, entropy=number % 2 == 0), row) for number, row in enumerate(rows)]
 
 
 def _covered(base: DivergenceCase, row: dict[str, Any]) -> DivergenceCase:

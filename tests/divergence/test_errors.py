@@ -37,6 +37,8 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"sample_weight must have shape \(2, 3\), one per row; got \(3, 2\)",
     ),
     ({"sample_weight": [1.0]}, TypeError, "sample_weight must be a torch, MLX or NumPy array, got list"),
+    ({"stats": "entropy"}, TypeError, "stats must be a tuple, list or set of names from 'entropy'; got 'entropy'"),
+    ({"stats": ("entropy", "lse")}, ValueError, "stats must be names from 'entropy'; got 'lse'"),
     ({"backend": "cuda"}, xent.BackendError, "unknown backend 'cuda'"),
     (
         {"teacher": None},
@@ -137,8 +139,13 @@ def test_arguments_of_one_function() -> None:
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, linear_bias=np.zeros(4))
     with pytest.raises(ValueError, match="workspace must be None or a positive int"):
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, workspace=0)
-    with pytest.raises(TypeError, match="got a QuantizedWeight: no divergence takes one yet"):
-        xent.linear_divergence(HIDDEN, xent.QuantizedWeight(None, None), LOGITS)
+    packed = xent.QuantizedWeight(CLASSIFIER, CLASSIFIER)
+    with pytest.raises(TypeError, match="linear_weight: a QuantizedWeight holds MLX arrays, got numpy array"):
+        xent.linear_divergence(HIDDEN, packed, LOGITS)
+    with pytest.raises(TypeError, match=r"teacher\.weight: a QuantizedWeight holds MLX arrays, got numpy array"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, xent.LinearTeacher(HIDDEN, packed))
+    with pytest.raises(TypeError, match=r"teacher\.weight\.packed must be an MLX array, got None"):
+        xent.divergence(LOGITS, xent.LinearTeacher(HIDDEN, xent.QuantizedWeight(None, None)))
 
 
 @pytest.mark.parametrize(("teacher", "error", "message"), VALUES, ids=[message[-30:] for _, _, message in VALUES])

@@ -3,11 +3,15 @@
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
 import xent
+from tests.mlx.quantized import expect_right_products
 from tests.targets import Target
+from xent.backends.mlx import tracing
+from xent.integrations.mlx import classifier
 
 RNG = np.random.default_rng(0)
 STUDENT = RNG.normal(0, 2, (6, 11))
@@ -120,3 +124,58 @@ def test_axis(target: Target) -> None:
     moved = [mx.moveaxis(array, -1, 1) for array in (z, t)]
     found = xent.divergence(*moved, axis=1, reduction="none", backend=target.name)
     np.testing.assert_array_equal(np.array(found), np.array(expected))
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("biased", [False, True])
+def test_quantized_classifiers(target: Target, dtype: mx.Dtype, bits: int, biased: bool) -> None:
+    """Of both sides: the value and the gradients are those of the weights that they stand for."""
+    mx.random.seed(0)
+    heads = [nn.Linear(width, 48, bias=biased) for width in (64, 96)]
+    packed = [nn.QuantizedLinear.from_linear(head, group_size=32, bits=bits) for head in heads]
+    for head in packed:
+        head.set_dtype(dtype)
+    (weight, bias), (teacher, teacher_bias) = map(classifier, packed)
+    x, wide = (mx.random.normal((2, 5, width)).astype(dtype) for width in (64, 96))
+    expect_right_products(x.reshape(-1, 64), weight)
+    expect_right_products(wide.reshape(-1, 96), teacher)
+
+    def unpacked(given: xent.QuantizedWeight) -> mx.array:
+        parts = {"scales": given.scales.astype(mx.float32), "biases": given.biases.astype(mx.float32)}
+        return mx.dequantize(given.packed, **parts, group_size=given.group_size, bits=given.bits)
+
+    def plain(x: mx.array) -> mx.array:
+        sides = []
+        for rows, given, shift in ((x, weight, bias), (wide, teacher, teacher_bias)):
+            logits = rows.astype(mx.float32) @ unpacked(given).T
+            sides.append(nn.log_softmax(logits if shift is None else logits + shift.astype(mx.float32), axis=-1))
+        log_p, log_q = sides
+        return (mx.exp(log_q) * (log_q - log_p)).sum(-1).mean()
+
+    def ours(x: mx.array) -> mx.array:
+        source = xent.LinearTeacher(wide, teacher, teacher_bias)
+        made: mx.array = xent.linear_divergence(x, weight, source, linear_bias=bias, backend=target.name)
+        return made
+
+    expected, slope = mx.value_and_grad(plain)(x)
+    found, gradient = mx.value_and_grad(ours)(x)
+    assert gradient.dtype == dtype
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    difference = (gradient.astype(mx.float32) - slope.astype(mx.float32)).square().sum().sqrt().item()
+    most = 1e-5 if dtype == mx.float32 else 1e-2
+    assert difference <= most * slope.astype(mx.float32).square().sum().sqrt().item()
+
+
+def test_an_array_outside_of_a_transformation_is_not_taken_for_a_traced_one(target: Target) -> None:
+    """Even if the first call of the process was made inside of one."""
+    x, w = arrays(HIDDEN, CLASSIFIER)
+    teacher = top_k(TEACHER)
+
+    def loss(x: mx.array, w: mx.array) -> mx.array:
+        made: mx.array = xent.linear_divergence(x, w, teacher, reduction="none", backend=target.name)
+        return made.sum()
+
+    tracing._probe.cache_clear()
+    mx.eval(mx.value_and_grad(loss, argnums=(0, 1))(x, w))
+    assert not tracing.is_traced(mx.zeros(3))

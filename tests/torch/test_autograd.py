@@ -186,10 +186,9 @@ def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target,
     assert (found.double() - expected)[small].norm() / expected[small].norm() < 1e-2
 
 
-@pytest.mark.parametrize("name", ["target", "weight", "sample_weight", "normalizer"])
+@pytest.mark.parametrize("name", ["weight", "sample_weight", "normalizer"])
 def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) -> None:
     values = {
-        "target": torch.rand(3, 5),
         "weight": torch.rand(5),
         "sample_weight": torch.rand(3),
         "normalizer": torch.tensor(3.0),

@@ -110,10 +110,11 @@ def test_compiles_whole(target: Target, tensors: dict[str, Tensor], reduction: s
     def loss(x: Tensor, w: Tensor, heat: float, teacher: Any) -> Tensor:
         options: dict[str, Any] = {"temperature": heat, "reduction": reduction, "backend": target.name}
         if is_linear:
-            made: Tensor = xent.linear_divergence(x * 2, w, teacher, **options)
+            made, stats = xent.linear_divergence(x * 2, w, teacher, stats=("entropy",), **options)
         else:
-            made = xent.divergence((x * 2) @ w.t(), teacher, **options)
-        return made.sum()
+            made, stats = xent.divergence((x * 2) @ w.t(), teacher, stats=("entropy",), **options)
+        weighed: Tensor = (made.sum() * stats.entropy).mean()
+        return weighed
 
     x, w = (tensors[name].clone().requires_grad_() for name in ("input", "weight"))
     teacher = teacher_of(tensors, kind)

@@ -96,11 +96,11 @@ class MetalBackend:
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
         return None
 
-    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
         """Run a divergence in the MLX driver, with MLX's own operations on the GPU."""
-        from xent.backends.mlx import divergence
+        from xent.backends.mlx.divergence import entry
 
-        return divergence.run(call)
+        return entry.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""

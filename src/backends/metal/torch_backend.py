@@ -67,12 +67,12 @@ class MetalTorchBackend:
         """Refuse what the losses refuse. There are no kernels for divergences: PyTorch's own operations serve them."""
         return self._refuse([call.array])
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
         from xent.backends.metal import torch_job  # noqa: F401  registers what scales gradients
-        from xent.backends.torch import divergence
+        from xent.backends.torch.divergence import entry
 
-        return divergence.run(call, kernel=self.name)
+        return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

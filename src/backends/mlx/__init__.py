@@ -70,11 +70,11 @@ class MlxBackend:
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def run_divergence(self, call: DivergenceCall) -> "mx.array":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
         """Run a divergence with MLX's own operations."""
-        from xent.backends.mlx import divergence
+        from xent.backends.mlx.divergence import entry
 
-        return divergence.run(call)
+        return entry.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""

@@ -31,8 +31,12 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     else:
         _check_dtypes(call)
         given, shape = linear.differentiable(call), call.input.shape[:-1]
+    probabilities = None
+    if is_float(call.target):
+        probabilities = mx.moveaxis(call.target, call.axis if isinstance(call, LogitsCall) else -1, -1)
     if 0 in shape:
-        return empty.run(list(given.values()), call.loss, shape)
+        trained = [*given.values(), *([] if probabilities is None else [probabilities])]
+        return empty.run(trained, call.loss, shape)
     call = guarded(call)
     rows: logits.Logits | linear.Chunks
     if isinstance(call, LogitsCall):
@@ -43,7 +47,8 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     else:
         facts = gather_facts(call, call.target, call.linear_weight.shape[0], call.input.dtype)
         rows = linear.Chunks(call, facts, chosen, "weight" in given and is_differentiated(given["weight"]))
-    return results.run(given, rows if facts.support is None else Supported(rows, facts), facts, shape)
+    served = rows if facts.support is None else Supported(rows, facts)
+    return results.run(given, probabilities, served, facts, shape)
 
 
 def _check_dtypes(call: LinearCall) -> None:

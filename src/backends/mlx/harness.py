@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from xent.backends.mlx.devices import devices
-from xent.backends.mlx.divergence_harness import unfused_divergence
+from xent.backends.mlx.divergence.harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from xent.backends.mlx import target_gradient
 from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.facts import Facts
@@ -68,6 +69,16 @@ class Chunks:
             grad = self._kernels.backward(logits, rows, found.norm[start:stop])
             tie = self._add(sums, grad, hidden, rows)
         return sums.result()
+
+    def of_target(self, facts: Facts, found: Found) -> mx.array:
+        """Return the gradient (N, V) of class probabilities, from logits made again."""
+        assert found.norm is not None
+        made, tie = list[mx.array](), [found.norm]
+        for start, stop in self._parts:
+            _, logits, rows = self._chunk(facts, start, stop, tie)
+            tie = target_gradient.of_block(logits, rows, found.norm[start:stop])
+            made += tie
+        return target_gradient.placed(made, facts)
 
     def pick(self, entries: Entries) -> mx.array:
         """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""

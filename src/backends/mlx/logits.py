@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from xent.backends.mlx import target_gradient
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Asked, Found, Kernels
 from xent.backends.mlx.scatter import scattered
@@ -32,6 +33,11 @@ class Logits:
         assert found.norm is not None
         grad = self._kernels.backward(self._block, facts.all_rows(), found.norm)
         return {"logits": grad.reshape(self._shape)}
+
+    def of_target(self, facts: Facts, found: Found) -> mx.array:
+        """Return the gradient (N, V) of class probabilities."""
+        assert found.norm is not None
+        return target_gradient.placed(target_gradient.of_block(self._block, facts.rows, found.norm), facts)
 
     def pick(self, entries: Entries) -> mx.array:
         """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""

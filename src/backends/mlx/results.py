@@ -25,13 +25,18 @@ def _reduced(values: mx.array, facts: Facts) -> mx.array:
 
 
 def run(
-    given: dict[str, mx.array], rows: Logits | Chunks | Supported, facts: Facts, shape: tuple[int, ...]
+    given: dict[str, mx.array],
+    target: mx.array | None,
+    rows: Logits | Chunks | Supported,
+    facts: Facts,
+    shape: tuple[int, ...],
 ) -> tuple[mx.array, Stats]:
     """Return the loss and the statistics that the spec names, per-row ones in `shape`.
 
-    `given` is what may have a gradient. The gradients of a mean or sum that may be asked for are made with the loss.
-    Others, and those of reduction "none", are made from logits that are looked at again. With "none" the statistics
-    that are sums over classes have gradients too.
+    `given` is what may have a gradient, and so may `target`, class probabilities (..., V). The gradients of a mean or
+    sum that may be asked for are made with the loss. Others, and those of reduction "none", are made from logits that
+    are looked at again; so is that of the target. With "none" the statistics that are sums over classes have gradients
+    too.
     """
     reduces = facts.spec.reduction != "none"
     expected = _expected(given) if reduces else []
@@ -47,11 +52,15 @@ def run(
             if not made.keys() >= set(names):
                 made |= rows.backward(now, found, names)
         factor = facts.factor(upstream["loss"]) if reduces else None
-        return [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
+        grads = [scaled(made.pop(name), factor, array.dtype) for name, array in given.items()]
+        if target is not None and not isinstance(rows, Supported):
+            grads.append(scaled(rows.of_target(now, found).reshape(target.shape), factor, target.dtype))
+        return grads
 
     named = {"loss": _reduced(found.loss, facts)} | _statistics(found, facts)
     linked = ["loss", *(name for name in DIFFERENTIABLE if name in named and not reduces)]
-    named |= with_gradients({name: named[name] for name in linked}, list(given.values()), gradients)
+    inputs = [*given.values(), *([] if target is None else [target])]
+    named |= with_gradients({name: named[name] for name in linked}, inputs, gradients)
     flat = {name: value.reshape(shape) if value.ndim else value for name, value in named.items()}
     return flat.pop("loss"), Stats(**flat)
 

@@ -54,11 +54,12 @@ class TorchBackend:
     def refuse_divergence(self, call: DivergenceCall) -> None:
         """Refuse nothing."""
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence with plain steps."""
-        from xent.backends.torch import divergence, plain_job  # noqa: F401  registers what scales gradients
+        from xent.backends.torch import plain_job  # noqa: F401  registers what scales gradients
+        from xent.backends.torch.divergence import entry
 
-        return divergence.run(call, kernel=self.name)
+        return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the PyTorch harness of the gradient checks."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from xent.backends.torch import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch import private, scale_gradient
 from xent.backends.torch.autograd import CrossEntropy, LinearCrossEntropy, asks_for_gradient
+from xent.backends.torch.options import ARGUMENTS, reduction_of, stats_of
+from xent.backends.torch.target_autograd import asks, with_target
 from xent.backends.torch.transforms import refuse_gradients, refuse_transforms
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -35,7 +37,9 @@ def cross_entropy(logits: Tensor, *options: Any) -> Any:
     """Return what `CrossEntropy` does."""
     _refuse({"logits": logits}, options)
     logits, scale = scale_gradient.of_logits(logits, options[_SCALE])
-    return CrossEntropy.apply(logits, *asks_for_gradient(logits), *_with_scale(options, scale))
+    options = _with_scale(options, scale)
+    results = CrossEntropy.apply(logits, *asks_for_gradient(logits), *_constant_target(options))
+    return _with_target(results, 2, logits, *options)
 
 
 def linear_cross_entropy(*args: Any) -> Any:
@@ -45,13 +49,31 @@ def linear_cross_entropy(*args: Any) -> Any:
     options = args[7:]
     _refuse(dict(zip(names, args, strict=False)), options)
     *sources, scale = scale_gradient.of_linear(source, weight, bias, options[_SCALE])
-    return LinearCrossEntropy.apply(*sources, asks_for_gradient(*sources), *linear, *_with_scale(options, scale))
+    options, arguments = _with_scale(options, scale), (*sources, asks_for_gradient(*sources), *linear)
+    return _with_target(LinearCrossEntropy.apply(*arguments, *_constant_target(options)), 5, *arguments, *options)
 
 
 def _refuse(arguments: dict[str, Tensor | None], options: tuple[Any, ...]) -> None:
     given = {name: value for name, value in zip(_NAMES, options, strict=False) if isinstance(value, Tensor)}
-    refuse_gradients({name: value for name, value in given.items() if name != "logit_scale"})
+    refuse_gradients({name: value for name, value in given.items() if name not in ("target", "logit_scale")})
     refuse_transforms(given | {name: value for name, value in arguments.items() if value is not None})
+
+
+def _constant_target(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    return options[0].detach(), *options[1:]
+
+
+def _with_target(results: Any, first: int, *args: Any) -> Any:
+    """Return the results of a Function with the gradient of the target; statistics are from `first` on."""
+    options = args[-ARGUMENTS:]
+    if not asks(options[0]):
+        return results
+    made, names = list(results), stats_of(options)
+    place = first + names.index("nll") if reduction_of(options) == "none" and "nll" in names else None
+    made[0], nll = with_target(made[0], None if place is None else made[place], *args)
+    if place is not None:
+        made[place] = nll
+    return tuple(made)
 
 
 def _with_scale(options: tuple[Any, ...], scale: Tensor | None) -> tuple[Any, ...]:

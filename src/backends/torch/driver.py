@@ -1,5 +1,6 @@
 """From a call to autograd and back: autocast, which gradients are asked for, results in the caller's shapes."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ from xent.backends.torch.facts import check_targets
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options, pack, read, without_tensors
 from xent.backends.torch.rows import overlaps
+from xent.backends.torch.target_autograd import asks, with_target
 from xent.backends.torch.transforms import refuse_gradients, refuse_transforms
 from xent.core import heads
 from xent.core.spec import ROW_STATS, LinearCall, LogitsCall, LossSpec, Stats
@@ -22,17 +24,19 @@ __all__ = ["run", "run_linear", "run_logits"]
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
-    without_gradient = _tensors(call, "target", "weight", "sample_weight", "normalizer", "temperature")
+    without_gradient = _tensors(call, "weight", "sample_weight", "normalizer", "temperature")
     support: tuple[Any, Any] = (None, None)
     if call.support is not None:
         support = call.support.ids, call.support.offsets
         without_gradient |= {"support.ids": support[0], "support.offsets": support[1]}
+    if call.vocab_parallel is not None:
+        without_gradient["target"] = call.target
     numbers: tuple[Any, Any] = (call.loss.logit_scale, call.loss.softcap)
     scale, cap = (value if isinstance(value, Tensor) else None for value in numbers)
     named = {name: value for name, value in (("logit_scale", scale), ("softcap", cap)) if value is not None}
     trained = "logit_scale" if call.vocab_parallel is None else ""
     refuse_gradients(without_gradient | {name: value for name, value in named.items() if name != trained})
-    refuse_transforms(without_gradient | named)
+    refuse_transforms({**without_gradient, **named, "target": call.target})
     options = Options(
         call.target,
         call.weight,
@@ -74,6 +78,14 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
         logits, scale = scale_gradient.of_logits(logits, options.logit_scale, inplace)
         options = options._replace(logit_scale=scale)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
+    if asks(options.target):
+        if inplace and needs_grad:
+            raise ValueError(
+                "inplace=True overwrites the logits, from which the gradient of target is computed: pass "
+                "inplace=False, or target.detach()"
+            )
+        made = run_logits(logits, _constant_target(options), logits.dim() - 1, False, quiet)
+        return _with_target(made, options, logits)
     if quiet:
         options = read(options)
         if inplace and needs_grad:
@@ -109,6 +121,9 @@ def run_linear(
         source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
         options = options._replace(logit_scale=scale)
     needs = asks_for_gradient(source, weight, bias)
+    if asks(options.target):
+        made = run_linear(source, weight, bias, _constant_target(options), shift, workspace, quiet)
+        return _with_target(made, options, source, weight, bias, needs, shift, workspace, compute)
     if quiet:
         options = read(options)
         linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
@@ -124,6 +139,20 @@ def run_linear(
     else:
         loss, _, _, stats = torch.ops.xent.linear_cross_entropy(*arguments)
     return _shaped(loss, stats, options.spec, source.shape[:-1])
+
+
+def _constant_target(options: Options) -> Options:
+    return options._replace(target=options.target.detach())
+
+
+def _with_target(made: Any, options: Options, *sources: Any) -> Any:
+    """Return what was made without the target's gradient with it; `sources` are what the operation takes first."""
+    spec = options.spec
+    loss, stats = made if spec.stats else (made, Stats())
+    loss, nll = with_target(loss, stats.nll if spec.reduction == "none" else None, *sources, *pack(options))
+    if not spec.stats:
+        return loss
+    return loss, stats if nll is None else replace(stats, nll=nll)
 
 
 def _run_logits_in_shards(call: LogitsCall, options: Options, quiet: bool) -> tuple[Tensor, Stats]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.devices import devices
-from xent.backends.torch.divergence_harness import unfused_divergence
+from xent.backends.torch.divergence.harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from xent.backends.torch import job as jobs
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import logits as logits_driver
+from xent.backends.torch import target_gradient
 from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.logits import makes_gradient_first, new_norm
@@ -192,6 +193,23 @@ def _linear_cross_entropy(*args: Any) -> Any:
 )
 def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
     return linear_driver.backward(jobs.Upstream(*args[7:11]), _linear(args), unpack(args[11:]))
+
+
+@operation(
+    f"target_gradient(Tensor logits, Tensor? loss, Tensor? nll, {SCHEMA}) -> Tensor",
+    lambda logits, loss, nll, target, *options: target.new_empty(target.shape),
+)
+def _target_gradient(logits: Tensor, loss: Tensor | None, nll: Tensor | None, *args: Any) -> Tensor:
+    """Return the gradient of class probabilities, for upstream gradients of the loss and of the rows' nll."""
+    return target_gradient.of_logits(jobs.Upstream(loss, nll=nll), logits, unpack(args))
+
+
+@operation(
+    f"linear_target_gradient({_LINEAR}, Tensor? loss, Tensor? nll, {SCHEMA}) -> Tensor",
+    lambda *args: args[9].new_empty(args[9].shape),
+)
+def _linear_target_gradient(*args: Any) -> Tensor:
+    return target_gradient.of_linear(jobs.Upstream(args[7], nll=args[8]), _linear(args), unpack(args[9:]))
 
 
 @operation(

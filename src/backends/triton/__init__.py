@@ -72,12 +72,12 @@ class TritonBackend:
         """Refuse what the losses refuse."""
         return self._refuse([call.array])
 
-    def run_divergence(self, call: DivergenceCall) -> "Tensor":
+    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence in the PyTorch driver with these kernels."""
-        from xent.backends.torch import divergence
+        from xent.backends.torch.divergence import entry
         from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients
 
-        return divergence.run(call, kernel=self.name)
+        return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

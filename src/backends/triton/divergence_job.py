@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
-from xent.backends.torch.divergence_steps import STEPS
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
+from xent.backends.torch.divergence.steps import STEPS
 from xent.backends.triton.divergence_kernel import divergence_kernel
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.top_k_kernel import top_k_kernel
@@ -20,15 +20,21 @@ _BITS = 32
 
 
 def triton_rows(
-    call: Divergence, z: Tensor, teacher: Tensor | TopK, facts: RowFacts, loss: Tensor, grad: Tensor | None
+    call: Divergence,
+    z: Tensor,
+    teacher: Tensor | TopK,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
 ) -> None:
-    """See `xent.backends.torch.divergence_steps.Steps`."""
+    """See `xent.backends.torch.divergence.steps.Steps`."""
     count, vocabulary = z.shape
     if not count:
         return
     dead = None if facts.dead is None else facts.dead.view(torch.uint8)
     place = (None, 0) if grad is None else (grad, grad.stride(0))
-    rows = (facts.weight, facts.scale, dead, loss, vocabulary)
+    rows = (facts.weight, facts.scale, dead, loss, entropy, vocabulary)
     student_numbers = (call.logit_scale, 0.0 if call.softcap is None else call.softcap)
     student: dict[str, Any] = {"SCALED": call.logit_scale != 1, "CAPPED": call.softcap is not None}
     block = min(next_power_of_2(vocabulary), _BLOCK)

@@ -55,6 +55,7 @@ def divergence_kernel(
     scale,  # (R,) float32
     dead,  # (R,) uint8 or None
     loss,  # (R,) float32
+    entropy,  # (R,) float32 or None
     vocabulary: "i32",
     beta: "fp32",
     logit_scale: "fp32",
@@ -82,6 +83,8 @@ def divergence_kernel(
     last = (vocabulary - 1) // BLOCK * BLOCK
     if is_dead:
         tl.store(loss + here, 0.0)
+        if entropy is not None:
+            tl.store(entropy + here, 0.0)
         if grad is not None:
             for first in range(0, last + 1, BLOCK):
                 nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
@@ -121,6 +124,7 @@ def divergence_kernel(
         if not FORWARD and not REVERSE:
             factor *= 1 - beta
         found = tl.zeros([BLOCK], tl.float32)
+        surprise = tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
         for back in range(0, last + 1, BLOCK):
             first = last - back
@@ -129,6 +133,8 @@ def divergence_kernel(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
             )
             p, q = exp(x - m_p) / z_p, exp(t - m_q) / z_q
+            if entropy is not None:
+                surprise += tl.where(p == 0, 0.0, p * (m_p - x))
             if FORWARD:
                 found += gap(q, p, x - t + apart_by)
                 g = p - q
@@ -145,6 +151,8 @@ def divergence_kernel(
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
         tl.store(loss + here, tl.sum(found, 0) * tl.load(weight + here))
+        if entropy is not None:
+            tl.store(entropy + here, tl.sum(surprise, 0) + tl.log(z_p))
         if grad is not None:
             if not FORWARD and not REVERSE:
                 pull = tl.sum(mean, 0)

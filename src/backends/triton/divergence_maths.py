@@ -1,7 +1,7 @@
 """Arithmetic that the kernels of divergences share: terms that are never negative, and do not cancel.
 
 With u = log o - log w, a divergence sum_c w (log w - log o) is added up as the sum of w (e^u - 1 - u) = o - w - w u,
-as in `xent.backends.torch.divergence_plain`.
+as in `xent.backends.torch.divergence.plain`.
 """
 
 import triton

@@ -32,6 +32,7 @@ def top_k_kernel(
     scale,  # (R,) float32
     dead,  # (R,) uint8 or None
     loss,  # (R,) float32
+    entropy,  # (R,) float32 or None
     vocabulary: "i32",
     classes: "i32",  # K
     tolerance: "fp32",
@@ -57,6 +58,8 @@ def top_k_kernel(
     last = (vocabulary - 1) // BLOCK * BLOCK
     if is_dead:
         tl.store(loss + here, 0.0)
+        if entropy is not None:
+            tl.store(entropy + here, 0.0)
         if grad is not None:
             for first in range(0, last + 1, BLOCK):
                 nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
@@ -75,17 +78,24 @@ def top_k_kernel(
         mass = tl.sum(q, 0)
         m_others = -float("inf")
         sums = tl.zeros([BLOCK], tl.float32)
+        below = tl.zeros([BLOCK], tl.float32)
         for first in range(0, last + 1, BLOCK):
             _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
             c = first + lanes
             word = tl.load(bits + here * words + c // 32, mask=c < vocabulary, other=0)
             x = tl.where(((word >> (c % 32)) & 1) != 0, -float("inf"), x)
             largest = tl.maximum(m_others, tl.max(x, 0))
-            sums = sums * exp(m_others - finite(largest)) + exp(x - finite(largest))
+            shrink, e = exp(m_others - finite(largest)), exp(x - finite(largest))
+            if entropy is not None:
+                # sum e (largest - x), whose terms grow where the largest does
+                risen = tl.where(sums == 0, 0.0, sums * (largest - m_others))
+                below = (below + risen) * shrink + tl.where(e == 0, 0.0, e * (largest - x))
+            sums = sums * shrink + e
             m_others = largest
         s = tl.sum(sums, 0)
         m = finite(tl.maximum(m_others, tl.max(x_k, 0)))
-        m_others = finite(m_others)
+        # Without other classes any number does, but that the exponential of what it is above m would overflow.
+        m_others = tl.where(s == 0, m, finite(m_others))
         e_k = exact_exp(x_k - m)
         total = s * exp(m_others - m) + tl.sum(e_k, 0)
         log_total = tl.log(total)
@@ -103,6 +113,10 @@ def top_k_kernel(
         else:
             found = -tl.sum(tl.where(known, q * u, 0.0), 0)
         tl.store(loss + here, found * tl.load(weight + here))
+        if entropy is not None:
+            surprise = (tl.sum(below, 0) + s * (m - m_others)) * exp(m_others - m)
+            surprise += tl.sum(tl.where(e_k == 0, 0.0, e_k * (m - x_k)), 0)
+            tl.store(entropy + here, surprise / total + log_total)
         if grad is not None:
             factor = tl.load(scale + here)
             each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)

@@ -95,6 +95,8 @@ class Case:
     """Statistics that carry gradients, each of which gets an upstream gradient of its own."""
     missing: tuple[str, ...] = ()
     """Results that get no upstream gradient all the same."""
+    trained: bool = False
+    """Whether the target, of class probabilities, has a gradient too."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
@@ -163,7 +165,12 @@ def option_cases(function: str, dtype: str) -> list[Case]:
         for case in named
         if case.name in ("all", "probabilities, all")
     ]
-    return reduced + reported
+    trained = [
+        replace(case, name=f"{case.name}, trained", trained=True)
+        for case in reduced + reported
+        if case.name.startswith("probabilities")
+    ]
+    return reduced + reported + trained
 
 
 def _log_prob_cases(base: Case) -> list[Case]:

@@ -36,6 +36,8 @@ class DivergenceCase:
     teacher_softcap: float | None = None
     teacher_scale: float = 1.0
     workspace: int | None = None
+    entropy: bool = False
+    """Whether the student's entropy is asked for."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
@@ -84,7 +86,7 @@ def divergence_cases(function: str, dtype: str) -> list[DivergenceCase]:
                 replace(base, name="chunks", workspace=base.vocabulary * 8 * 5, options={"sample_weight": True})
             )
         for case in named:
-            case = replace(case, teacher=teacher, reduction=next(reductions))
+            case = replace(case, teacher=teacher, reduction=next(reductions), entropy=len(cases) % 2 == 0)
             cases.append(case if teacher in _TOP_K else _with(case, beta=next(betas)))
     plain = [replace(base, name=f"plain, beta {beta}", options={"beta": beta}) for beta in (0.0, 1.0, 0.5)]
     return cases + [replace(case, reduction=reduction) for case in plain for reduction in _REDUCTIONS]

@@ -1,11 +1,12 @@
 """Whether a divergence and its gradients are right: as `judge` does it for the losses, and by the same bounds."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from xent.backends.protocol import Backend, Harness
-from xent.backends.reference_divergence import divergence, divergence_gradients
+from xent.backends.reference_divergence import divergence, divergence_gradients, student_entropy
 from xent.core import divergence as public
 from xent.core.check.cases import Case
 from xent.core.check.divergence_cases import DivergenceCase, make_divergence_inputs
@@ -48,9 +49,11 @@ def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, s
         call = dict(zip(names, differentiable, strict=True)) | options
         if case.function == "linear_divergence":
             call["workspace"] = case.workspace
-        return getattr(public, case.function)(
-            **call, teacher=_teacher_of(case, teacher), reduction=case.reduction, backend=backend.name
+        stats = ("entropy",) if case.entropy else ()
+        made = getattr(public, case.function)(
+            **call, teacher=_teacher_of(case, teacher), reduction=case.reduction, stats=stats, backend=backend.name
         )
+        return (made[0], made[1].entropy) if case.entropy else (made,)
 
     def unfused(*differentiable: Any) -> Any:
         logits = differentiable[0]
@@ -63,17 +66,37 @@ def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, s
             other["teacher"] = harness.linear(teacher["input"], teacher["weight"], teacher.get("bias"))
             other |= {"teacher_softcap": case.teacher_softcap, "teacher_scale": case.teacher_scale}
         tail = case.teacher if "ids" in teacher else ""
-        return harness.unfused_divergence(logits, **other, tail=tail, reduction=case.reduction, **options)
+        return (harness.unfused_divergence(logits, **other, tail=tail, reduction=case.reduction, **options),)
 
     truth = _reference(harness, case, dict(zip(names, arrays, strict=True)), teacher, options, upstream)
     made: Results = {}
     plain: Results = {}
     for results, function in ((made, fused), (plain, unfused)):
-        loss, gradients = harness.gradients(function, arrays, upstream)
-        results |= {"loss": harness.numpy(loss)}
+        found, gradients = harness.gradients(
+            function, arrays, (upstream, None)[: 1 + (case.entropy and results is made)]
+        )
+        results |= dict(zip(("loss", "entropy"), map(harness.numpy, found), strict=False))
         results |= {name: harness.numpy(grad) for name, grad in zip(names, gradients, strict=True)}
+    if case.entropy:
+        plain["entropy"] = _unfused_entropy(harness, case, arrays, inputs.options)
     judged_as = Case("cross_entropy" if case.function == "divergence" else case.function, (), 1, case.dtype, "")
-    return [compare(name, made[name], truth[name], plain[name], judged_as) for name in truth]
+    of_rows = replace(judged_as, function="log_probs", entropy=True)
+    return [
+        compare(name, made[name], truth[name], plain[name], of_rows if name == "entropy" else judged_as)
+        for name in truth
+    ]
+
+
+def _unfused_entropy(harness: Harness[Any], case: DivergenceCase, arrays: tuple[Any, ...], options: Results) -> Any:
+    """Return the student's entropy by the framework's own operations, from logits that are wide from the product on."""
+    wide = "float64" if case.dtype == "float64" else "float32"
+    given = [harness.array(harness.numpy(array), wide) for array in arrays]
+    logits = harness.linear(*given, *(None,) * (3 - len(given))) if case.function == "linear_divergence" else given[0]
+    ignored = np.asarray(options.get("sample_weight", np.ones(case.rows)) == 0)
+    temperature = harness.array(np.full(case.rows, options.get("temperature", 1.0)), wide)
+    bends = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+    target, ignored = harness.array(np.zeros(case.rows, np.int64)), harness.array(ignored)
+    return harness.numpy(harness.unfused_rows(logits, target, ignored, temperature=temperature, **bends)["entropy"])
 
 
 def _teacher_of(case: DivergenceCase, arrays: Results) -> Any:
@@ -102,4 +125,5 @@ def _reference(
         linear: Results = {"linear_bias": None} | arguments
         call = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
     gradients = divergence_gradients(call, harness.numpy(upstream))
-    return {"loss": np.asarray(divergence(call))} | {name: gradients[name] for name in arrays}
+    entropy = {"entropy": student_entropy(call)} if case.entropy else {}
+    return {"loss": np.asarray(divergence(call))} | entropy | {name: gradients[name] for name in arrays}

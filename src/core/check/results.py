@@ -5,6 +5,7 @@ log-probability is the error of float32 logits. Their gradients are allowed what
 logits of the case's dtype.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,12 @@ from typing import Any
 import numpy as np
 
 from xent.backends.protocol import Backend, Harness
-from xent.backends.reference import BACKEND, cross_entropy_gradient, linear_cross_entropy_gradients
+from xent.backends.reference import (
+    BACKEND,
+    cross_entropy_gradient,
+    linear_cross_entropy_gradients,
+    target_gradient,
+)
 from xent.core import api, log_probs, validate
 from xent.core.check.cases import LOSSES, Case, Inputs, make_inputs
 from xent.core.sampling import sampled
@@ -110,9 +116,9 @@ class _Run:
     wide: str
     """The dtype of what is computed from arrays of the case's dtype."""
     arrays: tuple[Any, ...]
-    """What is differentiated."""
+    """What is differentiated; the target last, if it is."""
     options: Results
-    """The target and the options."""
+    """The target, if it is not differentiated, and the options."""
     upstream: tuple[Any, ...]
     """One for each result, None where it is missing."""
 
@@ -122,7 +128,10 @@ class _Run:
         inputs = make_inputs(case, seed)
         wide = "float64" if case.dtype == "float64" else "float32"
         arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
-        options = placed(harness, inputs.options | {"target": inputs.target}, wide)
+        if case.trained:
+            inputs = replace(inputs, differentiable=inputs.differentiable | {"target": inputs.target})
+            arrays = (*arrays, harness.array(inputs.target, wide))
+        options = placed(harness, inputs.options | ({} if case.trained else {"target": inputs.target}), wide)
         given = {case.results[0]: inputs.upstream} | inputs.others
         found = (given.get(name) for name in case.results)
         upstream = tuple(None if values is None else harness.array(values, wide) for values in found)
@@ -154,12 +163,12 @@ def _reference(run: _Run) -> tuple[Results, Results]:
     for result, grad in given.items():
         first: Any = sign * np.asarray(grad, np.float64) if result == case.results[0] else np.zeros(np.shape(loss))
         others = {} if result == case.results[0] else {result: grad}
-        for name, share in zip(arrays, _gradients(call, first, others), strict=False):
+        for name, share in _gradients(call, first, others, arrays).items():
             found[name] = found.get(name, 0.0) + share
             sizes[name] = sizes.get(name, 0.0) + _norms(share)
         if result == "entropy":
-            shares = _gradients(call, np.zeros(np.shape(loss)), {"lse": grad})
-            sizes |= {name: sizes[name] + _norms(share) for name, share in zip(arrays, shares, strict=False)}
+            shares = _gradients(call, np.zeros(np.shape(loss)), {"lse": grad}, arrays)
+            sizes |= {name: sizes[name] + _norms(share) for name, share in shares.items()}
     return found, sizes
 
 
@@ -167,10 +176,16 @@ def _norms(gradient: Any) -> Any:
     return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
 
 
-def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results) -> tuple[Any, ...]:
+def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results, names: Collection[str]) -> Results:
+    made: Results
     if isinstance(call, LogitsCall):
-        return (cross_entropy_gradient(call, upstream, **others),)
-    return linear_cross_entropy_gradients(call, upstream, **others)
+        made = {"logits": cross_entropy_gradient(call, upstream, **others)}
+    else:
+        parts = linear_cross_entropy_gradients(call, upstream, **others)
+        made = dict(zip(("input", "linear_weight", "linear_bias"), parts, strict=True))
+    if "target" in names:
+        made["target"] = target_gradient(call, upstream, **others)
+    return {name: made[name] for name in names}
 
 
 def _as_numpy(harness: Harness[Any], value: Any) -> Any:
@@ -181,29 +196,42 @@ def _as_numpy(harness: Harness[Any], value: Any) -> Any:
 
 def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
     """Compute in the framework's own operations, on logits of the case's dtype."""
+    case, harness, arrays = run.case, run.harness, run.arrays
+    count = len(arrays) - case.trained
+    if case.trained:
+        arrays = (*arrays[:-1], harness.array(_rolled(run, run.inputs.target, -1), run.wide))
 
-    def unfused(*arrays: Any) -> tuple[Any, ...]:
-        padded = (*arrays, *(None,) * (3 - len(arrays)))
-        return _of_logits(run, run.harness.linear(*padded) if run.case.is_linear else arrays[0])
+    def unfused(*given: Any) -> tuple[Any, ...]:
+        padded = (*given[:count], *(None,) * (3 - count))
+        target = {"target": given[-1]} if case.trained else {}
+        return _of_logits(run, harness.linear(*padded) if case.is_linear else given[0], target)
 
-    return run.harness.gradients(unfused, run.arrays, run.upstream)
+    results, gradients = harness.gradients(unfused, arrays, run.upstream)
+    if case.trained and case.shift:
+        gradients[-1] = harness.array(_rolled(run, harness.numpy(gradients[-1]), 1), run.wide)
+    return results, gradients
+
+
+def _rolled(run: _Run, values: Any, sign: int) -> Any:
+    """Return an array (..., T, V) moved along its rows by the case's shift."""
+    return np.roll(values, sign * run.case.shift, -2) if run.case.shift else values
 
 
 def _exact(run: _Run) -> Results:
     """Compute the results on logits that are wide from their product on."""
     wide = [run.harness.array(run.harness.numpy(array), run.wide) for array in run.arrays]
     logits = run.harness.linear(*wide, *(None,) * (3 - len(wide)))
-    return dict(zip(run.case.results, map(run.harness.numpy, _of_logits(run, logits)), strict=True))
+    return dict(zip(run.case.results, map(run.harness.numpy, _of_logits(run, logits, {})), strict=True))
 
 
-def _of_logits(run: _Run, logits: Any) -> tuple[Any, ...]:
-    """Compute the results of a case unfused, row t with what belongs to row t + shift."""
+def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
+    """Compute the results of a case unfused, row t with what belongs to row t + shift; `target` if differentiated."""
     found = {}
     if run.case.function in LOSSES:
-        options = placed(run.harness, _options_of_loss(run), run.wide)
+        options = placed(run.harness, _options_of_loss(run), run.wide) | target
         found["loss"] = run.harness.unfused_loss(logits, **options, reduction=run.case.reduction)
     if len(run.case.results) > len(found):
-        found |= run.harness.unfused_rows(logits, **placed(run.harness, _options_of_rows(run), run.wide))
+        found |= run.harness.unfused_rows(logits, **(placed(run.harness, _options_of_rows(run), run.wide) | target))
         found["log_probs"] = 0 - found["nll"]
     return tuple(found[name] for name in run.case.results)
 

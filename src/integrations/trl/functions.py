@@ -161,8 +161,7 @@ def selective_log_softmax_and_entropy(
 class ChunkedDivergenceFunction:
     """The divergence of a student from a teacher, with the signature of TRL's function for its distillation trainer.
 
-    It is no autograd function itself: `apply` calls `xent.linear_divergence`, and for the entropy
-    `xent.linear_log_probs`.
+    It is no autograd function itself: `apply` calls `xent.linear_divergence`.
     """
 
     @staticmethod
@@ -203,7 +202,7 @@ class ChunkedDivergenceFunction:
         divergence : tensor (N,), float32
             Differentiable with respect to the student.
         entropy : tensor (N,), float32
-            Of the student's distribution. No gradient. It costs one more product of hidden states and classifier.
+            Of the student's distribution. No gradient.
 
         Raises
         ------
@@ -220,7 +219,7 @@ class ChunkedDivergenceFunction:
         """
         weight = _usable(student_weight, student_hidden)
         bias = None if student_bias is None else _usable(student_bias, student_hidden)
-        divergence: Tensor = xent.linear_divergence(
+        made: Any = xent.linear_divergence(
             student_hidden,
             weight,
             xent.LinearTeacher(
@@ -236,19 +235,10 @@ class ChunkedDivergenceFunction:
             softcap=student_final_logit_softcapping,
             logit_scale=student_logit_scale,
             reduction="none",
+            stats=("entropy",),
         )
-        with torch.no_grad():
-            _, entropy = xent.linear_log_probs(
-                student_hidden,
-                weight,
-                torch.zeros(len(student_hidden), dtype=torch.int64, device=student_hidden.device),
-                linear_bias=bias,
-                temperature=temperature,
-                softcap=student_final_logit_softcapping,
-                logit_scale=student_logit_scale,
-                entropy=True,
-            )
-        return divergence.float(), entropy.float()
+        divergence, stats = made
+        return divergence.float(), stats.entropy.float()
 
 
 def _usable(weight: Tensor, hidden: Tensor) -> Tensor:

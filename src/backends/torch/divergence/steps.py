@@ -4,9 +4,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
-from xent.backends.torch.divergence_plain import plain_rows
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
+from xent.backends.torch.divergence.plain import plain_rows
 
 __all__ = ["STEPS", "Steps"]
 
@@ -15,12 +15,22 @@ class Steps(Protocol):
     """Takes a block of rows."""
 
     def __call__(
-        self, call: Divergence, z: Tensor, teacher: Tensor | TopK, facts: RowFacts, loss: Tensor, grad: Tensor | None
+        self,
+        call: Divergence,
+        z: Tensor,
+        teacher: Tensor | TopK,
+        facts: RowFacts,
+        loss: Tensor,
+        grad: Tensor | None,
+        entropy: Tensor | None,
     ) -> None:
         """Write the weighted losses (R,) to `loss` and the gradient with respect to `z` to `grad`, where asked.
 
+        `entropy` (R,), where asked, gets the student's, 0 in dead rows.
+
         `z` (R, V) are the student's raw logits and `teacher` (R, V) those of the teacher, both with contiguous rows, in
-        any float dtypes. `loss` has the accumulation dtype. `grad` (R, V), with contiguous rows, may be `z` itself.
+        any float dtypes. `loss` and `entropy` have the accumulation dtype. `grad` (R, V), with contiguous rows, may be
+        `z` itself.
         """
 
 

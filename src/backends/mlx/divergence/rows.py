@@ -1,4 +1,4 @@
-"""The steps of a divergence's rows in MLX's own operations: see `xent.backends.torch.divergence_plain` for the sums."""
+"""The steps of a divergence's rows in MLX's own operations: see `xent.backends.torch.divergence.plain` for the sums."""
 
 import math
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import mlx.core as mx
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.elementwise import exp as exp64
 
-__all__ = ["KnownClasses", "from_top_k", "full"]
+__all__ = ["KnownClasses", "entropy", "from_top_k", "full"]
 
 
 _ADDED = 32
@@ -25,6 +25,12 @@ class KnownClasses:
     tail: str
     tolerance: float
     """By how much rounding may lift the mass above 1."""
+
+
+def entropy(x: mx.array) -> mx.array:
+    """Return -sum_c p_c log p_c, (R,)."""
+    log_p, p = _softmax(x)
+    return 0 - _sum(mx.where(p == 0, 0, p * log_p))
 
 
 def full(beta: float, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:

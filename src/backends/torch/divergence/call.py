@@ -13,7 +13,7 @@ __all__ = ["SCHEMA", "Divergence", "pack", "reduction_of", "unpack"]
 SCHEMA = (
     "Tensor student, Tensor? weight, Tensor? bias, Tensor teacher, Tensor? teacher_weight, Tensor? teacher_bias, "
     "Tensor? sample_weight, Tensor? normalizer, Tensor numbers, bool[] needs, bool[] has, str tail, str reduction, "
-    "int? workspace, ScalarType compute, str kernel"
+    "int? workspace, ScalarType compute, bool entropy, str kernel"
 )
 """`numbers`: beta; softcap and scale of the student, then of the teacher; the temperature; the normalizer.
 `has`: which of the softcaps and the normalizer are given."""
@@ -48,6 +48,8 @@ class Divergence(NamedTuple):
     workspace: int | None
     compute: torch.dtype
     """Of the student's logits, or of the products that its gradient passes through."""
+    entropy: bool
+    """Whether the student's entropy is asked for."""
     kernel: str
     """The backend whose steps are used."""
 
@@ -98,7 +100,7 @@ def pack(call: Divergence) -> tuple[Any, ...]:
 def unpack(arguments: Any) -> Divergence:
     """Return the call of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
     tensors, (normalizer, numbers, needs, has, *rest) = arguments[:7], arguments[7:]
-    tail, reduction, workspace, compute, kernel = rest
+    tail, reduction, workspace, compute, entropy, kernel = rest
     beta, softcap, scale, teacher_softcap, teacher_scale, temperature, divisor = numbers.tolist()
     check_beta(beta)
     check_temperature(temperature)
@@ -121,6 +123,7 @@ def unpack(arguments: Any) -> Divergence:
         reduction,
         workspace,
         compute,
+        entropy,
         kernel,
     )
     return Divergence(*values)

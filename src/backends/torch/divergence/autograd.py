@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.autograd import differentiated, first_order, refused, scaled, signed
-from xent.backends.torch.divergence_call import SCHEMA
+from xent.backends.torch.divergence.call import SCHEMA
 
 __all__ = ["DivergenceFunction"]
 
@@ -15,17 +15,17 @@ _TENSORS = 9  # the arguments of `SCHEMA` that are tensors come first
 
 
 class DivergenceFunction(torch.autograd.Function):
-    """(*arguments of `SCHEMA`) -> (loss, deferred, *gradients)."""
+    """(*arguments of `SCHEMA`) -> (loss, deferred, *gradients, entropy)."""
 
     @staticmethod
     @signed
     def forward(*args: Any) -> Any:
-        loss, deferred, gradients = torch.ops.xent.divergence(*args)
-        return loss, deferred, *gradients
+        loss, deferred, gradients, entropy = torch.ops.xent.divergence(*args)
+        return loss, deferred, *gradients, entropy
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, deferred, *gradients = output
+        _, deferred, *gradients, entropy = output
         ctx.constants, ctx.kernel = inputs[_TENSORS:], inputs[-1]
         ctx.needs = inputs[9]
         is_linear, reduction, compute = inputs[1] is not None, inputs[12], inputs[14]
@@ -33,16 +33,16 @@ class DivergenceFunction(torch.autograd.Function):
         ctx.dtypes = [None if source is None else source.dtype for source in inputs[:3]]
         if ctx.is_made:
             ctx.save_for_backward(deferred, *gradients)
-            ctx.mark_non_differentiable(deferred)
+            ctx.mark_non_differentiable(deferred, entropy)
         else:
             ctx.save_for_backward(*inputs[:_TENSORS])
-            ctx.mark_non_differentiable(deferred, *gradients)
+            ctx.mark_non_differentiable(deferred, *gradients, entropy)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (_ARGUMENTS - 3)
-        if differentiated(*more):
+        if differentiated(*more[:4]):
             refusals = [
                 None if grad is None or dtype is None else refused(grad, grad).to(dtype)
                 for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import divergence_loop
-from xent.backends.torch.divergence_call import SCHEMA, Divergence, reduction_of, unpack
+from xent.backends.torch.divergence import loop
+from xent.backends.torch.divergence.call import SCHEMA, Divergence, reduction_of, unpack
 from xent.backends.torch.ops import undisturbed
 from xent.backends.torch.product_sum import kept_dtype
 
@@ -21,12 +21,13 @@ _FORWARD, _BACKWARD = "divergence", "divergence_backward"
 
 
 def _forward(*args: Any) -> Any:
-    loss, deferred, gradients = divergence_loop.forward(unpack(args))
-    return loss, loss.new_ones(()) if deferred is None else deferred, gradients
+    loss, deferred, gradients, entropy = loop.forward(unpack(args))
+    none = loss.new_empty(0) if entropy is None else entropy
+    return loss, loss.new_ones(()) if deferred is None else deferred, gradients, none
 
 
 def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
-    return divergence_loop.backward(upstream, unpack(args))
+    return loop.backward(upstream, unpack(args))
 
 
 def _fake_call(args: Any) -> Divergence:
@@ -41,7 +42,7 @@ def _fake_gradients(call: Divergence, wanted: bool) -> list[Tensor]:
     sources = (call.student, call.weight, call.bias)
     return [
         empty if source is None or not (wanted and need) else _fake_gradient(call, source)
-        for source, empty, need in zip(sources, divergence_loop.empty_gradients(call), call.needs, strict=True)
+        for source, empty, need in zip(sources, loop.empty_gradients(call), call.needs, strict=True)
     ]
 
 
@@ -54,8 +55,11 @@ def _fake_forward(*args: Any) -> Any:
     call, each_row = _fake_call(args), reduction_of(args) == "none"
     acc, device = call.accumulation, call.student.device
     # Sizes may be symbols, which `math.prod` keeps.
-    loss = torch.empty((math.prod(call.rows),) if each_row else (), dtype=acc, device=device)
-    return loss, torch.empty((), dtype=acc, device=device), _fake_gradients(call, call.makes_gradient_first)
+    count = math.prod(call.rows)
+    loss = torch.empty((count,) if each_row else (), dtype=acc, device=device)
+    gradients = _fake_gradients(call, call.makes_gradient_first)
+    entropy = torch.empty((count if call.entropy else 0,), dtype=acc, device=device)
+    return loss, torch.empty((), dtype=acc, device=device), gradients, entropy
 
 
 def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
@@ -63,7 +67,11 @@ def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
 
 
 for _schema, _function, _fake in (
-    (f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients)", _forward, _fake_forward),
+    (
+        f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor entropy)",
+        _forward,
+        _fake_forward,
+    ),
     (f"{_BACKWARD}(Tensor upstream, {SCHEMA}) -> Tensor[]", _backward, _fake_backward),
 ):
     _name = _schema.partition("(")[0]

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from xent.backends.mlx.divergence_rows import KnownClasses
+from xent.backends.mlx.divergence.rows import KnownClasses
 from xent.backends.mlx.facts import accumulation_dtype
 from xent.backends.mlx.tracing import is_traced
 from xent.core.arrays import dtype_name

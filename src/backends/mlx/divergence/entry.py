@@ -1,8 +1,7 @@
 """Divergences on MLX arrays, with MLX's own operations on every device: chunks of rows, both sides' logits at a time.
 
-`divergence_facts` is what is known about the rows, `divergence_rows` the row algebra. Gradients reach MLX through
-`autograd.with_gradients`, as those of the losses do: what is expected is made with a mean or sum, the rest when it is
-asked for.
+Gradients reach MLX through `autograd.with_gradients`, as those of the losses do: what is expected is made with a mean
+or sum, the rest when it is asked for.
 """
 
 from collections.abc import Collection
@@ -14,13 +13,13 @@ from xent.backends.mlx import empty
 from xent.backends.mlx.autograd import guarded, scaled, with_gradients
 from xent.backends.mlx.classifier import Classifier
 from xent.backends.mlx.devices import chunk_device
-from xent.backends.mlx.divergence_facts import DivergenceFacts, gather_facts, known_classes
-from xent.backends.mlx.divergence_rows import KnownClasses, from_top_k, full
+from xent.backends.mlx.divergence.facts import DivergenceFacts, gather_facts, known_classes
+from xent.backends.mlx.divergence.rows import KnownClasses, entropy, from_top_k, full
 from xent.backends.mlx.facts import accumulation_dtype
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core.chunks import rows_per_chunk
-from xent.core.spec import LossSpec
+from xent.core.spec import LossSpec, Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["run"]
@@ -30,11 +29,11 @@ _FEWEST_ROWS = 64
 _PASSES = 4  # arrays of a chunk's size that are alive beside its logits
 
 
-def run(call: DivergenceCall) -> mx.array:
-    """Run a call; the loss in the caller's shape."""
+def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
+    """Run a call; loss and statistics in the caller's shapes."""
     given = _differentiable(call)
     if 0 in call.rows:
-        return empty.run(list(given.values()), LossSpec(reduction=call.reduction), call.rows)[0]
+        return empty.run(list(given.values()), LossSpec(reduction=call.reduction, stats=call.stats), call.rows)
     rows = _Rows(guarded(call))
     reduces = call.reduction != "none"
     expected = [name for name, array in given.items() if is_differentiated(array)] if reduces else []
@@ -55,11 +54,12 @@ def run(call: DivergenceCall) -> mx.array:
     loss = losses.reshape(call.rows) if not reduces else losses.sum()
     if rows.facts.divisor is not None:
         loss = mx.where(rows.facts.divisor == 0, 0, loss / rows.facts.divisor)
-    return with_gradients({"loss": loss}, list(given.values()), gradients)["loss"]
+    entropies = None if rows.entropies is None else rows.entropies.reshape(call.rows)
+    return with_gradients({"loss": loss}, list(given.values()), gradients)["loss"], Stats(entropy=entropies)
 
 
 def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
-    """Return what may have a gradient: "logits" with classes last, or "input", "weight" and perhaps "bias"."""
+    """Return what may have a gradient: "logits" with classes last; or "input", a dense "weight", and "bias"."""
     student, teacher = call.student, call.teacher
     if isinstance(teacher, LinearLogits):
         _check_dtypes("teacher.", teacher)
@@ -67,12 +67,12 @@ def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
         return {"logits": mx.moveaxis(student.logits, call.axis, -1)}
     _check_dtypes("linear_", student)
     given = {"input": student.input, "weight": student.weight, "bias": student.bias}
-    return {name: array for name, array in given.items() if array is not None}
+    return {name: array for name, array in given.items() if isinstance(array, mx.array)}
 
 
 def _check_dtypes(prefix: str, side: LinearLogits) -> None:
     for name, array in (("weight", side.weight), ("bias", side.bias)):
-        if array is not None and array.dtype != side.input.dtype:
+        if isinstance(array, mx.array) and array.dtype != side.input.dtype:
             whose = "input" if prefix == "linear_" else f"{prefix}input"
             raise TypeError(f"{prefix}{name} must have the dtype of {whose}, {side.input.dtype}; got {array.dtype}")
 
@@ -93,11 +93,14 @@ class _Rows:
             size *= _PASSES
         workspace = call.workspace or max(_WORKSPACE[device], _FEWEST_ROWS * size)
         step = rows_per_chunk(self._count, size, 1, workspace, device)
+        self.entropies: mx.array | None = None
+        """(N,), where asked for, once the rows were computed."""
         self._parts = [slice(start, min(start + step, self._count)) for start in range(0, self._count, step)]
 
     def computed(self, facts: DivergenceFacts, needs: Collection[str]) -> tuple[mx.array, dict[str, mx.array]]:
         """Return the weighted losses (N,), and the gradients that `needs` names."""
         losses, grads, tie = list[mx.array](), list[mx.array](), list[mx.array]()
+        entropies: list[mx.array] | None = [] if self._call.stats and self.entropies is None else None
         sums = None
         if needs and isinstance(self._call.student, LinearLogits):
             assert self._student.classifier is not None
@@ -109,6 +112,9 @@ class _Rows:
             found, derivative = self._divergence(x, part, dead, tie)
             losses.append(mx.where(dead, 0, found * facts.weight[part]))
             tie = [losses[-1]]
+            if entropies is not None:
+                entropies.append(mx.where(dead, 0, entropy(x)))
+                tie.append(entropies[-1])
             if not needs:
                 continue
             factor = (facts.scale[part] * self._student.scale)[:, None]
@@ -120,6 +126,8 @@ class _Rows:
                 tie.append(grads[-1])
             else:
                 tie += sums.add(grad.astype(self._call.array.dtype), hidden, dead)
+        if entropies is not None:
+            self.entropies = mx.concatenate(entropies)
         if sums is not None:
             return mx.concatenate(losses), sums.result()
         shape = (*self._call.rows, self._call.vocabulary)

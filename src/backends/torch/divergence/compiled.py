@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.autograd import asks_for_gradient
-from xent.backends.torch.divergence_autograd import DivergenceFunction
+from xent.backends.torch.divergence.autograd import DivergenceFunction
 from xent.backends.torch.transforms import NO_TEACHER_GRADIENT, refuse_gradients, refuse_transforms
 
 __all__ = ["divergence"]

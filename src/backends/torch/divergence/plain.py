@@ -11,8 +11,8 @@ row's u, enters by its square: so close distributions lose no digits, and equal 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK
 from xent.core.chunks import rows_per_block
 
 __all__ = ["plain_rows"]
@@ -21,9 +21,15 @@ _PASSES = 6  # arrays of a block's size that are alive at one time
 
 
 def plain_rows(
-    call: Divergence, z: Tensor, teacher: Tensor | TopK, facts: RowFacts, loss: Tensor, grad: Tensor | None
+    call: Divergence,
+    z: Tensor,
+    teacher: Tensor | TopK,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
 ) -> None:
-    """See `xent.backends.torch.divergence_steps.Steps`."""
+    """See `xent.backends.torch.divergence.steps.Steps`."""
     count, vocabulary = z.shape
     step = rows_per_block(vocabulary, loss.itemsize * _PASSES, z.device.type, torch.get_num_threads())
     for start in range(0, count, step):
@@ -35,6 +41,8 @@ def plain_rows(
         )
         dead = None if facts.dead is None else facts.dead[rows]
         weight, scale = facts.weight[rows], facts.scale[rows]
+        if entropy is not None:
+            entropy[rows] = _entropy(call, z[rows], dead, loss.dtype)
         _block(call, z[rows], known, RowFacts(weight, scale, dead), loss[rows], None if grad is None else grad[rows])
 
 
@@ -58,6 +66,14 @@ def _block(
     if dead is not None:
         derivative.masked_fill_(dead[:, None], 0)
     grad.copy_(derivative)
+
+
+def _entropy(call: Divergence, z: Tensor, dead: Tensor | None, acc: torch.dtype) -> Tensor:
+    """Return the student's entropy (R,), before a gradient takes the logits' place."""
+    log_p = torch.log_softmax(_activated(z.to(acc), call.softcap, call.logit_scale, False)[0], -1)
+    # p is 0 far above -1000, and 0 times infinity would be NaN.
+    found = 0 - (log_p.exp() * log_p.clamp(min=-1000)).sum(-1)
+    return found if dead is None else found.masked_fill(dead, 0)
 
 
 def _activated(z: Tensor, softcap: float | None, scale: float, slope: bool) -> tuple[Tensor, Tensor | None]:

@@ -1,25 +1,22 @@
-"""Divergences in the PyTorch driver, from a call to autograd and back: autocast, which gradients are asked for, shapes.
-
-`divergence_call` is the call as it runs -> `divergence_autograd`, and `divergence_ops` below it -> `divergence_loop`,
-the chunks of rows, with `divergence_facts` -> what a backend registered in `divergence_steps`: `divergence_plain` here.
-"""
+"""Divergences from a call to autograd and back: autocast, which gradients are asked for, results in caller's shapes."""
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch import divergence_ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch import ops as _scaling  # noqa: F401  registers the operations
 from xent.backends.torch import private
 from xent.backends.torch.autograd import asks_for_gradient
-from xent.backends.torch.divergence_autograd import DivergenceFunction
-from xent.backends.torch.divergence_call import Divergence, pack
+from xent.backends.torch.divergence import ops as _ops  # noqa: F401  registers the operations
+from xent.backends.torch.divergence.autograd import DivergenceFunction
+from xent.backends.torch.divergence.call import Divergence, pack
 from xent.backends.torch.transforms import NO_TEACHER_GRADIENT, refuse_gradients, refuse_transforms
+from xent.core.spec import Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["run"]
 
 
-def run(call: DivergenceCall, kernel: str) -> Tensor:
+def run(call: DivergenceCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
     named = _constants(call)
     # A classifier may be a parameter that is being trained elsewhere; what is computed from one may not.
@@ -35,16 +32,16 @@ def run(call: DivergenceCall, kernel: str) -> Tensor:
         }
     )
     packed = pack(arguments)
-    loss: Tensor
     if torch.compiler.is_compiling() and private.transforms_active():
-        from xent.backends.torch import divergence_compiled
+        from xent.backends.torch.divergence import compiled
 
-        loss, *_ = divergence_compiled.divergence(*packed)
+        loss, *_, entropy = compiled.divergence(*packed)
     elif any(arguments.needs):
-        loss, *_ = DivergenceFunction.apply(*packed)
+        loss, *_, entropy = DivergenceFunction.apply(*packed)
     else:
-        loss, *_ = torch.ops.xent.divergence(*packed)
-    return loss.view(call.rows) if call.reduction == "none" else loss
+        loss, *_, entropy = torch.ops.xent.divergence(*packed)
+    stats = Stats(entropy=entropy.view(call.rows) if call.stats else None)
+    return loss.view(call.rows) if call.reduction == "none" else loss, stats
 
 
 def _constants(call: DivergenceCall) -> dict[str, Tensor]:
@@ -100,6 +97,7 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
         call.reduction,
         call.workspace,
         compute,
+        "entropy" in call.stats,
         kernel,
     )
 

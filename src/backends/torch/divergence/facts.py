@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.divergence_call import Divergence
+from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.schedule import Part
 from xent.core.arrays import dtype_name
 from xent.core.teachers import mass_tolerance

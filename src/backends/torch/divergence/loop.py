@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from xent.backends.torch.divergence_call import Divergence
-from xent.backends.torch.divergence_facts import RowFacts, TopK, gather_facts, gather_top_k
-from xent.backends.torch.divergence_steps import STEPS
+from xent.backends.torch.divergence.call import Divergence
+from xent.backends.torch.divergence.facts import RowFacts, TopK, gather_facts, gather_top_k
+from xent.backends.torch.divergence.steps import STEPS
 from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.linear_call import WIDE_PRODUCTS, Linear
 from xent.backends.torch.product_sum import rounds_sums
@@ -21,8 +21,11 @@ _FEWEST_ROWS = 256
 _WIDENED_BYTES = 32 * 2**20  # of a classifier that is widened piece by piece
 
 
-def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return the loss, the factor that gradients still lack, and the gradients of a reduced loss, if asked for."""
+def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor], Tensor | None]:
+    """Return the loss, the factor that gradients still lack, the gradients of a reduced loss, and the entropy (N,).
+
+    The last two where they are asked for.
+    """
     run = _Run(call, None)
     gradients = run.chunks(call.makes_gradient_first and any(call.needs))
     loss = run.loss
@@ -30,7 +33,7 @@ def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         loss = loss.sum()
         if run.divisor is not None:
             loss = torch.where(run.divisor == 0, 0, loss / run.divisor)
-    return loss, run.deferred, gradients
+    return loss, run.deferred, gradients, run.entropy
 
 
 def backward(upstream: Tensor, call: Divergence) -> list[Tensor]:
@@ -53,6 +56,7 @@ class _Run:
         self.facts, self.divisor, self.deferred = gather_facts(call, upstream, self.top_k)
         self.count = call.rows.numel()
         self.loss = torch.zeros(self.count, dtype=call.accumulation, device=call.student.device)
+        self.entropy = torch.zeros_like(self.loss) if call.entropy and upstream is None else None
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
         """Put the rows to compute first: see `xent.backends.torch.job.Job.partition`."""
@@ -91,8 +95,11 @@ class _Run:
             known = _top_k_of(teacher, part) if isinstance(teacher, TopK) else teacher.block(part)
             loss = torch.empty(part.stop - part.start, dtype=call.accumulation, device=device)
             grad = None if place is None else place.memory(part, z)
-            steps(call, z, known, facts, loss, grad)
+            entropy = None if self.entropy is None else torch.empty_like(loss)
+            steps(call, z, known, facts, loss, grad, entropy)
             part.put(loss, self.loss)
+            if self.entropy is not None and entropy is not None:
+                part.put(entropy, self.entropy)
             if place is not None:
                 place.add(part, student, facts)
         return empty_gradients(call) if place is None else place.result()

@@ -1,0 +1,214 @@
+"""The gradient of class probabilities in PyTorch: what the matrix cannot see of it."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import xent
+from tests.covering import crossed
+from tests.targets import Target
+
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+@pytest.fixture
+def tensors(target: Target) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    drawn = {
+        "logits": torch.randn(2, 6, 11, generator=generator),
+        "input": torch.randn(2, 6, 8, generator=generator),
+        "linear_weight": torch.randn(11, 8, generator=generator),
+        "target": torch.softmax(torch.randn(2, 6, 11, generator=generator), -1),
+    }
+    return {name: tensor.to(target.device).requires_grad_() for name, tensor in drawn.items()}
+
+
+def sources_of(tensors: dict[str, Tensor], function: str) -> dict[str, Any]:
+    names = ("logits",) if function == "cross_entropy" else ("input", "linear_weight")
+    return {name: tensors[name] for name in names}
+
+
+def plain(sources: dict[str, Tensor], probabilities: Tensor, reduction: str = "mean") -> Tensor:
+    logits = sources.get("logits")
+    if logits is None:
+        logits = F.linear(sources["input"], sources["linear_weight"])
+    made = F.cross_entropy(logits.flatten(0, -2), probabilities.flatten(0, -2), reduction=reduction)
+    return made.view(probabilities.shape[:-1]) if reduction == "none" else made
+
+
+@pytest.mark.parametrize(
+    *crossed(
+        function=["cross_entropy", "linear_cross_entropy"],
+        reduction=REDUCTIONS,
+        alone=[False, True],
+        compiled=[False, True],
+    )
+)
+def test_the_gradients_that_pytorch_gives(
+    target: Target, tensors: dict[str, Tensor], function: str, reduction: str, alone: bool, compiled: bool
+) -> None:
+    """`alone`: nothing but the target asks for a gradient. A second backward gives the same."""
+    sources = {name: values.detach() if alone else values for name, values in sources_of(tensors, function).items()}
+
+    def loss(probabilities: Tensor) -> Any:
+        return getattr(xent, function)(**sources, target=probabilities, reduction=reduction, backend=target.name)
+
+    run = loss
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    probabilities = tensors["target"]
+    asking = [probabilities] if alone else [probabilities, *sources.values()]
+    made, expected = run(probabilities), plain(sources, probabilities, reduction)
+    torch.testing.assert_close(made, expected)
+    upstream = torch.rand_like(expected)
+    wanted = torch.autograd.grad(expected, asking, upstream)
+    for retain in (True, False):
+        found = torch.autograd.grad(made, asking, upstream, retain_graph=retain)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_func(target: Target, tensors: dict[str, Tensor], function: str, compiled: bool, reduction: str) -> None:
+    sources = {name: values.detach() for name, values in sources_of(tensors, function).items()}
+
+    def loss(probabilities: Tensor) -> Any:
+        options = {"reduction": reduction, "backend": target.name, "stats": ("nll",)}
+        made, stats = getattr(xent, function)(**sources, target=probabilities, **options)
+        return (made + (stats.nll**2 if reduction == "none" else 0)).sum()
+
+    def expected(probabilities: Tensor) -> Tensor:
+        rows = plain(sources, probabilities, reduction)
+        return (rows + rows**2).sum() if reduction == "none" else rows
+
+    gradient = torch.func.grad(loss)
+    if compiled:
+        torch._dynamo.reset()
+        gradient = torch.compile(gradient, backend="aot_eager")
+    found = gradient(tensors["target"].detach())
+    torch.testing.assert_close(found, torch.func.grad(expected)(tensors["target"].detach()))
+
+
+def test_jacrev(target: Target, tensors: dict[str, Tensor]) -> None:
+    logits = tensors["logits"].detach()
+    found = torch.func.jacrev(lambda q: xent.cross_entropy(logits, q, reduction="none", backend=target.name))(
+        tensors["target"].detach()
+    )
+    wanted = torch.func.jacrev(lambda q: plain({"logits": logits}, q, "none"))(tensors["target"].detach())
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_second_derivatives_raise(target: Target, tensors: dict[str, Tensor], function: str, compiled: bool) -> None:
+    sources = sources_of(tensors, function)
+
+    def loss(probabilities: Tensor) -> Any:
+        return getattr(xent, function)(**sources, target=probabilities, backend=target.name)
+
+    if compiled:
+        torch._dynamo.reset()
+        loss = torch.compile(loss, backend="aot_eager")
+    (gradient,) = torch.autograd.grad(loss(tensors["target"]), tensors["target"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"second derivatives|does not currently support double backward"):
+        gradient.sum().backward()
+
+
+@pytest.mark.parametrize("layout", ["axis 1", "transposed", "expanded", "several chunks"])
+def test_layouts(target: Target, tensors: dict[str, Tensor], layout: str) -> None:
+    logits, probabilities = tensors["logits"].detach(), tensors["target"].detach()
+    options: dict[str, Any] = {"reduction": "none", "backend": target.name}
+    upstream = torch.rand(2, 6, device=target.device)
+    if layout == "expanded":
+        probabilities = probabilities[:, :1].expand(2, 6, 11)
+    wanted_of = probabilities.detach().clone().requires_grad_()
+    if layout == "several chunks":
+        sources = sources_of(tensors, "linear_cross_entropy")
+        made = xent.linear_cross_entropy(**sources, target=tensors["target"], workspace=11 * 4 * 5, **options)
+        (found,) = torch.autograd.grad(made, tensors["target"], upstream)
+    elif layout == "axis 1":
+        asking = probabilities.movedim(-1, 1).contiguous().requires_grad_()
+        (found,) = torch.autograd.grad(
+            xent.cross_entropy(logits.movedim(-1, 1), asking, axis=1, **options), asking, upstream
+        )
+        found, sources = found.movedim(1, -1), {"logits": logits}
+    else:
+        asking = probabilities.transpose(0, 1).contiguous().transpose(0, 1) if layout == "transposed" else probabilities
+        asking, sources = asking.requires_grad_(), {"logits": logits}
+        (found,) = torch.autograd.grad(xent.cross_entropy(logits, asking, **options), asking, upstream)
+    (wanted,) = torch.autograd.grad(plain(sources, wanted_of, "none"), wanted_of, upstream)
+    torch.testing.assert_close(found, wanted)
+
+
+def test_rows_of_no_weight_have_no_gradient(target: Target, tensors: dict[str, Tensor]) -> None:
+    logits, weight = tensors["logits"].detach().clone(), torch.ones(2, 6, device=target.device)
+    logits[0, 1], weight[0, 1] = torch.nan, 0.0
+    loss = xent.cross_entropy(logits, tensors["target"], sample_weight=weight, backend=target.name)
+    (found,) = torch.autograd.grad(loss, tensors["target"])
+    assert found.isfinite().all()
+    assert not found[0, 1].any()
+    none = xent.cross_entropy(logits, tensors["target"], sample_weight=weight * 0, backend=target.name)
+    assert not torch.autograd.grad(none, tensors["target"])[0].any()
+
+
+@pytest.mark.parametrize("shape", [(0, 11), (3, 0, 11), (1, 1)])
+def test_no_rows_and_one_class(target: Target, shape: tuple[int, ...]) -> None:
+    probabilities = torch.ones(shape, device=target.device, requires_grad=True)
+    weight = torch.ones(shape[-1], 4, device=target.device)
+    hidden = torch.ones(*shape[:-1], 4, device=target.device)
+    for loss in (
+        xent.cross_entropy(torch.zeros(shape, device=target.device), probabilities, backend=target.name),
+        xent.linear_cross_entropy(hidden, weight, probabilities, backend=target.name),
+    ):
+        (found,) = torch.autograd.grad(loss, probabilities)
+        assert found.shape == shape
+        assert not found.any()
+
+
+def test_heads(target: Target, tensors: dict[str, Tensor]) -> None:
+    """Heads share one target: its gradient is the sum over heads, each shifted by its own."""
+    hidden = torch.randn(2, 2, 6, 8, device=target.device)
+    weight, probabilities = tensors["linear_weight"].detach(), tensors["target"]
+    loss = xent.linear_cross_entropy(hidden, weight, probabilities, shift=(1, 2), backend=target.name)
+    wanted = sum(
+        plain({"logits": F.linear(hidden[head, :, :-shift], weight)}, probabilities[:, shift:])
+        for head, shift in enumerate((1, 2))
+    )
+    assert isinstance(wanted, Tensor)
+    torch.testing.assert_close(torch.autograd.grad(loss, probabilities), torch.autograd.grad(wanted, probabilities))
+
+
+def test_autocast(target: Target, tensors: dict[str, Tensor]) -> None:
+    sources, kind = sources_of(tensors, "linear_cross_entropy"), torch.device(target.device).type
+    with torch.autocast(kind, dtype=torch.bfloat16):
+        loss = xent.linear_cross_entropy(**sources, target=tensors["target"], backend=target.name)
+    (found,) = torch.autograd.grad(loss, tensors["target"])
+    (wanted,) = torch.autograd.grad(plain(sources, tensors["target"]), tensors["target"])
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() / wanted.norm() < 2**-7
+
+
+def test_inplace_is_refused_and_no_grad_is_not(target: Target, tensors: dict[str, Tensor]) -> None:
+    logits, probabilities = tensors["logits"] * 1, tensors["target"]
+    with pytest.raises(ValueError, match=r"inplace=True overwrites the logits, .* pass inplace=False"):
+        xent.cross_entropy(logits, probabilities, inplace=True, backend=target.name)
+    with torch.no_grad():
+        assert not xent.cross_entropy(logits, probabilities, backend=target.name).requires_grad
+
+
+def test_work_is_not_spent_on_a_gradient_that_nobody_asks_for(
+    target: Target, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xent.backends.torch import target_gradient
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("computed the gradient of the target")
+
+    monkeypatch.setattr(target_gradient, "of_logits", fail)
+    xent.cross_entropy(tensors["logits"], tensors["target"].detach(), backend=target.name).backward()
+    xent.cross_entropy(tensors["logits"], tensors["target"], backend=target.name)
