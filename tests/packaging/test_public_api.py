@@ -47,9 +47,9 @@ def test_public_names_are_all_and_nothing_else() -> None:
     assert names | {"backends", "__version__"} == set(xent.__all__)
 
 
-def test_reference_page_has_every_public_name() -> None:
-    page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
-    documented = re.findall(r"^\.\. auto\w+:: xent\.(\w+)$", page, flags=re.MULTILINE)
+def test_reference_pages_have_every_public_name() -> None:
+    pages = "\n".join(page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    documented = re.findall(r"^\.\. auto\w+:: xent\.(\w+)$", pages, flags=re.MULTILINE)
     assert sorted(documented) == sorted(set(xent.__all__) - {"__version__"})
 
 
