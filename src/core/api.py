@@ -232,7 +232,7 @@ def linear_cross_entropy(
         (H, ..., T, D), and head j predicts t + shift[j] of the one target (..., T). The loss is the sum over heads of
         ``head_weight[j]`` times head j's own reduced loss; with "none" it is (H, ..., T), each head's own rows.
         ``normalizer`` divides the sum of each head. Class indices make one gradient of the classifier for all heads;
-        with class probabilities each head is a call of its own.
+        with class probabilities, or with ``vocab_parallel``, each head is a call of its own.
     head_weight : tuple of H numbers, optional
         How much each head counts, 1 each where it is not given. It needs a tuple as ``shift``, and "mean" or "sum".
     workspace : int, optional

@@ -4,7 +4,8 @@ Head j of H predicts target t + shift[j] from row t of its own hidden states. Th
 head's weight and R_j its own reduced loss; for "mean" that is sum_i l_ij / D_j. So it is also a plain sum over the rows
 of all heads, each weighed by h_j / D_j: one call, which makes one gradient of the classifier.
 
-Class probabilities are not copied once a head: each head is a call of its own there.
+Class probabilities are not copied once a head: each head is a call of its own there. So it is where the classes are in
+shards, of which no rank knows the target's weight.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ def run(
 
     `xp` has the framework's functions by NumPy's names, and `cast` converts an array to a dtype of `xp`.
     """
-    if dtype_name(call.target) in INTEGER_DTYPES:
+    if dtype_name(call.target) in INTEGER_DTYPES and call.vocab_parallel is None:
         return run_one(_joined(call, xp, cast))
     return combined(call, [run_one(one) for one in apart(call)], xp)
 

@@ -35,12 +35,17 @@ def shards_of(framework: str, given: Any) -> Shards | None:
     return Shards(shards.group, shards.first, shards.size, -2 if sequence_parallel else None)
 
 
-def check_tokens(input: Any, target: Any, axis: int) -> tuple[int, ...]:
-    """Return the rows (..., T) of a call whose `input` (..., T_r, D) is cut along `axis`; they are the target's."""
+def check_tokens(input: Any, target: Any, axis: int, heads: int | None) -> tuple[int, ...]:
+    """Return the rows (..., T) of a call whose `input` (..., T_r, D) is cut along `axis`; they are the target's.
+
+    With heads there is an axis of them in front, in the input and in what is returned.
+    """
     rows = tuple(target.shape)
     if dtype_name(target) in FLOAT_DTYPES:
         rows = rows[:-1]
-    mine = tuple(input.shape[:-1])
+    shape = tuple(input.shape)
+    lead = 0 if heads is None else 1
+    mine = shape[lead:-1]
     cut = axis % max(len(mine) + 1, 1)
     alike = len(mine) == len(rows) and all(mine[place] == rows[place] for place in range(len(mine)) if place != cut)
     if not mine or not alike or mine[cut] > rows[cut]:
@@ -48,4 +53,4 @@ def check_tokens(input: Any, target: Any, axis: int) -> tuple[int, ...]:
             f"with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, (..., T); got "
             f"input {tuple(input.shape)} and target {tuple(target.shape)}"
         )
-    return rows
+    return shape[:lead] + rows

@@ -131,12 +131,8 @@ def linear_call(
     heads = heads_of(framework, shift, head_weight, spec.reduction)
     rows = tuple(input.shape[:-1])
     if shards is not None and shards.axis is not None:
-        rows = check_tokens(input, target, shards.axis)
+        rows = check_tokens(input, target, shards.axis, None if heads is None else len(heads.shift))
     if heads is not None:
-        if shards is not None:
-            raise ValueError(
-                f"shift={heads.shift} with vocab_parallel is not supported: call once for each head, and add the losses"
-            )
         count = len(heads.shift)
         if len(rows) < 2 or rows[0] != count:
             raise ValueError(

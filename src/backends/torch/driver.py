@@ -60,7 +60,7 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
         refuse_transforms(sources)
         quiet = _is_eager(*sources.values(), *options.tensors)
         if call.heads is not None:
-            if quiet and not call.target.is_floating_point():
+            if quiet and call.vocab_parallel is None and not call.target.is_floating_point():
                 check_targets(options, len(call.linear_weight), min(call.heads.shift))
             return heads.run(call, partial(run, kernel=kernel), torch, Tensor.to)
         if call.vocab_parallel is not None:

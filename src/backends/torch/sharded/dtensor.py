@@ -56,7 +56,8 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
                 f"linear_weight has placements {weight.placements}: dimension {cut.name} of its mesh has the classes "
                 f"in shards, and dimension {cut.named(place)} must have it whole"
             )
-    source, axis, reduces = cut.own_hidden(input)
+    lead = 1 if isinstance(arguments.get("shift"), (tuple, list)) else 0
+    source, axis, reduces = cut.own_hidden(input, lead)
     placements = [Partial() if place in cut.rows else placement for place, placement in enumerate(weight.placements)]
     bias = arguments.get("linear_bias")
     if bias is not None:
@@ -74,7 +75,7 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
     arguments = cut.own_rows(arguments, input, input.dim() - 1)
     shard = cut.shard(axis, reduces)
     made = function(source, weight.to_local(grad_placements=placements), **arguments, vocab_parallel=shard)
-    return cut.results(made, target, arguments)
+    return cut.results(made, target, arguments, lead)
 
 
 @dataclass(frozen=True)
@@ -175,8 +176,11 @@ class _Cut:
         found[self.place] = Shard(axis)
         return tuple(found)
 
-    def own_hidden(self, input: Any) -> tuple[Tensor, int | None, bool]:
-        """Return hidden states, the axis along which tokens are cut, and whether the call sums the gradient."""
+    def own_hidden(self, input: Any, lead: int) -> tuple[Tensor, int | None, bool]:
+        """Return hidden states, the axis along which tokens are cut, and whether the call sums the gradient.
+
+        `lead`: how many axes the input has in front of the target's.
+        """
         if not isinstance(input, DTensor):
             others = [place for place in range(self.mesh.ndim) if place != self.place and self.mesh.size(place) > 1]
             if others:
@@ -192,13 +196,15 @@ class _Cut:
         for place, placement in enumerate(input.placements):
             if placement.is_shard(last):
                 raise ValueError(f"input must have its last axis whole, got placements {input.placements}")
+            if lead and placement.is_shard(0):
+                raise ValueError(f"input must have its axis of heads whole, got placements {input.placements}")
             if place != self.place and isinstance(placement, Shard) and self.mesh.size(place) > 1:
-                self.rows[place] = placement.dim
+                self.rows[place] = placement.dim - lead
         mine = input.placements[self.place]
         if isinstance(mine, Shard):
-            if mine.dim in self.rows.values():
+            if mine.dim - lead in self.rows.values():
                 raise ValueError(f"input has one axis in shards twice, by placements {input.placements}")
-            return input.to_local(), mine.dim, True
+            return input.to_local(), mine.dim - input.dim(), True
         placements = list(input.placements)
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
@@ -239,16 +245,17 @@ class _Cut:
         if "accuracy" in arguments["stats"] and "reduction" in arguments:
             raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
 
-    def _placements_of_rows(self) -> tuple[Placement, ...]:
-        return tuple(Shard(self.rows[place]) if place in self.rows else Replicate() for place in range(self.mesh.ndim))
+    def _placements_of_rows(self, lead: int = 0) -> tuple[Placement, ...]:
+        places = range(self.mesh.ndim)
+        return tuple(Shard(self.rows[place] + lead) if place in self.rows else Replicate() for place in places)
 
-    def results(self, made: Any, target: Any, arguments: dict[str, Any]) -> Any:
+    def results(self, made: Any, target: Any, arguments: dict[str, Any], lead: int = 0) -> Any:
         """Return the results: DTensors for a target that is one, plain tensors for a plain one."""
         if not isinstance(target, DTensor):
             return made
         reduced = arguments.get("reduction", "none") != "none"
         sums = tuple(Partial() if place in self.rows else Replicate() for place in range(self.mesh.ndim))
-        rows = self._placements_of_rows()
+        rows = self._placements_of_rows(lead)
 
         def placed(values: Any, per_row: bool) -> Any:
             if values is None:
