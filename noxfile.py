@@ -40,7 +40,6 @@ SCHEMAS = {
 WITHOUT_KERNELS = (
     "convergence/test_planted_faults.py",
     "distributed",
-    "distributed",
     "test_chunks.py",
     "test_covering.py",
     "test_errors.py",
