@@ -196,6 +196,22 @@ def check_logits(model: Any, inputs: dict[str, Tensor], plain: Any, expected: Te
         assert torch.equal(whole(one), whole(other))
 
 
+def compare_compiled(mesh: DeviceMesh) -> None:
+    """Compare a compiled step, which computes its logits and says so."""
+    inputs = batch()
+    expected, wanted = step(make("llama"), inputs)
+    model = by_torch_head_alone(make("llama"), mesh).train()
+    patch(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outputs = torch.compile(model, backend="aot_eager")(**inputs)
+    outputs.loss.backward()
+    torch.testing.assert_close(outputs.loss, expected.loss)
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(whole(value.grad), wanted[name], rtol=1e-4, atol=1e-6)
+    assert [one for one in caught if "torch.compile defers no logits with classes in shards" in str(one.message)]
+
+
 def by_plan_and_fsdp2(mesh: DeviceMesh) -> Any:
     """Load a model with the plans that transformers has for a mesh of two dimensions."""
     config = DistributedConfig(tp_size=mesh["tp"].size(), fsdp_size=mesh["dp"].size())
@@ -270,6 +286,7 @@ def main() -> None:
         for way, (name, parallelise, why) in WAYS.items():
             compare(name, parallelise, why, mesh)
             report(way, why)
+        compare_compiled(mesh)
     time.sleep(1)  # as in `watched`
     dist.destroy_process_group()
 
