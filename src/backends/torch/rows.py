@@ -100,10 +100,13 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
     if not contiguous:
         most = rows_per_block(vocabulary, logits.itemsize, logits.device.type, torch.get_num_threads())
     grads = None if grad is None else Rows(grad)
+    room: Tensor | None = None
     for start, block in Rows(logits).blocks(most):
         place = None if grads is None else grads.block(start, start + block.shape[0])
         if not contiguous:
-            block = block.contiguous()
+            if room is None or len(room) < len(block):
+                room = block.new_empty(block.shape)
+            block = room[: len(block)].copy_(block)
         if place is None or vocabulary == 1 or place.stride(-1) == 1:
             yield start, block, place
         else:
