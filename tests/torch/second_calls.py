@@ -1,6 +1,6 @@
 """Two calls that differ in one thing, each pair in a process of its own: the program that `test_plan` runs.
 
-`python -m tests.torch.second_calls BACKEND DEVICE` writes what came out, as JSON. Each process is a fork of one that
+`python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes what came out, as JSON. Each process is a fork of one that
 has imported everything and called nothing, so that what a first call leaves behind is there or is not.
 """
 
@@ -790,8 +790,8 @@ def _in_a_fork(work: Callable[[], Any]) -> Any:
         process.join()
 
 
-def main(backend: str, device: str, forgotten: str = "", only: str = "") -> None:
-    """Print {function: {pair: {order: outcome}}}."""
+def main(backend: str, device: str, function: str, forgotten: str = "", only: str = "") -> None:
+    """Print {pair: {order: outcome}} of a function."""
     for module in IMPORTED:
         importlib.import_module(module)
     on_cpu = device == "cpu"
@@ -799,16 +799,14 @@ def main(backend: str, device: str, forgotten: str = "", only: str = "") -> None
         load().info()  # which would start CUDA, and a fork cannot start it again
     if forgotten:
         forget(forgotten)
-    found: dict[str, dict[str, dict[str, Any]]] = {}
-    for function in FUNCTIONS:
-        results = found.setdefault(function, {})
-        make = partial(Call, device, backend, function)
-        plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
-        for name, pair in pairs_of(function).items():
-            if only in name and (on_cpu or only or name in SAMPLE):
-                orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
-                made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
-                results[name] = {"first": plain} | made
+    found: dict[str, dict[str, Any]] = {}
+    make = partial(Call, device, backend, function)
+    plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
+    for name, pair in pairs_of(function).items():
+        if only in name and (on_cpu or only or name in SAMPLE):
+            orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
+            made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
+            found[name] = {"first": plain} | made
     json.dump(found, sys.stdout)
 
 

@@ -9,6 +9,7 @@ import json
 import subprocess
 import sys
 import weakref
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -26,8 +27,8 @@ def outcomes(target: Target, *arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(target: Target) -> Any:
-    """Return what came out of every pair, from one process and its forks."""
-    return outcomes(target)
+    """Return a function that returns what came out of every pair of a function, from one process and its forks."""
+    return cache(partial(outcomes, target))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def found(target: Target) -> Any:
 def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any, function: str, pair: str) -> None:
     if target.device != "cpu" and pair not in SAMPLE:
         pytest.skip("an accelerator takes seconds to start in each process: a sample runs on it, all of them on CPUs")
-    result = found[function][pair]
+    result = found(function)[pair]
     assert result["alone"][0] not in ("failed", "died"), result["alone"]
     assert result["after"] == result["alone"]
     assert result["back"] == result["first"]
@@ -45,8 +46,9 @@ def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_pairs_differ(found: Any, function: str) -> None:
     """Nearly all of them, so that a cache that takes one for the other shows."""
-    same = {name for name, result in found[function].items() if result["alone"] == result["first"]}
-    assert len(same) < len(found[function]) / 3, same
+    results = found(function)
+    same = {name for name, result in results.items() if result["alone"] == result["first"]}
+    assert len(same) < len(results) / 3, same
 
 
 @pytest.mark.parametrize(
@@ -62,8 +64,8 @@ def test_pairs_differ(found: Any, function: str) -> None:
     ],
 )
 def test_a_forgetful_cache_is_found(target: Target, forgotten: str, pair: str) -> None:
-    results = outcomes(target, forgotten, pair)
-    result = results["log_probs" if forgotten == "sampling" else "cross_entropy"][pair]
+    function = "log_probs" if forgotten == "sampling" else "cross_entropy"
+    result = outcomes(target, function, forgotten, pair)[pair]
     assert result["after"] != result["alone"]
 
 
