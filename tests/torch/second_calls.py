@@ -1,7 +1,7 @@
 """Two calls that differ in one thing, each pair in a process of its own: the program that `test_plan` runs.
 
-`python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes what came out, as JSON. Each process is a fork of one that
-has imported everything and called nothing, so that what a first call leaves behind is there or is not.
+`python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes what came out, as JSON. Each process is a fork of
+one that has imported everything and called nothing, so that what a first call leaves behind is there or is not.
 """
 
 import contextlib
