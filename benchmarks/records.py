@@ -116,7 +116,11 @@ class Record:
         dropped |= {"seconds"} if len(self.pairs) == len(self.seconds) else set()
         dropped |= {"loop"} if len(self.loop_pairs) == len(self.loop) else set()
         known = {name: value for name, value in asdict(self).items() if name not in dropped}
-        return {name: _rounded(value) for name, value in known.items() if value not in ("", None, [], 0)}
+        # A peak may be 0, which is no default.
+        zeros = {name for name, value in known.items() if value == 0 and getattr(Record, name, None) == 0}
+        return {
+            name: _rounded(value) for name, value in known.items() if value not in ("", None, []) and name not in zeros
+        }
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], case: Case, machine: dict[str, Any]) -> Record:
