@@ -10,6 +10,7 @@ from torch import Tensor
 import xent
 from tests.covering import crossed
 from tests.targets import Target
+from xent.backends.torch import options
 
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -168,6 +169,28 @@ def test_no_rows_and_one_class(target: Target, shape: tuple[int, ...]) -> None:
         (found,) = torch.autograd.grad(loss, probabilities)
         assert found.shape == shape
         assert not found.any()
+
+
+@pytest.mark.parametrize("read", [False, True])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_beside_a_trained_scale(
+    target: Target, tensors: dict[str, Tensor], function: str, read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`read`: whether the host looks at softcap and scale, as on CPUs, or leaves them on the device."""
+    if not read:
+        monkeypatch.setattr(options, "looks_at_targets", lambda device: False)
+    sources, probabilities = sources_of(tensors, function), tensors["target"]
+    scale, cap = torch.tensor([1.7, 3.0], device=target.device).requires_grad_().unbind()
+    cap = cap.detach()
+    made = getattr(xent, function)(**sources, target=probabilities, logit_scale=scale, softcap=cap, backend=target.name)
+    logits = sources.get("logits")
+    if logits is None:
+        logits = F.linear(sources["input"], sources["linear_weight"])
+    expected = plain({"logits": cap * torch.tanh(scale * logits / cap)}, probabilities)
+    torch.testing.assert_close(made, expected)
+    asking = [probabilities, scale, *sources.values()]
+    for found, wanted in zip(torch.autograd.grad(made, asking), torch.autograd.grad(expected, asking), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_heads(target: Target, tensors: dict[str, Tensor]) -> None:
