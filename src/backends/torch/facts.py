@@ -18,7 +18,7 @@ from xent.core.spec import LARGEST, LossSpec
 __all__ = ["Facts", "accumulation_dtype", "bend_of", "check_targets", "divisor_of", "gather_facts"]
 
 
-@dataclass(eq=False, slots=True)  # to be frozen would take 3 us a call
+@dataclass(eq=False, slots=True)  # not frozen: a frozen dataclass takes several microseconds longer to make
 class Facts:
     """N rows, V classes; tensors are on the logits' device, floats in the accumulation dtype."""
 

@@ -106,6 +106,7 @@ class Linear:
         """
         rounds = sums and self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
         size, device, columns = itemsize or self.compute.itemsize, self.weight.device.type, self.columns
-        if self.workspace is None and device != "cpu":  # the memory of logits in the compute dtype
+        if self.workspace is None and device != "cpu":
+            # Wider logits get fewer rows, so that a chunk takes no more memory than in the compute dtype.
             columns = columns * size // self.compute.itemsize
         return rows_per_chunk(len(self.hidden), columns, size, self.workspace, device, rounds)

@@ -103,11 +103,11 @@ class _Block:
         self.log_p: Tensor | None = None
 
     def _of(self, values: Tensor) -> Tensor:
-        """Return what belongs to the block of values that start with the axis of rows."""
+        """Return the block's part of values whose first axis is the rows of the call."""
         return values if self.whole else values[self.rows]
 
     def _record(self, place: Tensor | None, values: Tensor) -> None:
-        """Write the block's values where they are asked for."""
+        """Write the block's values into its part of a result; None if nobody asked for the result."""
         if place is not None:
             self._of(place).copy_(values)
 
