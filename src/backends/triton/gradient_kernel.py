@@ -15,7 +15,7 @@ from xent.backends.triton.row_algebra import (
     with_statistics,
 )
 from xent.backends.triton.row_gradient import gradient_block, target_gradient
-from xent.backends.triton.row_memory import fetch, store
+from xent.backends.triton.row_memory import fetch_if, store
 
 __all__ = ["gradient_kernel"]
 
@@ -105,10 +105,10 @@ def gradient_kernel(
     if VECTOR > 1:
         place = tl.multiple_of(place, 16)
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
+    z = fetch_if(~ignored, source, first, whole, BLOCK, "evict_first").to(tl.float32)
     if ignored if STATISTICS else dead:
         store(place, first, tl.zeros([BLOCK], tl.float32), off, vocabulary, BLOCK, True, RAGGED, VECTOR)
     else:
-        z = fetch(source, first, whole, BLOCK, "evict_first").to(tl.float32)
         classes = first + tl.arange(0, BLOCK) - off
         m = tl.load(norm + row)
         others = tl.load(norm + count + row)

@@ -78,7 +78,7 @@ def _add(
 
 @triton.jit
 def quick_sums(
-    source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+    source, z, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
@@ -86,12 +86,12 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block. Masks are needed in the first and the last block alone.
+    m is the largest x of the first block, whose raw logits are `z`. Masks are needed in the first and the last block alone.
     """
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
     at = tl.zeros([LANES], tl.int32)
-    z = fetch(source, 0, whole, BLOCK, "evict_last").to(tl.float32)
+    z = z.to(tl.float32)
     classes = tl.arange(0, BLOCK) - off
     seen = classes < vocabulary
     if SKEWED:
@@ -157,8 +157,8 @@ def careful_sums(
 
 
 @triton.jit
-def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the lane that the target is in, which of its classes are others, and its logits.
+def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the lane that the target is in, which of its classes are others, and its logits if they are wanted.
 
     Lanes are those of rows that begin on a boundary.
     """
@@ -167,7 +167,7 @@ def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.co
     k = tl.arange(0, BLOCKS * WIDTH)
     classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
-    return lane, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
+    return lane, inside, tl.load(source + (off + classes), mask=inside & wanted, other=0.0)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from xent.backends.triton.row_algebra import (
 )
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
-from xent.backends.triton.row_memory import fetch, fill
+from xent.backends.triton.row_memory import fetch, fetch_if, fill
 from xent.backends.triton.row_results import reduce_rows, store_nothing, take_ticket
 
 __all__ = ["rows_kernel"]
@@ -143,6 +143,14 @@ def rows_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (vocabulary + off - 1) // BLOCK * BLOCK  # where the last block begins
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
+    # Loads that the row begins with are under way before it is known that it is computed.
+    wanted = ~ignored
+    first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
+    lane, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+    if target_logits is None:
+        z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
+    else:
+        z_y = tl.load(target_logits + here)
     if grad is not None:
         place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
         if VECTOR > 1:
@@ -161,15 +169,9 @@ def rows_kernel(
         if grad is not None:
             fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
-        if target_logits is None:
-            z_y = tl.load(logits + begin + y).to(tl.float32)
-        else:
-            z_y = tl.load(target_logits + here)
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
-
-        lane, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+            source, first_block, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
