@@ -86,7 +86,8 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block, whose raw logits are `z`. Masks are needed in the first and the last block alone.
+    m is the largest x of the first block, whose raw logits are `z`. Masks are needed in the first and the last block
+    alone. A block is on its way while the one before is added.
     """
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
@@ -104,8 +105,11 @@ def quick_sums(
         logit_scale, softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
         CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip
-    for first in range(BLOCK, last + (BLOCK if WHOLE else 0), BLOCK):
-        z = fetch(source, first, first + BLOCK, BLOCK, "evict_last").to(tl.float32)
+    end = last + (BLOCK if WHOLE else 0)
+    ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
+    for first in range(BLOCK, end, BLOCK):
+        z = ahead.to(tl.float32)
+        ahead = fetch(source, first + BLOCK, whole, BLOCK, "evict_last")
         s, t, u, q, v, best, at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
@@ -113,7 +117,7 @@ def quick_sums(
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
-            z = fetch(source, last, whole, BLOCK, "evict_last").to(tl.float32)
+            z = ahead.to(tl.float32)
             s, t, u, q, v, best, at = _add(
                 s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
                 logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,

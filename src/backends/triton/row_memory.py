@@ -46,7 +46,7 @@ def store(
 
 
 @triton.jit
-def fill(row, value, off, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    """Write one number to a whole row."""
-    for first in range(0, last + 1, BLOCK):
+def fill(row, value, off, start, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
+    """Write one number to a row's blocks from `start` on, the last of which begins at `last`."""
+    for first in range(start, last + 1, BLOCK):
         store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

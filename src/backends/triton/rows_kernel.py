@@ -26,7 +26,7 @@ from xent.backends.triton.row_algebra import (
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
 from xent.backends.triton.row_memory import fetch, fetch_if, fill
-from xent.backends.triton.row_results import reduce_rows, store_nothing, take_ticket
+from xent.backends.triton.row_results import reduce_rows, see_all, store_nothing, take_ticket
 
 __all__ = ["rows_kernel"]
 
@@ -167,7 +167,7 @@ def rows_kernel(
             tl.store(norm + 2 * count + row, 1.0)
         store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         m, exact, s, t, u, q, v, best, at = quick_sums(
@@ -250,20 +250,20 @@ def rows_kernel(
 
         if grad is not None:
             if ignored if STATISTICS else dead:
-                fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+                fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
             else:
                 factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
                 if FOLDS and foldable:
                     write_gradient(
-                        source, place, off, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
+                        source, place, off, 0, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
                         exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
                         WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
                     )  # fmt: skip
                 else:
                     write_gradient(
-                        source, place, off, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                        source, place, off, 0, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
                         logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
                         SMOOTHED, TILTED, False,
                     )  # fmt: skip
@@ -276,6 +276,7 @@ def rows_kernel(
 
     if REDUCED:
         if ticket == (tl.num_programs(0) - 1).to(tl.float32):
+            see_all(scratch + 3)
             if MEAN:
                 tl.store(total_loss, reduce_rows(loss, count, scratch, 1024))
             else:

@@ -19,6 +19,17 @@ __all__ = ["gradient_product_kernel"]
 FLOOR = gl.constexpr(-300.0)
 
 
+@gluon.constexpr_function
+def _stored(rows, classes):
+    """Return the layout in which a tile is written: each thread has 8 classes, 16 bytes, of a row.
+
+    Four neighbours of a warp exchange what they have to come from `accumulator` to here.
+    """
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 2**bit] for bit in range(5, classes.bit_length() - 1)]
+    warps = [[2**bit, 0] for bit in range(4, rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warps, [], [rows, classes])
+
+
 @gluon.jit
 def _consume(
     slots, rest, walk, bend,
@@ -35,6 +46,9 @@ def _consume(
     CLASSES: gl.constexpr = columns.shape[1]
     LAYOUT: gl.constexpr = accumulator(CLASSES, gl.num_warps())
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    STORED: gl.constexpr = _stored(HALF, CLASSES)
+    stored_rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    stored_classes = gl.arange(0, CLASSES, layout=gl.SliceLayout(0, STORED))
     inside = gl.arange(0, HALF, layout=PER_ROW)
     classes = gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LAYOUT))
     slot = 0
@@ -51,7 +65,8 @@ def _consume(
         if TILTED:
             tilt = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0)
         dead = gl.max((y == -2).to(gl.int32), 0)
-        line = grad + row.to(gl.int64) * (pitch8 * 8)
+        stored_row = band * (2 * HALF) + HALF_INDEX * HALF + stored_rows
+        line = grad + stored_row.to(gl.int64) * (pitch8 * 8)
         for part in range(begin, end):
             first = part * CLASSES
             special = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0) | dead
@@ -68,9 +83,9 @@ def _consume(
             if (special != 0) | (first + CLASSES > vocabulary):
                 g = gl.where(c[None, :] == y[:, None], of_target[:, None], g)
                 g = gl.where((c < vocabulary)[None, :] & (y != -2)[:, None], g, 0.0)
-            gl.store(
-                line[:, None] + c[None, :], g.to(grad.dtype.element_ty), mask=here[:, None] & (c < pitch8 * 8)[None, :]
-            )
+            made = gl.convert_layout(g.to(grad.dtype.element_ty), STORED)
+            at = first + stored_classes
+            gl.store(line[:, None] + at[None, :], made, mask=(stored_row < rows)[:, None] & (at < pitch8 * 8)[None, :])
 
 
 @gluon.jit(
