@@ -211,12 +211,12 @@ def test_gradients_of_statistics_without_logits(
 ) -> None:
     """Of rows of weight 0 too, in two chunks, with ignored rows of NaN."""
     torch.manual_seed(0)
-    rows, width, vocabulary = 9, 64, 300
+    rows, width, vocabulary = 9, 64, 320
     leaves = [torch.randn(rows, width), torch.randn(vocabulary, width) / 8]
     leaves = [leaf.to(target.device, torch.bfloat16).requires_grad_() for leaf in leaves]
     classes = torch.randint(vocabulary, (rows,), device=target.device)
     classes[2] = -100
-    options: dict[str, Any] = {"workspace": 5 * 304 * 2, "softcap": 20.0}
+    options: dict[str, Any] = {"workspace": 5 * vocabulary * 2, "softcap": 20.0}
     if name == "cross_entropy":
         options |= {"sample_weight": torch.linspace(0, 1, rows, device=target.device), "reduction": "none"}
     options |= {"entropy": True} if name == "log_probs" and statistics == ("entropy",) else {"stats": statistics}

@@ -127,9 +127,9 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> S
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
     elif place.skewed or place.vector == 1:
-        block, warps, registers = 8 * _KIB // itemsize, 16, 64
+        block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif row <= 88 * _KIB:
-        block, warps, registers = 16 * _KIB // itemsize, 16, 40
+        block, warps, registers = 16 * _KIB // itemsize, 8, 64
     elif row <= 160 * _KIB or predicted:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     else:

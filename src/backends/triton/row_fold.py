@@ -89,6 +89,7 @@ def quick_sums(
     m is the largest x of the first block, whose raw logits are `z`. Masks are needed in the first and the last block
     alone. A block is on its way while the one before is added.
     """
+    ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
     at = tl.zeros([LANES], tl.int32)
@@ -106,7 +107,6 @@ def quick_sums(
         CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip
     end = last + (BLOCK if WHOLE else 0)
-    ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     for first in range(BLOCK, end, BLOCK):
         z = ahead.to(tl.float32)
         ahead = fetch(source, first + BLOCK, whole, BLOCK, "evict_last")

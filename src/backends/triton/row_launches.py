@@ -15,7 +15,7 @@ from xent.backends.triton.rows_kernel import rows_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
 
-_GRADIENT_BYTES, _GRADIENT_BLOCKS = 16 * 2**10, 4  # of a block; of a program
+_GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # of a block; of a program
 _LARGEST_COUNT = 2**24  # programs that a float32 can count
 
 
@@ -150,6 +150,6 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
             "BLOCK": size,
             "BLOCKS": blocks,
         },
-        num_warps=max(min(size * logits.itemsize // 1024, 16), 1),
-        maxnreg=40,
+        num_warps=max(min(size * logits.itemsize // 1024, 8), 1),
+        maxnreg=64,
     )
