@@ -78,8 +78,8 @@ def _launch(
             group,
             class_tiles,
             cdiv(width, _DEPTH),
-            spec.softcap or 0.0,
-            spec.logit_scale,
+            float(spec.softcap or 0),
+            float(spec.logit_scale),  # an integer would be another type
         ),
         {
             "SLOTS": _SLOTS,
