@@ -35,6 +35,14 @@ class Geometry:
         """Return the kernels' constants."""
         return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
 
+    def options(self) -> dict[str, int]:
+        """Return launch options. Where rows begin anywhere, a class may be in the first block, the loop or the last.
+
+        These are copies of the same code, of which the compiler may fuse one's multiplications and additions and not
+        another's: a row's bits would depend on where it begins.
+        """
+        return {"enable_fp_fusion": False} if self.skewed else {}
+
 
 def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return (rows in a group, stride of groups, stride of rows) of a (..., V) tensor; None for other layouts."""

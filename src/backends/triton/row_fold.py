@@ -14,7 +14,7 @@ up they are turned back, so that a row's loss has the same bits wherever the row
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, finite, is_exact, order, times
+from xent.backends.triton.maths import FLOOR, activate, exponent, finite, is_exact, order, quick_exponent, times
 from xent.backends.triton.row_memory import fetch
 
 __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
@@ -38,7 +38,7 @@ def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
     if CAREFUL:
         e2 = exponent(x, reference, exact)
     else:
-        e2 = x * LOG2E - reference * LOG2E
+        e2 = quick_exponent(x, reference)
     e = tl.math.exp2(e2)
     return e2, e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, slope, times
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
 from xent.backends.triton.row_memory import fetch, store
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
@@ -22,17 +22,17 @@ def gradient_block(
     """
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     if FOLDED:
-        g = tl.math.exp2(x * LOG2E - reference)
+        g = tl.math.exp2(tl.fma(x, LOG2E, -reference))
     else:
         if CAREFUL:
             e2 = exponent(x, reference, exact)
         else:
-            e2 = x * LOG2E - reference * LOG2E
-        g = tl.math.exp2(e2) * (factor + tilt * tl.maximum(e2, FLOOR) if TILTED else factor)
+            e2 = quick_exponent(x, reference)
+        g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if TILTED else factor)
     if SMOOTHED:
         if class_weight is not None:
             inside = (classes >= 0) & (classes < vocabulary)
-            g -= delta * tl.load(class_weight + classes, mask=inside, other=0.0)
+            g = tl.fma(tl.load(class_weight + classes, mask=inside, other=0.0), -delta, g)
         else:
             g -= delta
     if CAPPED or SCALED:

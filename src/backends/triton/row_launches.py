@@ -105,6 +105,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             **size.constants(),
         },
         **size.options,
+        **place.options(),
     )
 
 

@@ -33,6 +33,10 @@ __all__ = ["rows_kernel"]
 # Sums within these are as exact as float32 has them, and so are those of squares.
 SMALLEST = tl.constexpr(1e-12)
 LARGEST = tl.constexpr(1e18)
+# Where the first block is all -inf the reference is 0, perhaps far from every logit. The entropy is then the difference
+# of numbers as large as the sum's logarithm, so these bounds hold, with or without an entropy.
+SMALLEST_FROM_0 = tl.constexpr(0.5)
+LARGEST_FROM_0 = tl.constexpr(1048576.0)
 # References up to this may take the gradient's factor into the exponent of 16-bit logits.
 NEAR = tl.constexpr(512.0)
 NOWHERE = tl.constexpr(2147483647)
@@ -181,7 +185,9 @@ def rows_kernel(
         )  # fmt: skip
         e2_y = exponent(x_y, m, exact)
         total = others + tl.math.exp2(e2_y)
-        if ((total > SMALLEST) & (total < LARGEST) & (EXACT | (tl.abs(m) < FAR))) == 0:
+        least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
+        most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
+        if ((total > least) & (total < most) & (EXACT | (tl.abs(m) < FAR))) == 0:
             m, exact, s, t, u, q, v = careful_sums(
                 source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
                 BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
