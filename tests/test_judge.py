@@ -221,11 +221,11 @@ def _with_one(grad: Any, value: float) -> Any:
 
 TYPICAL: dict[str, tuple[list[tuple[float, float]], bool]] = {
     "all within": ([(1.0, 1.5)] * 24, True),
-    "one by chance beyond": ([(1.0, 1.5)] * 23 + [(4.0, 1.5)], True),
+    "one by chance beyond": ([(1.0, 1.5)] * 23 + [(2.9, 1.5)], True),
     "all a little beyond": ([(1.6, 1.5)] * 24, False),
     "most beyond": ([(3.0, 1.5)] * 18 + [(0.9, 1.5)] * 6, False),
-    "one far beyond": ([(1.0, 1.5)] * 23 + [(6.1, 1.5)], False),
-    "one far beyond, another with a larger bound": ([(1.0, 1.5)] * 22 + [(6.1, 1.5), (1.0, 60.0)], False),
+    "one far beyond": ([(1.0, 1.5)] * 23 + [(3.1, 1.5)], False),
+    "one far beyond its own, another with a larger bound": ([(1.0, 1.5)] * 22 + [(6.1, 1.5), (4.0, 6.0)], True),
     "one NaN": ([(1.0, 1.5)] * 23 + [(np.nan, 1.5)], False),
     "exact": ([(0.0, 1e-7)] * 24, True),
 }

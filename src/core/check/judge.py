@@ -25,7 +25,7 @@ __all__ = ["Comparison", "compare", "judge_case", "typical_of", "worst_of"]
 
 _SLACK = 1.5
 _DRAWS = 8
-_MOST_OF_A_DRAW = 4
+_MOST_OF_A_DRAW = 2
 _NOTHING = 1e-30
 _UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 # The float64 reference rounds as a float64 backend does, so there the two differ by the rounding of both.
@@ -70,14 +70,14 @@ def worst_of(draws: Sequence[Comparison]) -> Comparison:
 
 
 def typical_of(draws: Sequence[Comparison]) -> Comparison:
-    """Return the geometric means of error and bound over several draws, or a draw whose error is far beyond its own.
+    """Return the geometric means of error and bound over several draws; the worst draw, if it is far beyond all bounds.
 
-    For gradients that may nearly cancel: in the draw where they do most one row's rounding would decide the worst error
-    of either side, by chance, while each draw's ratio hardly depends on it.
+    For gradients that may nearly cancel: where they do most, one row's rounding decides the worst error of either side
+    by chance. The means hardly depend on such a row.
     """
-    for draw in draws:
-        if not draw.error <= _MOST_OF_A_DRAW * draw.bound:
-            return draw
+    worst = worst_of(draws)
+    if not worst.error <= _MOST_OF_A_DRAW * worst.bound:
+        return worst
     errors, bounds = ([max(getattr(draw, name), _NOTHING) for draw in draws] for name in ("error", "bound"))
     return Comparison(draws[0].output, *(float(np.exp(np.mean(np.log(values)))) for values in (errors, bounds)))
 
