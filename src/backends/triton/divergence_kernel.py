@@ -35,9 +35,8 @@ def read(
 
 
 @triton.jit
-def _mixed(p, q, x, t, apart_by, beta):
+def _mixed(p, q, apart, beta):
     """Return both terms of a mixture's divergence, (1 - beta) KL's first, and v = log m - log p."""
-    apart = t - x - apart_by
     common = log_share(apart, beta)
     from_p = common + tl.maximum(apart, 0.0)
     m = (1 - beta) * p + beta * q
@@ -122,8 +121,8 @@ def divergence_kernel(
             m_p, m_q = largest_p, largest_q
         m_p, m_q = finite(m_p), finite(m_q)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
-        # log q - log p = t - x - apart_by
-        apart_by = (m_q - m_p) + (tl.log(z_q) - tl.log(z_p))
+        # log q - log p = (t - m_q) - (x - m_p) - shift, where the likeliest classes' differences are exact
+        shift = tl.log(z_q) - tl.log(z_p)
         pull = 0.0
         if REVERSE:
             pull = tl.sum(mean, 0) / z_p
@@ -132,7 +131,7 @@ def divergence_kernel(
             factor *= 1 - beta
             if EXACT:
                 # v of that class: where it has nearly all probability, the mean of v is nearer to it than v is to 0.
-                top = top - m_p - apart_by
+                top = top - m_q - shift
                 offset = log_share(top, beta) + tl.maximum(top, 0.0)
         found = tl.zeros([BLOCK], tl.float32)
         surprise = tl.zeros([BLOCK], tl.float32)
@@ -143,17 +142,18 @@ def divergence_kernel(
             _t, t = read(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
             )
-            p, q = exp(x - m_p) / z_p, exp(t - m_q) / z_q
+            x_apart, t_apart = x - m_p, t - m_q
+            p, q = exp(x_apart) / z_p, exp(t_apart) / z_q
             if entropy is not None:
                 surprise += tl.where(p == 0, 0.0, p * (m_p - x))
             if FORWARD:
-                found += gap(q, p, x - t + apart_by)
+                found += gap(q, p, x_apart - t_apart + shift)
                 g = p - q
             elif REVERSE:
-                found += gap(p, q, t - x - apart_by)
+                found += gap(p, q, t_apart - x_apart - shift)
                 g = pulled(p, t - x - offset, pull)
             else:
-                terms, from_p = _mixed(p, q, x, t, apart_by, beta)
+                terms, from_p = _mixed(p, q, t_apart - x_apart - shift, beta)
                 found += terms
                 mean += tl.where(p == 0, 0.0, p * (from_p - offset))
                 g = p
@@ -173,7 +173,7 @@ def divergence_kernel(
                         t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
                     )
                     p = exp(x - m_p) / z_p
-                    apart = t - x - apart_by
+                    apart = (t - m_q) - (x - m_p) - shift
                     g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0) - offset, pull)
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
