@@ -167,9 +167,9 @@ def rows_kernel(
             z_y = tl.load(target_logits + here)
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
 
-        lane, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+        lane, _classes, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+            source, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
