@@ -97,7 +97,8 @@ def absolute(piece: Piece, found: Slots) -> dict[str, Tensor]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut rows into the smallest blocks, of two vectors."""
-    monkeypatch.setattr(shard_steps, "_BLOCK_BYTES", 0)
+    monkeypatch.setattr(shard_steps, "_OF_FOLD", (0, 1024))
+    monkeypatch.setattr(shard_steps, "_OF_GRADIENT", (0, 1024))
 
 
 def draw(target: Target, classes: int, dtype: torch.dtype, rows: int = 5) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,9 @@ from xent.backends.triton.shard_kernels import shard_fold_kernel, shard_gradient
 
 __all__ = ["ShardSteps"]
 
-_BLOCK_BYTES = 16 * 1024  # several programs on a multiprocessor, each with four vectors a thread
+# Bytes of a block and of a warp's part of it: four programs of the fold run on a multiprocessor side by side, and the
+# gradient has four vectors a thread, as that of whole rows. Not measured.
+_OF_FOLD, _OF_GRADIENT = (8 * 1024, 1024), (16 * 1024, 2048)
 _MANY, _LARGEST_SOFTCAP = 1024, 256
 _SLOTS = ("below", "mixed", "squares", "deficit", "key")
 
@@ -45,7 +47,7 @@ class ShardSteps:
             return
         place = geometry(logits, None)
         assert place is not None
-        block, warps = _block(classes, place, logits.itemsize)
+        block, warps = _block(classes, place, logits.itemsize, *_OF_FOLD)
         launch(
             shard_fold_kernel,
             rows,
@@ -82,7 +84,7 @@ class ShardSteps:
             return
         place, made = geometry(logits, grad), coefficients
         assert place is not None
-        block, warps = _block(classes, place, logits.itemsize)
+        block, warps = _block(classes, place, logits.itemsize, *_OF_GRADIENT)
         spare = place.vector - 1 if place.skewed else 0
         numbers = (made.peak, made.log_sum, made.alpha, made.beta, made.delta, made.target, made.zero)
         launch(
@@ -119,10 +121,10 @@ class ShardSteps:
         }
 
 
-def _block(classes: int, place: Geometry, itemsize: int) -> tuple[int, int]:
+def _block(classes: int, place: Geometry, itemsize: int, most: int, of_warp: int) -> tuple[int, int]:
     """Return how many elements a block has, and the warps that work on it."""
-    block = max(min(next_power_of_2(classes), _BLOCK_BYTES // itemsize), 2 * place.vector)
-    return block, max(min(block * itemsize // 2048, 8), 1)
+    block = max(min(next_power_of_2(classes), most // itemsize), 2 * place.vector)
+    return block, max(min(block * itemsize // of_warp, 8), 1)
 
 
 def _stride(bend: Tensor | None) -> int:
