@@ -1,4 +1,4 @@
-"""One rank's steps on a vocabulary in shards, in kernels: every slot and the gradient, against float64 and PyTorch's."""
+"""One rank's steps on a vocabulary in shards, in kernels: every slot and the gradient, against float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
