@@ -12,8 +12,9 @@ from tests.targets import Target
 from xent.backends.torch.facts import gather_facts
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
+from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.layout import Layout
-from xent.backends.torch.sharded.plain import PlainSteps, activate
+from xent.backends.torch.sharded.plain import PlainSteps
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard
 from xent.backends.torch.sharded.sums import Slots, finite, merge, slots_of
 from xent.backends.triton import shard_steps

@@ -13,6 +13,7 @@ from xent.backends.torch.sharded.sums import Slots
 from xent.backends.triton.geometry import Geometry, geometry
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.shard_kernels import shard_fold_kernel, shard_gradient_kernel
+from xent.backends.triton.shard_landing import ShardLanding, slots, stride_of
 
 __all__ = ["ShardSteps"]
 
@@ -20,7 +21,6 @@ __all__ = ["ShardSteps"]
 # gradient has four vectors a thread, as that of whole rows. Not measured.
 _OF_FOLD, _OF_GRADIENT = (8 * 1024, 1024), (16 * 1024, 2048)
 _MANY, _LARGEST_SOFTCAP = 1024, 256
-_SLOTS = ("below", "mixed", "squares", "deficit", "key")
 
 
 class ShardSteps:
@@ -29,9 +29,11 @@ class ShardSteps:
     def __init__(self, shard: Shard) -> None:
         facts = shard.facts
         assert shard.local is not None
+        landing = ShardLanding(facts, shard.layout)
+        self.land, self.again = landing.land, landing.again
         self._shard, self._spec, self._local = shard, facts.spec, shard.local
         self._weight = None if facts.class_weight is None else facts.class_weight.contiguous()
-        self._numbers = (self._spec.softcap or 0.0, self._spec.logit_scale, facts.bend, _stride(facts.bend))
+        self._numbers = (self._spec.softcap or 0.0, self._spec.logit_scale, facts.bend, stride_of(facts.bend))
         self._bent = {
             "CAPPED": self._spec.softcap is not None,
             "SCALED": self._spec.logit_scale != 1 or facts.bend is not None,
@@ -67,7 +69,7 @@ class ShardSteps:
                 *self._numbers,
             ),
             {
-                **{name.upper(): sums.names.index(name) if name in sums else -1 for name in _SLOTS},
+                **slots(sums),
                 **self._constants(place, logits),
                 "WHOLE": classes % block == 0 and not place.skewed,
                 "BLOCK": block,
@@ -125,10 +127,6 @@ def _block(classes: int, place: Geometry, itemsize: int, most: int, of_warp: int
     """Return how many elements a block has, and the warps that work on it."""
     block = max(min(next_power_of_2(classes), most // itemsize), 2 * place.vector)
     return block, max(min(block * itemsize // of_warp, 8), 1)
-
-
-def _stride(bend: Tensor | None) -> int:
-    return 0 if bend is None else bend.stride(0)
 
 
 def _start(shard: Shard) -> Steps:
