@@ -36,9 +36,7 @@ def cases_in_shards(
     factors = {"dtype": dtypes} | SETTINGS | factors | of_function
     found = []
     for seed in range(3 if FULL else 1):
-        for row in covering(
-            {**SETTINGS, "dtype": dtypes, **factors, **of_function}, together, f"{function}{name} in shards, {seed}"
-        ):
+        for row in covering(factors, together, f"{function}{name} in shards, {seed}"):
             options = {name: value for part in row.values() if isinstance(part, dict) for name, value in part.items()}
             fields = {name: options.pop(name) for name in (*FIELDS, "workspace") if name in options}
             case = Case(function, (3, 7), 67, row["dtype"], "", options, **fields)
