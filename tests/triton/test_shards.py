@@ -10,8 +10,10 @@ from torch import Tensor
 
 from tests.targets import Target
 from xent.backends.torch.facts import gather_facts
+from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
+from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.plain import PlainSteps
@@ -295,6 +297,31 @@ def test_hard_rows(target: Target, dtype: torch.dtype, classes: int, y: int) -> 
     calm = torch.tensor([not bool(row.isnan().any()) for row in logits], device=target.device)
     expected = x.argmax(1).int() + BEFORE
     assert torch.equal(found.integers("place")[calm], expected[calm].int())
+
+
+@pytest.mark.parametrize("stats", [(), ("lse",)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_taken_rows(target: Target, dtype: torch.dtype, stats: tuple[str, ...]) -> None:
+    """Some rows of a call in another order, some of them without a gradient; 0 for the targets of other ranks."""
+    logits, local = draw(target, 7, torch.float32)
+    shard = Piece(logits, local, stats=stats).shard(torch.float32)
+    dead = torch.tensor([False, True, False, False, True], device=target.device)
+    shard = shard._replace(facts=replace(shard.facts, dead=dead))
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randn(shape, generator=generator).to(target.device) for shape in ((6, 9), (7, 18), (7,))
+    )
+    linear = Linear(hidden, weight[:, ::2], bias, 0, None, dtype, (True, True, True))
+    for part in (Part(1, 5, None, True), Part(1, 5, torch.tensor([5, 0, 3, 2], device=target.device), True)):
+        found, right = (steps(shard).take(linear, part) for steps in (STEPS["triton"], PlainSteps))
+        alive = ~dead[1:5] | bool(stats)
+        assert torch.equal(found.trained, right.trained)
+        assert torch.equal(found.hidden[alive], right.hidden[alive])
+        assert (found.target_logits is None) == (right.target_logits is None) == (dtype == torch.float32)
+        if found.target_logits is not None and right.target_logits is not None:
+            owned = (local[1:5] >= 0) & (local[1:5] < 7)
+            expected = torch.where(owned, right.target_logits, 0)
+            torch.testing.assert_close(found.target_logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_probabilities_keep_the_steps_in_pytorch(target: Target) -> None:

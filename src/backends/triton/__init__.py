@@ -5,8 +5,8 @@
 `rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
 `probabilities_kernel` for targets that are class probabilities, `support_kernel` for rows with a support,
 `tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what stands around them.
-`shard_kernels` and `shard_land_kernels` are for a vocabulary in shards, with launches in `shard_steps` and
-`shard_landing`.
+`shard_kernels`, `shard_land_kernels` and `shard_take_kernel` are for a vocabulary in shards, with launches in
+`shard_steps` and `shard_landing`.
 `hopper` has the one kernel for one chip, behind a door.
 """
 

@@ -1,4 +1,4 @@
-"""Launches of the kernels in `shard_land_kernels`: what becomes of a part's rows once the sums of all ranks are there."""
+"""Launches of the kernels in `shard_land_kernels`, once the sums of all ranks are there."""
 
 from typing import Any
 from weakref import WeakKeyDictionary

@@ -5,8 +5,12 @@ Class probabilities, rows with a support and ranks without classes take the step
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from xent.backends.torch.job import Taken
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.plain import PlainSteps
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard, Steps
 from xent.backends.torch.sharded.sums import Slots
@@ -14,6 +18,7 @@ from xent.backends.triton.geometry import Geometry, geometry
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.shard_kernels import shard_fold_kernel, shard_gradient_kernel
 from xent.backends.triton.shard_landing import ShardLanding, slots, stride_of
+from xent.backends.triton.shard_take_kernel import shard_take_kernel
 
 __all__ = ["ShardSteps"]
 
@@ -32,12 +37,49 @@ class ShardSteps:
         landing = ShardLanding(facts, shard.layout)
         self.land, self.again = landing.land, landing.again
         self._shard, self._spec, self._local = shard, facts.spec, shard.local
+        self._dead = None if facts.dead is None else facts.dead.contiguous()
         self._weight = None if facts.class_weight is None else facts.class_weight.contiguous()
         self._numbers = (self._spec.softcap or 0.0, self._spec.logit_scale, facts.bend, stride_of(facts.bend))
         self._bent = {
             "CAPPED": self._spec.softcap is not None,
             "SCALED": self._spec.logit_scale != 1 or facts.bend is not None,
         }
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Return what is taken, in one launch; rows without a gradient are 0 unless they have statistics."""
+        dead, count = self._dead, part.stop - part.start
+        rounded = linear.compute.itemsize == 2 and self._shard.layout.count > 0
+        if not count or (dead is None and not rounded):
+            return PlainSteps(self._shard).take(linear, part)
+        source, weight, bias = linear.hidden, linear.classifier, linear.classifier_bias
+        taken = torch.empty(count, source.shape[1], dtype=linear.compute, device=source.device)
+        found = torch.empty(count, dtype=torch.float32, device=source.device) if rounded else None
+        launch(
+            shard_take_kernel,
+            count,
+            (
+                source,
+                *source.stride(),
+                weight,
+                *weight.stride(),
+                bias,
+                0 if bias is None else bias.stride(0),
+                taken,
+                found,
+                part.rows,
+                part.start,
+                self._local,
+                dead,
+                self._shard.layout.count,
+                source.shape[1],
+            ),
+            {"BLOCK": min(next_power_of_2(max(source.shape[1], 1)), 2048)},
+            num_warps=4,
+        )
+        if dead is None or not self._spec.stats:
+            return Taken(taken, taken, found)
+        hidden = source[part.start : part.stop] if part.rows is None else source[part.rows]
+        return Taken(hidden.to(linear.compute), taken, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
         """Write the sums in one launch, a program a row."""

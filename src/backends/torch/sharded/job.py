@@ -96,18 +96,7 @@ class ShardJob(PlainJob):
 
     def take(self, linear: Linear, part: Part) -> Taken:
         """Return the hidden states of a part, and this shard's target logits where the compute dtype rounds them."""
-        facts, rows = self._ordered, slice(part.start, part.stop)
-        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
-        hidden = hidden.to(linear.compute)
-        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
-        found = None
-        local = self._local(facts, rows)
-        if local is not None and linear.compute.itemsize == 2 and self.layout.count:
-            place = local.clamp(0, self.layout.count - 1)
-            found = (hidden.float() * linear.classifier[place].float()).sum(-1)
-            if linear.classifier_bias is not None:
-                found = found + linear.classifier_bias[place]
-        return Taken(hidden, trained, found)
+        return self._steps().take(linear, part)
 
     def fold(self, part: Part, blocks: Iterable[tuple[int, Tensor]], target_logits: Tensor | None) -> Flight:
         """Fold a part's logits, and send the sums to all ranks. Blocks (R, C) have their first row beside them."""

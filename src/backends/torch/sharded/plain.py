@@ -5,12 +5,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from xent.backends.torch.job import Taken
+from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import row_sum
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.activation import activate, slope
 from xent.backends.torch.sharded.landing import again, land
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard
 from xent.backends.torch.sharded.sums import Slots, finite, times
+from xent.backends.torch.steps import target_logits
 from xent.core.chunks import rows_per_block
 
 __all__ = ["PlainSteps"]
@@ -21,6 +24,18 @@ class PlainSteps:
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.spec = shard, shard.facts.spec
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Index and convert what is taken."""
+        facts, rows, count = self.shard.facts, slice(part.start, part.stop), self.shard.layout.count
+        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
+        hidden = hidden.to(linear.compute)
+        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
+        found = None
+        if self.shard.local is not None and linear.compute.itemsize == 2 and count:
+            place = self.shard.local[rows].clamp(0, count - 1)
+            found = target_logits(hidden, linear.classifier, linear.classifier_bias, place)
+        return Taken(hidden, trained, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
         """Fold the rows in blocks that stay in cache."""

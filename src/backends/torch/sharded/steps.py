@@ -1,6 +1,6 @@
-"""What a backend does with one rank's classes: fold a block of logits, land the ranks' sums, and write the gradient.
+"""What a backend does with one rank's classes: fold a block of logits, land the sums, write the gradient.
 
-`plain` has both in PyTorch's own operations, for every device. A backend with kernels registers its own in `STEPS`.
+`plain` has it all in PyTorch's own operations, for every device. A backend with kernels registers its own in `STEPS`.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.facts import Facts
+from xent.backends.torch.job import Taken
+from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.results import Results
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.layout import Layout
@@ -85,6 +87,9 @@ class Coefficients(NamedTuple):
 
 class Steps(Protocol):
     """The steps on the logits of one rank's C classes, z (R, C), of rows [start, start + R), and on the rows' sums."""
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Return the hidden states of a part; where the compute dtype rounds, also its targets' logits, if C > 0."""
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
         """Write the sums of these rows to `sums`, (K, R); C may be 0.
