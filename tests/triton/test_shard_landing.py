@@ -112,6 +112,8 @@ def draw(target: Target) -> tuple[Tensor, Tensor]:
     classes[2], classes[3], classes[4], classes[5] = -100, V, 6, 7  # ignored, no class, and on either side of a border
     logits[6, classes[6]] = 18
     logits[7, :7] = -torch.inf
+    logits[8, [3, 15]] = 30  # the largest on two ranks
+    logits[2] = torch.nan
     return logits.to(target.device), classes.to(target.device)
 
 

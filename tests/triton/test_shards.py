@@ -162,11 +162,11 @@ def check_gradient(piece: Piece) -> None:
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("classes", [1, 7, 33, 64])
+@pytest.mark.parametrize("classes", [1, 33, 64])
 def test_sizes(target: Target, classes: int, dtype: torch.dtype) -> None:
     """Around multiples of a vector and of a block; each with some of the options."""
     names = list(OPTIONS)
-    for name in {"plain", names[classes % len(names)], names[(classes + 3) % len(names)]}:
+    for name in {names[classes % len(names)], names[(classes + 2) % len(names)]}:
         piece = Piece(*draw(target, classes, dtype), OPTIONS[name])
         check_fold(piece)
         check_gradient(piece)
@@ -198,7 +198,7 @@ def test_no_classes(target: Target) -> None:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("start", [0, 3])
-@pytest.mark.parametrize("name", ["plain", "weight, smoothing", "scale"])
+@pytest.mark.parametrize("name", ["weight, smoothing", "scale"])
 def test_rows_of_a_room(target: Target, name: str, dtype: torch.dtype, start: int) -> None:
     """Some rows of a call, on boundaries and off them; columns on either side and other rows stay as they are."""
     classes, columns = 37, 48 if not start else 45
@@ -254,6 +254,7 @@ KINDS: dict[str, Callable[[Tensor, int], Any]] = {
     "all below": lambda row, y: row.sub_(20),
     "first block impossible": lambda row, y: row[:16].fill_(-INF),
     "first block impossible, all below": lambda row, y: [row.sub_(20), row[:16].fill_(-INF)],
+    "first block impossible, sure below": lambda row, y: [row.sub_(60), row[:16].fill_(-INF), row[y].fill_(-20)],
     "last block impossible": lambda row, y: row[-8:].fill_(-INF),
     "target impossible": lambda row, y: row[y].fill_(-INF),
     "target alone possible": lambda row, y: [row[:y].fill_(-INF), row[y + 1 :].fill_(-INF)],
@@ -297,6 +298,23 @@ def test_hard_rows(target: Target, dtype: torch.dtype, classes: int, y: int) -> 
     calm = torch.tensor([not bool(row.isnan().any()) for row in logits], device=target.device)
     expected = x.argmax(1).int() + BEFORE
     assert torch.equal(found.integers("place")[calm], expected[calm].int())
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_are_read_again_where_a_sum_of_squares_overflows(target: Target) -> None:
+    logits, local = draw(target, 48, torch.float32)
+    logits[:, :8] -= 50
+    check_fold(Piece(logits, local, OPTIONS["smoothing"]))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_sure_target_in_the_first_block_does_not_make_a_row_be_read_again(target: Target) -> None:
+    logits, _ = draw(target, 48, torch.float32)
+    logits[:, 40], logits[:, 3] = 9, 40
+    piece = Piece(logits, torch.full((5,), 3, device=target.device))
+    found = piece.slots(torch.float32)
+    STEPS["triton"](piece.shard(torch.float32)).fold(logits, 0, found, None)
+    assert torch.equal(found["peak"], torch.cat([logits[:, :3], logits[:, 4:8]], 1).amax(1))
 
 
 @pytest.mark.parametrize("stats", [(), ("lse",)], ids=str)
