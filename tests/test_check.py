@@ -11,6 +11,7 @@ import pytest
 
 from tests.targets import Target
 from xent.__main__ import main
+from xent.backends import TABLE
 from xent.core.check import progress as progress_module
 from xent.core.check import report
 from xent.core.check.cases import Case, option_cases
@@ -56,7 +57,7 @@ def test_long_cases_are_named_with_their_reason() -> None:
 class Watched:
     """A harness whose device has two kernels, of which one runs."""
 
-    dtypes, kernels = ("float32",), ("first", "second")
+    dtypes, kernels, processes = ("float32",), ("first", "second"), 1
 
     def __init__(self) -> None:
         self.has_passed = False
@@ -125,6 +126,48 @@ def test_an_error_and_a_warning_are_failures_of_their_case(
     assert words in lines[0].failed[0]
     assert summary([planned_work], lines).startswith("2 of 6 cases failed; ")
     assert not harness.has_passed
+
+
+def few_cases() -> dict[Any, Any]:
+    cases: dict[Any, Any] = {}
+    for function in FUNCTIONS[:2]:
+        every = option_cases(function, "float32")
+        cases[function, "float32"] = every[:14:4], every[1:4]
+    cases["divergence", "float32"] = [], divergence_cases("divergence", "float32")[:2]
+    return cases
+
+
+def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend is PyTorch's own, which every machine with PyTorch runs in any process."""
+    pytest.importorskip("torch")
+    backend = TABLE["torch"]()
+    monkeypatch.setattr(report, "_CASES_OF_A_PROCESS", 2)
+    lines, told, sentences = [], [], []
+    for processes in (1, 2):
+        harness = backend.harness("cpu")
+        monkeypatch.setattr(harness, "processes", processes)
+        work = Work(backend, "cpu", harness, few_cases())
+        heard: list[str] = []
+        lines.append(list(check_all([work], heard.append)))
+        told.append(sorted(heard))
+        sentences.append(summary([work], lines[-1]))
+    assert lines[0] == lines[1]
+    assert told[0] == told[1]
+    assert sentences[0] == sentences[1]
+    assert sentences[0].startswith(f"All {len(told[0])} cases passed; torch on cpu ran ")
+
+
+def test_what_fails_in_a_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    backend = TABLE["torch"]()
+    harness = backend.harness("cpu")
+    monkeypatch.setattr(harness, "processes", 2)
+    good = option_cases("cross_entropy", "float32")[0]
+    cases: Any = {("cross_entropy", "float32"): ([good, replace(good, dtype="float31")], [])}
+    (line,) = check_all([Work(backend, "cpu", harness, cases)])
+    assert line.cases == 2
+    assert len(line.failed) == 1
+    assert line.failed[0].startswith("cross_entropy-4x12x67-float31-mean-plain: ")
 
 
 @pytest.mark.parametrize("rich", [True, False])

@@ -12,7 +12,7 @@ from tests.targets import Target
 from xent.core import api, log_probs
 from xent.core.check import judge
 from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import Comparison, compare, judge_case
+from xent.core.check.judge import Comparison, compare, judge_case, typical_of
 from xent.core.check.results import results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
@@ -217,3 +217,21 @@ def _with_one(grad: Any, value: float) -> Any:
     changed = np.array(grad)
     changed.flat[changed.size // 2] = value
     return changed
+
+
+TYPICAL: dict[str, tuple[list[tuple[float, float]], bool]] = {
+    "all within": ([(1.0, 1.5)] * 24, True),
+    "one by chance beyond": ([(1.0, 1.5)] * 23 + [(2.9, 1.5)], True),
+    "all a little beyond": ([(1.6, 1.5)] * 24, False),
+    "most beyond": ([(3.0, 1.5)] * 18 + [(0.9, 1.5)] * 6, False),
+    "one far beyond": ([(1.0, 1.5)] * 23 + [(3.1, 1.5)], False),
+    "one far beyond its own, another with a larger bound": ([(1.0, 1.5)] * 22 + [(6.1, 1.5), (4.0, 6.0)], True),
+    "one NaN": ([(1.0, 1.5)] * 23 + [(np.nan, 1.5)], False),
+    "exact": ([(0.0, 1e-7)] * 24, True),
+}
+
+
+@pytest.mark.parametrize("name", TYPICAL)
+def test_typical_draw(name: str) -> None:
+    draws, passes = TYPICAL[name]
+    assert typical_of([Comparison("input", *draw) for draw in draws]).passed == passes

@@ -93,6 +93,8 @@ class Harness(Protocol[Array]):
     device: str
     dtypes: tuple[str, ...]
     """Names of the float dtypes to check, widest first."""
+    processes: int
+    """In how many processes the cases run: several where most of the time goes into compiling on the host."""
     kernels: tuple[str, ...]
     """What computes here: the names of the device's kernels, or words for a framework's own operations."""
 

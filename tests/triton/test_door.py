@@ -14,7 +14,7 @@ from tests.targets import Target
 from xent.backends.triton import tiles
 from xent.backends.triton.hopper import door, product
 from xent.backends.triton.hopper.door import can_be_copied, copyable, fast_path, hopper_multiprocessors
-from xent.backends.triton.hopper.product import LARGEST_SOFTCAP, fold_product
+from xent.backends.triton.hopper.product import LARGEST_SOFTCAP, fold_product, serves
 from xent.core.spec import LossSpec
 
 HOPPER = SimpleNamespace(major=9, multi_processor_count=132)
@@ -119,42 +119,39 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", ["", *REFUSED])
 def test_what_the_product_kernel_takes(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     launched: list[int] = []
-    monkeypatch.setattr(product, "_launch", lambda programs, group, hidden, *_: launched.append(len(hidden)))
+    monkeypatch.setattr(product, "_fold", lambda hidden, *_: launched.append(len(hidden)))
     shape, options = REFUSED.get(name, ({}, {}))
     dtype, width, classes = shape.get("dtype", torch.bfloat16), shape.get("width", 64), shape.get("classes", 300)
     hidden = torch.empty(1700, width, dtype=dtype).as_subclass(Cuda)
     weight = torch.empty(classes, width + 1 if "apart" in shape else width, dtype=dtype)[:, :width]
-    target, sums = torch.zeros(1700, dtype=torch.int32), torch.empty(2, 1700)
-    served = fold_product(hidden, weight, LossSpec(**options), target, *sums)
-    assert served == (name == "")
-    assert sum(launched) == (1700 if served else 0)
+    assert serves(hidden, weight, LossSpec(**options)) == (name == "")
+    if not name:
+        target, sums = torch.zeros(1700, dtype=torch.int32), torch.empty(2, 1700)
+        fold_product(hidden, weight, LossSpec(), target, *sums, None, 1)
+        assert sum(launched) == 1700
+        assert max(launched) == 12 * 128  # as few rows as are read side by side, whatever the workspace
 
 
-@pytest.mark.parametrize("bands", [1, 2, 11, 12, 13, 100, 1000])
-@pytest.mark.parametrize("programs", [132, 114, 78, 144])
-def test_groups_of_bands_divide_the_programs(bands: int, programs: int) -> None:
-    groups = product._groups(bands, programs)
-    assert sum(size for size, _ in groups) == bands
-    for size, group in groups:
-        assert programs % group == 0
-        assert size % group == 0
-        assert group <= 12
+@pytest.mark.parametrize("vocabulary", [256, 257, 32_000, 128_256, 151_936, 256_000, 2**20])
+@pytest.mark.parametrize("rows", [1, 128, 129, 8192])
+def test_chunks_of_a_vocabulary_are_those_of_every_batch(rows: int, vocabulary: int) -> None:
+    units, _, chunks, of_chunk, tiles, _ = product._walk(rows, torch.empty(vocabulary, 0))
+    assert (chunks, of_chunk) == product._walk(1, torch.empty(vocabulary, 0))[2:4]
+    assert (chunks - 1) * of_chunk < tiles <= chunks * of_chunk
+    assert tiles == -(-vocabulary // 256)
+    assert units == -(-rows // 128) * chunks
+    assert chunks <= 320
 
 
-WATCHED: list[dict[str, Any]] = [
-    {"label_smoothing": 0.1},
-    {"stats": ("entropy",)},
-    {"stats": ("predictions",)},
-    {"linear_bias": True},
-]
+WATCHED: list[dict[str, Any]] = [{"label_smoothing": 0.1}, {"linear_bias": True}]
 
 
-@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"stats": ("lse", "nll")}, *WATCHED], ids=str)
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"stats": ("lse", "nll", "entropy")}, *WATCHED], ids=str)
 def test_calls_that_come_to_the_door(target: Target, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Those whose sums are a largest x and a total, and whose product has no bias."""
+    """Those without label smoothing, whose product has no bias."""
     asked: list[bool] = []
-    real = tiles.fold_product
-    monkeypatch.setattr(tiles, "fold_product", lambda *given: asked.append(True) or real(*given))
+    real = tiles.serves
+    monkeypatch.setattr(tiles, "serves", lambda *given: asked.append(True) or real(*given))
     hidden, weight = (torch.randn(size, 8, device=target.device) for size in (3, 17))
     given = options | ({"linear_bias": torch.zeros(17, device=target.device)} if "linear_bias" in options else {})
     xent.linear_cross_entropy(hidden, weight, torch.arange(3, device=target.device), backend=target.name, **given)

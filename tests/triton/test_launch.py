@@ -153,6 +153,13 @@ def test_releases_that_were_not_tried_go_through_triton(
     assert [(grid, constants) for grid, _, constants in kernel.looks] == [((5,), given)] * launches
 
 
+def test_the_interpreter_is_given_no_options() -> None:
+    given: list[dict[str, Any]] = []
+    kernel: dict[tuple[int, ...], Any] = {(5,): lambda *_, **constants: given.append(constants)}
+    launch(kernel, 5, (), {"BLOCK": 32}, num_warps=4, maxnreg=64, enable_fp_fusion=False)
+    assert given == [{"BLOCK": 32}]
+
+
 def test_kernels_are_compiled_for_types_and_constants_alone() -> None:
     def function(x, count: "i64", factor: "fp32", EXACT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: F821
         pass

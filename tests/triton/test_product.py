@@ -3,6 +3,7 @@
 Where there is no Hopper GPU tiles pass the same tests.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +13,11 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
+from xent.backends.triton import job, tiles
 from xent.backends.triton.tile_kernels import join_kernel
 from xent.core.check.cases import OPTIONS, Case
 from xent.core.check.judge import judge_case
+from xent.core.spec import LossSpec
 
 SHAPES = {
     "a row": (1, 72, 300),
@@ -114,12 +117,123 @@ def test_views_of_factors(target: Target) -> None:
 def test_sums_of_parts_are_joined(target: Target) -> None:
     """Parts without a class that is possible count for nothing, and rows of such parts alone have no sum."""
     torch.manual_seed(0)
-    x = 30 * torch.randn(5, 300, 7, device=target.device)
+    x = (30 * torch.randn(67, 300, 7, device=target.device)).double()
     x[1, :, :] = x[:, 3, :] = x[2:, 4, :] = -torch.inf
     tops = x.amax(2)
-    sums = (x - tops.clamp(min=-1e30)[..., None]).exp().sum(2)
-    peaks, totals = torch.full((2, 300), torch.nan, device=target.device)
-    join_kernel[(3,)](tops, sums, peaks, totals, 300, 5, BLOCK=128)
+    apart = (x - tops.clamp(min=-1e30)[..., None]).clamp(min=-1e30)
+    sums, mixed = apart.exp().sum(2), (apart.exp() * apart).sum(2) / math.log(2)
+    peaks, totals, mix = torch.full((3, 300), torch.nan, device=target.device)
+    parts = (values.float() for values in (tops, sums, mixed))
+    join_kernel[(10,)](*parts, peaks, totals, mix, 300, len(x), BLOCK=32, PARTS=32)
     expected = x.permute(1, 0, 2).flatten(1)
-    assert torch.equal(peaks, expected.amax(1))
-    torch.testing.assert_close(peaks + totals.log(), expected.logsumexp(1))
+    top = expected.amax(1)
+    assert torch.equal(peaks, top.float())
+    torch.testing.assert_close(peaks + totals.log(), expected.logsumexp(1).float())
+    apart = (expected - top.clamp(min=-1e30)[:, None]).clamp(min=-1e30)
+    torch.testing.assert_close(mix, (apart.exp() * apart).sum(1).float(), rtol=2e-6, atol=1e-6)
+
+
+def fold(
+    hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, peaks: Tensor, totals: Tensor, mixed: Any, _: Any
+) -> None:
+    """Do what `fold_product` does, on any device."""
+    x = activated(hidden, weight, spec).scatter(1, classes[:, None].long(), -torch.inf)
+    peaks.copy_(x.amax(1))
+    apart = x - x.amax(1, keepdim=True)
+    totals.copy_(apart.exp().sum(1))
+    if mixed is not None:
+        mixed.copy_((apart.exp() * apart.clamp(min=-1e4)).sum(1))
+
+
+def activated(hidden: Tensor, weight: Tensor, spec: LossSpec) -> Tensor:
+    x = hidden.double() @ weight.double().t() * spec.logit_scale
+    return x if spec.softcap is None else spec.softcap * (x / spec.softcap).tanh()
+
+
+def gradient(
+    hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, made: Tensor, grad: Tensor, tilted: bool
+) -> None:
+    """Do what `gradient_product` does, on any device."""
+    x = activated(hidden, weight, spec)
+    m, factor, of_target, tilt = made.double()[:, :, None]
+    e2 = (x - m) / math.log(2)
+    g = e2.exp2() * (factor + (tilt * e2 if tilted else 0)) * spec.logit_scale
+    if spec.softcap is not None:
+        g *= 1 - (x / spec.softcap) ** 2
+    mine = torch.arange(len(weight), device=classes.device) == classes[:, None]
+    g = torch.where(mine, of_target, g).masked_fill(classes[:, None] == -2, 0)
+    grad[:, : len(weight)] = g
+    grad[:, len(weight) :] = 0
+
+
+@pytest.fixture
+def stand_ins(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Put what follows from their definition in the place of Hopper's products; collect which ran."""
+    ran: list[str] = []
+    if target.interpreted:
+        monkeypatch.setattr(tiles, "serves", lambda *_: True)
+        monkeypatch.setattr(tiles, "fold_product", lambda *given: ran.append("fold") or fold(*given))
+        monkeypatch.setattr(job, "gradient_product", lambda *given: ran.append("gradient") or gradient(*given))
+    else:
+        watched = ((tiles, "fold_product", "fold"), (job, "gradient_product", "gradient"))
+        for module, name, short in watched:
+            real = getattr(module, name)
+            monkeypatch.setattr(module, name, lambda *given, real=real, s=short: ran.append(s) or real(*given))
+    return ran
+
+
+@pytest.mark.parametrize("options", [name for name, given in OPTIONS.items() if "label_smoothing" not in given])
+@pytest.mark.parametrize("rows", [(7,), (2, 5)])
+def test_gradients_without_logits(target: Target, stand_ins: list[str], options: str, rows: tuple[int, ...]) -> None:
+    """What a row's gradient is made of, on any device; on a GPU the kernels as well."""
+    vocabulary = 67 if target.interpreted else 1031
+    case = Case("linear_cross_entropy", rows, vocabulary, "bfloat16", options, OPTIONS[options], "none", 64)
+    for comparison in judge_case(target.backend, target.harness, replace(case, ignored=0.2)):
+        assert comparison.passed, comparison
+    if "bias" not in options and "probabilities" not in options:
+        assert {"fold", "gradient"} <= set(stand_ins), options
+
+
+@pytest.mark.parametrize(
+    ("name", "statistics"),
+    [
+        ("log_probs", ("entropy",)),
+        ("log_probs", ("lse",)),
+        ("cross_entropy", ("lse",)),
+        ("cross_entropy", ("nll",)),
+        ("cross_entropy", ("entropy",)),
+        ("cross_entropy", ("lse", "nll", "entropy", "predictions")),
+    ],
+)
+@pytest.mark.parametrize("with_loss", [True, False])
+def test_gradients_of_statistics_without_logits(
+    target: Target, stand_ins: list[str], name: str, statistics: tuple[str, ...], with_loss: bool
+) -> None:
+    """Of rows of weight 0 too, in two chunks, with ignored rows of NaN."""
+    torch.manual_seed(0)
+    rows, width, vocabulary = 9, 64, 320
+    leaves = [torch.randn(rows, width), torch.randn(vocabulary, width) / 8]
+    leaves = [leaf.to(target.device, torch.bfloat16).requires_grad_() for leaf in leaves]
+    classes = torch.randint(vocabulary, (rows,), device=target.device)
+    classes[2] = -100
+    options: dict[str, Any] = {"workspace": 5 * vocabulary * 2, "softcap": 20.0}
+    if name == "cross_entropy":
+        options |= {"sample_weight": torch.linspace(0, 1, rows, device=target.device), "reduction": "none"}
+    options |= {"entropy": True} if name == "log_probs" and statistics == ("entropy",) else {"stats": statistics}
+    function = getattr(xent, f"linear_{name}")
+
+    def gradients(source: Tensor, weight: Tensor, backend: str, **more: Any) -> list[Tensor]:
+        each, rest = function(source, weight, classes.to(source.device), backend=backend, **options | more)
+        made = [each] if with_loss else []
+        made += [rest] if "entropy" in options else [getattr(rest, one) for one in statistics if one != "predictions"]
+        total = sum((one * torch.linspace(-1, 2, rows).to(one)).sum() for one in made)
+        return list(torch.autograd.grad(total, (source, weight)))
+
+    found = gradients(*leaves, target.name)
+    wide = [leaf.detach().double().cpu().requires_grad_() for leaf in leaves]
+    more = {key: value.cpu().double() for key, value in options.items() if isinstance(value, Tensor)}
+    expected = gradients(*wide, "torch", **more)
+    for one, right in zip(found, expected, strict=True):
+        close = 2.0**-7 * float(right.abs().max())
+        torch.testing.assert_close(one.double().cpu(), right, rtol=2.0**-7, atol=close)
+    assert stand_ins.count("gradient") == 2

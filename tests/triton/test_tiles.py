@@ -62,7 +62,7 @@ def by_tiles(options: Options, logits: Tensor, rows: int, width: int) -> dict[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "tile_shape", lambda *_: (rows, width))
         sums = fold(given, job.facts, classes)
-    launch_finish(job.facts, job.results, sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous())
+    launch_finish(job.facts, job.results, sums, logits.gather(1, classes[:, None].long())[:, 0].contiguous(), None)
     return results(job)
 
 

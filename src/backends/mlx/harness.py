@@ -23,6 +23,8 @@ class MlxHarness:
     each product, would be all that a check sees.
     """
 
+    processes = 1
+
     def __init__(self, device: str | None = None) -> None:
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
         self.device = device or devices()[0]

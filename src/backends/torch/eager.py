@@ -40,8 +40,8 @@ def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list
     if any(linear.needs):
         loss, _, *stats = _LinearCrossEntropy.apply(linear.input, linear.weight, linear.bias, linear, options)
         return loss, stats
-    loss, _, _, stats = on_device(linear.input, linear_driver.forward, linear, options)
-    return loss, stats
+    made = on_device(linear.input, linear_driver.forward, linear, options)
+    return made.loss, made.stats
 
 
 def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
@@ -109,13 +109,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
-        loss, deferred, made, stats = on_device(source, linear_driver.forward, linear, options)
+        loss, deferred, made, stats, norm = on_device(source, linear_driver.forward, linear, options)
         ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
         ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
         if not ctx.is_made:
             ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-            ctx.save_for_backward(anchor := loss.new_empty(0), source, weight, bias, *_tensors(options.tensors))
+            entropy = None if norm is None else found_entropy(options.spec.reduction, options.spec.stats, stats)
+            kept = (source, weight, bias, norm, entropy)
+            ctx.save_for_backward(anchor := loss.new_empty(0), *kept, *_tensors(options.tensors))
         else:
             ctx.save_for_backward(anchor := loss.new_empty(0), deferred, *made)
         if stats:
@@ -129,12 +131,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if all(one is None for one in upstream):
             return (None,) * 5
         if not ctx.is_made:
-            anchor, source, weight, bias, *tensors = ctx.saved_tensors
+            anchor, source, weight, bias, norm, entropy, *tensors = ctx.saved_tensors
             options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
             if all(map(is_simple, upstream)):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
-                    made = on_device(source, linear_driver.backward, upstream, linear, options)
+                    made = on_device(source, linear_driver.backward, upstream, linear, options, norm, entropy)
             else:
                 args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
                 made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))

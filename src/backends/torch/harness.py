@@ -20,6 +20,8 @@ __all__ = ["TorchHarness"]
 class TorchHarness:
     """A `xent.backends.protocol.Harness` for one device."""
 
+    processes = 1
+
     def __init__(self, device: str | None = None) -> None:
         self.device = device or devices()[0]
         # Metal has no float64.

@@ -80,8 +80,19 @@ class Job(Protocol):
     def chunk(self, logits: Tensor, part: Part, grad: Tensor | None, target_logits: Tensor | None) -> None:
         """Do with a part's logits (R, V) what `logits` does with all; `target_logits` replace those of the targets."""
 
-    def tiles(self, linear: Linear) -> bool:
-        """Fold and finish all rows without their logits ever being there; False where the backend cannot."""
+    def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
+        """Fold and finish all rows without their logits ever being there; False where the backend cannot.
+
+        `norm`, as `new_norm` returned it, is filled with what `multiply` needs.
+        """
+
+    def new_norm(self, linear: Linear) -> Tensor | None:
+        """Return memory for what `multiply` needs of all rows; None where `multiply` does not serve the call."""
+
+    def multiply(
+        self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None
+    ) -> None:
+        """Write the gradient (R, columns) of a part's logits without storing logits; 0 beyond the vocabulary."""
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:
         """Return the loss, reduced, and the statistics in the spec's order, per-row ones flat."""

@@ -1,5 +1,7 @@
 """`linear_cross_entropy` in PyTorch: fill chunks with the gradients of their logits, and multiply them back."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -9,13 +11,26 @@ from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.schedule import Schedule
 
-__all__ = ["backward", "forward"]
+__all__ = ["Forward", "backward", "forward"]
 
 _EXACT = {"lse", "nll", "entropy"}
 
 
-def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:
-    """Return the loss, the factor that gradients still lack, the gradients of a reduced loss, and the statistics."""
+class Forward(NamedTuple):
+    """What a forward pass returns."""
+
+    loss: Tensor
+    deferred: Tensor | None
+    """The factor that gradients still lack."""
+    gradients: list[Tensor]
+    """Of a reduced loss; empty tensors where nobody asks for them."""
+    stats: list[Tensor]
+    norm: Tensor | None
+    """(3, N), which spares `backward` the logits; None where it needs them."""
+
+
+def forward(linear: Linear, options: Options) -> Forward:
+    """Compute the loss, the statistics, and the gradients of a reduced loss."""
     each_row = options.spec.reduction == "none"
     wanted = any(linear.needs) and not each_row
     narrow = wanted and linear.compute == torch.float16
@@ -24,17 +39,40 @@ def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, li
     wide = options.spec.exact or (
         linear.weight.device.type == "cuda" and wanted and not _EXACT.isdisjoint(options.spec.stats)
     )
-    if wanted or not job.tiles(linear):
+    norm = job.new_norm(linear) if each_row and any(linear.needs) else None
+    if wanted or not job.tiles(linear, norm):
         made = _in_chunks(linear, job, wanted, wide and linear.compute.itemsize == 2)
     loss, stats = job.finish()
-    return loss, job.deferred, made, stats
+    return Forward(loss, job.deferred, made, stats, norm)
 
 
-def backward(upstream: Upstream, linear: Linear, options: Options) -> list[Tensor]:
-    """Return the gradients for `upstream`, from logits made again chunk by chunk."""
+def backward(
+    upstream: Upstream, linear: Linear, options: Options, norm: Tensor | None = None, entropy: Tensor | None = None
+) -> list[Tensor]:
+    """Return the gradients for `upstream`, chunk by chunk: from the norm if there is one, else from logits made again.
+
+    `entropy` (N,), as the forward pass found it, is needed beside the norm where an upstream gradient is the entropy's.
+    """
     quiet = options._replace(spec=options.spec.without_stats())
     job = start(quiet, len(linear.weight), linear.compute, linear.shift, upstream)
+    if norm is not None:
+        return _without_logits(linear, job, norm, entropy)
     return _in_chunks(linear, job, True, options.spec.exact and linear.compute.itemsize == 2)
+
+
+def _without_logits(linear: Linear, job: Job, norm: Tensor, entropy: Tensor | None) -> list[Tensor]:
+    """Compute the gradients chunk by chunk, of which those of the logits alone take memory."""
+    step = linear.rows_per_chunk()
+    schedule = Schedule(job, step)
+    gradients = Gradients(linear.padded, schedule)
+    rows = max(min(step, schedule.count), 0)
+    memory = torch.empty(rows, linear.columns, dtype=linear.compute, device=linear.weight.device)
+    for part in schedule:
+        taken = job.take(linear, part)
+        grad = memory[: part.stop - part.start]
+        job.multiply(linear, taken, part, grad, norm, entropy)
+        gradients.add(part, taken.trained, grad)
+    return gradients.result(len(linear.weight))
 
 
 def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> list[Tensor]:

@@ -183,7 +183,7 @@ def _fake_linear(*args: Any) -> Any:
 )
 def _linear_cross_entropy(*args: Any) -> Any:
     linear = _linear(args)
-    loss, deferred, gradients, stats = linear_driver.forward(linear, unpack(args[7:]))
+    loss, deferred, gradients, stats, _ = linear_driver.forward(linear, unpack(args[7:]))
     return loss, loss.new_ones(()) if deferred is None else deferred, gradients, stats
 
 

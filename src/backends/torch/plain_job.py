@@ -124,9 +124,19 @@ class PlainJob:
             self._pass, self._taken = self._start_pass(self._ordered, self._results), self._ordered
         self._pass.forward(logits, part.start, grad, target_logits)
 
-    def tiles(self, linear: Linear) -> bool:
+    def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
         """Whole rows are as good here: return False."""
         return False
+
+    def new_norm(self, linear: Linear) -> Tensor | None:
+        """Return None: gradients are made from logits."""
+        return None
+
+    def multiply(
+        self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None
+    ) -> None:
+        """Raise: there is never a norm."""
+        raise NotImplementedError
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and the statistics."""

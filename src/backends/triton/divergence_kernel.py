@@ -7,6 +7,8 @@ KL(p || m) is in every class's gradient and m is not known before the first is o
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
     between     dl/dx_c = (1 - beta) p_c (sum_k p_k v_k - v_c)               v = log m - log p
+
+In the last two d, and v of float32 logits, are relative to an offset near their mean, which cancels.
 """
 
 import triton
@@ -64,6 +66,7 @@ def divergence_kernel(
     teacher_softcap: "fp32",
     FORWARD: tl.constexpr,  # beta is 0
     REVERSE: tl.constexpr,  # beta is 1
+    EXACT: tl.constexpr,  # the logits are float32
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
@@ -94,6 +97,7 @@ def divergence_kernel(
         s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
         offset = 0.0
+        top = 0.0  # the teacher's logit of the student's most probable class so far
         for first in range(0, last + 1, BLOCK):
             _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
             _t, t = read(
@@ -112,6 +116,9 @@ def divergence_kernel(
                     some = tl.sum(e, 0)
                     offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
                 mean = mean * shrink + tl.where(e == 0, 0.0, e * (t - x - offset))
+            elif EXACT and not FORWARD:
+                block_top = tl.max(tl.where(x == largest_p, t, -float("inf")), 0)
+                top = tl.where(largest_p > m_p, block_top, top)
             m_p, m_q = largest_p, largest_q
         m_p, m_q = finite(m_p), finite(m_q)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
@@ -123,6 +130,10 @@ def divergence_kernel(
         factor = tl.load(scale + here)
         if not FORWARD and not REVERSE:
             factor *= 1 - beta
+            if EXACT:
+                # v of that class: where it has nearly all probability, the mean of v is nearer to it than v is to 0.
+                top = top - m_p - apart_by
+                offset = log_share(top, beta) + tl.maximum(top, 0.0)
         found = tl.zeros([BLOCK], tl.float32)
         surprise = tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
@@ -144,7 +155,7 @@ def divergence_kernel(
             else:
                 terms, from_p = _mixed(p, q, x, t, apart_by, beta)
                 found += terms
-                mean += tl.where(p == 0, 0.0, p * from_p)
+                mean += tl.where(p == 0, 0.0, p * (from_p - offset))
                 g = p
             if grad is not None:
                 if FORWARD or REVERSE:
@@ -163,6 +174,6 @@ def divergence_kernel(
                     )
                     p = exp(x - m_p) / z_p
                     apart = t - x - apart_by
-                    g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0), pull)
+                    g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0) - offset, pull)
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)

@@ -18,25 +18,35 @@ LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 @triton.jit
 def exact_exp(x):
-    """Return e^x for x <= 0 to a rounding or two, however far x is from 0; 0 below e^-87."""
-    near = tl.maximum(x, -100.0)
+    """Return e^x for x < 88 to a rounding or two, however far x is from 0; 0 below e^-87.
+
+    GPUs approximate 2^x to two units in the last place. The polynomial is the best of its degree in relative error on
+    [-ln(2) / 2, ln(2) / 2] (Lawson's iteration in float64).
+    """
+    near = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
     whole = tl.floor(near * LOG2E + 0.5)
-    rest = near - whole * LN2_HIGH - whole * LN2_LOW
-    return tl.where(x < -87, 0.0, tl.math.exp2(whole) * tl.math.exp2(rest * LOG2E))
+    rest = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, near))
+    series = 0.0013811662355812532
+    series = tl.fma(rest, series, 0.008370134913053884)
+    series = tl.fma(rest, series, 0.041668528282492644)
+    series = tl.fma(rest, series, 0.16666508716099204)
+    series = tl.fma(rest, series, 0.49999992629512235)
+    power = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+    return tl.where(x < -87, 0.0, power * (1 + tl.fma(rest * rest, series, rest)))
 
 
 @triton.jit
 def _excess(u):
     """Return e^u - 1 - u for u <= 1: a series where the difference would cancel."""
     small = tl.where(tl.abs(u) < 0.5, u, 0.0)
-    series = 1 / 362880 + small * (1 / 3628800)
-    series = 1 / 40320 + small * series
-    series = 1 / 5040 + small * series
-    series = 1 / 720 + small * series
-    series = 1 / 120 + small * series
-    series = 1 / 24 + small * series
-    series = 1 / 6 + small * series
-    series = 0.5 + small * series
+    series = tl.fma(small, 1 / 3628800, 1 / 362880)
+    series = tl.fma(small, series, 1 / 40320)
+    series = tl.fma(small, series, 1 / 5040)
+    series = tl.fma(small, series, 1 / 720)
+    series = tl.fma(small, series, 1 / 120)
+    series = tl.fma(small, series, 1 / 24)
+    series = tl.fma(small, series, 1 / 6)
+    series = tl.fma(small, series, 0.5)
     return tl.where(tl.abs(u) < 0.5, small * small * series, exp(u) - 1 - u)
 
 

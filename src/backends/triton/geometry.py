@@ -35,6 +35,14 @@ class Geometry:
         """Return the kernels' constants."""
         return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
 
+    def options(self) -> dict[str, int]:
+        """Return launch options. Where rows begin anywhere, a class may be in the first block, the loop or the last.
+
+        These are copies of the same code, of which the compiler may fuse one's multiplications and additions and not
+        another's: a row's bits would depend on where it begins.
+        """
+        return {"enable_fp_fusion": False} if self.skewed else {}
+
 
 def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
     """Return (rows in a group, stride of groups, stride of rows) of a (..., V) tensor; None for other layouts."""
@@ -127,9 +135,9 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> S
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
     elif place.skewed or place.vector == 1:
-        block, warps, registers = 8 * _KIB // itemsize, 16, 64
+        block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif row <= 88 * _KIB:
-        block, warps, registers = 16 * _KIB // itemsize, 16, 40
+        block, warps, registers = 16 * _KIB // itemsize, 8, 64
     elif row <= 160 * _KIB or predicted:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     else:

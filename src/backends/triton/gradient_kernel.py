@@ -1,4 +1,4 @@
-"""The gradient of rows whose sums are known, a program for each block of a row: the backward pass of per-row losses."""
+"""The gradient of rows whose sums are known, a program for each part of a row: the backward pass of per-row losses."""
 
 import triton.language as tl
 
@@ -14,8 +14,8 @@ from xent.backends.triton.row_algebra import (
     row_facts,
     with_statistics,
 )
-from xent.backends.triton.row_gradient import gradient_block, target_gradient
-from xent.backends.triton.row_memory import fetch, store
+from xent.backends.triton.row_gradient import target_gradient, write_gradient
+from xent.backends.triton.row_memory import fill
 
 __all__ = ["gradient_kernel"]
 
@@ -72,13 +72,14 @@ def gradient_kernel(
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,  # of a row that a program writes
 ):
-    """Write one block of one row."""
+    """Write one part of one row."""
     TILTED: tl.constexpr = entropy_upstream is not None
     STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
-    blocks = tl.cdiv(vocabulary + (VECTOR - 1 if SKEWED else 0), BLOCK)
-    here = (tl.program_id(0) // blocks).to(tl.int64)
-    first = tl.program_id(0) % blocks * BLOCK
+    parts = tl.cdiv(vocabulary + (VECTOR - 1 if SKEWED else 0), BLOCKS * BLOCK)
+    here = (tl.program_id(0) // parts).to(tl.int64)
+    first = tl.program_id(0) % parts * (BLOCKS * BLOCK)
     row = start + here
     y, a, w_y, ignored, invalid = row_facts(
         row, row < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
@@ -104,12 +105,13 @@ def gradient_kernel(
     place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
     if VECTOR > 1:
         place = tl.multiple_of(place, 16)
-    whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
-    if ignored if STATISTICS else dead:
-        store(place, first, tl.zeros([BLOCK], tl.float32), off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+    last = tl.minimum(first + (BLOCKS - 1) * BLOCK, (vocabulary + off - 1) // BLOCK * BLOCK)
+    # A row that begins on a boundary may have a part less than one that does not.
+    if ((ignored if STATISTICS else dead) | (first > last)) != 0:
+        fill(place, 0.0, off, first, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
-        z = fetch(source, first, whole, BLOCK, "evict_first").to(tl.float32)
-        classes = first + tl.arange(0, BLOCK) - off
+        whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
+        z_y = tl.load(logits + begin + y).to(tl.float32)
         m = tl.load(norm + row)
         others = tl.load(norm + count + row)
         total = tl.load(norm + 2 * count + row)
@@ -131,21 +133,26 @@ def gradient_kernel(
         )  # fmt: skip
         factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
         exact = is_exact(m, EXACT)
-        g = gradient_block(
-            z, classes, vocabulary, m, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
-            True, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, False,
-        )  # fmt: skip
-        if (y + off >= first) & (y + off < first + BLOCK):
-            z_y = tl.sum(tl.where(classes == y, z, 0.0), 0)
-            x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
-            e2_y = exponent(x_y, m, exact)
-            e_y = tl.math.exp2(e2_y)
-            nll = 0.0
-            if TILTED:
-                nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
-            g_y = target_gradient(
-                z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap,
-                SCALED, CAPPED, TILTED,
+        e2_y = exponent(activate(z_y, logit_scale, softcap, SCALED, CAPPED, False), m, exact)
+        e_y = tl.math.exp2(e2_y)
+        nll = 0.0
+        if TILTED:
+            nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
+        g_y = target_gradient(
+            z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap, SCALED, CAPPED, TILTED
+        )
+        if EXACT | exact:
+            write_gradient(
+                source, place, off, first, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, False, True, QUICK, SCALED, CAPPED, SMOOTHED,
+                TILTED, False,
             )  # fmt: skip
-            g = tl.where(classes == y, g_y, g)
-        store(place, first, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+        else:
+            write_gradient(
+                source, place, off, first, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, False, False, QUICK, SCALED, CAPPED, SMOOTHED,
+                TILTED, False,
+            )  # fmt: skip
+        if (y + off >= first) & (y + off < last + BLOCK):
+            tl.debug_barrier()
+            tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))

@@ -1,5 +1,6 @@
 """What the gradient checks need to drive the Triton kernels: sizes that reach each of them, and which ones ran."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ _CLASSES = {
     "longest": 131_072,
 }
 _INTERPRETED = {"several blocks": 8192, "off boundaries": 8199}
+_MOST_PROCESSES = 12  # each has a context on the GPU
 _TILE = 4096  # classes, where a chunk's memory is small
 
 
@@ -37,8 +39,9 @@ class TritonHarness(TorchHarness):
         super().__init__(device or DEVICES[0])
         self.dtypes = tuple(dtype for dtype in self.dtypes if dtype != "float64")
         self._interprets = self.device == "cpu"
+        self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
         paths = sorted(Path(__file__).parent.rglob("*.py"))
-        # Kernels of shards take several processes, which the checks do not start.
+        # Kernels of shards take several processes with a group, which the checks do not start.
         sources = (path.read_text(encoding="utf-8") for path in paths if not path.name.startswith("shard_"))
         found = (name for source in sources for name in _KERNEL.findall(source))
         self.kernels = (_INTERPRETER,) if self._interprets else tuple(found)

@@ -12,13 +12,14 @@ from xent.backends.torch.schedule import Part
 from xent.backends.triton.facts import Facts
 from xent.backends.triton.facts_kernels import partition_kernel
 from xent.backends.triton.geometry import geometry
+from xent.backends.triton.hopper.product import gradient_product
 from xent.backends.triton.launch import cdiv, launch
-from xent.backends.triton.linear_launches import launch_finish, launch_take, scale
+from xent.backends.triton.linear_launches import launch_coefficients, launch_finish, launch_take, scale
 from xent.backends.triton.probabilities_launch import launch_probabilities
 from xent.backends.triton.results import Results
 from xent.backends.triton.row_launches import Block, blocks_of, launch_gradient, launch_rows
 from xent.backends.triton.support_launch import launch_support
-from xent.backends.triton.tiles import fold
+from xent.backends.triton.tiles import fold, stores_no_logits
 
 __all__ = ["TritonJob"]
 
@@ -112,7 +113,22 @@ class TritonJob:
         taken = linear.hidden[part.start : part.stop] if part.rows is None else linear.hidden[part.rows]
         return Taken(taken.to(linear.compute), trained, target_logits)
 
-    def tiles(self, linear: Linear) -> bool:
+    def new_norm(self, linear: Linear) -> Tensor | None:
+        """Return memory for the norm where a Hopper GPU's products serve the call."""
+        return self._empty((3, self.count)) if stores_no_logits(linear, self.facts) else None
+
+    def multiply(
+        self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None
+    ) -> None:
+        """Write the gradient of a part's logits from the norm, without storing logits."""
+        facts, rows = self.facts, part.stop - part.start
+        made, classes = self._empty((4, rows)), self._empty(rows, torch.int32)
+        assert taken.target_logits is not None
+        launch_coefficients(facts, self._order, part, taken.target_logits, norm, entropy, made, classes)
+        tilted = facts.upstream.entropy is not None
+        gradient_product(taken.hidden, linear.classifier, facts.spec, classes, made, grad, tilted)
+
+    def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
         """Find the results of all rows without storing their logits; False for probabilities and supports."""
         facts = self.facts
         if facts.probabilities is not None or facts.support is not None:
@@ -122,7 +138,7 @@ class TritonJob:
             whole = Part(0, self.count, None, True)
             launch_take(facts, self._order, linear, whole, target_logits, None, classes)
             sums = fold(linear, facts, classes)
-            launch_finish(facts, self.results, sums, target_logits)
+            launch_finish(facts, self.results, sums, target_logits, norm)
         return True
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:

@@ -33,10 +33,11 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
 
 
 def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
-    """Launch so many programs. `options` are Triton's: num_warps, maxnreg."""
-    if not isinstance(function, triton.JITFunction) or not _IS_TRIED:
-        if not isinstance(function, triton.JITFunction):
-            options.pop("maxnreg", None)
+    """Launch so many programs. `options` are Triton's: num_warps, maxnreg, enable_fp_fusion."""
+    if not isinstance(function, triton.JITFunction):  # the interpreter knows few options, and heeds none
+        function[(programs,)](*arguments, **constants)
+        return
+    if not _IS_TRIED:
         function[(programs,)](*arguments, **constants, **options)
         return
     kinds: list[Any] = [function, triton.runtime.driver.active.get_current_device()]

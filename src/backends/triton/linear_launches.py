@@ -6,6 +6,7 @@ from torch import Tensor
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import is_dense
 from xent.backends.torch.schedule import Part
+from xent.backends.triton.coefficients_kernel import coefficients_kernel
 from xent.backends.triton.facts import Facts
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.linear_kernels import scale_kernel, take_kernel
@@ -14,7 +15,7 @@ from xent.backends.triton.results import Results
 from xent.backends.triton.tile_kernels import finish_kernel
 from xent.backends.triton.tiles import Sums
 
-__all__ = ["launch_finish", "launch_take", "scale"]
+__all__ = ["launch_coefficients", "launch_finish", "launch_take", "scale"]
 
 
 def launch_take(
@@ -62,8 +63,8 @@ def launch_take(
     )
 
 
-def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Tensor) -> None:
-    """Turn the sums of all rows into their results."""
+def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Tensor, norm: Tensor | None) -> None:
+    """Turn the sums of all rows into their results, and the norm if there is one."""
     launch(
         finish_kernel,
         cdiv(facts.count, 256),
@@ -76,6 +77,7 @@ def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Ten
             facts.scratch,
             results.loss,
             *results.statistics,
+            norm,
             *facts.rows,
             *facts.numbers,
         ),
@@ -87,6 +89,40 @@ def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Ten
             "BLOCK": 256,
         },
         num_warps=4,
+    )
+
+
+def launch_coefficients(
+    facts: Facts,
+    order: Tensor | None,
+    part: Part,
+    target_logits: Tensor,
+    norm: Tensor,
+    entropy: Tensor | None,
+    made: Tensor,
+    classes: Tensor,
+) -> None:
+    """Write what the gradients of a part's logits are made of, (4, R), and its targets."""
+    launch(
+        coefficients_kernel,
+        part.stop - part.start,
+        (
+            made,
+            classes,
+            target_logits,
+            order,
+            part.start,
+            facts.target,
+            facts.sample_weight,
+            facts.class_weight,
+            *facts.upstreams,
+            norm,
+            entropy,
+            *facts.rows,
+            *facts.numbers[:5],
+        ),
+        {"SHIFTED": facts.shift > 0, "Z_LOSS": facts.spec.z_loss != 0, **facts.bent},
+        num_warps=1,
     )
 
 

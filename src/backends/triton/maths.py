@@ -1,4 +1,8 @@
-"""Arithmetic that the kernels share: activation of logits and its slope, exponents, pairs (largest, sum)."""
+"""Arithmetic that the kernels share: activation of logits and its slope, exponents, pairs (largest, sum).
+
+Where a multiply-add is meant to round once it is a `tl.fma`. What the compiler fuses by itself depends on the code
+around it, so that copies of the same lines (a loop and its last block) would round differently.
+"""
 
 import triton
 import triton.language as tl
@@ -16,6 +20,7 @@ __all__ = [
     "log1p",
     "merge",
     "order",
+    "quick_exponent",
     "slope",
     "tanh",
     "times",
@@ -45,11 +50,11 @@ def tanh(u):
     small = tl.where(size < 0.625, u, 0.0)
     square = small * small
     series = -0.005704986397176981
-    series = series * square + 0.02063908614218235
-    series = series * square - 0.05373971536755562
-    series = series * square + 0.13331441581249237
-    series = series * square - 0.3333328068256378
-    near = small + small * square * series
+    series = tl.fma(square, series, 0.02063908614218235)
+    series = tl.fma(square, series, -0.05373971536755562)
+    series = tl.fma(square, series, 0.13331441581249237)
+    series = tl.fma(square, series, -0.3333328068256378)
+    near = tl.fma(small * square, series, small)
     far = 1 - 2 / (exp(2 * tl.where(size > 20, 20.0, size)) + 1)
     return tl.where(size < 0.625, near, tl.where(u < 0, -far, far))
 
@@ -75,7 +80,7 @@ def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr
     x = z * logit_scale if SCALED else z
     if CAPPED:
         if QUICK:
-            x = softcap - (2 * softcap) * _below(x, softcap)
+            x = tl.fma(_below(x, softcap), -2 * softcap, softcap)
         else:
             x = softcap * tanh(x / softcap)
     return x
@@ -103,12 +108,18 @@ def is_exact(reference, EXACT: tl.constexpr):
 
 
 @triton.jit
-def exponent(x, reference, exact):
-    """Return log2 of e^(x - reference); `exact` is what `is_exact` says of the reference.
+def quick_exponent(x, reference):
+    """Return log2 of e^(x - reference) by one multiply-add.
 
-    Without `exact` it is one multiply-add. Its rounding of reference * log2(e) is common to a row's terms and cancels.
+    Its rounding of reference * log2(e) is common to a row's terms and cancels.
     """
-    return tl.where(exact, (x - reference) * LOG2E, x * LOG2E - reference * LOG2E)
+    return tl.fma(x, LOG2E, -reference * LOG2E)
+
+
+@triton.jit
+def exponent(x, reference, exact):
+    """Return log2 of e^(x - reference); `exact` is what `is_exact` says of the reference."""
+    return tl.where(exact, (x - reference) * LOG2E, quick_exponent(x, reference))
 
 
 @triton.jit

@@ -14,7 +14,7 @@ up they are turned back, so that a row's loss has the same bits wherever the row
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, finite, is_exact, order, times
+from xent.backends.triton.maths import FLOOR, activate, exponent, finite, is_exact, order, quick_exponent, times
 from xent.backends.triton.row_memory import fetch
 
 __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
@@ -38,7 +38,7 @@ def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
     if CAREFUL:
         e2 = exponent(x, reference, exact)
     else:
-        e2 = x * LOG2E - reference * LOG2E
+        e2 = quick_exponent(x, reference)
     e = tl.math.exp2(e2)
     return e2, e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
 
@@ -78,7 +78,7 @@ def _add(
 
 @triton.jit
 def quick_sums(
-    source, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
+    source, z, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
@@ -86,13 +86,14 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block, but for the class `left_out` if that is not None. Masks are needed in the
-    first and the last block alone.
+    m is the largest x of the first block, whose raw logits are `z`, but for the class `left_out` if that is not None.
+    Masks are needed in the first and the last block alone. A block is on its way while the one before is added.
     """
+    ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
     at = tl.zeros([LANES], tl.int32)
-    z = fetch(source, 0, whole, BLOCK, "evict_last").to(tl.float32)
+    z = z.to(tl.float32)
     classes = tl.arange(0, BLOCK) - off
     seen = classes < vocabulary
     if SKEWED:
@@ -107,8 +108,10 @@ def quick_sums(
         logit_scale, softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
         CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip
-    for first in range(BLOCK, last + (BLOCK if WHOLE else 0), BLOCK):
-        z = fetch(source, first, first + BLOCK, BLOCK, "evict_last").to(tl.float32)
+    end = last + (BLOCK if WHOLE else 0)
+    for first in range(BLOCK, end, BLOCK):
+        z = ahead.to(tl.float32)
+        ahead = fetch(source, first + BLOCK, whole, BLOCK, "evict_last")
         s, t, u, q, v, best, at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
@@ -116,7 +119,7 @@ def quick_sums(
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
-            z = fetch(source, last, whole, BLOCK, "evict_last").to(tl.float32)
+            z = ahead.to(tl.float32)
             s, t, u, q, v, best, at = _add(
                 s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
                 logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
@@ -160,8 +163,8 @@ def careful_sums(
 
 
 @triton.jit
-def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the lane that the target is in, its classes, which of these are others, and their logits.
+def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+    """Return the lane that the target is in, its classes, which of these are others, and their logits if wanted.
 
     Lanes are those of rows that begin on a boundary.
     """
@@ -170,7 +173,7 @@ def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.co
     k = tl.arange(0, BLOCKS * WIDTH)
     classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
-    return lane, classes, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
+    return lane, classes, inside, tl.load(source + (off + classes), mask=inside & wanted, other=0.0)
 
 
 @triton.jit

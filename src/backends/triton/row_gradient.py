@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, slope, times
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
 from xent.backends.triton.row_memory import fetch, store
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
@@ -22,17 +22,17 @@ def gradient_block(
     """
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     if FOLDED:
-        g = tl.math.exp2(x * LOG2E - reference)
+        g = tl.math.exp2(tl.fma(x, LOG2E, -reference))
     else:
         if CAREFUL:
             e2 = exponent(x, reference, exact)
         else:
-            e2 = x * LOG2E - reference * LOG2E
-        g = tl.math.exp2(e2) * (factor + tilt * tl.maximum(e2, FLOOR) if TILTED else factor)
+            e2 = quick_exponent(x, reference)
+        g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if TILTED else factor)
     if SMOOTHED:
         if class_weight is not None:
             inside = (classes >= 0) & (classes < vocabulary)
-            g -= delta * tl.load(class_weight + classes, mask=inside, other=0.0)
+            g = tl.fma(tl.load(class_weight + classes, mask=inside, other=0.0), -delta, g)
         else:
             g -= delta
     if CAPPED or SCALED:
@@ -56,34 +56,40 @@ def target_gradient(
 
 @triton.jit
 def write_gradient(
-    source, place, off, last, vocabulary, whole, reference, exact, factor, tilt, delta, class_weight, logit_scale,
-    softcap, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, SKEWED: tl.constexpr,
+    source, place, off, start, last, vocabulary, whole, reference, exact, factor, tilt, delta, class_weight,
+    logit_scale, softcap, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, SKEWED: tl.constexpr,
     WHOLE: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr, TILTED: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's gradient but for the target, from the row's end, which the caches still hold."""
+    """Write the gradient but for the target of a row's blocks from `start` on, the last of which begins at `last`.
+
+    From their end, which the caches hold if the row was just read; a block is on its way while the one before is
+    computed. The last block, and the first of a SKEWED row, are written under masks.
+    """
+    ahead = fetch(source, last, whole, BLOCK, "evict_first")
     if not WHOLE:
+        z = ahead.to(tl.float32)
+        ahead = fetch(source, tl.maximum(last - BLOCK, start), last, BLOCK, "evict_first")
         g = gradient_block(
-            fetch(source, last, whole, BLOCK, "evict_first").to(tl.float32), last + tl.arange(0, BLOCK) - off,
-            vocabulary, reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
-            CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+            z, last + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
+            logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
         )  # fmt: skip
         store(place, last, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
-    blocks = last // BLOCK + (1 if WHOLE else 0)
+    blocks = (last - start) // BLOCK + (1 if WHOLE else 0)
     least = 1 if SKEWED else 0
     for back in range(least, blocks):
-        first = (blocks - 1 - back + least) * BLOCK
+        first = start + (blocks - 1 - back + least) * BLOCK
+        z = ahead.to(tl.float32)
+        ahead = fetch(source, tl.maximum(first - BLOCK, start), first, BLOCK, "evict_first")
         g = gradient_block(
-            fetch(source, first, first + BLOCK, BLOCK, "evict_first").to(tl.float32),
-            first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
+            z, first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
             logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
         )  # fmt: skip
         store(place, first, g, off, vocabulary, BLOCK, False, RAGGED, VECTOR)
     if SKEWED:
-        if last > 0:
+        if last > start:
             g = gradient_block(
-                fetch(source, 0, BLOCK, BLOCK, "evict_first").to(tl.float32), tl.arange(0, BLOCK) - off, vocabulary,
-                reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
-                CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+                ahead.to(tl.float32), start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt,
+                delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
             )  # fmt: skip
-            store(place, 0, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+            store(place, start, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

@@ -15,6 +15,7 @@ from xent.backends.triton.rows_kernel import rows_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
 
+_GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # of a block; of a program
 _LARGEST_COUNT = 2**24  # programs that a float32 can count
 
 
@@ -104,6 +105,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             **size.constants(),
         },
         **size.options,
+        **place.options(),
     )
 
 
@@ -112,12 +114,13 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
     spec, place, logits, half = facts.spec, block.place, block.logits, block.logits.itemsize == 2
     if not block.count:
         return
-    size = max(min(next_power_of_2(facts.vocabulary), 16384 // logits.itemsize), 2 * place.vector)
+    size = max(min(next_power_of_2(facts.vocabulary), _GRADIENT_BYTES // logits.itemsize), 2 * place.vector)
+    blocks = max(min(_GRADIENT_BLOCKS, cdiv(facts.vocabulary, size)), 1)
     spare = place.vector - 1 if place.skewed else 0
     smoothed = spec.label_smoothing != 0
     launch(
         gradient_kernel,
-        block.count * cdiv(facts.vocabulary + spare, size),
+        block.count * cdiv(facts.vocabulary + spare, blocks * size),
         (
             logits,
             *place.logits,
@@ -146,6 +149,8 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
             "Z_LOSS": spec.z_loss != 0,
             **facts.bent,
             "BLOCK": size,
+            "BLOCKS": blocks,
         },
-        num_warps=max(min(size * logits.itemsize // 2048, 8), 1),
+        num_warps=max(min(size * logits.itemsize // 1024, 8), 1),
+        maxnreg=64,
     )

@@ -6,7 +6,7 @@ A row may begin off a boundary (SKEWED). It is then read from the boundary befor
 import triton
 import triton.language as tl
 
-__all__ = ["fetch", "fill", "store"]
+__all__ = ["fetch", "fetch_if", "fill", "store"]
 
 
 @triton.jit
@@ -14,6 +14,16 @@ def fetch(row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
     """Return a block of a row as it is in memory, in the whole vectors that begin before `whole`; -inf elsewhere."""
     lanes = first + tl.arange(0, BLOCK)
     return tl.load(row + lanes, mask=lanes < whole, other=-float("inf"), eviction_policy=POLICY)
+
+
+@triton.jit
+def fetch_if(wanted, row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
+    """Return what `fetch` does of a row that is wanted, else -inf.
+
+    A branch would have to wait for everything that decides it; these loads wait for `wanted` alone.
+    """
+    lanes = first + tl.arange(0, BLOCK)
+    return tl.load(row + lanes, mask=(lanes < whole) & wanted, other=-float("inf"), eviction_policy=POLICY)
 
 
 @triton.jit
@@ -36,7 +46,7 @@ def store(
 
 
 @triton.jit
-def fill(row, value, off, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    """Write one number to a whole row."""
-    for first in range(0, last + 1, BLOCK):
+def fill(row, value, off, start, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
+    """Write one number to a row's blocks from `start` on, the last of which begins at `last`."""
+    for first in range(start, last + 1, BLOCK):
         store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["reduce_rows", "store_nothing", "take_ticket"]
+__all__ = ["reduce_rows", "see_all", "store_nothing", "take_ticket"]
 
 
 @triton.jit
@@ -29,9 +29,19 @@ def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq,
 
 @triton.jit
 def take_ticket(counter):
-    """Return how many programs had stored their row's loss before this one, which has."""
+    """Return how many programs had stored their row's loss before this one, which has.
+
+    To acquire what the others stored would empty the L1 cache, which holds the row: the last program does that alone.
+    """
     tl.debug_barrier()
-    return tl.atomic_add(counter, 1.0, sem="acq_rel")
+    return tl.atomic_add(counter, 1.0, sem="release")
+
+
+@triton.jit
+def see_all(counter):
+    """Acquire what all programs stored before they took their tickets."""
+    tl.atomic_add(counter, 0.0, sem="acq_rel")
+    tl.debug_barrier()
 
 
 @triton.jit

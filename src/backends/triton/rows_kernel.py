@@ -25,14 +25,18 @@ from xent.backends.triton.row_algebra import (
 )
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
-from xent.backends.triton.row_memory import fetch, fill
-from xent.backends.triton.row_results import reduce_rows, store_nothing, take_ticket
+from xent.backends.triton.row_memory import fetch, fetch_if, fill
+from xent.backends.triton.row_results import reduce_rows, see_all, store_nothing, take_ticket
 
 __all__ = ["rows_kernel"]
 
 # Sums within these are as exact as float32 has them, and so are those of squares.
 SMALLEST = tl.constexpr(1e-12)
 LARGEST = tl.constexpr(1e18)
+# Where the first block is all -inf the reference is 0, perhaps far from every logit. The entropy is then the difference
+# of numbers as large as the sum's logarithm, so these bounds hold, with or without an entropy.
+SMALLEST_FROM_0 = tl.constexpr(0.5)
+LARGEST_FROM_0 = tl.constexpr(1048576.0)
 # References up to this may take the gradient's factor into the exponent of 16-bit logits.
 NEAR = tl.constexpr(512.0)
 NOWHERE = tl.constexpr(2147483647)
@@ -143,6 +147,14 @@ def rows_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (vocabulary + off - 1) // BLOCK * BLOCK  # where the last block begins
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
+    # Loads that the row begins with are under way before it is known that it is computed.
+    wanted = ~ignored
+    first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
+    lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+    if target_logits is None:
+        z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
+    else:
+        z_y = tl.load(target_logits + here)
     if grad is not None:
         place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
         if VECTOR > 1:
@@ -159,17 +171,11 @@ def rows_kernel(
             tl.store(norm + 2 * count + row, 1.0)
         store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
-        if target_logits is None:
-            z_y = tl.load(logits + begin + y).to(tl.float32)
-        else:
-            z_y = tl.load(target_logits + here)
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
-
-        lane, _classes, in_lane, z_lane = lane_of_target(source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
+            source, first_block, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
@@ -179,7 +185,9 @@ def rows_kernel(
         )  # fmt: skip
         e2_y = exponent(x_y, m, exact)
         total = others + tl.math.exp2(e2_y)
-        if ((total > SMALLEST) & (total < LARGEST) & (EXACT | (tl.abs(m) < FAR))) == 0:
+        least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
+        most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
+        if ((total > least) & (total < most) & (EXACT | (tl.abs(m) < FAR))) == 0:
             m, exact, s, t, u, q, v = careful_sums(
                 source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
                 BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
@@ -248,20 +256,20 @@ def rows_kernel(
 
         if grad is not None:
             if ignored if STATISTICS else dead:
-                fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+                fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
             else:
                 factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
                 m2 = m * LOG2E
                 foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
                 if FOLDS and foldable:
                     write_gradient(
-                        source, place, off, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
+                        source, place, off, 0, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
                         exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
                         WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
                     )  # fmt: skip
                 else:
                     write_gradient(
-                        source, place, off, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
+                        source, place, off, 0, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
                         logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
                         SMOOTHED, TILTED, False,
                     )  # fmt: skip
@@ -274,6 +282,7 @@ def rows_kernel(
 
     if REDUCED:
         if ticket == (tl.num_programs(0) - 1).to(tl.float32):
+            see_all(scratch + 3)
             if MEAN:
                 tl.store(total_loss, reduce_rows(loss, count, scratch, 1024))
             else:

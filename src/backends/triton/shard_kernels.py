@@ -112,15 +112,16 @@ def shard_fold_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (classes_here + off - 1) // BLOCK * BLOCK
     whole = (classes_here + off + VECTOR - 1) // VECTOR * VECTOR
+    first_block = fetch(source, 0, whole, BLOCK, "evict_last")
     if target_logits is None:
         z_y = tl.load(logits + begin + y, mask=owned, other=0.0).to(tl.float32)
     else:
         z_y = tl.load(target_logits + here)
     x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
 
-    lane, classes, in_lane, z_lane = lane_of_target(source, off, y, classes_here, BLOCK, LANES, BLOCKS)
+    lane, classes, in_lane, z_lane = lane_of_target(True, source, off, y, classes_here, BLOCK, LANES, BLOCKS)
     m, _exact, s, t, u, q, v, best, at = quick_sums(
-        source, off, last, whole, classes_here, y, class_weight, logit_scale, softcap,
+        source, first_block, off, last, whole, classes_here, y, class_weight, logit_scale, softcap,
         BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, True, QUICK, SCALED, CAPPED, WEIGHED, ENTROPY,
         SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip

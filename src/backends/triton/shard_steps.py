@@ -119,6 +119,7 @@ class ShardSteps:
                 "BLOCKS": next_power_of_2(cdiv(classes, block)),
             },
             num_warps=warps,
+            **place.options(),
         )
 
     def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:

@@ -137,7 +137,7 @@ def support_kernel(
         tl.store(loss + row, 0.0)
         store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            fill(place, 0.0, off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
         own, size, in_order = _row_of_ids(offsets, row, count, entries, shift, SHIFTED)
         if target_logits is None:
@@ -236,7 +236,7 @@ def support_kernel(
                     g *= slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                 tl.store(held + own + first + tl.arange(0, BLOCK), tl.where(classes == y, g_y, g), mask=known)
             tl.debug_barrier()
-            fill(place, tl.where(broken | invalid, nan, 0.0), off, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, tl.where(broken | invalid, nan, 0.0), off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
             tl.debug_barrier()
             for first in range(0, size, BLOCK):
                 classes, inside, known = _classes_of(ids + own, first, size, vocabulary, BLOCK)

@@ -8,7 +8,7 @@ the next tile takes its memory. `finish_kernel` adds the target, from its float3
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exp, finite, merge, order, times
+from xent.backends.triton.maths import LN2, LOG2E, activate, exp, finite, order, times
 from xent.backends.triton.row_algebra import bend_of_row, log_of_squares, row_facts
 
 __all__ = ["finish_kernel", "join_kernel", "tile_kernel"]
@@ -127,23 +127,41 @@ def tile_kernel(
 def join_kernel(
     part_peaks,  # (parts, R)
     part_totals,
+    part_mixed,  # in units of log2; or None
     peaks,  # (R,)
     totals,
+    mixed,
     rows: "i64",
     parts: "i32",
     BLOCK: tl.constexpr,
+    PARTS: tl.constexpr,  # that are read at a time
 ):
     """Make the sums of a block of rows from those over parts of the classes."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        place = part * rows + row
+    mix = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        place = part[:, None] * rows + row[None, :]
+        inside = (part < parts)[:, None] & (row < rows)[None, :]
         part_peak = tl.load(part_peaks + place, mask=inside, other=-float("inf"))
-        peak, total = merge(peak, total, part_peak, tl.load(part_totals + place, mask=inside, other=0.0))
-    tl.store(peaks + row, peak, mask=inside)
-    tl.store(totals + row, total, mask=inside)
+        part_total = tl.load(part_totals + place, mask=inside, other=0.0)
+        larger = tl.maximum(peak, tl.max(part_peak, 0))
+        reference = finite(larger)
+        kept = exp(peak - reference)
+        share = exp(part_peak - reference[None, :])
+        if mixed is not None:
+            part_mix = tl.load(part_mixed + place, mask=inside, other=0.0)
+            growth = tl.where(part_peak == -float("inf"), 0.0, (reference[None, :] - part_peak) * LOG2E)
+            mix = kept * (mix - tl.where(peak == -float("inf"), 0.0, (reference - peak) * LOG2E) * total)
+            mix += tl.sum(share * (part_mix - growth * part_total), 0)
+        total = kept * total + tl.sum(share * part_total, 0)
+        peak = larger
+    tl.store(peaks + row, peak, mask=row < rows)
+    tl.store(totals + row, total, mask=row < rows)
+    if mixed is not None:
+        tl.store(mixed + row, mix * LN2, mask=row < rows)
 
 
 @kernel
@@ -171,6 +189,7 @@ def finish_kernel(
     z_term,
     log_sum_sq,
     mean_logit,
+    norm,  # (3, N), as in `rows_kernel`; or None
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -229,6 +248,10 @@ def finish_kernel(
     if Z_LOSS:
         cost += squared
     tl.store(loss + row, tl.where(dead, 0.0, a * cost), mask=inside)
+    if norm is not None:
+        tl.store(norm + row, reference, mask=inside)
+        tl.store(norm + count + row, others, mask=inside)
+        tl.store(norm + 2 * count + row, total, mask=inside)
     if lse is not None:
         tl.store(lse + row, tl.where(ignored, 0.0, row_lse), mask=inside)
     if nll is not None:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from xent.backends.torch.linear_call import Linear
 from xent.backends.triton.facts import Facts
-from xent.backends.triton.hopper.product import fold_product
+from xent.backends.triton.hopper.product import fold_product, serves
 from xent.backends.triton.launch import launch, next_power_of_2
 from xent.backends.triton.tile_kernels import tile_kernel
 from xent.core.chunks import tile_shape
 
-__all__ = ["Sums", "fold"]
+__all__ = ["Sums", "fold", "stores_no_logits"]
 
 
 class Sums(NamedTuple):
@@ -27,6 +27,14 @@ class Sums(NamedTuple):
     at: Tensor | None
     squares: Tensor | None
     level: Tensor | None
+
+
+def stores_no_logits(linear: Linear, facts: Facts) -> bool:
+    """Whether a Hopper GPU's products find the sums of rows and the gradients of their logits."""
+    if facts.probabilities is not None or facts.support is not None or facts.spec.label_smoothing != 0:
+        return False
+    apart = linear.classifier_bias is not None or facts.bend is not None
+    return not apart and serves(linear.hidden.to(linear.compute), linear.classifier, facts.spec)
 
 
 def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
@@ -51,10 +59,13 @@ def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
         memory("mean_logit" in names),
     )
     hidden = linear.hidden.to(linear.compute)
-    plain = not any(memory is not None for memory in (*sums[2:], linear.classifier_bias, facts.bend))
-    # The product kernel has no entropy: exact calls, whose bits are the same with and without it, never take it.
-    if plain and not spec.exact and fold_product(hidden, linear.classifier, spec, classes, peaks, totals):
-        return sums
+    found = sums
+    # Exact calls have the same bits whatever else is asked for, which takes a second product then.
+    if stores_no_logits(linear, facts) and (spec.exact or all(memory is None for memory in sums[3:])):
+        fold_product(hidden, linear.classifier, spec, classes, peaks, totals, sums.mixed, linear.workspace)
+        if all(memory is None for memory in sums[3:]):
+            return found
+        sums = Sums(*torch.empty(2, count, dtype=torch.float32, device=device), None, *sums[3:])
     # Logits of 16 bits are made in float32: nothing that is reported is rounded on the way.
     dtype = torch.promote_types(linear.compute, torch.float32)
     rows, width = tile_shape(count, len(linear.weight), dtype.itemsize, linear.workspace)
@@ -66,7 +77,7 @@ def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
             tile = room[: len(some) * (part.stop - first)].view(len(some), -1)
             linear.write_logits(some, tile, part)
             _fold_tile(sums, tile, start, first, facts, classes)
-    return sums
+    return found
 
 
 def _fold_tile(sums: Sums, tile: Tensor, start: int, first: int, facts: Facts, classes: Tensor) -> None:

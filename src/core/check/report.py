@@ -1,8 +1,12 @@
 """Run the gradient checks of this machine's backends on this machine's own hardware, and say what came of it."""
 
+import signal
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
 from typing import Any
 
 from xent.backends import ALSO, TABLE
@@ -16,7 +20,10 @@ from xent.core.check.shapes import shape_cases
 __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
 _FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
+_CASES_OF_A_PROCESS = 12  # at a time; neighbours run the same compiled kernels
 AnyCase = Case | DivergenceCase
+Judged = tuple[list[Comparison], list[str]]
+"""A case's comparisons, and what failed."""
 _NOTHING = Comparison("", 0.0, 1.0)
 
 
@@ -70,14 +77,10 @@ def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
-    """Run the checks; `tell` hears of each case before it runs. What has passed as a whole is told so at the end."""
+    """Run the checks; `tell` hears of each case. What has passed as a whole is told so at the end."""
     for work in works:
         lines = []
-        for (function, dtype), (everywhere, reaching) in work.cases.items():
-            judged = [_judged(work, case, tell) for case in everywhere]
-            with work.harness.watched() as seen:
-                judged += [_judged(work, case, tell) for case in reaching]
-            work.seen.update(seen)
+        for (function, dtype), judged in (_here if work.harness.processes == 1 else _in_processes)(work, tell):
             results = [comparison for comparisons, _ in judged for comparison in comparisons]
             worst = max(results or [_NOTHING], key=_nearness)
             failed = tuple(failure for _, failures in judged for failure in failures)
@@ -87,7 +90,71 @@ def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: 
             work.harness.passed()
 
 
-def _judged(work: Work, case: AnyCase, tell: Callable[[str], None]) -> tuple[list[Comparison], list[str]]:
+def _here(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tuple[str, str], list[Judged]]]:
+    """Judge the cases of each function and dtype, one after the other."""
+    for kind, (everywhere, reaching) in work.cases.items():
+        judged = [_judged(work, case, tell) for case in everywhere]
+        with work.harness.watched() as seen:
+            judged += [_judged(work, case, tell) for case in reaching]
+        work.seen.update(seen)
+        yield kind, judged
+
+
+def _in_processes(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tuple[str, str], list[Judged]]]:
+    """Judge the same cases in several processes, each of which compiles its own kernels."""
+    pool = ProcessPoolExecutor(work.harness.processes, get_context("spawn"), _end_at_interrupt)
+    try:
+        parts = {
+            kind: [_parts(pool, work, everywhere, False), _parts(pool, work, reaching, True)]
+            for kind, (everywhere, reaching) in work.cases.items()
+        }
+        cases_of_parts = {part: cases for both in parts.values() for some in both for part, cases in some.items()}
+        found: dict[Future[Any], list[Judged]] = {}
+        for part in as_completed(cases_of_parts):
+            cases = cases_of_parts[part]
+            try:
+                found[part], seen = part.result()
+                work.seen.update(seen)
+            except Exception as error:  # also of a process that ended before its time
+                found[part] = [([], [f"{case}: {type(error).__name__}: {error}"]) for case in cases]
+            for case in cases:
+                tell(f"{work}: {case}")
+        for kind, both in parts.items():
+            yield kind, [judged for some in both for part in some for judged in found[part]]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _parts(
+    pool: ProcessPoolExecutor, work: Work, cases: Sequence[AnyCase], watch: bool
+) -> dict[Future[Any], Sequence[AnyCase]]:
+    """Hand cases to the processes, a few neighbours at a time."""
+    some = [cases[start : start + _CASES_OF_A_PROCESS] for start in range(0, len(cases), _CASES_OF_A_PROCESS)]
+    return {pool.submit(_judge_part, work.backend.name, work.device, part, watch): part for part in some}
+
+
+def _judge_part(name: str, device: str, cases: Sequence[AnyCase], watch: bool) -> tuple[list[Judged], set[str]]:
+    """Judge cases in a process of its own; return with them the kernels that were seen, if anybody watches."""
+    work = _work_of(name, device)
+    if not watch:
+        return [_judged(work, case, lambda text: None) for case in cases], set()
+    with work.harness.watched() as seen:
+        judged = [_judged(work, case, lambda text: None) for case in cases]
+    return judged, seen
+
+
+@cache
+def _work_of(name: str, device: str) -> Work:
+    backend = (TABLE | ALSO)[name]()
+    return Work(backend, device, backend.harness(device), {})
+
+
+def _end_at_interrupt() -> None:
+    """Let Ctrl-C, which the terminal sends to all processes, end this one without a word."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _judged(work: Work, case: AnyCase, tell: Callable[[str], None]) -> Judged:
     """Return a case's comparisons, and what failed; an error, or a warning that something else ran, is a failure."""
     tell(f"{work}: {case}")
     try:

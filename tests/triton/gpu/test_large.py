@@ -25,8 +25,9 @@ def test_logits(rows: int, vocabulary: int) -> None:
     target = torch.randint(vocabulary, (rows,), device="cuda")
     target[::5] = -100
     few, few_targets = ends(logits.detach()).requires_grad_(), ends(target)
-    options = {"z_loss": 1e-3, "normalizer": rows, "backend": "triton"}
-    (expected,) = torch.autograd.grad(xent.cross_entropy(few, few_targets, **options), few)
+    options = {"z_loss": 1e-3, "backend": "triton"}
+    mean = {"normalizer": rows, **options}
+    (expected,) = torch.autograd.grad(xent.cross_entropy(few, few_targets, **mean), few)
     expected_rows = xent.cross_entropy(few.detach(), few_targets, reduction="none", **options)
 
     each = xent.cross_entropy(logits, target, reduction="none", **options)
@@ -35,14 +36,14 @@ def test_logits(rows: int, vocabulary: int) -> None:
     torch.testing.assert_close(ends(grad), expected)
     del grad
 
-    loss = xent.cross_entropy(logits, target, **options)
+    loss = xent.cross_entropy(logits, target, **mean)
     torch.testing.assert_close(loss.detach(), each.detach().double().sum().float() / rows)
     (grad,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(ends(grad), expected)
     del grad, loss, each
 
     logits = logits.detach().requires_grad_()
-    loss = xent.cross_entropy(logits, target, inplace=True, **options) * 3
+    loss = xent.cross_entropy(logits, target, inplace=True, **mean) * 3
     loss.backward()
     assert logits.grad is not None
     torch.testing.assert_close(ends(logits.grad), 3 * expected)
@@ -56,13 +57,14 @@ def test_linear() -> None:
     weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocabulary, (rows,), device="cuda")
     target[::5] = -100
-    options = {"normalizer": rows, "backend": "triton"}
+    mean = {"normalizer": rows, "backend": "triton"}
     few = ends(source.detach()).requires_grad_()
-    (expected,) = torch.autograd.grad(xent.linear_cross_entropy(few, weight, ends(target), **options), few)
-    chunked = xent.linear_cross_entropy(source, weight, target, **options)
+    (expected,) = torch.autograd.grad(xent.linear_cross_entropy(few, weight, ends(target), **mean), few)
+    chunked = xent.linear_cross_entropy(source, weight, target, **mean)
     _, expected_weight = torch.autograd.grad(chunked, (source, weight))
     for reduction in ("mean", "none"):
-        loss = xent.linear_cross_entropy(source, weight, target, workspace=10**10, reduction=reduction, **options)
+        options = mean if reduction == "mean" else {"reduction": "none", "backend": "triton"}
+        loss = xent.linear_cross_entropy(source, weight, target, workspace=10**10, **options)
         upstream = torch.full_like(loss, 1 / rows if reduction == "none" else 1)
         torch.testing.assert_close((loss.detach() * upstream).sum(), chunked.detach(), rtol=1e-5, atol=0)
         grad, grad_weight = torch.autograd.grad(loss, (source, weight), upstream)

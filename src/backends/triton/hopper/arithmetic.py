@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["activate", "barriers", "exp", "fade", "finite"]
+__all__ = ["LOG2E", "activate", "barriers", "bent", "exp2", "fade", "finite"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -24,11 +24,9 @@ def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 
 @gluon.jit
-def exp(x):
-    """Return e^x, 0 where it is too small for a normal float32."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * LOG2E], dtype=gl.float32, is_pure=True, pack=1
-    )
+def exp2(x):
+    """Return 2^x, 0 where it is too small for a normal float32."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -46,7 +44,13 @@ def finite(largest):
 @gluon.jit
 def fade(c, larger):
     """Return what turns a sum relative to c into one relative to a larger reference."""
-    return exp(gl.minimum(c - larger, 0.0))
+    return exp2(gl.minimum(c - larger, 0.0) * LOG2E)
+
+
+@gluon.jit
+def _below(x, softcap):
+    """Return 1 / (1 + e^(2 x / k)), of which both a softcap and its slope are made."""
+    return _reciprocal(1 + exp2(x * (2 * LOG2E / softcap)))
 
 
 @gluon.jit
@@ -57,5 +61,24 @@ def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
     if SCALED:
         x = x * logit_scale
     if CAPPED:
-        x = softcap - 2 * softcap * _reciprocal(1 + exp(x * (2 / softcap)))
+        x = softcap - 2 * softcap * _below(x, softcap)
     return x
+
+
+@gluon.jit
+def bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+    """Return x as `activate` does, and dx/dz = s (1 - tanh(s z / k)^2), without its cancellation, or s."""
+    logit_scale, softcap = bend
+    x = z
+    steep = z
+    if SCALED:
+        x = x * logit_scale
+    if CAPPED:
+        below = _below(x, softcap)
+        x = softcap - 2 * softcap * below
+        steep = 4 * below * (1 - below)
+        if SCALED:
+            steep = steep * logit_scale
+    elif SCALED:
+        steep = gl.zeros_like(z) + logit_scale
+    return x, steep

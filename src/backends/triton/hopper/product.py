@@ -1,8 +1,10 @@
-"""Whether the product kernel serves a forward pass, and how it is launched.
+"""Whether Hopper's products serve a linear loss, and how they are launched.
 
-It has no entropy and no temperature of each row. Exact calls, whose bits are the same with and without the entropy, do
-not take it (`xent.backends.triton.tiles`).
+`fold_product` finds the sums of rows, `gradient_product` the gradients of their logits; neither stores a logit. They
+know no bias and no temperature of each row.
 """
+
+from typing import Any
 
 from torch import Tensor
 
@@ -11,9 +13,9 @@ from xent.backends.triton.launch import cdiv, launch
 from xent.backends.triton.tile_kernels import join_kernel
 from xent.core.spec import LossSpec
 
-__all__ = ["LARGEST_SOFTCAP", "fold_product"]
+__all__ = ["LARGEST_SOFTCAP", "fold_product", "gradient_product", "serves"]
 
-LARGEST_SOFTCAP = 256  # the kernel finds k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
+LARGEST_SOFTCAP = 256  # the kernels find k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
 _BAND = 128  # rows of a tile
 _CLASSES = 256  # of a tile
 _DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
@@ -21,89 +23,140 @@ _SLOTS = 4
 _WARPS = 4
 _ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
 _REGISTERS = 240
-_MOST_BANDS = 12  # side by side: their rows and the classes that other programs read with them stay in L2
-_JOINED = 128  # rows
+_GROUP = 12  # bands side by side: their rows and the classes that other programs read with them stay in L2
+_MOST_CHUNKS = 320  # of a vocabulary, each with sums of its own
+_SUMS_BYTES = 32 * 2**20  # of all chunks of a launch
+_JOINED = 32  # rows
 
 
-def fold_product(
-    hidden: Tensor, classifier: Tensor, spec: LossSpec, classes: Tensor, peaks: Tensor, totals: Tensor
-) -> bool:
-    """Write the largest x (N,) of each row without its target, and the sum of e^(x - largest); False if not served.
-
-    Takes hidden (N, D), classifier (V, D) and the targets, `classes` (N,) int32. No logit is rounded or stored.
-    """
+def serves(hidden: Tensor, classifier: Tensor, spec: LossSpec) -> bool:
+    """Whether the kernels take hidden (N, D) and classifier (V, D), both of the compute dtype."""
     if hidden.device.type != "cuda" or not hopper_multiprocessors(hidden.device.index):
         return False
     if (spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP) or len(classifier) < _CLASSES:
         return False
-    hidden = copyable(hidden)
-    if not (can_be_copied(hidden) and can_be_copied(classifier)):
-        return False
-    programs = hopper_multiprocessors(hidden.device.index)
-    start = 0
-    for bands, group in _groups(cdiv(len(hidden), _BAND), programs):
-        rows = slice(start, min(start + bands * _BAND, len(hidden)))
-        _launch(programs, group, hidden[rows], classifier, spec, classes[rows], peaks[rows], totals[rows])
-        start = rows.stop
-    return True
+    return can_be_copied(copyable(hidden)) and can_be_copied(classifier)
 
 
-def _launch(
-    programs: int,
-    group: int,
+def fold_product(
     hidden: Tensor,
     classifier: Tensor,
     spec: LossSpec,
-    target: Tensor,
+    classes: Tensor,
     peaks: Tensor,
     totals: Tensor,
+    mixed: Tensor | None,
+    workspace: int | None,
+) -> None:
+    """Write the largest x (N,) of each row without its target, the sum of e = e^(x - largest), and that of e log e.
+
+    Takes the targets, `classes` (N,) int32. No logit is rounded or stored. `mixed` may be None. A row's bits do not
+    depend on the other rows.
+    """
+    hidden, (count, _) = copyable(hidden), hidden.shape
+    chunks = _walk(count, classifier)[2]
+    size = chunks * 4 * (2 if mixed is None else 3)
+    step = max(min(workspace or _SUMS_BYTES, _SUMS_BYTES) // size // _BAND, _GROUP) * _BAND
+    for start in range(0, count, step):
+        rows = slice(start, min(start + step, count))
+        of_rows = None if mixed is None else mixed[rows]
+        _fold(hidden[rows], classifier, spec, classes[rows], peaks[rows], totals[rows], of_rows)
+
+
+def _fold(
+    hidden: Tensor,
+    classifier: Tensor,
+    spec: LossSpec,
+    classes: Tensor,
+    peaks: Tensor,
+    totals: Tensor,
+    mixed: Tensor | None,
 ) -> None:
     from xent.backends.triton.hopper.product_kernel import product_kernel
 
-    (rows, width), vocabulary = hidden.shape, len(classifier)
-    class_tiles = cdiv(vocabulary, _CLASSES)
-    parts = peaks.new_empty(2, min(programs // group, class_tiles), rows)
+    rows, walk = len(hidden), _walk(len(hidden), classifier)
+    parts = peaks.new_empty(2 if mixed is None else 3, walk[2], rows)
     launch(
         product_kernel,
-        programs,
+        hopper_multiprocessors(hidden.device.index),
         (
-            descriptor(hidden, [_BAND // 2, _DEPTH]),
-            descriptor(classifier, [_CLASSES, _DEPTH]),
-            target,
+            *_factors(hidden, classifier),
+            classes,
             parts[0],
             parts[1],
+            parts[-1],
             rows,
-            vocabulary,
-            cdiv(rows, _BAND) * class_tiles,
-            group,
-            class_tiles,
-            cdiv(width, _DEPTH),
-            spec.softcap or 0.0,
-            spec.logit_scale,
+            len(classifier),
+            *walk,
+            *_numbers(spec),
         ),
-        {
-            "SLOTS": _SLOTS,
-            "SCALED": spec.logit_scale != 1,
-            "CAPPED": spec.softcap is not None,
-            "REGISTERS": _REGISTERS,
-        },
+        {**_constants(spec), "ENTROPY": mixed is not None, "REGISTERS": _REGISTERS},
         num_warps=_WARPS,
         maxnreg=_ENTRY_REGISTERS,
     )
     launch(
         join_kernel,
         cdiv(rows, _JOINED),
-        (parts[0], parts[1], peaks, totals, rows, parts.shape[1]),
-        {"BLOCK": _JOINED},
-        num_warps=_JOINED // 32,
+        (parts[0], parts[1], None if mixed is None else parts[2], peaks, totals, mixed, rows, walk[2]),
+        {"BLOCK": _JOINED, "PARTS": 32},
+        num_warps=4,
     )
 
 
-def _groups(bands: int, programs: int) -> list[tuple[int, int]]:
-    """Return (bands, group) of each launch: groups divide the programs, and the bands of a launch are whole groups."""
-    found = []
-    while bands:
-        group = max(size for size in range(1, min(bands, _MOST_BANDS) + 1) if programs % size == 0)
-        found.append((bands // group * group, group))
-        bands %= group
-    return found
+def gradient_product(
+    hidden: Tensor,
+    classifier: Tensor,
+    spec: LossSpec,
+    classes: Tensor,
+    coefficients: Tensor,
+    grad: Tensor,
+    tilted: bool,
+) -> None:
+    """Write the gradient of the logits (R, 8n) of hidden (R, D), contiguous; 0 in columns beyond the vocabulary.
+
+    `classes` (R,) int32 and `coefficients` (4, R) are what `coefficients_kernel` writes.
+    """
+    from xent.backends.triton.hopper.gradient_product_kernel import gradient_product_kernel
+
+    launch(
+        gradient_product_kernel,
+        hopper_multiprocessors(hidden.device.index),
+        (
+            *_factors(copyable(hidden), classifier),
+            classes,
+            coefficients,
+            grad,
+            len(hidden),
+            len(classifier),
+            grad.stride(0) // 8,
+            *_walk(len(hidden), classifier),
+            *_numbers(spec),
+        ),
+        {**_constants(spec), "TILTED": tilted, "REGISTERS": _REGISTERS},
+        num_warps=_WARPS,
+        maxnreg=_ENTRY_REGISTERS,
+    )
+
+
+def _walk(rows: int, classifier: Tensor) -> tuple[int, int, int, int, int, int]:
+    """Return units, group, chunks, tiles of a chunk, tiles of a row, and slices of the width.
+
+    Chunks follow from the vocabulary alone.
+    """
+    vocabulary, width = classifier.shape
+    tiles = cdiv(vocabulary, _CLASSES)
+    of_chunk = cdiv(tiles, _MOST_CHUNKS)
+    chunks = cdiv(tiles, of_chunk)
+    return cdiv(rows, _BAND) * chunks, _GROUP, chunks, of_chunk, tiles, cdiv(width, _DEPTH)
+
+
+def _factors(hidden: Tensor, classifier: Tensor) -> tuple[Any, Any]:
+    return descriptor(hidden, [_BAND // 2, _DEPTH]), descriptor(classifier, [_CLASSES, _DEPTH])
+
+
+def _numbers(spec: LossSpec) -> tuple[float, float]:
+    return float(spec.softcap or 0), float(spec.logit_scale)
+
+
+def _constants(spec: LossSpec) -> dict[str, Any]:
+    return {"SLOTS": _SLOTS, "SCALED": spec.logit_scale != 1, "CAPPED": spec.softcap is not None}

@@ -3,110 +3,114 @@
 A program makes tiles of logits, 128 rows by 256 classes, one after the other. A producer warp copies slices of both
 factors, 64 of their columns at a time, into a ring of slots in shared memory (the bulk copy engine, one mbarrier a
 slot). Two consumers of four warps have 64 rows each: the tensor cores add a slot's product to logits that are their
-registers, and when a tile is complete a consumer folds it into its rows' (largest, sum of exponentials). The slots let
-one consumer run ahead of the other, so that one folds while the other multiplies.
+registers, and when a tile is complete a consumer folds it into its rows' sums. The slots let one consumer run ahead of
+the other, so that one folds while the other multiplies.
 
-Tiles are dealt out so that a program stays with its rows and carries their sums in registers: GROUP bands of 128 rows
-are worked on at a time, class by class, and GROUP divides the number of programs. What programs side by side read, a
-few bands and a few hundred classes each, comes from the L2 cache.
+A unit of work is a band of 128 rows and a chunk of a few class tiles; its sums stay in registers until they are
+written. `join_kernel` adds up the chunks in their order. Which chunks there are follows from the vocabulary alone, so
+that a row has the same bits in every batch. Programs side by side have a few bands and a few hundred classes each,
+which come from the L2 cache.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from xent.backends.triton.hopper.arithmetic import activate, barriers, exp, fade, finite
-from xent.backends.triton.hopper.product_parts import by_lane, last_product, multiply, place, produce
+from xent.backends.triton.hopper.arithmetic import LOG2E, activate, barriers, exp2, fade, finite
+from xent.backends.triton.hopper.product_parts import accumulator, by_lane, multiply, place, produce, slots_of
 
 __all__ = ["product_kernel"]
 
+FLOOR = gl.constexpr(-300.0)  # keeps 0 * -inf out of sums: e^(x - largest) is 0 there
+
 
 @gluon.jit
-def _fold(m, s, x):
-    """Return the largest x so far of each row and lane, (R, 4), and the sum of e^(x - largest), with a tile (R, C)."""
+def _growth(m, ref):
+    """Return by how much, in units of log2, a reference has grown since m; 0 where there was none."""
+    return gl.where(m == float("-inf"), 0.0, (ref - m) * LOG2E)
+
+
+@gluon.jit
+def _fold(m, s, t, x, ENTROPY: gl.constexpr):
+    """Return a row's and lane's sums (R, 4) with a tile (R, C): the largest x, sum e, and with ENTROPY sum e log2 e."""
     x = by_lane(x)
     larger = gl.maximum(m, gl.max(gl.max(x, 3), 1))
     ref = finite(larger)
-    e = exp(x - ref[:, None, :, None])
-    return larger, s * fade(finite(m), ref) + gl.sum(gl.sum(e, 3), 1)
+    e2 = (x - ref[:, None, :, None]) * LOG2E
+    e = exp2(e2)
+    kept = fade(finite(m), ref)
+    if ENTROPY:
+        t = kept * (t - _growth(m, ref) * s) + gl.sum(gl.sum(e * gl.maximum(e2, FLOOR), 3), 1)
+    return larger, s * kept + gl.sum(gl.sum(e, 3), 1), t
 
 
 @gluon.jit
 def _consume(
-    slots,
-    target,
-    sums,
-    rows,
-    vocabulary,
-    walk,
-    bend,
-    HALF_INDEX: gl.constexpr,
-    SLOTS: gl.constexpr,
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
-):
+    slots, target, sums, rows, vocabulary, walk, bend,
+    HALF_INDEX: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
+):  # fmt: skip
     """Four warps: one half of the rows of each tile."""
     upper, lower, columns, full, empty = slots
     halves = upper
     if HALF_INDEX == 1:
         halves = lower
-    peaks, totals = sums
-    tiles, group, class_tiles, steps = walk
+    peaks, totals, mixed = sums
+    units = walk[0]
+    tiles_per_chunk = walk[3]
     HALF: gl.constexpr = upper.shape[1]
     CLASSES: gl.constexpr = columns.shape[1]
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, CLASSES, 16]
-    )
+    LAYOUT: gl.constexpr = accumulator(CLASSES, gl.num_warps())
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     inside = gl.arange(0, HALF, layout=PER_ROW)
     classes = gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LAYOUT))
-    members = gl.num_programs(0) // group
     slot = 0
     phase = 0
     nothing = gl.sum(gl.sum(by_lane(gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)), 3), 1)
-    m = nothing + float("-inf")
-    s = nothing
-    y = gl.full([HALF], -1, gl.int32, PER_ROW)
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        band, part = place(tile, walk)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        band, begin, end = place(unit, walk)
         row = band * (2 * HALF) + HALF_INDEX * HALF + inside
-        if part < members:
-            m = nothing + float("-inf")
-            s = nothing
-            y = gl.load(target + row, mask=row < rows, other=-1).to(gl.int32)
-        z = gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)
-        z, slot, phase = multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS)
-        first = part * CLASSES
-        with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
-        z = last_product(z, empty, slot, SLOTS)
-        x = activate(z, bend, SCALED, CAPPED)
-        if (with_target != 0) | (first + CLASSES > vocabulary):
-            others = ((first + classes) < vocabulary)[None, :] & ((first + classes)[None, :] != y[:, None])
-            m, s = _fold(m, s, gl.where(others, x, float("-inf")))
-        else:
-            m, s = _fold(m, s, x)
-        if part + members >= class_tiles:
-            at = (part % members) * rows + row
-            top = gl.max(m, 1)
-            total = gl.sum(s * fade(finite(m), finite(top)[:, None]), 1)
-            gl.store(peaks + at, gl.convert_layout(top, PER_ROW), mask=row < rows)
-            gl.store(totals + at, gl.convert_layout(total, PER_ROW), mask=row < rows)
+        y = gl.load(target + row, mask=row < rows, other=-1).to(gl.int32)
+        m = nothing + float("-inf")
+        s = nothing
+        t = nothing
+        for part in range(begin, end):
+            first = part * CLASSES
+            with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
+            z, slot, phase = multiply(halves, columns, full, empty, slot, phase, walk[5], SLOTS)
+            x = activate(z, bend, SCALED, CAPPED)
+            if (with_target != 0) | (first + CLASSES > vocabulary):
+                others = ((first + classes) < vocabulary)[None, :] & ((first + classes)[None, :] != y[:, None])
+                m, s, t = _fold(m, s, t, gl.where(others, x, float("-inf")), ENTROPY)
+            else:
+                m, s, t = _fold(m, s, t, x, ENTROPY)
+        at = (begin // tiles_per_chunk) * rows + row
+        top = gl.max(m, 1)
+        ref = finite(top)
+        kept = fade(finite(m), ref[:, None])
+        gl.store(peaks + at, gl.convert_layout(top, PER_ROW), mask=row < rows)
+        gl.store(totals + at, gl.convert_layout(gl.sum(s * kept, 1), PER_ROW), mask=row < rows)
+        if ENTROPY:
+            mix = gl.sum(kept * (t - _growth(m, ref[:, None]) * s), 1)
+            gl.store(mixed + at, gl.convert_layout(mix, PER_ROW), mask=row < rows)
 
 
 @gluon.jit(
-    do_not_specialize=["rows", "vocabulary", "tiles", "group", "class_tiles", "steps"],
-    do_not_specialize_on_alignment=["target", "peaks", "totals"],
+    do_not_specialize=["rows", "vocabulary", "units", "group", "chunks", "tiles_per_chunk", "class_tiles", "steps"],
+    do_not_specialize_on_alignment=["target", "peaks", "totals", "mixed"],
 )
 def product_kernel(
     hidden,  # for the copy engine: (R, D) in blocks of [64, 64]
     classifier,  # (V, D) in blocks of [256, 64]
     target,  # (R,) int32, classes that are left out
-    peaks,  # (programs / group, R) float32: the largest x of the classes that a program had, -inf where there was none
-    totals,  # and their sum of e^(x - largest)
+    peaks,  # (chunks, R) float32: the largest x of the classes of a chunk, -inf where there was none
+    totals,  # and their sum of e = e^(x - largest)
+    mixed,  # and of e log2 e, with ENTROPY
     rows,
     vocabulary,
-    tiles,
-    group,  # of bands, which divides the programs; and as many bands as these tiles have are a multiple of it
+    units,  # of work, chunks of each band of 128 rows
+    group,  # of bands that are worked on at a time
+    chunks,
+    tiles_per_chunk,
     class_tiles,
     steps,
     softcap,
@@ -114,25 +118,21 @@ def product_kernel(
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
+    ENTROPY: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Fold all logits of all rows; see the module's docstring."""
-    HALF: gl.constexpr = hidden.block_shape[0]
-    CLASSES: gl.constexpr = classifier.block_shape[0]
-    DEPTH: gl.constexpr = classifier.block_shape[1]
-    upper = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
-    lower = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
-    columns = gl.allocate_shared_memory(classifier.dtype, [SLOTS, CLASSES, DEPTH], classifier.layout)
+    upper, lower, columns = slots_of(hidden, classifier, SLOTS)
     full, empty = barriers(SLOTS, 2)
     fence_async_shared()
     slots = (upper, lower, columns, full, empty)
-    walk = (tiles, group, class_tiles, steps)
-    sums = (peaks, totals)
+    walk = (units, group, chunks, tiles_per_chunk, class_tiles, steps)
+    sums = (peaks, totals, mixed)
     bend = (logit_scale, softcap)
     gl.warp_specialize(
         [
-            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 0, SLOTS, SCALED, CAPPED)),
-            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 1, SLOTS, SCALED, CAPPED)),
+            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 0, SLOTS, SCALED, CAPPED, ENTROPY)),
+            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 1, SLOTS, SCALED, CAPPED, ENTROPY)),
             (produce, (slots, hidden, classifier, walk, SLOTS)),
         ],
         [4, 1],  # warps of the second consumer and of the producer

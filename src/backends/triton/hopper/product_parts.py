@@ -4,7 +4,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-__all__ = ["by_lane", "last_product", "multiply", "next_slot", "place", "produce"]
+__all__ = ["accumulator", "by_lane", "multiply", "next_slot", "place", "produce", "slots_of"]
+
+
+@gluon.constexpr_function
+def accumulator(classes, warps):
+    """Return the layout of a consumer's logits, (rows, classes), in its registers."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, classes, 16])
 
 
 @gluon.jit
@@ -22,63 +28,75 @@ def _before(slot, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def multiply(z, halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constexpr):
-    """Add the products of so many slots to z, the last of them still in flight; return z, the next slot and its phase.
+def multiply(halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constexpr):
+    """Return the logits (rows, columns) of a tile, summed over so many slots, then the next slot and its phase.
 
     Slots hold halves (rows, depth) and columns (columns, depth).
     """
+    HALF: gl.constexpr = halves.shape[1]
+    CLASSES: gl.constexpr = columns.shape[1]
+    LAYOUT: gl.constexpr = accumulator(CLASSES, gl.num_warps())
+    z = gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         z = warpgroup_mma(halves.index(slot), columns.index(slot).permute([1, 0]), z, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])  # for the one before, whose slot nobody reads any more
         mbarrier.arrive(empty.index(_before(slot, SLOTS)), pred=step > 0)
         slot, phase = next_slot(slot, phase, SLOTS)
+    z = warpgroup_mma_wait(0, deps=[z])
+    mbarrier.arrive(empty.index(_before(slot, SLOTS)))
     return z, slot, phase
 
 
 @gluon.jit
-def last_product(z, empty, slot, SLOTS: gl.constexpr):
-    """Return z when the product in flight is there, whose slot is the one before."""
-    z = warpgroup_mma_wait(0, deps=[z])
-    mbarrier.arrive(empty.index(_before(slot, SLOTS)))
-    return z
+def place(unit, walk):
+    """Return a unit's band of rows, and the first of its class tiles and the one after its last.
+
+    Units go through a group of bands chunk by chunk; the last group may have fewer bands.
+    """
+    units, group, chunks, tiles_per_chunk, class_tiles, _steps = walk
+    first = unit // (group * chunks) * group
+    size = gl.minimum(group, units // chunks - first)
+    rest = unit - first * chunks
+    begin = rest // size * tiles_per_chunk
+    return first + rest % size, begin, gl.minimum(begin + tiles_per_chunk, class_tiles)
 
 
 @gluon.jit
-def place(tile, walk):
-    """Return which band of rows and which classes a tile has, both counted in tiles: a group of bands, class by class.
-
-    The last group may be smaller.
-    """
-    tiles, group, class_tiles, _steps = walk
-    first = tile // (group * class_tiles) * group
-    size = gl.minimum(group, tiles // class_tiles - first)
-    rest = tile - first * class_tiles
-    return first + rest % size, rest // size
+def slots_of(hidden, classifier, SLOTS: gl.constexpr):
+    """Return a ring of slots in shared memory for the upper and lower rows of a tile and for its classes."""
+    HALF: gl.constexpr = hidden.block_shape[0]
+    CLASSES: gl.constexpr = classifier.block_shape[0]
+    DEPTH: gl.constexpr = classifier.block_shape[1]
+    upper = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
+    lower = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
+    columns = gl.allocate_shared_memory(classifier.dtype, [SLOTS, CLASSES, DEPTH], classifier.layout)
+    return upper, lower, columns
 
 
 @gluon.jit
 def produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
     """One warp: every free slot starts to load the next slices at once."""
     upper, lower, columns, full, empty = slots
-    tiles, _group, _class_tiles, steps = walk
+    units, _group, _chunks, _tiles_per_chunk, _class_tiles, steps = walk
     HALF: gl.constexpr = upper.shape[1]
     CLASSES: gl.constexpr = columns.shape[1]
     DEPTH: gl.constexpr = columns.shape[2]
     BYTES: gl.constexpr = (2 * HALF + CLASSES) * DEPTH * columns.dtype.primitive_bitwidth // 8
     slot = 0
     phase = 1
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        band, part = place(tile, walk)
+    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
+        band, begin, end = place(unit, walk)
         row = band * (2 * HALF)
-        for step in range(steps):
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(full.index(slot), BYTES)
-            at = step * DEPTH
-            tma.async_copy_global_to_shared(hidden, [row, at], full.index(slot), upper.index(slot))
-            tma.async_copy_global_to_shared(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
-            tma.async_copy_global_to_shared(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
-            slot, phase = next_slot(slot, phase, SLOTS)
+        for part in range(begin, end):
+            for step in range(steps):
+                mbarrier.wait(empty.index(slot), phase)
+                mbarrier.expect(full.index(slot), BYTES)
+                at = step * DEPTH
+                tma.async_copy_global_to_shared(hidden, [row, at], full.index(slot), upper.index(slot))
+                tma.async_copy_global_to_shared(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
+                tma.async_copy_global_to_shared(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
+                slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
