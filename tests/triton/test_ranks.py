@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import xent
 from tests.cases import EVERYWHERE, FACTORS, FACTORS_OF_LOG_PROBS, FACTORS_OF_STATS, FUNCTIONS, LOG_PROBS
+from tests.covering import FULL
 from tests.distributed.calls import Way
 from tests.distributed.conftest import pool as pool
 from tests.distributed.judge import judged_beside_the_whole
@@ -19,8 +20,8 @@ from xent.core.check.cases import Case
 
 pytestmark = pytest.mark.skipif(not (GPUS or INTERPRETED), reason="takes two GPUs, or Triton's interpreter")
 
-TOGETHER = 2 if GPUS else 1
-"""All pairs of settings, or in the interpreter each setting."""
+TOGETHER = 2 if FULL else 1
+"""Each setting occurs, or all pairs of settings: on a GPU nearly every case compiles kernels of its own."""
 MATRIX = [
     *(("", function, FACTORS) for function in FUNCTIONS),
     *((" with statistics", function, FACTORS_OF_STATS) for function in FUNCTIONS),
