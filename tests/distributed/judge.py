@@ -6,16 +6,18 @@ from typing import Any
 
 import numpy as np
 
-from tests.distributed.calls import AXES, Way, in_shards
+from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
 from tests.distributed.pool import Pool
 from xent.backends import TABLE
 from xent.core.check.cases import Case
 from xent.core.check.judge import Comparison, compare, worst_of
 from xent.core.check.results import results_of_case
 
-__all__ = ["joined", "judged"]
+__all__ = ["joined", "judged", "judged_beside_the_whole"]
 
 DRAWS = 8
+WIDE = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
+"""How far statistics, of logits that are rounded once more or less, may be apart."""
 
 
 def judged(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards, *more: Any) -> dict[str, Any]:
@@ -27,6 +29,16 @@ def judged(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards
     for comparison in comparisons:
         assert comparison.passed, comparison
     return found
+
+
+def judged_beside_the_whole(pool: Pool, case: Case, way: Way) -> None:
+    """Judge the results, and compare all statistics with those of the same call in one piece."""
+    found = judged(pool, case, way)
+    whole = in_one_piece(case, replace(way, inplace=False))
+    assert found.keys() == whole.keys()
+    for name in found:
+        if name.startswith("stats."):
+            np.testing.assert_allclose(found[name], whole[name], rtol=WIDE[case.dtype], atol=WIDE[case.dtype])
 
 
 def drawn(

@@ -16,10 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["GPUS", "PROCESSES", "Pool", "device", "group"]
+from tests.interpreter import prepare
+
+__all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "group"]
 
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= 2
 PROCESSES = min(torch.cuda.device_count(), 4) if GPUS else 4
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PATIENCE = 20  # seconds that a call may take
 _groups: dict[int, Any] = {}
 
@@ -96,6 +99,8 @@ class Pool:
 
 def _work(rank: int, folder: str, end: Connection) -> None:
     torch.set_num_threads(1)
+    if INTERPRETED:
+        prepare()
     torch.use_deterministic_algorithms(not GPUS)  # so that memory that nobody has written holds NaN
     if GPUS:
         torch.cuda.set_device(rank)

@@ -5,6 +5,8 @@
 `rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
 `probabilities_kernel` for targets that are class probabilities, `support_kernel` for rows with a support,
 `tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what stands around them.
+`shard_kernels`, `shard_land_kernels` and `shard_take_kernel` are for a vocabulary in shards, with launches in
+`shard_steps` and `shard_landing`.
 `hopper` has the one kernel for one chip, behind a door.
 """
 
@@ -46,9 +48,7 @@ class TritonBackend:
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse shards, other devices, and float64, which these kernels would round to float32."""
-        if call.vocab_parallel is not None:
-            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        """Refuse other devices, and float64, which these kernels would round to float32."""
         return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
@@ -64,7 +64,7 @@ class TritonBackend:
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
         """Run the call in the PyTorch driver with these kernels."""
         from xent.backends.torch import driver
-        from xent.backends.triton import job  # noqa: F401  registers the job
+        from xent.backends.triton import job, shard_steps  # noqa: F401  register the job and the steps on shards
 
         return driver.run(call, kernel=self.name)
 

@@ -78,7 +78,7 @@ def _add(
 
 @triton.jit
 def quick_sums(
-    source, z, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+    source, z, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
@@ -86,8 +86,8 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block, whose raw logits are `z`. Masks are needed in the first and the last block
-    alone. A block is on its way while the one before is added.
+    m is the largest x of the first block, whose raw logits are `z`, but for the class `left_out` if that is not None.
+    Masks are needed in the first and the last block alone. A block is on its way while the one before is added.
     """
     ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     nothing = tl.zeros([LANES], tl.float32)
@@ -98,6 +98,8 @@ def quick_sums(
     seen = classes < vocabulary
     if SKEWED:
         seen = seen & (classes >= 0) & (classes < BLOCK - VECTOR)
+    if left_out is not None:
+        seen = seen & (classes != left_out)
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     m = finite(tl.max(tl.where(seen, x, -float("inf")), 0))
     exact = is_exact(m, EXACT)
@@ -162,7 +164,7 @@ def careful_sums(
 
 @triton.jit
 def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the lane that the target is in, which of its classes are others, and its logits if they are wanted.
+    """Return the lane that the target is in, its classes, which of these are others, and their logits if wanted.
 
     Lanes are those of rows that begin on a boundary.
     """
@@ -171,7 +173,7 @@ def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANE
     k = tl.arange(0, BLOCKS * WIDTH)
     classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
-    return lane, inside, tl.load(source + (off + classes), mask=inside & wanted, other=0.0)
+    return lane, classes, inside, tl.load(source + (off + classes), mask=inside & wanted, other=0.0)
 
 
 @triton.jit

@@ -150,7 +150,7 @@ def rows_kernel(
     # Loads that the row begins with are under way before it is known that it is computed.
     wanted = ~ignored
     first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
-    lane, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+    lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
     if target_logits is None:
         z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
     else:
@@ -175,7 +175,7 @@ def rows_kernel(
     else:
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, first_block, off, last, whole, vocabulary, class_weight, logit_scale, softcap,
+            source, first_block, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip

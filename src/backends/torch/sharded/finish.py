@@ -17,7 +17,7 @@ from torch import Tensor
 
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import Upstream
-from xent.backends.torch.sharded.plain import slope
+from xent.backends.torch.sharded.activation import slope
 from xent.backends.torch.sharded.steps import Coefficients
 from xent.backends.torch.sharded.sums import Merged, times
 

@@ -18,10 +18,10 @@ from xent.backends.torch.plain_job import PlainJob
 from xent.backends.torch.results import new_results
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.collectives import Flight, add_up, gather
-from xent.backends.torch.sharded.finish import Known, coefficients, kept_names, losses
+from xent.backends.torch.sharded.finish import kept_names
 from xent.backends.torch.sharded.layout import Layout
-from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard, Steps
-from xent.backends.torch.sharded.sums import Merged, Slots, merge, slots_of
+from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard, Steps, Weights
+from xent.backends.torch.sharded.sums import Slots, slots_of
 
 __all__ = ["Saved", "ShardJob"]
 
@@ -51,9 +51,7 @@ class ShardJob(PlainJob):
         options = read(_without_padding(options, layout), always=True)
         self._kept_names = kept_names(list(options.spec.stats), self._given, options.weight is not None)
         self._names = slots_of(options.spec, self._given, options.support_ids is not None)
-        self._row_weight: Tensor | None = None
-        self._rank_weights: Tensor | None = None
-        self._total_weight: Tensor | None = None
+        self._weights: Weights | None = None
         super().__init__(options, layout.vocabulary, dtype, shift, None if saved is None else saved.upstream, narrow)
         self.kept: Tensor | None = None
         """(K, N), for backward: what `kept_names` lists; None unless `keep` was called."""
@@ -75,21 +73,15 @@ class ShardJob(PlainJob):
 
         def weigh(target: Tensor) -> Tensor:
             if self._saved is not None:
-                self._row_weight, self._total_weight = (self._of_saved(name) for name in ("row_weight", "total_weight"))
-            else:
-                self._exchange_weights(weight, target)
-            assert self._row_weight is not None
-            return self._row_weight
+                return self._saved.kept[self._kept_names.index("row_weight")]
+            self._weights = self._exchanged(weight, target)
+            return self._weights.of_rows
 
         facts = gather_facts(options, vocabulary, dtype, shift, upstream, narrow, weigh)
         return replace(facts, class_weight_total=None)  # that of the shard alone, which nothing here asks for
 
-    def _of_saved(self, name: str) -> Tensor:
-        assert self._saved is not None
-        return self._saved.kept[self._kept_names.index(name)]
-
-    def _exchange_weights(self, weight: Tensor, target: Tensor) -> None:
-        """Find the weight of each target's class, and their sum over all classes."""
+    def _exchanged(self, weight: Tensor, target: Tensor) -> Weights:
+        """Return the weight of each target's class, and their sum over all classes."""
         layout, count = self.layout, len(target)
         sent = torch.zeros(count + len(layout.ranges), dtype=weight.dtype, device=weight.device)
         if layout.count:
@@ -98,23 +90,13 @@ class ShardJob(PlainJob):
             sent[:count] = torch.where(owned, weight[local.clamp(0, layout.count - 1)], 0)
             sent[count + layout.rank] = weight.sum()
         found = add_up(sent, layout.group).land()
-        self._row_weight, self._rank_weights = found[:count], found[count:]
-        self._total_weight = sum(self._rank_weights.unbind(), start=sent.new_zeros(())).expand(count)
+        of_rows, of_ranks = found[:count], found[count:]
+        total = sum(of_ranks.unbind(), start=sent.new_zeros(()))
+        return Weights(of_rows, of_ranks, total.expand(count))
 
     def take(self, linear: Linear, part: Part) -> Taken:
         """Return the hidden states of a part, and this shard's target logits where the compute dtype rounds them."""
-        facts, rows = self._ordered, slice(part.start, part.stop)
-        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
-        hidden = hidden.to(linear.compute)
-        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
-        found = None
-        local = self._local(facts, rows)
-        if local is not None and linear.compute.itemsize == 2 and self.layout.count:
-            place = local.clamp(0, self.layout.count - 1)
-            found = (hidden.float() * linear.classifier[place].float()).sum(-1)
-            if linear.classifier_bias is not None:
-                found = found + linear.classifier_bias[place]
-        return Taken(hidden, trained, found)
+        return self._steps().take(linear, part)
 
     def fold(self, part: Part, blocks: Iterable[tuple[int, Tensor]], target_logits: Tensor | None) -> Flight:
         """Fold a part's logits, and send the sums to all ranks. Blocks (R, C) have their first row beside them."""
@@ -129,41 +111,25 @@ class ShardJob(PlainJob):
 
     def land(self, flight: Flight, part: Part, wanted: bool) -> Coefficients | None:
         """Wait for the sums of all ranks, and record the results of a part; return its gradient's coefficients."""
-        facts, rows = self._ordered, slice(part.start, part.stop)
-        target = None if facts.target is None else facts.target[rows]
-        row_weight = self._of_part(self._row_weight, part)
-        sums = Slots(self._names, flight.land())
-        merged = merge(sums, self.layout, target, row_weight, self._rank_weights, facts.support is not None)
-        known = Known(
-            merged.peak,
-            merged.log_sum,
-            merged.log_p,
-            merged.target,
-            row_weight,
-            self._of_part(self._total_weight, part),
-            merged.entropy,
-            merged.mass,
-            merged.given,
-        )
-        self._record(merged, known, rows)
-        if self.kept is not None:
-            kept = torch.stack([getattr(known, name) for name in self._kept_names])
-            part.put(kept.t(), self.kept.t())
-        return coefficients(known, facts, rows) if wanted else None
+        if self._results is None:
+            self._results = new_results(self._ordered)
+            if self._given and "accuracy" in self.spec.stats:
+                self._truth = self._results.loss.new_zeros(len(self._ordered.weight), dtype=torch.int64)
+        landing = Landing(part, self._results, self.kept, self._truth, self._weights, wanted)
+        return self._steps().land(Slots(self._names, flight.land()), landing)
 
     def again(self, part: Part) -> Coefficients:
         """Return the coefficients of a part from what was saved: nothing crosses ranks."""
         assert self._saved is not None
-        rows = slice(part.start, part.stop) if part.rows is None else part.rows
-        saved = zip(self._kept_names, self._saved.kept[:, rows], strict=True)
-        return coefficients(Known(**dict(saved)), self._ordered, slice(part.start, part.stop))
+        return self._steps().again(self._saved.kept, part)
 
     def write(self, made: Coefficients, part: Part, blocks: Iterable[tuple[int, Tensor, Tensor | None]]) -> None:
         """Write the gradient of a part's logits, block by block: first row, logits, place."""
         for start, logits, grad in blocks if self.layout.count else ():
             assert grad is not None
             here = slice(start - part.start, start - part.start + len(logits))
-            self._steps().gradient(logits, start, made.of(here), grad)
+            some = made if len(logits) == part.stop - part.start else made.of(here)
+            self._steps().gradient(logits, start, some, grad)
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and the statistics."""
@@ -175,12 +141,6 @@ class ShardJob(PlainJob):
             self._facts = replace(self._facts, target=truth)
         return super().finish()
 
-    def _of_part(self, values: Tensor | None, part: Part) -> Tensor | None:
-        """Return the values of a part's rows, of values (N,) in the call's order."""
-        if values is None:
-            return None
-        return values[part.start : part.stop] if part.rows is None else values[part.rows]
-
     def _local(self, facts: Facts, rows: slice) -> Tensor | None:
         return None if facts.target is None else facts.target[rows] - self.layout.first
 
@@ -191,30 +151,6 @@ class ShardJob(PlainJob):
             shard = Shard(facts, self.layout, self._local(facts, slice(None)))
             self._steps_of = facts, STEPS[self._kernel](shard)
         return self._steps_of[1]
-
-    def _record(self, merged: Merged, known: Known, rows: slice) -> None:
-        if self._results is None:
-            self._results = new_results(self._ordered)
-        results = self._results
-        loss, z_term, nll = losses(merged, known, self._ordered, rows)
-        found = {
-            "loss": loss,
-            "z_term": z_term,
-            "nll": nll,
-            "lse": merged.peak + merged.log_sum,
-            "entropy": merged.entropy,
-            "predictions": merged.predictions,
-            "log_sum_sq_probs": merged.log_sum_sq_probs,
-            "mean_logit": merged.mean_logit,
-        }
-        for name, values in found.items():
-            place = getattr(results, name)
-            if place is not None:
-                place[rows] = values
-        if merged.truth is not None:
-            if self._truth is None:
-                self._truth = merged.truth.new_zeros(len(self._ordered.weight))
-            self._truth[rows] = merged.truth
 
 
 def _without_padding(options: Options, layout: Layout) -> Options:

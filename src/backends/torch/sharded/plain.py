@@ -1,41 +1,22 @@
 """The steps in PyTorch's own operations: right on every device, with float32 memory for a block of rows."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from xent.backends.torch.job import Taken
+from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import row_sum
-from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard
+from xent.backends.torch.schedule import Part
+from xent.backends.torch.sharded.activation import activate, slope
+from xent.backends.torch.sharded.landing import again, land
+from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard
 from xent.backends.torch.sharded.sums import Slots, finite, times
+from xent.backends.torch.steps import target_logits
 from xent.core.chunks import rows_per_block
-from xent.core.spec import LossSpec
 
-__all__ = ["PlainSteps", "activate", "slope"]
-
-
-def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
-    """Return x (R, ...), in place of the logits; `bend` (R, 2) has each row's scale and softcap, if they differ."""
-    scale, cap = _bends(logits, spec, bend)
-    if bend is not None or scale != 1:
-        logits.mul_(scale)
-    if cap is not None:
-        logits.div_(cap).tanh_().mul_(cap)
-    return logits
-
-
-def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Any:
-    """Return dx/dz, a tensor or a number."""
-    scale, cap = _bends(x, spec, bend)
-    return scale if cap is None else (1 - (x / cap).square()).mul_(scale)
-
-
-def _bends(like: Tensor, spec: LossSpec, bend: Tensor | None) -> tuple[Any, Any]:
-    if bend is None:
-        return spec.logit_scale, spec.softcap
-    scale, cap = (one.view(-1, *[1] * (like.dim() - 1)) for one in bend.unbind(1))
-    return scale, None if spec.softcap is None else cap
+__all__ = ["PlainSteps"]
 
 
 class PlainSteps:
@@ -43,6 +24,18 @@ class PlainSteps:
 
     def __init__(self, shard: Shard) -> None:
         self.shard, self.spec = shard, shard.facts.spec
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Index and convert what is taken."""
+        facts, rows, count = self.shard.facts, slice(part.start, part.stop), self.shard.layout.count
+        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
+        hidden = hidden.to(linear.compute)
+        trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
+        found = None
+        if self.shard.local is not None and linear.compute.itemsize == 2 and count:
+            place = self.shard.local[rows].clamp(0, count - 1)
+            found = target_logits(hidden, linear.classifier, linear.classifier_bias, place)
+        return Taken(hidden, trained, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
         """Fold the rows in blocks that stay in cache."""
@@ -56,6 +49,14 @@ class PlainSteps:
         for rows in self._blocks(logits):
             here = slice(start + rows.start, start + rows.stop)
             _Block(self.shard, logits[rows], here).gradient(coefficients.of(rows), grad[rows])
+
+    def land(self, sums: Slots, landing: Landing) -> Coefficients | None:
+        """Merge the sums in one operation after the other."""
+        return land(self.shard, sums, landing)
+
+    def again(self, kept: Tensor, part: Part) -> Coefficients:
+        """Return the coefficients in one operation after the other."""
+        return again(self.shard, kept, part)
 
     def _blocks(self, logits: Tensor) -> Iterator[slice]:
         count, classes = logits.shape

@@ -1,0 +1,76 @@
+"""What becomes of a part's rows once the sums of all ranks are there, in PyTorch's own operations."""
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.schedule import Part
+from xent.backends.torch.sharded.finish import Known, coefficients, kept_names, losses
+from xent.backends.torch.sharded.steps import Coefficients, Landing, Shard
+from xent.backends.torch.sharded.sums import Merged, Slots, merge
+
+__all__ = ["again", "land"]
+
+
+def land(shard: Shard, sums: Slots, landing: Landing) -> Coefficients | None:
+    """See `xent.backends.torch.sharded.steps.Steps.land`."""
+    facts, part, weights = shard.facts, landing.part, landing.weights
+    rows = slice(part.start, part.stop)
+    target = None if facts.target is None else facts.target[rows]
+    row_weight = None if weights is None else _of_part(weights.of_rows, part)
+    total_weight = None if weights is None else _of_part(weights.total, part)
+    of_ranks = None if weights is None else weights.of_ranks
+    merged = merge(sums, shard.layout, target, row_weight, of_ranks, facts.support is not None)
+    known = Known(
+        merged.peak,
+        merged.log_sum,
+        merged.log_p,
+        merged.target,
+        row_weight,
+        total_weight,
+        merged.entropy,
+        merged.mass,
+        merged.given,
+    )
+    _record(shard, merged, known, landing)
+    if landing.kept is not None:
+        kept = torch.stack([getattr(known, name) for name in _kept_names(shard)])
+        part.put(kept.t(), landing.kept.t())
+    return coefficients(known, facts, rows) if landing.wanted else None
+
+
+def again(shard: Shard, kept: Tensor, part: Part) -> Coefficients:
+    """See `xent.backends.torch.sharded.steps.Steps.again`."""
+    rows = slice(part.start, part.stop)
+    saved = zip(_kept_names(shard), kept[:, rows if part.rows is None else part.rows], strict=True)
+    return coefficients(Known(**dict(saved)), shard.facts, rows)
+
+
+def _kept_names(shard: Shard) -> list[str]:
+    facts = shard.facts
+    return kept_names(list(facts.spec.stats), facts.probabilities is not None, facts.class_weight is not None)
+
+
+def _of_part(values: Tensor, part: Part) -> Tensor:
+    """Return the values of a part's rows, of values (N,) in the call's order."""
+    return values[part.start : part.stop] if part.rows is None else values[part.rows]
+
+
+def _record(shard: Shard, merged: Merged, known: Known, landing: Landing) -> None:
+    rows, results = slice(landing.part.start, landing.part.stop), landing.results
+    loss, z_term, nll = losses(merged, known, shard.facts, rows)
+    found = {
+        "loss": loss,
+        "z_term": z_term,
+        "nll": nll,
+        "lse": merged.peak + merged.log_sum,
+        "entropy": merged.entropy,
+        "predictions": merged.predictions,
+        "log_sum_sq_probs": merged.log_sum_sq_probs,
+        "mean_logit": merged.mean_logit,
+    }
+    for name, values in found.items():
+        place = getattr(results, name)
+        if place is not None:
+            place[rows] = values
+    if merged.truth is not None and landing.truth is not None:
+        landing.truth[rows] = merged.truth

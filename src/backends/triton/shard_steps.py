@@ -1,0 +1,180 @@
+"""The steps on one rank's classes: launches of the kernels in `shard_kernels`.
+
+Class probabilities, rows with a support and ranks without classes take the steps in PyTorch's own operations.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.job import Taken
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.schedule import Part
+from xent.backends.torch.sharded.plain import PlainSteps
+from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard, Steps
+from xent.backends.torch.sharded.sums import Slots
+from xent.backends.triton.geometry import Geometry, geometry
+from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.shard_kernels import shard_fold_kernel, shard_gradient_kernel
+from xent.backends.triton.shard_landing import ShardLanding, slots, stride_of
+from xent.backends.triton.shard_take_kernel import shard_take_kernel
+
+__all__ = ["ShardSteps"]
+
+# Bytes of a block and of a warp's part of it: four programs of the fold run on a multiprocessor side by side, and the
+# gradient has four vectors a thread, as that of whole rows. Not measured.
+_OF_FOLD, _OF_GRADIENT = (8 * 1024, 1024), (16 * 1024, 2048)
+_MANY, _LARGEST_SOFTCAP = 1024, 256
+
+
+class ShardSteps:
+    """See `xent.backends.torch.sharded.steps.Steps`."""
+
+    def __init__(self, shard: Shard) -> None:
+        facts = shard.facts
+        assert shard.local is not None
+        landing = ShardLanding(facts, shard.layout)
+        self.land, self.again = landing.land, landing.again
+        self._shard, self._spec, self._local = shard, facts.spec, shard.local
+        self._dead = None if facts.dead is None else facts.dead.contiguous()
+        self._weight = None if facts.class_weight is None else facts.class_weight.contiguous()
+        self._numbers = (self._spec.softcap or 0.0, self._spec.logit_scale, facts.bend, stride_of(facts.bend))
+        self._bent = {
+            "CAPPED": self._spec.softcap is not None,
+            "SCALED": self._spec.logit_scale != 1 or facts.bend is not None,
+        }
+
+    def take(self, linear: Linear, part: Part) -> Taken:
+        """Return what is taken, in one launch; rows without a gradient are 0 unless they have statistics."""
+        dead, count = self._dead, part.stop - part.start
+        rounded = linear.compute.itemsize == 2 and self._shard.layout.count > 0
+        if not count or (dead is None and not rounded):
+            return PlainSteps(self._shard).take(linear, part)
+        source, weight, bias = linear.hidden, linear.classifier, linear.classifier_bias
+        taken = torch.empty(count, source.shape[1], dtype=linear.compute, device=source.device)
+        found = torch.empty(count, dtype=torch.float32, device=source.device) if rounded else None
+        launch(
+            shard_take_kernel,
+            count,
+            (
+                source,
+                *source.stride(),
+                weight,
+                *weight.stride(),
+                bias,
+                0 if bias is None else bias.stride(0),
+                taken,
+                found,
+                part.rows,
+                part.start,
+                self._local,
+                dead,
+                self._shard.layout.count,
+                source.shape[1],
+            ),
+            {"BLOCK": min(next_power_of_2(max(source.shape[1], 1)), 2048)},
+            num_warps=4,
+        )
+        if dead is None or not self._spec.stats:
+            return Taken(taken, taken, found)
+        hidden = source[part.start : part.stop] if part.rows is None else source[part.rows]
+        return Taken(hidden.to(linear.compute), taken, found)
+
+    def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
+        """Write the sums in one launch, a program a row."""
+        rows, classes = logits.shape
+        if not rows:
+            return
+        if not classes:
+            PlainSteps(self._shard).fold(logits, start, sums, target_logits)
+            return
+        place = geometry(logits, None)
+        assert place is not None
+        block, warps = _block(classes, place, logits.itemsize, *_OF_FOLD)
+        launch(
+            shard_fold_kernel,
+            rows,
+            (
+                logits,
+                place.logits[2],
+                place.skew,
+                sums.values,
+                sums.values.stride(0),
+                self._local,
+                self._weight,
+                target_logits,
+                start,
+                len(self._local),
+                self._shard.layout.first,
+                classes,
+                *self._numbers,
+            ),
+            {
+                **slots(sums),
+                **self._constants(place, logits),
+                "WHOLE": classes % block == 0 and not place.skewed,
+                "BLOCK": block,
+                "LANES": block if place.skewed or place.vector == 1 else block // place.vector,
+                "BLOCKS": next_power_of_2(cdiv(classes, block)),
+            },
+            num_warps=warps,
+            **place.options(),
+        )
+
+    def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:
+        """Write the gradient in one launch, a program for each block of a row."""
+        rows, classes = logits.shape
+        if not rows or not classes:
+            return
+        place, made = geometry(logits, grad), coefficients
+        assert place is not None
+        block, warps = _block(classes, place, logits.itemsize, *_OF_GRADIENT)
+        spare = place.vector - 1 if place.skewed else 0
+        numbers = (made.peak, made.log_sum, made.alpha, made.beta, made.delta, made.target, made.zero)
+        launch(
+            shard_gradient_kernel,
+            rows * cdiv(classes + spare, block),
+            (
+                logits,
+                place.logits[2],
+                place.skew,
+                grad,
+                place.grad[2],
+                *(None if one is None else one.contiguous() for one in numbers),
+                self._local,
+                self._weight,
+                start,
+                len(self._local),
+                classes,
+                *self._numbers,
+            ),
+            {**self._constants(place, logits), "BLOCK": block},
+            num_warps=warps,
+        )
+
+    def _constants(self, place: Geometry, logits: Tensor) -> dict[str, Any]:
+        """Return the constants that both kernels take."""
+        spec, facts = self._spec, self._shard.facts
+        bends = spec.softcap is None or (facts.bend is None and spec.softcap <= _LARGEST_SOFTCAP)
+        return {
+            "SKEWED": place.skewed,
+            "RAGGED": place.ragged,
+            "VECTOR": place.vector,
+            "QUICK": logits.itemsize == 2 and facts.vocabulary >= _MANY and bends,
+            **self._bent,
+        }
+
+
+def _block(classes: int, place: Geometry, itemsize: int, most: int, of_warp: int) -> tuple[int, int]:
+    """Return how many elements a block has, and the warps that work on it."""
+    block = max(min(next_power_of_2(classes), most // itemsize), 2 * place.vector)
+    return block, max(min(block * itemsize // of_warp, 8), 1)
+
+
+def _start(shard: Shard) -> Steps:
+    facts = shard.facts
+    return PlainSteps(shard) if facts.probabilities is not None or facts.support is not None else ShardSteps(shard)
+
+
+STEPS["triton"] = _start

@@ -1,0 +1,53 @@
+"""Cases of a vocabulary in shards, and the ways to run them."""
+
+from typing import Any
+
+import pytest
+
+from tests.cases import DTYPES, FIELDS, OF_LINEAR
+from tests.covering import FULL, covering
+from tests.distributed.calls import Way
+from tests.distributed.cuts import CUTS, cut
+from tests.distributed.pool import PROCESSES
+from xent.core.check.cases import Case
+
+__all__ = ["RANKS", "cases_in_shards"]
+
+RANKS = tuple(ranks for ranks in (2, 3) if ranks <= PROCESSES)
+SETTINGS: dict[str, tuple[Any, ...]] = {"ranks": RANKS, "cut": CUTS, "reports": (False, True)}
+OF_LINEAR_WAYS: dict[str, tuple[Any, ...]] = {
+    "workspace": ({}, {"workspace": 67 * 4 * 14}),
+    "needs": ((True, True, True), (True, False, False), (False, True, True)),
+    "sequence_parallel": (False, True),
+}
+
+
+def cases_in_shards(
+    function: str,
+    factors: dict[str, Any],
+    name: str = "",
+    backend: str = "torch",
+    dtypes: tuple[str, ...] = DTYPES,
+    together: int = 2,
+) -> list[Any]:
+    """Return cases and ways in which all pairs of settings occur, or all sets of another size."""
+    is_linear = function.startswith("linear_")
+    of_function = OF_LINEAR | OF_LINEAR_WAYS if is_linear else {"inplace": (False, True)} if "cross" in function else {}
+    factors = {"dtype": dtypes} | SETTINGS | factors | of_function
+    found = []
+    for seed in range(3 if FULL else 1):
+        for row in covering(factors, together, f"{function}{name} in shards, {seed}"):
+            options = {name: value for part in row.values() if isinstance(part, dict) for name, value in part.items()}
+            fields = {name: options.pop(name) for name in (*FIELDS, "workspace") if name in options}
+            case = Case(function, (3, 7), 67, row["dtype"], "", options, **fields)
+            way = Way(
+                row["ranks"],
+                cut(row["cut"], case.vocabulary, row["ranks"]),
+                backend,
+                reports=row["reports"],
+                needs=row.get("needs", (True,) * 3),
+                inplace=row.get("inplace", False),
+                sequence_parallel=row.get("sequence_parallel", False),
+            )
+            found.append(pytest.param(case, way, id=f"{case}{row['ranks']} ranks, {row['cut']}, {options | fields}"))
+    return found
