@@ -28,7 +28,7 @@ _CLASSES = {
     "longest": 131_072,
 }
 _INTERPRETED = {"several blocks": 8192, "off boundaries": 8199}
-_MOST_PROCESSES = 12  # each has a context on the GPU
+_MOST_PROCESSES = 16  # each has a context on the GPU
 _TILE = 4096  # classes, where a chunk's memory is small
 
 

@@ -65,7 +65,8 @@ def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
         fold_product(hidden, linear.classifier, spec, classes, peaks, totals, sums.mixed, linear.workspace)
         if all(memory is None for memory in sums[3:]):
             return found
-        sums = Sums(*torch.empty(2, count, dtype=torch.float32, device=device), None, *sums[3:])
+        other_peaks, other_totals = torch.empty(2, count, dtype=torch.float32, device=device)
+        sums = sums._replace(peaks=other_peaks, totals=other_totals, mixed=None)
     # Logits of 16 bits are made in float32: nothing that is reported is rounded on the way.
     dtype = torch.promote_types(linear.compute, torch.float32)
     rows, width = tile_shape(count, len(linear.weight), dtype.itemsize, linear.workspace)

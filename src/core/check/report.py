@@ -20,7 +20,8 @@ from xent.core.check.shapes import shape_cases
 __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
 _FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
-_CASES_OF_A_PROCESS = 12  # at a time; neighbours run the same compiled kernels
+_NARROW = ("bfloat16", "float16")
+_CASES_OF_A_PROCESS = 8  # at a time; neighbours run the same compiled kernels
 AnyCase = Case | DivergenceCase
 Judged = tuple[list[Comparison], list[str]]
 """A case's comparisons, and what failed."""
@@ -72,8 +73,21 @@ def planned(names: list[str] | None = None) -> list[Work]:
 def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
     """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
     if function.endswith("divergence"):
-        return [], divergence_cases(function, dtype)
-    return option_cases(function, dtype) + shape_cases(function, dtype), harness.reaching(function, dtype)
+        cases = divergence_cases(function, dtype)
+        return [], cases if dtype not in _NARROW else cases[_NARROW.index(dtype) :: 2]
+    everywhere = option_cases(function, dtype) + shape_cases(function, dtype)
+    return _in_turn(everywhere, dtype), harness.reaching(function, dtype)
+
+
+def _in_turn(cases: list[Case], dtype: str) -> list[Case]:
+    """Return all cases; in 16-bit dtypes, for which as much would be compiled again, one reduction of each in turn."""
+    if dtype not in _NARROW:
+        return cases
+    named: dict[str, list[Case]] = {}
+    for case in cases:
+        named.setdefault(case.name, []).append(case)
+    start = _NARROW.index(dtype)
+    return [same[(start + place) % len(same)] for place, same in enumerate(named.values())]
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
