@@ -15,7 +15,7 @@ from xent.core.log_probs import linear_log_probs, log_probs
 from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
 from xent.core.teachers import LinearTeacher, TopKTeacher
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # The function hides the package xent.backends: with its attributes, `import xent.backends.torch` works all the same.
 backends.__dict__ = vars(_sys.modules["xent.backends"])
