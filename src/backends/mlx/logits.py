@@ -1,4 +1,4 @@
-"""Calls on logits in MLX: one block, the logits that exist."""
+"""Calls on logits in MLX, computed as one block."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -15,7 +15,7 @@ __all__ = ["Logits"]
 
 
 class Logits:
-    """The rows of logits (..., V) without gradient, as `xent.backends.mlx.linear.Chunks` has those of a classifier."""
+    """The rows of logits (..., V), with the methods of `xent.backends.mlx.linear.Chunks`."""
 
     def __init__(self, logits: mx.array, facts: Facts, kernels: Kernels) -> None:
         self._shape, self._facts, self._kernels = logits.shape, facts, kernels

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in PyTorch: fill chunks with the gradients of their logits, and multiply them back."""
+"""The loop of `linear_cross_entropy` over chunks: compute logits, replace them by their gradient, multiply it back."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ _EXACT = {"lse", "nll", "entropy"}
 
 
 def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, list[Tensor], list[Tensor]]:
-    """Return the loss, the factor that gradients still lack, the gradients of a reduced loss, and the statistics."""
+    """Return the loss, the deferred factor of gradients, the gradients of a reduced loss, and the statistics."""
     each_row = options.spec.reduction == "none"
     wanted = any(linear.needs) and not each_row
     narrow = wanted and linear.compute == torch.float16
@@ -31,16 +31,16 @@ def forward(linear: Linear, options: Options) -> tuple[Tensor, Tensor | None, li
 
 
 def backward(upstream: Upstream, linear: Linear, options: Options) -> list[Tensor]:
-    """Return the gradients for `upstream`, from logits made again chunk by chunk."""
+    """Return the gradients for `upstream`; compute the logits again, chunk by chunk."""
     quiet = options._replace(spec=options.spec.without_stats())
     job = start(quiet, len(linear.weight), linear.compute, linear.shift, upstream)
     return _in_chunks(linear, job, True, options.spec.exact and linear.compute.itemsize == 2)
 
 
 def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> list[Tensor]:
-    """Compute the rows chunk by chunk, and if wanted the gradients that are asked for.
+    """Compute the rows chunk by chunk, and if `wanted` the gradients that are needed.
 
-    `wide`: logits are float32, so that none of them is rounded.
+    `wide`: store logits in float32, without rounding them to the compute dtype.
     """
     compute, device, vocabulary = linear.compute, linear.weight.device, len(linear.weight)
     step = linear.rows_per_chunk(4 + wanted * compute.itemsize if wide else None, wanted)
@@ -60,6 +60,6 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
         job.chunk(logits[:, :vocabulary], part, place, taken.target_logits)
         if gradients is not None:
             if taken.trained is not taken.hidden:
-                grad[:, vocabulary:] = 0  # NaN of a row that is left out, times 0
+                grad[:, vocabulary:] = 0  # a skipped row with NaN times the padding's 0 gave NaN
             gradients.add(part, taken.trained, grad)
     return no_gradients(linear) if gradients is None else gradients.result(vocabulary)
