@@ -1,4 +1,4 @@
-"""The device that the demo trains on: how it is chosen, named and waited for."""
+"""The device of the demo: choose it, describe it, synchronise with it."""
 
 import torch
 
