@@ -1,10 +1,9 @@
-"""What the measuring process and its driver say to each other: one JSON object per line, a reply to every request.
+"""The protocol between the command line and a measuring process: one JSON object per line, one reply per request.
 
-Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
-with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
-serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
-Turn), and of several GPUs each has a process that is asked alike (Join first); a model's training step is one process a
-variant (OpenTraining, Steps).
+Requests are the frozen dataclasses of this module. Replies are plain objects; one with the key "absent", "skipped" or
+"error" contains only the reason. On the CPU a process measures one contender (Open, FirstCall, Time, WriteTruth). On a
+GPU it measures all of them (Describe, OpenCase, Prepare, Turn). With several GPUs there is one process per GPU, and all
+get the same requests (Join first). A training step is measured in one process per variant (OpenTraining, Steps).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Open:
-    """Take up one case for one contender and warm up. Reply: {"threads": int}."""
+    """Open a case for one contender and warm up. Reply: {"threads": int}."""
 
     case: Case
     contender: str
@@ -47,7 +46,7 @@ class FirstCall:
     """Make the first call at full size and take its peak memory; compare with the truth file, if one is named.
 
     Reply: {"peak_bytes": int or null, "seconds": float, "loss": float} and, given a truth file, {"loss_error",
-    "input_gradient_error", "weight_gradient_error"}. The seconds serve to plan the timing, they are not a result.
+    "input_gradient_error", "weight_gradient_error"}. The seconds are used to plan the timing; they are not a result.
     """
 
     truth: str | None
