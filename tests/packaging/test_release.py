@@ -1,4 +1,4 @@
-"""What a release says of itself agrees everywhere."""
+"""The version is the same in all files, and missing files of a distribution are noticed."""
 
 import re
 import zipfile
