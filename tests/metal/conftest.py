@@ -22,5 +22,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def kernel_folder(pytestconfig: pytest.Config) -> Path:
-    """The folder of compiled kernels, shared by processes and later runs."""
+    """Return the folder of compiled kernels, which processes and later runs share."""
     return Path(pytestconfig.cache.mkdir("metal"))
