@@ -123,17 +123,17 @@ class Process:
 class WorkerProcess(Process):
     """A running `benchmarks.worker`.
 
-    Starting sends the first request and does not wait for its reply, so that several can load their framework at once:
-    `wait_until_ready` before the first `ask`.
+    The constructor sends the first request without waiting for the reply, so that several processes can load their
+    framework at the same time. Call `wait_until_ready` before the first `ask`.
     """
 
     def __init__(self, case: Case, contender: str, threads: int | None) -> None:
-        """Start the process and hand it the case."""
+        """Start the process and send it the case."""
         bound = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         super().__init__("benchmarks.worker", bound)
         self.threads: int | None = None
         self._send(Open(case, contender, threads))
 
     def wait_until_ready(self) -> None:
-        """Return once the process has loaded its framework, made its inputs and warmed up; NotMeasured if it cannot."""
+        """Wait until the process has loaded its framework, created its inputs and warmed up; NotMeasured on failure."""
         self.threads = int(self._receive()["threads"])

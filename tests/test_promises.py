@@ -136,7 +136,7 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
     else:
         drawn = make_inputs(case)
     if reduction == "mean" or nothing != {"options": {"weight": "zero"}}:
-        # Classes without weight leave a sum or a row 0 times what it is.
+        # If all class weights are 0, a sum or a row is 0 times its value.
         next(iter(drawn.differentiable.values()))[:1] = np.nan
     call, arrays = call_of(target, case, drawn)
     loss, gradients = target.harness.gradients(call, arrays, target.arrays(np.asarray(drawn.upstream))[0])

@@ -43,7 +43,7 @@ def test_gradient_is_the_slope_of_the_results(case: Case) -> None:
             **differentiable, target=inputs.target, **inputs.options, **case.keywords
         )
         found = case.found_in(returned)
-        # A target outside its support has an infinite result whatever the logits: it has no gradient.
+        # A target outside its support has an infinite result for all logits, and so no gradient.
         return sum(
             np.where(np.isfinite(found[name]), found[name], 0.0).ravel() @ np.ravel(upstream[name])
             for name in case.results

@@ -12,7 +12,7 @@ from xent.core.dispatch import backends
 __all__ = ["VARIABLES", "show"]
 
 VARIABLES = {
-    "XENT_BACKEND": 'takes the place of backend="auto"',
+    "XENT_BACKEND": 'replaces backend="auto"',
     "XENT_CHECK_TARGETS": "1: look at targets on accelerators too, which synchronises",
     "XENT_PORTABLE": "1: turn the Hopper kernels off",
     "TRITON_INTERPRET": "1: Triton interprets its kernels on the CPU",

@@ -48,7 +48,7 @@ class MlxBackend:
         return BackendInfo(self.name, self.framework, True, None, {"mlx": version()}, devices())
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse float64 on a GPU, where MLX has none."""
+        """Refuse float64 on a GPU, where MLX does not support it."""
         from xent.backends.mlx.devices import device_type
 
         array = call.logits if isinstance(call, LogitsCall) else call.input
@@ -63,7 +63,7 @@ class MlxBackend:
         return driver.run(call, kernel=self.name)
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse float64 on a GPU, where MLX has none."""
+        """Refuse float64 on a GPU, where MLX does not support it."""
         from xent.backends.mlx.devices import device_type
 
         if dtype_name(call.array) == "float64" and device_type() != "cpu":

@@ -1,7 +1,7 @@
 """A block of rows in MLX's own operations, for every device; on a GPU `fused` is faster for class indices.
 
-`fold` computes the sums of which `xent.backends.mlx.finish` makes losses and coefficients. `gradient` computes, from
-these coefficients::
+`fold` computes sums over the classes. `xent.backends.mlx.finish` computes losses and coefficients from them, and
+`gradient` computes, from the coefficients::
 
     p     = softmax(x)     one operation, the only pass with exponentials
     dL/dz = [ p_c (alpha + beta log p_c) - gamma t_c - delta w_c ] dx/dz

@@ -134,7 +134,7 @@ def find_owner(model: nn.Module) -> Any:
     if not hasattr(owner, "get_output_embeddings"):
         raise ValueError(
             f"model must be a transformers model with a language-model head, got {type(model).__name__}, which has no "
-            "get_output_embeddings(); for other models call xent.linear_cross_entropy in the place of head and loss"
+            "get_output_embeddings(); for other models call xent.linear_cross_entropy instead of head and loss"
         )
     return owner
 

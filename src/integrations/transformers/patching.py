@@ -146,5 +146,5 @@ def _hook_points() -> tuple[Any, Any]:
             return model, smoother
     raise ImportError(
         f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
-        "call xent.linear_cross_entropy in the place of head and loss"
+        "call xent.linear_cross_entropy instead of head and loss"
     )
