@@ -1,4 +1,4 @@
-"""The door: `python -m benchmarks` runs the command line of `benchmarks.cli`."""
+"""`python -m benchmarks` runs the command line of `benchmarks.cli`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Errors against float64, so that no contender can be fast by being wrong.
+"""Errors of each contender against float64, so that a fast but wrong implementation is noticed.
 
-The loss needs the log-sum-exp of every row, taken here over blocks of the vocabulary so that the float64 logits never
-exist at once. The gradients are compared on samples, whole rows of each, chosen alike for all contenders. Imported only
-by the processes that measure.
+The log-sum-exp of each row is computed over blocks of the vocabulary, so that the float64 logits are not stored. The
+gradients are compared on sampled rows, the same for all contenders. Imported only by the processes that measure.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _SAMPLES = 256
 
 @dataclass(frozen=True)
 class Truth:
-    """The loss and sampled rows of both gradients, float64 throughout.
+    """The loss and sampled rows of both gradients in float64.
 
-    `tokens`: (s,) row numbers of the input, whose gradient rows are `input_gradient` (s, hidden). `classes`: (t,) row
-    numbers of the weight, whose gradient rows are `weight_gradient` (t, hidden).
+    `tokens` (s,) are row indices of the input, with the gradient `input_gradient` (s, hidden). `classes` (t,) are row
+    indices of the weight, with the gradient `weight_gradient` (t, hidden).
     """
 
     loss: float
@@ -68,12 +67,12 @@ def compute_truth(problem: LinearProblem) -> Truth:
 
 
 def _spread(size: int, device: torch.device) -> Tensor:
-    """At most `_SAMPLES` distinct indices, evenly spread over range(size)."""
+    """Return at most `_SAMPLES` distinct indices, evenly spaced over range(size)."""
     return torch.linspace(0, size - 1, min(_SAMPLES, size), device=device).long().unique()
 
 
 def gradient_errors(problem: LinearProblem, truth: Truth) -> tuple[float, float]:
-    """Give the relative errors, in the Frobenius norm, of the sampled rows of `input.grad` and `weight.grad`."""
+    """Return the relative errors, in the Frobenius norm, of the sampled rows of `input.grad` and `weight.grad`."""
     if problem.input.grad is None or problem.weight.grad is None:
         raise ValueError("both gradients must exist: call the loss function on the problem first")
     return (

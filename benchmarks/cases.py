@@ -1,4 +1,4 @@
-"""What a case is: a frozen dataclass of facts that everything else reads; `benchmarks.suites` has the cases."""
+"""The description of a case, a frozen dataclass. `benchmarks.suites` has the cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IGNORE_INDEX = -100
 
 @dataclass(frozen=True)
 class Goal:
-    """An upper limit that the project has set for one contender in one case; shown beside the number, never enforced.
+    """The project's upper limit for one contender in one case. It is shown beside the number, but not enforced.
 
     `quantity` is one of the names that `benchmarks.records.Record.quantity` knows.
     """
@@ -40,20 +40,20 @@ class Goal:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem: the function, its sizes and dtype, and who solves it.
+    """One problem: the function, its sizes and dtype, and the contenders.
 
-    "linear" and "logits" are the cross entropy, and "sharded" is "linear" with the rows of the classifier cut over
-    `ranks` processes; log-probabilities come with the entropy, both with a random upstream gradient. `hidden` is 0 for
-    the functions whose input is the logits themselves. The teacher of a divergence has a classifier of `teacher`
-    columns, or with "top_k" among the `options` its most probable classes are stored. `contenders` names those who run
-    (see `benchmarks.contenders`), the base of all ratios first. `accuracy` asks for errors against a wider dtype, which
-    on the CPU only linear cases have.
+    "linear" and "logits" are the cross entropy; "sharded" is "linear" with the rows of the classifier sharded over
+    `ranks` processes. Log-probabilities are computed together with the entropy, both with a random upstream gradient.
+    `hidden` is 0 for functions of logits. The teacher of a divergence has a classifier with `teacher` columns, or with
+    "top_k" among the `options` its most probable classes are stored. `contenders` are names (see
+    `benchmarks.contenders`); the first is the base of all ratios. `accuracy` requests errors against a wider dtype; on
+    the CPU only linear cases have them.
 
-    `reduction` is "mean" or "none", with which the upstream gradient is random. `ignored` is the share of the targets,
-    in [0, 1), that are `IGNORE_INDEX`. `trained` names the inputs of a linear case that want a gradient. `batch`
-    divides `tokens`: if it is not 0, the logits are `logits[:, :-1]` of (batch, tokens / batch + 1, vocabulary) ones.
-    `options` are keyword arguments of xent's function, which the contenders of PyTorch also take: `softcap`,
-    `label_smoothing`, `stats` and, of a divergence, `beta`.
+    `reduction` is "mean", or "none" with a random upstream gradient. `ignored` is the share of targets, in [0, 1), that
+    are `IGNORE_INDEX`. `trained` names the inputs of a linear case that require a gradient. `batch` divides `tokens`:
+    if it is not 0, the logits are `logits[:, :-1]` of logits (batch, tokens / batch + 1, vocabulary). `options` are
+    keyword arguments of xent's function, which PyTorch's contenders also have: `softcap`, `label_smoothing`, `stats`,
+    and `beta` of a divergence.
     """
 
     suite: str
@@ -77,7 +77,7 @@ class Case:
 
     @classmethod
     def from_fields(cls, found: dict[str, Any]) -> Case:
-        """Make the case again out of what JSON made of `to_fields`; what an older file has besides is dropped."""
+        """Return the case for the fields of `to_fields`, read from JSON; unknown fields of older files are ignored."""
         known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls) if field.name in found}
         known["goals"] = tuple(Goal(**goal) for goal in known.get("goals", ()))
         for name in ("contenders", "trained", "options"):
@@ -94,7 +94,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """The case in one line, e.g. "linear 2048x512x32000 float32", which goes forward and backward."""
+        """The case in one line, e.g. "linear 2048x512x32000 float32" for a forward and backward pass."""
         sizes = [self.tokens, self.hidden, self.vocabulary] if self.is_linear else [self.tokens, self.vocabulary]
         facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
         if self.function == "sharded":
@@ -121,12 +121,12 @@ class Case:
 
     @property
     def of_rows(self) -> bool:
-        """Whether each row has a result of its own, and a random upstream gradient."""
+        """Whether the result is per row, with a random upstream gradient."""
         return self.reduction == "none" or self.function.endswith("log-probabilities")
 
     @property
     def frozen(self) -> tuple[Leaf, ...]:
-        """The inputs of a linear case that want no gradient though the case has a backward."""
+        """The inputs of a linear case with a backward pass that do not require a gradient."""
         if not self.is_linear or not self.backward:
             return ()
         leaves: tuple[Leaf, ...] = ("input", "weight")
@@ -139,7 +139,7 @@ class Case:
 
     @property
     def gradient_bytes(self) -> int:
-        """The size of the gradients that have to exist when the call returns; in shards, those of the largest."""
+        """The size in bytes of the returned gradients; with shards, those of the largest shard."""
         if not self.backward:
             return 0
         if not self.is_linear:
@@ -149,5 +149,5 @@ class Case:
 
 
 def _tuples(value: Any) -> Any:
-    """Turn JSON's lists into tuples, at any depth."""
+    """Convert JSON's lists to tuples, at any depth."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,4 +1,4 @@
-"""The command line: which cases, how long, where to; measures, writes JSON lines and pictures, shows short tables."""
+"""The command line: measure suites of cases, write JSON lines and plots, print tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _WIDTH_OF_FILES = 240
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the chosen suites; 0 if all that could run did, 1 if a contender failed, 2 if there was no such device."""
+    """Run the chosen suites; return 0, or 1 if a contender failed, or 2 if the device does not exist."""
     options = _parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choose(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the device and its suites; a suite that only one device has decides where to measure."""
+    """Return the device and its suites. A suite that only one device has selects that device."""
     wanted = [name for name in options.suite or [] if name != "all"]
     homes = [device for device, suites in SUITES.items() if all(name in suites for name in wanted)]
     device = options.device or (homes[0] if len(homes) == 1 else default_device())
@@ -69,7 +69,7 @@ def _choose(options: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _run(console: Console, options: argparse.Namespace, device: str, suite: str, measure: Measure) -> int:
-    """Measure one suite, write it and show it; nothing is measured once the time is over."""
+    """Measure one suite, write and show it. Nothing is started after the time limit."""
     cases = [case for case in select_cases(device, [suite], quick=options.quick) if options.only in case.title]
     if options.ours:
         cases = [replace(case, contenders=_without_peers(case)) for case in cases]
@@ -93,7 +93,7 @@ def _without_peers(case: Case) -> tuple[str, ...]:
 
 
 def _measure(options: argparse.Namespace, device: str, machine: dict[str, Any], stack: ExitStack) -> Measure:
-    """Measure in one process for all where the host's time counts, else, on the CPU, in one for each contender."""
+    """Yield the function that measures a case: in one process for all contenders, or on the CPU in one process each."""
     plan = Plan(
         repeats=options.repeats or (3 if options.quick else 7),
         budget=2.0 if options.quick else 10.0,
@@ -119,7 +119,7 @@ def _measure(options: argparse.Namespace, device: str, machine: dict[str, Any], 
 
 
 def _show_files(console: Console, options: argparse.Namespace) -> int:
-    """Show what was measured before, as tables and pictures, as Markdown, or in a document."""
+    """Show earlier results as tables and plots, as Markdown, or in a document."""
     records = [record for path in options.show for record in load_records(path)]
     suites = {
         name: [r for r in records if r.case.suite == name] for name in dict.fromkeys(r.case.suite for r in records)

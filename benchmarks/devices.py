@@ -1,7 +1,7 @@
-"""What a measurement asks of a device: the time, to wait for it, to mark a point of its work, and a peak of memory.
+"""The interface of a device for measurements: clock, synchronisation, events, and peak memory.
 
-Everything else works alike wherever the tensors lie, so measuring on another device takes one more class here, and a
-test can stand in for one (`tests/torch/test_benchmarks.py`).
+All other code is the same for every device, so another device needs only one more class here. A test uses a fake device
+(`tests/torch/test_benchmarks.py`).
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ _LEAD_BYTES = 512 * 2**20
 
 
 class Device(Protocol):
-    """A device that works through a queue, which the host fills; the two need not be apart."""
+    """A device that executes a queue of work, which the host fills. It may be the host itself."""
 
     def now(self) -> float:
         """Return the host's time in seconds."""
 
     def wait(self) -> None:
-        """Return once all work given to the device is done."""
+        """Wait until all work of the device is done."""
 
     def mark(self) -> Any:
-        """Put a mark behind the work that is in the queue."""
+        """Record an event after the work in the queue."""
 
     def elapsed(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks, after `wait`."""
 
     def lead(self, seconds: float) -> None:
-        """Give the device work for at least so long, which leaves nothing of the inputs in its caches."""
+        """Give the device work for at least this many seconds, which also clears the inputs from its caches."""
 
     def peak(self, call: Callable[[], None]) -> int | None:
-        """Make the call; return the bytes at its peak above those before it, or None if unknown."""
+        """Make the call; return the peak bytes above those before it, or None if unknown."""
 
 
 class Cpu:
@@ -57,17 +57,17 @@ class Cpu:
         return end - start
 
     def lead(self, seconds: float) -> None:
-        """Do nothing: nobody runs ahead."""
+        """Do nothing: the host cannot run ahead of itself."""
 
 
 class Cuda:
-    """An NVIDIA GPU by way of PyTorch; its lead is memory that is written over, so many times as take so long."""
+    """An NVIDIA GPU through PyTorch. `lead` overwrites a buffer repeatedly."""
 
     now = staticmethod(time.perf_counter)
     peak = staticmethod(allocated_peak)
 
     def __init__(self) -> None:
-        """Take the memory, and time one pass over it."""
+        """Allocate the buffer, and measure the time of one pass over it."""
         import torch
 
         self._torch = torch
@@ -95,7 +95,7 @@ class Cuda:
         return float(start.elapsed_time(end)) * 1e-3
 
     def lead(self, seconds: float) -> None:
-        """Write the memory over, once at least."""
+        """Overwrite the buffer, at least once."""
         for _ in range(math.ceil(seconds / self._pass_seconds)):
             self._memory.zero_()
 
@@ -104,9 +104,9 @@ DEVICES: dict[str, Callable[[], Device]] = {"cpu": Cpu, "cuda": Cuda}
 
 
 def default_device() -> str:
-    """Name the device to measure on unless the user names one: "cuda" where the system shows an NVIDIA GPU, else "cpu".
+    """Return the default device: "cuda" if the system shows an NVIDIA GPU, otherwise "cpu".
 
-    No framework is loaded to find out, so that the process of the command line stays small.
+    This does not load a framework, so that the process of the command line stays small.
     """
     shown = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
     return "cuda" if shown else "cpu"

@@ -1,7 +1,8 @@
-"""How much of the machine other processes took while something was timed: what decides whether to believe a ratio.
+"""The share of the machine that other processes used during a measurement, to judge whether a ratio is reliable.
 
-Pairs cancel what slows both members alike. Competition for cores does not slow them alike: whoever lets all threads
-meet more often waits more often for one that has no core, so on a busy machine a ratio is biased and not only noisy.
+A ratio within a pair cancels slowdowns of both members. Competition for cores does not slow both equally: the one that
+synchronises its threads more often waits more often for a thread without a core. So on a busy machine a ratio is
+biased, not only noisy.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ __all__ = ["Disturbance"]
 
 
 class Disturbance:
-    """A span of time that begins with construction."""
+    """A measurement that starts with construction."""
 
     def __init__(self) -> None:
         self._wall, self._own, self._busy = time.perf_counter(), time.process_time(), _busy_seconds()
 
     def share(self) -> float:
-        """Return the share of all cores' time that other processes, or a hypervisor, have taken since the beginning."""
+        """Return the share of the time of all cores that other processes, or a hypervisor, used since the start."""
         own, busy = time.process_time() - self._own, _busy_seconds() - self._busy
         available = (time.perf_counter() - self._wall) * (os.cpu_count() or 1)
         return max(0.0, busy - own) / available

@@ -2,11 +2,11 @@
 
     python -m benchmarks.mlx [--quick] [--repeats N] [--limit MIB] [--out FILE]
 
-Everything runs in this process: MLX counts its memory exactly. In each round every contender makes one call that nobody
-times and one that is timed, so that what slows the machine down for a while slows all of them down. The ratio is that
-of a round's two times; its median is reported. Needs MLX and xent, nothing else. On NVIDIA MLX compiles its kernels at
-their first use: the first run on a machine begins with more than a minute of that. There MLX also runs ahead of the
-GPU, and holds what is in flight until `mx.set_memory_limit` is reached: `--limit` sets that, above the inputs.
+All contenders run in this process, because MLX counts its memory exactly. In each round every contender makes one
+untimed and one timed call, so that temporary slowdowns affect all of them. The reported ratio is the median of the
+ratios within a round. Only MLX and xent are needed. On NVIDIA GPUs MLX compiles its kernels at their first use, which
+takes more than a minute in the first run on a machine. There MLX also keeps the arrays of pending work until the limit
+of `mx.set_memory_limit` is reached; `--limit` sets it, above the inputs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Case:
     dtype: str
     rows: int | None = None
     most_time: float | None = None
-    """Of the unfused time."""
+    """Goal for the time, as a multiple of the unfused time."""
     most_mib: float | None = None
-    """At the peak, above the inputs."""
+    """Goal for the peak memory above the inputs."""
     most_mib_compiled: float | None = None
 
     @property
@@ -69,10 +69,10 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(8192, 2048, 32000, "bfloat16"),
     ),
 }
-"""What is measured on each kind of device."""
+"""The cases for each kind of device."""
 
 QUICK = (Case(256, 32, 2048, "float32", rows=64), Case(256, 32, 2048, "bfloat16", rows=64))
-"""Small sizes: does everything still run?"""
+"""Small sizes, to test that everything runs."""
 
 Step = Callable[[mx.array, mx.array], Any]
 
@@ -117,7 +117,7 @@ def _measure(case: Case, rounds: int, limit_mib: int | None) -> list[dict[str, A
 
 @contextmanager
 def _limited(mib: int | None) -> Iterator[None]:
-    """Let MLX wait for what it has started wherever so much more than now is in use."""
+    """Set MLX's memory limit to this much above the present use; at the limit MLX waits for pending work."""
     if mib is None:
         yield
         return
@@ -163,7 +163,7 @@ def _contenders(case: Case, y: mx.array) -> dict[str, Step]:
 
 
 def _peak(step: Step, x: mx.array, w: mx.array) -> tuple[tuple[mx.array, ...], int]:
-    """Return the results of a call as (loss, *gradients), and the bytes at its peak above those before it."""
+    """Return the results of a call as (loss, *gradients), and its peak bytes above those before it."""
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()

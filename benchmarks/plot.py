@@ -1,6 +1,6 @@
-"""The pictures of a run: bars of time and memory, time against peak memory, and bandwidth against the vocabulary.
+"""The plots of a run: bars of time and memory, time against peak memory, and bandwidth against the vocabulary.
 
-Times are those that a person sees: of a loop, where one was measured.
+Times are loop times, if these were measured.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _FEWEST_SIZES = 3
 
 
 def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `stem`-bars.png, `stem`-frontier.png and `stem`-bandwidth.png if there is something to show in them."""
+    """Write `stem`-bars.png, `stem`-frontier.png and `stem`-bandwidth.png, those for which there are results."""
     measured = [record for record in records if record.seen is not None and record.status == "measured"]
     written = []
     for name, draw in (("bars", _bars), ("frontier", _frontier), ("bandwidth", _bandwidth)):
@@ -72,7 +72,7 @@ def _color(name: str) -> str:
 
 
 def _bars(records: Sequence[Record]) -> Figure | None:
-    """Draw time, and where the base has it memory, against the base of each case, with the number itself beside it."""
+    """Draw time and memory as ratios to the base of each case, with the numbers beside the bars."""
     drawn = [record for record in records if kind(record) != "floor"]
     if not drawn:
         return None
@@ -121,7 +121,7 @@ def _draw_bars(
 
 
 def _frontier(records: Sequence[Record]) -> Figure | None:
-    """One panel for each plain linear case on a GPU: contenders are points, the products a level line."""
+    """Draw one panel per plain linear case on a GPU: contenders as points, the products as a horizontal line."""
     plain = [
         record
         for record in records
@@ -171,7 +171,7 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
 
 
 def _bandwidth(records: Sequence[Record]) -> Figure | None:
-    """Draw lines over the vocabularies of the suite "logits", one read and one write of the logits over the time."""
+    """Draw the bandwidth over the vocabularies of the suite "logits": one read and one write, divided by the time."""
     sweep = [record for record in records if record.case.suite in ("logits", "vocabulary")]
     tokens = sorted({record.case.tokens for record in sweep})[:1]
     sweep = [record for record in sweep if record.case.tokens in tokens]

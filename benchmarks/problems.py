@@ -1,7 +1,7 @@
-"""The tensors of a case, and one call of a loss function on them as a training step would make it.
+"""The tensors of a case, and one call of a loss function on them, as in a training step.
 
-Setting a call up (fresh logits, gradients set to None) is apart from making it, so that only what a training step pays
-for is timed. Imported only by the processes that measure.
+The set-up of a call (fresh logits, gradients set to None) is separate from the call, so that it is not timed. Imported
+only by the processes that measure.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _SEED = 20240229
 
 
 class Problem(Protocol):
-    """What a measurement needs of a problem: `arguments = set_up()`, then any number of times `call(loss, arguments)`.
+    """A problem: `arguments = set_up()`, then any number of times `call(loss, arguments)`.
 
-    `target` (tokens,) are the classes, `upstream` the gradient of the rows' results, (tokens,) of their losses, (2,
-    tokens) of log-probabilities and entropies, None if the loss is a mean and its gradient 1.
+    `target` (tokens,) are the classes. `upstream` is the upstream gradient: (tokens,) for losses per row, (2, tokens)
+    for log-probabilities and entropies, None for a mean, whose upstream gradient is 1.
     """
 
     case: Case
@@ -31,20 +31,20 @@ class Problem(Protocol):
     upstream: Tensor | None
 
     def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
-        """Return the arguments of the loss function, with no gradient left from an earlier call.
+        """Return the arguments of the loss function, without gradients of an earlier call.
 
-        `in_place`: the call overwrites its logits; with `fresh` they are as they were at first.
+        `in_place`: the call overwrites its logits; with `fresh` their original values are restored.
         """
 
     def clear(self) -> None:
         """Drop the gradients of an earlier call, as `set_up` does."""
 
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
-        """Go forward and, if the case has a backward, back from `upstream`; return the detached loss."""
+        """Run the forward pass and, if the case has one, the backward pass; return the detached loss."""
 
 
 def make_problem(case: Case) -> Problem:
-    """Make the case's random inputs on its device from a fixed seed, every page of them written."""
+    """Create the case's random inputs on its device from a fixed seed, with all memory pages written."""
     if case.function == "linear divergence":
         return DivergenceProblem(case)
     return LinearProblem(case) if case.is_linear else LogitsProblem(case)
@@ -58,19 +58,19 @@ def _call(loss: LossFunction, arguments: tuple[Tensor, ...], backward: bool, ups
     if upstream is None or upstream.dim() == 1:
         results = results[:1]
     gradients = [None] if upstream is None else [*upstream.view(-1, upstream.shape[-1])]
-    pairs = list(zip(results, gradients, strict=False))  # some have no entropy
+    pairs = list(zip(results, gradients, strict=False))  # some contenders have no entropy
     given = [None if grad is None else grad.to(value.dtype).view_as(value) for value, grad in pairs]
     torch.autograd.backward([value for value, _ in pairs], given)
     return results[0].detach()
 
 
 def _results(result: Any) -> tuple[Tensor, ...]:
-    """Return the loss and the statistics behind it, or the log-probabilities and the entropies."""
+    """Return (loss, statistics ...) or (log-probabilities, entropies)."""
     return result if isinstance(result, tuple) else (result,)
 
 
 def _targets(case: Case, generator: torch.Generator) -> Tensor:
-    """Random classes (tokens,); of these a random subset, whose size is exactly as asked for, is ignored."""
+    """Return random classes (tokens,), of which a random subset of exactly the requested size is ignored."""
     target = torch.randint(case.vocabulary, (case.tokens,), generator=generator, device=case.device)
     if case.ignored:
         order = torch.randperm(case.tokens, generator=generator, device=case.device)
@@ -79,7 +79,7 @@ def _targets(case: Case, generator: torch.Generator) -> Tensor:
 
 
 def _upstream(case: Case, generator: torch.Generator) -> Tensor | None:
-    """Return the gradient: None, which is 1, for a mean; random float32 for results of each row."""
+    """Return the upstream gradient: None, which means 1, for a mean; random float32 for results per row."""
     if not case.of_rows:
         return None
     several = case.function.endswith("log-probabilities")
@@ -93,7 +93,7 @@ class LinearProblem:
     """
 
     def __init__(self, case: Case) -> None:
-        """Fill the tensors in place: a temporary would raise the high-water mark of memory before the measurement."""
+        """Fill the tensors in place, because temporary tensors would raise the peak before the measurement."""
         generator = torch.Generator(case.device).manual_seed(_SEED)
         dtype = getattr(torch, case.dtype)
         self.case = case
@@ -107,7 +107,7 @@ class LinearProblem:
         self.weight.requires_grad_(case.backward and "weight" in case.trained)
 
     def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
-        """Return (input, weight, target), with `.grad` None, as after `zero_grad`; no call overwrites them."""
+        """Return (input, weight, target), with `.grad` None, as after `zero_grad`. No call overwrites them."""
         self.clear()
         return self.input, self.weight, self.target
 
@@ -121,10 +121,10 @@ class LinearProblem:
 
 
 class DivergenceProblem(LinearProblem):
-    """The same as a student, and its teacher: hidden states and classifier, or its most probable classes."""
+    """A student with these tensors, and its teacher: hidden states and classifier, or its most probable classes."""
 
     def __init__(self, case: Case) -> None:
-        """Make the student's tensors, then the teacher's, which get no gradient."""
+        """Create the student's tensors, then the teacher's, which get no gradient."""
         super().__init__(case)
         generator = torch.Generator(case.device).manual_seed(_SEED + 1)
         width, dtype = case.teacher or case.hidden, getattr(torch, case.dtype)
@@ -140,22 +140,22 @@ class DivergenceProblem(LinearProblem):
         scores = torch.rand(case.tokens, case.vocabulary, generator=generator, device=case.device)
         ids = scores.topk(self.top_k, dim=1).indices
         spread = torch.randn(case.tokens, self.top_k + 1, generator=generator, device=case.device)
-        self.teacher = ids, (2 * spread).log_softmax(1)[:, 1:].contiguous()  # the first is the rest's share
+        self.teacher = ids, (2 * spread).log_softmax(1)[:, 1:].contiguous()  # the first is the mass of all others
 
     def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
-        """Return (input, weight, teacher's input, teacher's weight), or ids and log-probabilities for the teacher's."""
+        """Return (input, weight, teacher's input, teacher's weight), or for the teacher ids and log-probabilities."""
         self.clear()
         return self.input, self.weight, *self.teacher
 
 
 class LogitsProblem:
-    """Standard normal logits (tokens, vocabulary) that are, as in a model, the output of an operation and not a leaf.
+    """Standard normal logits (tokens, vocabulary), which are the output of an operation, as in a model, and no leaf.
 
-    With `case.batch`, all but the last position of each of its sequences: (batch, tokens / batch, vocabulary).
+    With `case.batch`, all but the last position of each sequence: (batch, tokens / batch, vocabulary).
     """
 
     def __init__(self, case: Case) -> None:
-        """Keep a template: a call in place may overwrite its logits, which are a copy then."""
+        """Store the original logits; a call in place overwrites a copy."""
         generator = torch.Generator(case.device).manual_seed(_SEED)
         shape = (case.batch, case.tokens // case.batch + 1) if case.batch else (case.tokens,)
         self.case = case
@@ -186,17 +186,17 @@ class LogitsProblem:
         self.received.clear()
 
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
-        """Leave the gradient of the logits where `gradient` finds it."""
+        """Run the call; `gradient` returns the gradient of the logits."""
         return _call(loss, arguments, self.case.backward, self.upstream)
 
     @property
     def gradient(self) -> Tensor | None:
-        """The gradient that the last call has left."""
+        """The gradient of the last call."""
         return self.received[0] if self.received else self.leaf.grad
 
 
 class _Producer(torch.autograd.Function):
-    """Stands for the model in front of a loss that overwrites its logits, which autograd refuses for a leaf's view."""
+    """A stand-in for the model: a loss in place needs logits that are not a leaf or a view of one."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, logits: Tensor, received: list[Tensor]) -> Tensor:

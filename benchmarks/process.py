@@ -1,4 +1,4 @@
-"""The driver's side of a measuring process: start it, ask it, end it, and turn every way it can fail into a reason."""
+"""Control a measuring process: start it, send requests, end it, and convert every failure to a reason."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 class NotMeasured(Exception):
-    """There will be no number: `status` is "absent", "failed" or "skipped", the message is the reason."""
+    """There is no result: `status` is "absent", "failed" or "skipped", and the message is the reason."""
 
     def __init__(self, status: str, reason: str) -> None:
         """Keep the status beside the message."""
@@ -36,7 +36,7 @@ class Process:
     """A running module that answers requests, as `benchmarks.serve` does; a context manager that ends it."""
 
     def __init__(self, module: str, environment: dict[str, str] | None = None) -> None:
-        """Start the process in the root of the repository, with these additions to the environment."""
+        """Start the process in the root of the repository, with these additional environment variables."""
         self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
@@ -50,11 +50,11 @@ class Process:
 
     @property
     def runs(self) -> bool:
-        """Whether the process has not ended."""
+        """Whether the process is still running."""
         return self._process.poll() is None
 
     def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
-        """Return the reply to one request; NotMeasured if there is none, and the process ends if it takes too long."""
+        """Return the reply to a request; NotMeasured if there is none. After `seconds` the process is ended."""
         self._send(request)
         if seconds is None:
             return self._receive()
@@ -76,7 +76,7 @@ class Process:
             timer.cancel()
 
     def end(self) -> None:
-        """End the process, whatever it does; who waits for a reply gets none."""
+        """End the process, also while it works; a waiting `ask` raises."""
         self._process.kill()
         self._process.wait()
 
@@ -108,7 +108,7 @@ class Process:
         return f"the process ended with status {code}: {lines[-1] if lines else 'no message'}"
 
     def __enter__(self) -> Self:
-        """Nothing more to do: the process runs since construction."""
+        """Return self: the process has been running since construction."""
         return self
 
     def __exit__(
@@ -123,17 +123,17 @@ class Process:
 class WorkerProcess(Process):
     """A running `benchmarks.worker`.
 
-    Starting sends the first request and does not wait for its reply, so that several can load their framework at once:
-    `wait_until_ready` before the first `ask`.
+    The constructor sends the first request without waiting for the reply, so that several processes can load their
+    framework at the same time. Call `wait_until_ready` before the first `ask`.
     """
 
     def __init__(self, case: Case, contender: str, threads: int | None) -> None:
-        """Start the process and hand it the case."""
+        """Start the process and send it the case."""
         bound = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         super().__init__("benchmarks.worker", bound)
         self.threads: int | None = None
         self._send(Open(case, contender, threads))
 
     def wait_until_ready(self) -> None:
-        """Return once the process has loaded its framework, made its inputs and warmed up; NotMeasured if it cannot."""
+        """Wait until the process has loaded its framework, created its inputs and warmed up; NotMeasured on failure."""
         self.threads = int(self._receive()["threads"])

@@ -1,4 +1,4 @@
-"""Case after case with a live bar of progress; every case is on disk as soon as it is done."""
+"""Measure a list of cases with a progress bar, and write each case to disk when it is done."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["Measure", "OutOfTime", "measure_all"]
 
 
 class OutOfTime(Exception):
-    """The time for the run is over; what is not measured yet is left to another run."""
+    """The time limit of the run is reached. The remaining cases are left for another run."""
 
 
 class Measure(Protocol):
-    """What measures one case: `progress` is told the name of each contender as its turn comes."""
+    """A function that measures one case; it calls `progress` with the name of each contender at its turn."""
 
     def __call__(self, case: Case, *, progress: Callable[[str], None]) -> list[Record]:
         """Return one record per contender of the case, the base first; or raise OutOfTime."""

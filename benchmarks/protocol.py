@@ -1,10 +1,9 @@
-"""What the measuring process and its driver say to each other: one JSON object per line, a reply to every request.
+"""The protocol between the command line and a measuring process: one JSON object per line, one reply per request.
 
-Requests are frozen dataclasses here, so that both sides share one description of them. Replies are plain objects; one
-with the key "absent", "skipped" or "error" holds the reason why there is nothing else in it. On the CPU one process
-serves one contender (Open, FirstCall, Time, WriteTruth); on a GPU it serves all of them (Describe, OpenCase, Prepare,
-Turn), and of several GPUs each has a process that is asked alike (Join first); a model's training step is one process a
-variant (OpenTraining, Steps).
+Requests are the frozen dataclasses of this module. Replies are plain objects; one with the key "absent", "skipped" or
+"error" contains only the reason. On the CPU a process measures one contender (Open, FirstCall, Time, WriteTruth). On a
+GPU it measures all of them (Describe, OpenCase, Prepare, Turn). With several GPUs there is one process per GPU, and all
+get the same requests (Join first). A training step is measured in one process per variant (OpenTraining, Steps).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Open:
-    """Take up one case for one contender and warm up. Reply: {"threads": int}."""
+    """Open a case for one contender and warm up. Reply: {"threads": int}."""
 
     case: Case
     contender: str
@@ -44,10 +43,10 @@ class Open:
 
 @dataclass(frozen=True)
 class FirstCall:
-    """Make the first call at full size and take its peak memory; compare with the truth file, if one is named.
+    """Make the first call at full size and measure its peak memory; compare with the truth file, if one is given.
 
     Reply: {"peak_bytes": int or null, "seconds": float, "loss": float} and, given a truth file, {"loss_error",
-    "input_gradient_error", "weight_gradient_error"}. The seconds serve to plan the timing, they are not a result.
+    "input_gradient_error", "weight_gradient_error"}. The seconds are used to plan the timing; they are not a result.
     """
 
     truth: str | None
@@ -57,8 +56,8 @@ class FirstCall:
 class Time:
     """Make this many calls.
 
-    Reply: {"seconds": float, "disturbance": float}, the mean time of one call and what other processes took meanwhile,
-    as a share of all cores.
+    Reply: {"seconds": float, "disturbance": float}: the mean time of a call, and the share of all cores that other
+    processes used meanwhile.
     """
 
     calls: int
@@ -66,28 +65,28 @@ class Time:
 
 @dataclass(frozen=True)
 class WriteTruth:
-    """Compute the case in float64 into this file. Reply: {}."""
+    """Compute the case in float64 and write the result to this file. Reply: {}."""
 
     path: str
 
 
 @dataclass(frozen=True)
 class Describe:
-    """Name the device and the versions of what runs on it. Reply: the facts that `benchmarks.gpu.facts` collects."""
+    """Request the facts of the device and its software. Reply: the result of `benchmarks.gpu.facts`."""
 
     device: str
 
 
 @dataclass(frozen=True)
 class OpenCase:
-    """Take up one case: drop the one before, make the inputs and, if asked for, the truth. Reply: {}."""
+    """Open a case: drop the one before, create the inputs and, if needed, the truth. Reply: {}."""
 
     case: Case
 
 
 @dataclass(frozen=True)
 class Prepare:
-    """Build one contender of the open case, warm it up, and take its peak memory, its errors and its host's time.
+    """Create one contender of the open case, warm it up, and measure peak memory, errors and host time.
 
     Reply: the fields of a record ("peak_bytes", "first_call_seconds", "loss", "host", ...), and to plan the timing
     "call_seconds" in a loop and "turn_seconds" for a turn of `Turn`'s fewest calls.
@@ -98,9 +97,9 @@ class Prepare:
 
 @dataclass(frozen=True)
 class Turn:
-    """Make one call that nobody times, a loop of so many, and so many that are timed on the device.
+    """Make one untimed call, a loop of `iterations`, and `calls` calls that are timed on the device.
 
-    Reply: {"loop": float, "seconds": float}, of one call.
+    Reply: {"loop": float, "seconds": float}, each for one call.
     """
 
     contender: str
@@ -110,7 +109,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Join:
-    """Become this rank out of so many, which meet by the file `meeting`. Reply: {}."""
+    """Join the process group as this rank, with the file `meeting` as the rendezvous. Reply: {}."""
 
     device: str
     rank: int
@@ -120,7 +119,7 @@ class Join:
 
 @dataclass(frozen=True)
 class OpenTraining:
-    """Make the model of a variant, "plain" or "patched", train it for a few steps, and take the peak of one.
+    """Create the model of a variant, "plain" or "patched", train it for some steps, and measure the peak of one.
 
     Reply: {"loss": float, "step": int or null, "total": int or null}, see `benchmarks.training.worker`.
     """
@@ -135,7 +134,7 @@ class OpenTraining:
 
 @dataclass(frozen=True)
 class Steps:
-    """Train so many steps and wait once, at the end. Reply: {"seconds": float} of one step."""
+    """Train this number of steps and synchronise once, at the end. Reply: {"seconds": float} of one step."""
 
     steps: int
 
@@ -145,12 +144,12 @@ _REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in get_args(
 
 
 def encode(request: Request) -> str:
-    """Write the request as one line of JSON."""
+    """Encode the request as one line of JSON."""
     return json.dumps({"request": type(request).__name__, **asdict(request)})
 
 
 def decode(line: str) -> Request:
-    """Read the request that `encode` turned into this line."""
+    """Decode a request from a line of `encode`."""
     fields: dict[str, Any] = json.loads(line)
     kind = _REQUESTS[fields.pop("request")]
     if "case" in fields:

@@ -1,7 +1,7 @@
-"""One measurement, and a run as lines of JSON: a line for the machine, one for each case, one for each contender of it.
+"""Records of measurements, and their format as lines of JSON: one for the machine, each case, and each contender.
 
-A line of a contender has what was measured and no more, rounded to four digits, so that a file of a hundred
-measurements is a hundred kilobytes at most.
+The line of a contender has only what was measured, rounded to four digits, so that a file of a hundred measurements has
+at most a hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Pairs = list[tuple[float, float]]
 
 @dataclass
 class Record:
-    """What is known about one contender on one case.
+    """The measurement of one contender on one case.
 
-    `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are times of one call, in
-    order: on a GPU the device's. `loop`, on a GPU alone, are those of a loop without a wait, and `host` that of the
-    host with an idle device. `pairs` and `loop_pairs` hold the seconds of the base and of the contender, measured one
-    right after the other or in one round; the base has none. `gradient_bytes` is the memory that the gradients must
-    take, 0 where they take the place of the logits. `disturbance` is the share of all cores' time that other processes
-    took, for each of `seconds`, on a CPU. `judge` is the contender whose errors are those of an unfused computation.
+    `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are the times of calls, on a
+    GPU the device times. On a GPU, `loop` are the loop times, and `host` is the host time. `pairs` and `loop_pairs`
+    hold the seconds of the base and of the contender, measured directly after each other or in the same round; the base
+    has none. `gradient_bytes` is the memory of the returned gradients, 0 if they overwrite the logits. `disturbance`,
+    on a CPU, is for each of `seconds` the share of the time of all cores that other processes used. `judge` is the
+    contender with the unfused computation, whose errors the others are compared with.
     """
 
     case: Case
@@ -59,21 +59,21 @@ class Record:
 
     @property
     def base(self) -> str:
-        """The contender that ratios are to."""
+        """The contender that is the base of ratios."""
         return self.case.contenders[0]
 
     @property
     def seen(self) -> float | None:
-        """The median seconds that a person sees: of a loop, where there is one, else of a call."""
+        """The median loop time in seconds, if there is one, otherwise the median time of a call."""
         return statistics.median(self.loop or self.seconds) if self.seconds else None
 
     @property
     def beyond_gradients(self) -> int | None:
-        """Peak bytes above the start less those of the gradients that must exist; below 0 only by page rounding."""
+        """Peak bytes above the start minus those of the returned gradients; negative only by page rounding."""
         return None if self.peak_bytes is None else self.peak_bytes - self.gradient_bytes
 
     def quantity(self, name: Quantity) -> float | None:
-        """Return the number that a goal with this `quantity` limits; None if it was not measured."""
+        """Return the number that a goal for this `quantity` limits; None if it was not measured."""
         match name:
             case "loop":
                 return _median_ratio(self.loop_pairs)
@@ -111,12 +111,12 @@ class Record:
         return max((mine / judge for mine, judge in pairs if mine is not None and judge), default=None)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return what is not a default; neither the case nor the machine, nor times that the pairs repeat."""
+        """Return the fields that differ from defaults, without case, machine, and times that are also in pairs."""
         dropped = {"case", "machine"}
         dropped |= {"seconds"} if len(self.pairs) == len(self.seconds) else set()
         dropped |= {"loop"} if len(self.loop_pairs) == len(self.loop) else set()
         known = {name: value for name, value in asdict(self).items() if name not in dropped}
-        # A peak may be 0, which is no default.
+        # A measured peak of 0 is written, although 0 looks like a default.
         zeros = {name for name, value in known.items() if value == 0 and getattr(Record, name, None) == 0}
         return {
             name: _rounded(value) for name, value in known.items() if value not in ("", None, []) and name not in zeros
@@ -124,7 +124,7 @@ class Record:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any], case: Case, machine: dict[str, Any]) -> Record:
-        """Make the record again out of what JSON made of `to_fields`; what an older file has besides is dropped."""
+        """Return the record for the fields of `to_fields`, read from JSON; unknown fields of old files are ignored."""
         known = {name: fields[name] for name in cls.__dataclass_fields__ if name in fields}
         for pairs, alone in (("pairs", "seconds"), ("loop_pairs", "loop")):
             known[pairs] = [(base, contender) for base, contender in known.get(pairs, [])]
@@ -143,7 +143,7 @@ def _rounded(value: Any) -> Any:
 
 
 def compare_with_judge(records: Iterable[Record], name: str) -> None:
-    """Hand the errors of the unfused computation, the contender `name`, to all records of its case."""
+    """Copy the errors of the unfused computation, the contender `name`, to all records of its case."""
     records = list(records)
     judge = next((record for record in records if record.contender == name and record.status == "measured"), None)
     for record in records if judge is not None else []:
@@ -153,7 +153,7 @@ def compare_with_judge(records: Iterable[Record], name: str) -> None:
 
 
 def write_records(records: Iterable[Record]) -> Iterator[str]:
-    """Write lines of JSON; a machine and a case are told where they change."""
+    """Yield lines of JSON; machine and case are written only if they change."""
     machine, case = None, None
     for record in records:
         if record.machine != machine:
@@ -166,7 +166,7 @@ def write_records(records: Iterable[Record]) -> Iterator[str]:
 
 
 def load_records(path: Path) -> list[Record]:
-    """Read what `write_records` wrote."""
+    """Read the lines of `write_records` from a file."""
     records: list[Record] = []
     machine: dict[str, Any] = {}
     case: Case | None = None

@@ -1,4 +1,4 @@
-"""What the terminal shows of a suite: short tables, the goals it was measured against, who did not run and why."""
+"""The terminal report of a suite: tables, goals, and which contenders did not run and why."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_CHARACTERS = 300
 
 
 def print_report(console: Console, suite: str, records: Sequence[Record]) -> None:
-    """Print everything about one suite, what is read most last."""
+    """Print the report of one suite, with the most important part last."""
     machine = records[0].machine
     versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
     where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
@@ -51,7 +51,7 @@ def _value(goal: Goal, record: Record, records: Sequence[Record]) -> float | Non
 
 
 def _best_peer(goal: Goal, record: Record, records: Sequence[Record]) -> str:
-    """Name the least that another project needs in the same case."""
+    """Return the best value of other projects in the same case."""
     rivals = [
         (value, other.contender)
         for other in records
@@ -79,7 +79,7 @@ def _disturbance(records: Sequence[Record]) -> Iterator[str]:
 
 
 def _remarks(records: Sequence[Record]) -> Iterator[str]:
-    """Equal reasons of one contender are told once, with the number of cases."""
+    """Yield the reasons why contenders did not run; equal reasons are shown once, with the number of cases."""
     told = dict.fromkeys((record.contender, record.status, record.reason) for record in records if record.reason)
     for contender, status, reason in told:
         cases = [r.case.title for r in records if (r.contender, r.status, r.reason) == (contender, status, reason)]

@@ -1,4 +1,4 @@
-"""The loop of a measuring process: requests in on stdin, one JSON object a line, a reply to each on stdout."""
+"""The main loop of a measuring process: requests on stdin and replies on stdout, one JSON object per line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["serve"]
 
 
 def serve(answer: Callable[[Request], dict[str, Any]]) -> None:
-    """Answer requests until stdin ends. What libraries print to stdout goes to stderr, so that it stays JSON."""
+    """Answer requests until stdin ends. Output of libraries to stdout is redirected to stderr."""
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1) as replies:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         for line in sys.stdin:

@@ -1,7 +1,7 @@
-"""A run as small tables: a row for each case, a column for each contender; what a person sees comes first.
+"""Tables of a run: one row per case, one column per contender, loop times first.
 
-The terminal and a Markdown file get the same tables. The numbers of a document stand between two comments, where
-`fill` puts them, so nobody types them.
+The terminal and Markdown files get the same tables. In a document, `fill` writes them between two comments, so that no
+number is typed by hand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)",
 
 @dataclass(frozen=True)
 class Table:
-    """A caption, headings and rows of text; the columns named in `ours` are ours."""
+    """A caption, headings and rows of text. `ours` names the columns of xent."""
 
     caption: str
     headings: tuple[str, ...]
@@ -34,7 +34,7 @@ class Table:
     ours: frozenset[str]
 
     def markdown(self) -> str:
-        """Return a table of Markdown behind its caption; the least of a row is bold where peers are beside ours."""
+        """Return the caption and a Markdown table; the smallest number of a row is bold if xent and peers are in it."""
         lines = [self.headings, ("---",) * len(self.headings)]
         peers = bool(set(self.headings) - self.ours - {"case", "base"})
         lines += [_marked(row) if peers else row for row in self.rows]
@@ -52,14 +52,14 @@ class Table:
 
 
 def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a row with its least numbers in bold."""
+    """Return a row with its smallest numbers in bold."""
     numbers = {cell: float(cell.rstrip("x")) for cell in row if re.fullmatch(r"[\d.]+(e-?\d+)?x?", cell)}
     least = min(numbers.values(), default=None)
     return tuple(f"**{cell}**" if cell in numbers and numbers[cell] == least else cell for cell in row)
 
 
 def kind(record: Record) -> str:
-    """Return "ours", "peer" or "floor"; of a contender that the table has no more, "peer"."""
+    """Return "ours", "peer" or "floor"; "peer" for a contender that is no longer in the table."""
     try:
         return find_contender(record.case.function, record.contender).kind
     except KeyError:
@@ -67,7 +67,7 @@ def kind(record: Record) -> str:
 
 
 def make_tables(records: Sequence[Record]) -> Iterator[Table]:
-    """Make the tables of one suite, one quantity each: times, memory and errors, as far as they were measured."""
+    """Yield the tables of one suite, one per quantity: times, memory and errors, as far as they were measured."""
     what = "base in ms, the others as multiples of it; forward and backward pass unless said"
     if any(record.loop for record in records):
         yield _table(f"Loop time: {what}", records, _loop)
@@ -122,7 +122,7 @@ def _gradient_error(record: Record) -> str:
 
 
 def _table(caption: str, records: Sequence[Record], cell: Callable[[Record], str]) -> Table:
-    """Leave out rows and columns that have nothing but empty cells."""
+    """Return a table without rows and columns whose cells are all empty."""
     grid: dict[str, dict[str, Record]] = {}
     for title, group in groupby(records, key=lambda record: record.case.title):
         row = grid.setdefault(title, {})
@@ -149,7 +149,7 @@ def _named(grid: dict[str, dict[str, Record]], name: str) -> list[Record]:
 
 
 def _column(record: Record) -> str:
-    """Bases have one column, and so has quack, of which the best chunk counts."""
+    """Return the column of a record. All bases share a column; so do quack's chunk sizes, of which the best counts."""
     if record.contender == record.base:
         return "base"
     name = record.contender.replace(" fp32 logits", " fp32")
@@ -157,7 +157,7 @@ def _column(record: Record) -> str:
 
 
 def fill(document: Path, suites: dict[str, list[Record]]) -> list[str]:
-    """Write the tables of suites between `<!-- measured: SUITE -->` and `<!-- end -->`; return which were found."""
+    """Write the tables of suites between `<!-- measured: SUITE -->` and `<!-- end -->`; return the suites found."""
     found: list[str] = []
 
     def tables(match: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""The process that measures one contender on one case, `python -m benchmarks.worker`: requests in, JSON lines out.
+"""The process that measures one contender on one case on a CPU, `python -m benchmarks.worker`.
 
-A process of its own gives every contender fresh memory, its own allocator and its own thread pools; see
-`benchmarks.protocol` for the requests it answers.
+In its own process, each contender has fresh memory, its own allocator and its own thread pools. `benchmarks.protocol`
+describes the requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.serve import serve
 
 __all__ = ["Measurement", "main"]
 
-# Large enough that every operation goes parallel and starts its threads, small enough to leave no trace in memory.
+# Large enough that operations start their threads, small enough not to affect the measured memory.
 _WARM_UP_TOKENS, _WARM_UP_HIDDEN, _WARM_UP_VOCABULARY = 64, 64, 2048
 
 
@@ -32,7 +32,7 @@ class Measurement:
     """One contender, ready to be measured on one case."""
 
     def __init__(self, order: Open) -> None:
-        """Build the contender and the inputs, and let the framework load and start whatever it needs."""
+        """Create the contender and the inputs, and warm up the framework."""
         if order.threads is not None:
             torch.set_num_threads(order.threads)
         self.case = order.case
@@ -52,7 +52,7 @@ class Measurement:
         self.device.wait()
 
     def answer(self, request: Request) -> dict[str, Any]:
-        """Do what the request asks and return the fields of the reply."""
+        """Execute a request and return the fields of the reply."""
         match request:
             case FirstCall(truth=truth):
                 return self._first_call(truth)

@@ -1,4 +1,4 @@
-"""`python -m demo`: from the text to the picture, telling what happens on the way."""
+"""`python -m demo`: load the text, train both models, measure memory, print the report and draw the plot."""
 
 import sys
 import time
@@ -22,11 +22,11 @@ from demo.truth import Errors, errors
 
 VALIDATION_BATCHES = 4
 MEMORY_AT = (1, 4)
-"""Multiples of the tokens of a step at which the memory is measured: one for the demo, one to see what grows."""
+"""Memory is measured for the tokens of one step times these: the demo's own step, and a larger one to show growth."""
 
 
 def main() -> int:
-    """Run the demo; the exit status is 1 when the two runs disagree or did not learn."""
+    """Run the demo; the exit status is 1 if the two runs disagree or the models did not learn."""
     started = time.perf_counter()
     options = parse()
     console = Console(highlight=False)

@@ -1,4 +1,4 @@
-"""Which backend of xent serves the demo, and why the others do not."""
+"""Which backend of xent the demo uses, and why not the others."""
 
 import os
 
@@ -12,9 +12,9 @@ __all__ = ["picked_backend", "print_backends"]
 
 
 def picked_backend(device: torch.device) -> str:
-    """Return the name of the backend that "auto" takes on this device: the first that does not refuse a small call.
+    """Return the name of the backend that "auto" selects on this device: the first that can serve a small call.
 
-    Raises `xent.BackendError` when XENT_BACKEND names one that cannot serve the demo.
+    Raises `xent.BackendError` if XENT_BACKEND names one that cannot serve the demo.
     """
     hidden, weight = torch.ones(2, 8, device=device), torch.ones(4, 8, device=device)
     target = torch.zeros(2, dtype=torch.int64, device=device)
@@ -31,7 +31,7 @@ def picked_backend(device: torch.device) -> str:
 
 
 def print_backends(picked: str, console: Console) -> None:
-    """Print one line per backend: the one that was picked, and what the others are there for or lack."""
+    """Print one line per backend: whether it is used, or why not."""
     table = Table(box=None, show_header=False)
     for info in xent.backends():
         versions = ", ".join(f"{name} {version}" for name, version in info.versions.items())

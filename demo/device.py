@@ -1,4 +1,4 @@
-"""The device that the demo trains on: how it is chosen, named and waited for."""
+"""The device of the demo: choose it, describe it, synchronise with it."""
 
 import torch
 
@@ -8,7 +8,7 @@ __all__ = ["choose_device", "describe", "synchronize"]
 def choose_device(name: str | None) -> torch.device:
     """Return the named device, or the machine's accelerator if it has one, or the CPU.
 
-    Raises ValueError when the named device is not on this machine, and RuntimeError when there is none of that name.
+    Raises ValueError if this machine does not have the named device, and RuntimeError if PyTorch has no such device.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if name is None:
@@ -21,7 +21,7 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def describe(device: torch.device) -> str:
-    """Say the device in words for a reader of the results."""
+    """Return a description of the device for the report."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "mps":
@@ -32,6 +32,6 @@ def describe(device: torch.device) -> str:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the work in flight, so that a clock read next to this call measures the work and not its launch."""
+    """Wait for pending work, so that a clock that is read after this call includes the work and not only its launch."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -1,4 +1,4 @@
-"""The peak memory of this process between two moments, on every device that can tell."""
+"""Measure the peak memory of this process between two moments, on all devices that can report it."""
 
 import contextlib
 import re
@@ -12,29 +12,29 @@ __all__ = ["Gauge", "make_gauge"]
 STATUS = Path("/proc/self/status")
 CLEAR_REFS = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
-"""What Linux wants to read in `clear_refs` to bring the peak resident set back to the present one (man 5 proc)."""
+"""Writing this to `clear_refs` resets the peak resident set on Linux to the present one (man 5 proc)."""
 
 
 class Gauge:
-    """Where the system cannot tell: every peak is None. The other gauges fill in the two private methods."""
+    """The gauge for systems that cannot report memory: every peak is None. Subclasses implement the private methods."""
 
     def __init__(self) -> None:
         self._before: int | None = None
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start a measurement."""
         self._forget()
         self._before = self._highest()
 
     def peak(self) -> int | None:
-        """Bytes needed since `start`, at the peak, beyond what was alive then."""
+        """Return the peak since `start` in bytes, above the memory in use at `start`."""
         after = self._highest()
         return None if after is None or self._before is None else after - self._before
 
     def _forget(self) -> None:
-        """Bring the peak so far down to what is alive now.
+        """Reset the peak to the memory in use now.
 
-        Where that is not possible the peak of the past stands for what is alive, and `peak` may say too little.
+        If the system does not allow this, an earlier peak is used as the baseline, and `peak` may be too small.
         """
 
     def _highest(self) -> int | None:
@@ -43,9 +43,9 @@ class Gauge:
 
 
 class AcceleratorGauge(Gauge):
-    """Bytes of tensors on the accelerator, from the counters of torch's allocator.
+    """Bytes of tensors on the accelerator, from the counters of PyTorch's allocator.
 
-    A torch that does not count on this accelerator says 0.
+    The result is 0 if PyTorch does not count memory on this accelerator.
     """
 
     def _forget(self) -> None:
@@ -58,10 +58,10 @@ class AcceleratorGauge(Gauge):
 
 
 class LinuxGauge(Gauge):
-    """Bytes resident in main memory, from the kernel's own high-water mark."""
+    """Bytes resident in main memory, from the kernel's high-water mark."""
 
     def _forget(self) -> None:
-        with contextlib.suppress(OSError):  # not every container lets a process do this
+        with contextlib.suppress(OSError):  # some containers do not allow this
             CLEAR_REFS.write_text(RESET_PEAK)
 
     def _highest(self) -> int | None:
@@ -70,7 +70,7 @@ class LinuxGauge(Gauge):
 
 
 class UnixGauge(Gauge):
-    """Bytes resident in main memory at the peak since the process began, where there is no /proc, as on macOS."""
+    """Peak resident bytes since the start of the process, for systems without /proc, such as macOS."""
 
     def _highest(self) -> int | None:
         import resource
@@ -80,7 +80,7 @@ class UnixGauge(Gauge):
 
 
 def make_gauge(device: torch.device) -> Gauge:
-    """Return the gauge that fits the device and the operating system."""
+    """Return the gauge for the device and the operating system."""
     if device.type != "cpu":
         counted = hasattr(torch.accelerator, "max_memory_allocated")  # since torch 2.9
         return AcceleratorGauge() if counted else Gauge()

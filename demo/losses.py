@@ -1,4 +1,4 @@
-"""The two losses that the demo compares: the same number, computed in two ways."""
+"""The two losses that the demo compares: the same mean cross entropy, computed in two ways."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,20 @@ import xent
 __all__ = ["LOSSES", "PYTORCH", "XENT", "Loss"]
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Hidden states (..., width), classifier (vocabulary, width) and targets (...) to the mean loss."""
+"""(hidden states (..., width), classifier (vocabulary, width), targets (...)) -> mean loss"""
 
 PYTORCH = "PyTorch"
 XENT = "xent"
 
 
 def pytorch_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Compute all logits first, then their cross entropy: what a training script does without xent."""
+    """Compute all logits, then their cross entropy, as a training script does without xent."""
     logits = F.linear(hidden, weight)
     return F.cross_entropy(logits.flatten(0, -2), target.flatten())
 
 
 def xent_loss(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-    """Compute the same in one call, which never holds all logits at once."""
+    """Compute the same in one call, without storing all logits."""
     loss: Tensor = xent.linear_cross_entropy(hidden, weight, target, backend="auto")
     return loss
 

@@ -1,6 +1,6 @@
-"""The peak memory of one loss, forward and backward, measured in a process of its own so that nothing else counts.
+"""Measure the peak memory of one loss, forward and backward pass, in a separate process.
 
-`python -m demo.memory LOSS TOKENS WIDTH VOCABULARY DEVICE` is that process; it prints the bytes, or null.
+`python -m demo.memory LOSS TOKENS WIDTH VOCABULARY DEVICE` runs in that process; it prints the bytes, or null.
 """
 
 import json
@@ -17,14 +17,14 @@ from demo.losses import LOSSES, Loss
 __all__ = ["peak_bytes"]
 
 RETURN_FREED_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
-"""Makes glibc give large blocks back when they are freed. Kept ones would be counted as alive before the loss began."""
+"""Makes glibc return large blocks to the system when they are freed. Otherwise they count as in use."""
 
 WARMUP_TOKENS = 64
-"""Tokens of the call before the measured one, which loads libraries, starts threads and compiles kernels."""
+"""Tokens of a first call, which loads libraries, starts threads and compiles kernels before the measurement."""
 
 
 def peak_bytes(loss: str, tokens: int, width: int, vocabulary: int, device: torch.device) -> int | None:
-    """Bytes that the named loss and its backward need beyond their inputs, at the peak; None where nobody can tell."""
+    """Return the peak bytes of the named loss and its backward pass above their inputs; None if unknown."""
     shape = [str(tokens), str(width), str(vocabulary)]
     command = [sys.executable, "-m", "demo.memory", loss, *shape, str(device)]
     child = subprocess.run(

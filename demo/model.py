@@ -1,4 +1,4 @@
-"""A small decoder-only transformer that stops at the hidden states, and so leaves the logits to the loss."""
+"""A small decoder-only transformer that returns hidden states, so that the loss computes the logits."""
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +19,14 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix earlier positions into each position: (batch, time, width) to the same shape."""
+        """Attend to earlier positions: (batch, time, width) to the same shape."""
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(-2))
 
 
 class Block(nn.Module):
-    """One pre-norm layer: attention, then a two-layer perceptron, each added to what came in."""
+    """One pre-norm layer: attention, then a two-layer perceptron, both with residual connections."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -42,10 +42,10 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Token numbers in, hidden states out; `head.weight` (vocabulary, width) turns those into logits.
+    """A model from token ids to hidden states. `head.weight` (vocabulary, width) is the classifier.
 
-    The head shares its weight with the token embedding, as in most models of this size: its gradient then is the sum
-    of both uses, which a loss that overwrote instead of added would get wrong.
+    The head shares its weight with the token embedding, as in most models of this size. Its gradient is then the sum of
+    both uses, which a loss that overwrites gradients instead of accumulating them would get wrong.
     """
 
     def __init__(self, vocabulary: int, context: int, width: int = 256, layers: int = 4, heads: int = 4) -> None:
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
         self.head.weight = self.token.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Hidden states (batch, time, width) for token numbers (batch, time)."""
+        """Return hidden states (batch, time, width) for token ids (batch, time)."""
         positions = torch.arange(tokens.shape[-1], device=tokens.device)
         return self.norm(self.blocks(self.token(tokens) + self.position(positions)))
 

@@ -1,4 +1,4 @@
-"""The command line of the demo: what can be changed, and what is chosen when nothing is said."""
+"""The command line of the demo: options and their defaults."""
 
 import argparse
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from demo.device import choose_device
 __all__ = ["Options", "parse"]
 
 SMALLEST_VOCABULARY = 512
-"""Byte-pair encoding starts from the 256 bytes and one end mark; below this there is next to nothing to learn."""
+"""Byte-pair encoding starts from 256 bytes and one end-of-text token; a smaller vocabulary has almost no merges."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """One run of the demo, every default filled in."""
+    """The options of a run, with all defaults filled in."""
 
     steps: int
     batch: int
@@ -29,7 +29,7 @@ class Options:
 
 
 def parse(arguments: list[str] | None = None) -> Options:
-    """Read the command line (None: that of this process) and fill in the defaults that depend on the device."""
+    """Parse the command line (None: that of this process) and fill in the defaults that depend on the device."""
     parser = argparse.ArgumentParser(
         prog="python -m demo",
         description="Train a small transformer on the source of Python's standard library twice from the same seed, "

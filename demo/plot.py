@@ -1,11 +1,11 @@
-"""The picture at the end of the demo: the same loss, and what each way to compute it costs."""
+"""The plot at the end of the demo: both training losses, and the memory and time of each."""
 
 from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # draws into files; a machine without a screen has no other
+matplotlib.use("Agg")  # draws into files, and works without a display
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
@@ -18,11 +18,11 @@ __all__ = ["draw"]
 COLOURS = {PYTORCH: "#e08a2e", XENT: "#1f5fa8"}
 PALE = 0.35
 NO_DIFFERENCE = 1e-9
-"""Where the logarithmic axis shows losses that are equal to the last bit; float32 has no difference this small."""
+"""The position on the logarithmic axis of losses that are equal to the last bit; float32 has no smaller difference."""
 
 
 def draw(results: Results, path: Path) -> None:
-    """Write the picture as a PNG."""
+    """Write the plot as a PNG file."""
     figure, axes = plt.subplot_mosaic(
         [["losses", "memory"], ["losses", "memory"], ["losses", "time"], ["differences", "time"]],
         figsize=(13, 7.5),
@@ -70,7 +70,7 @@ def _draw_differences(axes: Axes, results: Results) -> None:
 
 
 def _draw_memory(axes: Axes, results: Results) -> None:
-    """One pair of bars per number of tokens: what grows with the tokens and what does not is the point."""
+    """Draw one pair of bars per number of tokens, to show which memory grows with it."""
     for name, shift in ((PYTORCH, -0.2), (XENT, 0.2)):
         heights = [(peak[name] or 0) / MIB for peak in results.memory.values()]
         bars = axes.bar([place + shift for place in range(len(heights))], heights, 0.36, color=COLOURS[name])
@@ -96,6 +96,6 @@ def _draw_time(axes: Axes, results: Results) -> None:
 
 
 def _shares(peaks: Iterable[dict[str, int | None]]) -> str:
-    """Say how much of PyTorch's memory xent needs, for each pair of bars; nothing where it was not measured."""
+    """Return xent's memory as a share of PyTorch's, for each pair of bars; empty if it was not measured."""
     shares = [xent / pytorch for peak in peaks if (xent := peak[XENT]) and (pytorch := peak[PYTORCH])]
     return f": {' and '.join(f'{share:.0%}' for share in shares)} of {PYTORCH}'s" if shares else ": not measured"

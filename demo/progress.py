@@ -1,4 +1,4 @@
-"""What is seen while the models train: a live bar in a terminal, a line now and then in a log."""
+"""The progress display of the training: a live bar in a terminal, a line from time to time in a log file."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ LINES_IN_A_LOG = 6
 
 
 class Bar:
-    """The progress of both runs together; `advance` is called after each step."""
+    """The progress of both runs. `advance` is called after each step."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress = progress
@@ -21,7 +21,7 @@ class Bar:
         self._task = progress.add_task("training", total=steps, losses="")
 
     def advance(self, losses: dict[str, float]) -> None:
-        """Show one more step and the losses it had."""
+        """Show one more step and its losses."""
         self._done += 1
         shown = "   ".join(f"{name} {loss:.5f}" for name, loss in losses.items())
         self._progress.update(self._task, advance=1, losses=shown)
@@ -32,7 +32,7 @@ class Bar:
 
 @contextmanager
 def training_bar(steps: int, console: Console) -> Iterator[Bar]:
-    """Show a bar that counts to `steps` with the latest losses beside it."""
+    """Show a progress bar of `steps` steps, with the latest losses."""
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

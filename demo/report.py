@@ -12,7 +12,7 @@ from demo.results import MIB, Results
 __all__ = ["gain", "print_report"]
 
 Row = tuple[str, str, str, str]
-"""What was measured, PyTorch's value, xent's value, and how the two compare."""
+"""(quantity, PyTorch's value, xent's value, comparison)"""
 
 
 def print_report(results: Results, console: Console) -> None:
@@ -62,7 +62,7 @@ def _learning(results: Results) -> Iterator[Row]:
 
 def _exactness(results: Results) -> Iterator[Row]:
     pytorch, xent = results.errors[PYTORCH], results.errors[XENT]
-    # The loss is one number, and how its last bit falls is chance: a ratio would say nothing.
+    # No ratio for the loss: the rounding of a single number is chance.
     yield "loss error against float64", f"{pytorch.loss:.1e}", f"{xent.loss:.1e}", ""
     for label, one, other in (
         ("hidden gradient error", pytorch.hidden_gradient, xent.hidden_gradient),

@@ -1,4 +1,4 @@
-"""Everything that the demo measured, and the comparisons that the table and the picture both show."""
+"""All measurements of the demo, and the comparisons that table and plot show."""
 
 from dataclasses import dataclass
 
@@ -11,22 +11,22 @@ __all__ = ["MIB", "Results"]
 MIB = 2**20
 
 STEPS_BEFORE_DRIFT = 10
-"""Two runs drift apart by rounding alone, but not this early."""
+"""The steps in which the losses must agree. Later, rounding alone makes two runs diverge."""
 
 LARGEST_DIFFERENCE = 1e-4
 
 LARGEST_ERROR = (1.5, 1e-6)
-"""How exact a gradient must be: at most so many times PyTorch's own error, plus a few units in the last place."""
+"""The largest allowed error of a gradient, in multiples of PyTorch's own error, plus a few units in the last place."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """Both runs; each dictionary is keyed by the name of the loss."""
+    """The results of both runs. The keys of dictionaries are names of losses."""
 
     runs: dict[str, Run]
     errors: dict[str, Errors]
     memory: dict[int, dict[str, int | None]]
-    """Tokens of one call to the peak bytes of each loss."""
+    """Number of tokens of a call -> {loss: peak bytes}."""
     tokens_per_step: int
     vocabulary: int
     backend: str
@@ -34,17 +34,17 @@ class Results:
 
     @property
     def differences(self) -> list[float]:
-        """Relative difference of the two training losses at each step."""
+        """Return the relative difference of the two training losses at each step."""
         pairs = zip(self.runs[PYTORCH].losses, self.runs[XENT].losses, strict=True)
         return [abs(xent - pytorch) / abs(pytorch) for pytorch, xent in pairs]
 
     def tokens_per_second(self, name: str) -> float:
-        """Tokens that the named run learned from in a second."""
+        """Return the tokens per second of the named run."""
         return self.tokens_per_step / self.runs[name].step_time
 
     @property
     def complaints(self) -> list[str]:
-        """What a demo that went wrong has to say; empty when all is well."""
+        """Return what went wrong, one sentence each; empty if nothing did."""
         found = []
         for name, run in self.runs.items():
             if not run.losses[-1] < run.losses[0]:

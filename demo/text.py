@@ -1,4 +1,4 @@
-"""The real text that the model learns: the source of Python's own standard library, which every Python brings along."""
+"""The training text: the source code of Python's standard library, which is part of every Python."""
 
 import random
 import sysconfig
@@ -12,20 +12,20 @@ from torch import Tensor
 __all__ = ["Text", "load_text", "sample_batches", "validation_batch"]
 
 LARGEST_CORPUS = 6_000_000
-"""Characters of source to use: enough for a vocabulary of 32k, and encoded in seconds."""
+"""Characters of source code to use: enough for a vocabulary of 32k, and encoded in seconds."""
 
 VALIDATION_SHARE = 0.05
-"""Share of the characters that is held back, in whole files, from both the vocabulary and the model."""
+"""The share of the characters, in whole files, that neither the tokenizer nor the model sees in training."""
 
 END_OF_FILE = "<|end|>"
 
 NOT_LIBRARY_SOURCE = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
-"""Folders under the standard library that differ from one installation to the next."""
+"""Folders in the standard library that differ between installations."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """Files as token numbers, one file after the other: `training` and `validation` are (tokens,) int64."""
+    """The encoded files, one after the other: `training` and `validation` are (tokens,) int64."""
 
     training: Tensor
     validation: Tensor
@@ -63,7 +63,7 @@ def sample_batches(text: Text, steps: int, batch: int, context: int, seed: int) 
 
 
 def validation_batch(text: Text, sequences: int, context: int) -> Tensor:
-    """Take sequences evenly from the files that neither vocabulary nor model has seen, (sequences, context + 1)."""
+    """Return evenly spaced sequences of the held-out files, (sequences, context + 1)."""
     last_start = len(text.validation) - context - 1
     if last_start < 0:
         raise ValueError(f"the held-back text has {len(text.validation)} tokens, too few for sequences of {context}")
@@ -72,10 +72,10 @@ def validation_batch(text: Text, sequences: int, context: int) -> Tensor:
 
 
 def _read_documents(seed: int) -> list[str]:
-    """Read library files in an order that depends on the seed alone, up to the size limit.
+    """Read library files in an order that depends only on the seed, up to the size limit.
 
-    They are shuffled because the limit would otherwise keep the first letters of the alphabet only, and the
-    held-back files would all be of one package.
+    They are shuffled because otherwise the limit would keep only names with the first letters of the alphabet, and all
+    held-out files would be of one package.
     """
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Training two copies of one model, which take turns, each with its own loss."""
+"""Train two copies of one model in turns, each with its own loss."""
 
 import copy
 import math
@@ -23,7 +23,7 @@ LARGEST_GRADIENT_NORM = 1.0
 
 @dataclass
 class Run:
-    """What one training run left behind; each list has one entry per step."""
+    """The measurements of one training run; each list has one entry per step."""
 
     losses: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -32,12 +32,12 @@ class Run:
 
     @property
     def step_time(self) -> float:
-        """Seconds of a step that little else disturbed."""
+        """The time of a step in seconds: the lower quartile of all steps."""
         return _quiet(self.step_seconds)
 
     @property
     def loss_time(self) -> float:
-        """Seconds of such a step that the loss takes, its backward included."""
+        """The time of the loss in a step in seconds, including its backward pass: the lower quartile of all steps."""
         return _quiet(self.loss_seconds)
 
 
@@ -53,10 +53,10 @@ class Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: _learning_rate(step, steps))
 
     def step(self, windows: Tensor) -> None:
-        """Learn from one batch of windows (batch, context + 1), and take the times.
+        """Train on one batch of windows (batch, context + 1), and measure the times.
 
-        The loss has its own clock: it starts before the loss is called and stops when the gradient of the hidden
-        states arrives, which is when the backward of the loss is done and that of the model begins.
+        The time of the loss is from its call to the moment when the gradient of the hidden states arrives: then its
+        backward pass is done, and that of the model starts.
         """
         inputs, targets = windows[:, :-1], windows[:, 1:]
         loss_done = math.nan
@@ -82,7 +82,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self, windows: Tensor, batch: int) -> None:
-        """Note the mean loss over windows (n, context + 1) that the model has not seen."""
+        """Record the mean loss over held-out windows (n, context + 1)."""
         total = 0.0
         for part in windows.split(batch):
             loss = self.loss(self.model(part[:, :-1]), self.model.head.weight, part[:, 1:])
@@ -97,17 +97,17 @@ class Trainer:
 def make_trainers(
     losses: dict[str, Loss], vocabulary: int, context: int, steps: int, seed: int, device: torch.device
 ) -> dict[str, Trainer]:
-    """One trainer per loss, all from the same initial weights."""
+    """Return one trainer per loss, all with the same initial weights."""
     torch.manual_seed(seed)
     model = LanguageModel(vocabulary, context)
     return {name: Trainer(copy.deepcopy(model).to(device), loss, steps, device) for name, loss in losses.items()}
 
 
 def take_turns(trainers: Iterable[Trainer], batches: Iterable[Tensor], after_step: Callable[[], None]) -> None:
-    """Give every batch to every trainer.
+    """Train every trainer on every batch.
 
-    Whatever else the machine does meanwhile then slows all of them alike, and the order is reversed after each batch
-    because whoever comes second may find warmer caches.
+    Taking turns, they are slowed down equally by other programs. The order is reversed after each batch, because the
+    second may find warmer caches.
     """
     order = list(trainers)
     for windows in batches:
@@ -118,12 +118,12 @@ def take_turns(trainers: Iterable[Trainer], batches: Iterable[Tensor], after_ste
 
 
 def _quiet(seconds: list[float]) -> float:
-    """Return the lower quartile: other programs only ever add time, so they spared the faster steps the most."""
+    """Return the lower quartile. Other programs can only add time, so the faster steps were disturbed least."""
     return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def _learning_rate(step: int, steps: int) -> float:
-    """Return the share of the full learning rate: up in a line, then down along half a cosine to a tenth."""
+    """Return the factor of the learning rate: linear warm-up, then half a cosine down to a tenth."""
     warmup = max(1, round(WARMUP_SHARE * steps))
     if step < warmup:
         return (step + 1) / warmup

@@ -1,7 +1,7 @@
-"""How far each loss is from the exact answer, which float64 stands for.
+"""Compare each loss with the same computation in float64.
 
-Two training runs drift apart by rounding alone, whichever is more exact. So both losses are also held against the same
-computation in float64, on the hidden states of the trained model.
+Two training runs diverge by rounding alone, so their difference does not show which is more accurate. Both losses are
+therefore compared with float64 on the hidden states of the trained model.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ __all__ = ["Errors", "errors"]
 
 @dataclass(frozen=True)
 class Errors:
-    """Relative distance from float64: of the loss, and in the Euclidean norm of the two gradients."""
+    """Relative errors against float64: of the loss, and of the two gradients in the Euclidean norm."""
 
     loss: float
     hidden_gradient: float
@@ -26,7 +26,7 @@ class Errors:
 def errors(losses: dict[str, Loss], hidden: Tensor, weight: Tensor, target: Tensor) -> dict[str, Errors]:
     """Measure each loss on the same hidden states (..., width), classifier and targets.
 
-    The exact answer is computed on the CPU, because not every accelerator has float64.
+    float64 is computed on the CPU, because not every accelerator has it.
     """
     exact = _loss_and_gradients(pytorch_loss, hidden.cpu().double(), weight.cpu().double(), target.cpu())
     return {

@@ -1,4 +1,4 @@
-"""What the examples share: a small model of transformers, and real text, the documentation that Python brings along."""
+"""Shared by the examples: a small model of transformers, and real text, the documentation that is part of Python."""
 
 from collections.abc import Iterator
 from pydoc_data.topics import topics
@@ -30,7 +30,7 @@ def make_model() -> transformers.LlamaForCausalLM:
 
 
 def batches(steps: int, rows: int = 8, length: int = 64) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give (tokens, labels), both (rows, length) int64; the labels of a prompt of random length are masked."""
+    """Yield (tokens, labels), both (rows, length) int64. The labels of a prompt of random length are masked."""
     text = torch.tensor(list("".join(topics[name] for name in sorted(topics)).encode()))
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):

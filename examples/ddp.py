@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 examples/ddp.py
 
-The processes have different numbers of tokens to predict, so that the mean of their means is not the mean. Every loss
-is divided by the count over all processes instead, and as DistributedDataParallel averages gradients over processes,
-where they have to be added up, multiplied by the number of processes. In a model without `patch` that count is the
-`normalizer` of `xent.linear_cross_entropy`.
+The processes have different numbers of tokens with a target, so the mean of their means is not the mean over all
+tokens. Each loss is therefore divided by the token count over all processes. DistributedDataParallel averages gradients
+over processes although they must be summed, so the loss is also multiplied by the number of processes. In a model
+without `patch`, pass the count as `normalizer` of `xent.linear_cross_entropy`.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def main() -> None:
 
     if options.save and rank == 0:
         torch.save(model.state_dict(), options.save)
-    del wrapped  # which holds on to the group of processes
+    del wrapped  # it keeps the process group alive
     dist.destroy_process_group()
 
 

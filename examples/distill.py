@@ -1,12 +1,12 @@
-"""Train a small language model to predict what a larger one predicts.
+"""Distillation: train a small language model to predict what a larger one predicts.
 
     python -m examples.distill --plot distill.png
 
-A teacher learns the source of Python's standard library, as in `demo`. Then students of a third of its width learn it
-four times from the same weights and batches: from the text alone; from the teacher's hidden states, with
-`xent.linear_divergence` and `xent.LinearTeacher`; from the K most probable classes of each token, which the teacher
-wrote down once, with `xent.TopKTeacher`; and from both sides' logits in PyTorch's own operations. The table says how
-far each student is from the teacher on text that neither saw, and what its loss took of memory and time.
+A teacher learns the source code of Python's standard library, as in `demo`. Then four students with a third of its
+width are trained from the same weights on the same batches: on the text alone; on the teacher's hidden states, with
+`xent.linear_divergence` and `xent.LinearTeacher`; on the teacher's K most probable classes of each token, stored once,
+with `xent.TopKTeacher`; and on the logits of both sides, with PyTorch's own operations. The table shows each student's
+divergence from the teacher on held-out text, and the memory and time of its loss.
 """
 
 import argparse
@@ -32,10 +32,10 @@ Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 
 @dataclass
 class Student:
-    """What one way of training left behind."""
+    """The results of one way of training."""
 
     curve: list[tuple[int, float]] = field(default_factory=list)
-    """Steps, and the divergence from the teacher on held-back text after them."""
+    """(number of steps, divergence from the teacher on held-out text)"""
     loss: float = 0.0
     agreement: float = 0.0
     mib: float | None = None
@@ -125,7 +125,7 @@ def from_text(hidden: Tensor, weight: Tensor, targets: Tensor, step: int) -> Ten
 
 
 def train(model: LanguageModel, batches: Tensor, loss: Loss, tell: Callable[[int], None] | None = None) -> None:
-    """Learn from the batches, telling ten times how far it is."""
+    """Train on the batches; call `tell` ten times with the number of steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=len(batches) + 1)
     for step, windows in enumerate(batches):
@@ -153,7 +153,7 @@ def apart(student: LanguageModel, teacher: LanguageModel, windows: Tensor) -> fl
 
 @torch.no_grad()
 def judge(student: LanguageModel, teacher: LanguageModel, windows: Tensor, found: Student) -> None:
-    """Record the student's loss on the text, and how often it predicts what the teacher predicts."""
+    """Record the student's loss on the text, and the share of tokens for which it predicts the teacher's class."""
     predictions = []
     for model in (student, teacher):
         loss, stats = xent.linear_cross_entropy(
@@ -166,7 +166,7 @@ def judge(student: LanguageModel, teacher: LanguageModel, windows: Tensor, found
 
 
 def measure(student: LanguageModel, batches: Tensor, loss: Loss, found: Student, device: torch.device) -> None:
-    """Record the peak memory and the time of one loss, forward and backward, from the student's hidden states on."""
+    """Record peak memory and time of the loss, forward and backward pass, without those of the student's layers."""
     windows, gauge, seconds = batches[0], make_gauge(device), []
     hidden = student(windows[:, :-1]).detach().requires_grad_()
     for repeat in range(4):
@@ -185,7 +185,7 @@ def measure(student: LanguageModel, batches: Tensor, loss: Loss, found: Student,
 
 
 def print_table(students: dict[str, Student], teacher: LanguageModel, windows: Tensor) -> None:
-    """Print what each student became."""
+    """Print one row per student."""
     itself = Student()
     judge(teacher, teacher, windows, itself)
     print(f"{'student trained from':22}{'KL from teacher':>16}{'agreement':>11}{'loss':>8}{'MiB':>8}{'ms':>8}")

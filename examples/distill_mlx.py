@@ -2,8 +2,8 @@
 
     python examples/distill_mlx.py
 
-A tiny teacher learns sequences that count upwards or downwards. A student of half its width then learns what the
-teacher predicts, from `xent.linear_divergence`: neither side's logits exist for all tokens.
+A tiny teacher learns sequences that count upwards or downwards. A student of half its width then learns to predict what
+the teacher predicts, with `xent.linear_divergence`, which stores the logits of neither.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def loss_of_text(model: nn.Module, tokens: mx.array) -> mx.array:
 def trainer(
     model: nn.Module, loss_of: Callable[[nn.Module, mx.array], mx.array]
 ) -> tuple[Callable[[mx.array], mx.array], list[Any]]:
-    """Return a compiled step that trains the model on tokens and returns the loss, and all that it changes."""
+    """Return a compiled training step, which returns the loss, and the state that it changes."""
     optimizer = optim.Adam(3e-3)
     state = [model.state, optimizer.state]
 
@@ -77,7 +77,7 @@ def trainer(
 
 
 def main() -> None:
-    """Train both, and print how far the student is from the teacher and how well it knows the text."""
+    """Train both, and print the student's divergence from the teacher and its loss on the text."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200, help="of the teacher, and of the student")
     parser.add_argument("--beta", type=float, default=0.0, help="0: KL(teacher to student), 1: KL(student to teacher)")

@@ -2,8 +2,8 @@
 
     python examples/dpo.py
 
-The model first learns to sort digits either way, upwards or downwards. Then it sees pairs of answers of which the one
-that rises is preferred, with itself as it was before as the reference. The log-probability of an answer comes from the
+The model first learns to sort digits in either order. Then it is trained on pairs of answers, in which the ascending
+one is preferred; the reference is the model before this training. The log-probability of an answer is computed from
 hidden states, with one call of `xent.linear_log_probs`.
 """
 
@@ -29,7 +29,7 @@ def log_prob_of(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 
 
 def loss_of(model: LlamaForCausalLM, reference: LlamaForCausalLM, chosen: Tensor, rejected: Tensor) -> Tensor:
-    """Return the mean over pairs of -log sigmoid(beta * how much more the preferred answer has gained)."""
+    """Return the mean over pairs of -log sigmoid(beta * (log-ratio of the chosen - of the rejected answer))."""
     pairs = torch.cat([chosen, rejected])
     with torch.no_grad():
         before = log_prob_of(reference, pairs)
@@ -38,14 +38,14 @@ def loss_of(model: LlamaForCausalLM, reference: LlamaForCausalLM, chosen: Tensor
 
 
 def answers(generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return prompts with the digits in rising order, and in falling order, both (ROWS, 2 LENGTH + 1)."""
+    """Return prompts with ascending answers, and with descending answers, both (ROWS, 2 LENGTH + 1)."""
     prompts = make_prompts(ROWS, generator)
     rising = prompts[:, :LENGTH].sort(-1).values
     return torch.cat([prompts, rising], -1), torch.cat([prompts, rising.flip(-1)], -1)
 
 
 def main() -> None:
-    """Train, and print and draw which answers the model gives."""
+    """Train; print and plot which answers the model gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-steps", type=int, default=300, help="steps of learning to sort either way")
     parser.add_argument("--steps", type=int, default=150, help="steps of learning the preference")

@@ -2,8 +2,8 @@
 
     python examples/dpo_mlx.py
 
-Each prompt counts upwards or downwards. The preferred one of its two answers counts on, the other is random tokens. The
-log-probability of an answer comes from the hidden states, without logits for all tokens.
+Each prompt counts upwards or downwards. The preferred answer continues to count, the other has random tokens. The
+log-probability of an answer is computed from hidden states, without storing the logits of all tokens.
 """
 
 import argparse
@@ -55,14 +55,14 @@ def log_prob_of(model: nn.Module, tokens: mx.array) -> mx.array:
 
 
 def margins_of(model: nn.Module, reference: nn.Module, chosen: mx.array, rejected: mx.array) -> mx.array:
-    """Return how much more the preferred answer of each pair has gained than the other, (N,)."""
+    """Return the log-ratio of the chosen answer minus that of the rejected answer, for each pair, (N,)."""
     pairs = mx.concatenate([chosen, rejected])
     gained, lost = (log_prob_of(model, pairs) - log_prob_of(reference, pairs)).split(2)
     return BETA * (gained - lost)
 
 
 def main() -> None:
-    """Train, and print the loss and the share of new pairs of which the model has learned the order."""
+    """Train, and print the loss and the share of new pairs with a positive margin."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--bits", type=int, default=0, help="train a quantized model's norms alone; 0: train it whole")

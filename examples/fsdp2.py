@@ -1,10 +1,10 @@
-"""Train on several processes with FSDP2, which shards every weight, the classifier's too.
+"""Train on several processes with FSDP2, which shards every weight, including the classifier.
 
     torchrun --nproc-per-node 2 examples/fsdp2.py
 
-The classifier belongs to the outermost group: it is gathered when the model is called and is in one piece while the
-loss is computed. It can have a group of its own (--shard-head), and is then gathered for the loss a second time.
-The count of tokens is that over all processes, as in `ddp.py`.
+The classifier belongs to the outermost group: FSDP2 gathers it when the model is called, and it stays gathered while
+the loss is computed. With --shard-head it has its own group, and is gathered a second time for the loss. The token
+count is over all processes, as in `ddp.py`.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python examples/grpo.py
 
-The model samples eight completions of each prompt. A completion that is better than the others of its prompt becomes
-more probable, and one that is worse less. Log-probabilities and entropy come from the hidden states, at the temperature
-of the sampling, with one call of `xent.linear_log_probs`. The policy's ratio and its clipping are those of PPO.
+The model samples eight completions of each prompt. Completions with a higher reward than the others of their prompt
+become more probable, the others less probable. Log-probabilities and entropy at the sampling temperature are computed
+from hidden states, with one call of `xent.linear_log_probs`. The probability ratio is clipped as in PPO.
 """
 
 import argparse
@@ -31,14 +31,14 @@ def log_probs_of(model: LlamaForCausalLM, tokens: Tensor) -> tuple[Tensor, Tenso
 
 
 def loss_of(log_probs: Tensor, old: Tensor, entropy: Tensor, advantage: Tensor) -> Tensor:
-    """Return the mean over all tokens; `advantage` is (N, 1)."""
+    """Return the loss, the mean over all tokens; `advantage` is (N, 1)."""
     ratio = (log_probs - old).exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
     return -(gain + ENTROPY_BONUS * entropy).mean()
 
 
 def main() -> None:
-    """Train, and print and draw the reward."""
+    """Train; print and plot the reward."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--plot", type=Path, default=Path("grpo.png"))

@@ -1,4 +1,4 @@
-"""What the examples of reinforcement learning share: digits to sort, a small model for it, and a plot."""
+"""Shared by the RL examples: the task of sorting digits, a small model, and a plot."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
-matplotlib.use("Agg")  # draws into files; a machine without a screen has no other
+matplotlib.use("Agg")  # draws into files, and works without a display
 
 from matplotlib import pyplot as plt
 
@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def make_model() -> transformers.LlamaForCausalLM:
-    """Return a model with random weights, the same ones each time."""
+    """Return a model with random weights, the same at each call."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=DIGITS + 1,
@@ -48,13 +48,13 @@ def sample(model: transformers.LlamaForCausalLM, prompts: Tensor, temperature: f
 
 
 def share_sorted(tokens: Tensor, descending: bool = False) -> Tensor:
-    """Return the share of each completion's places that hold the right digit, (N,) float32 in [0, 1]."""
+    """Return the share of positions with the right digit for each completion, (N,) float32 in [0, 1]."""
     right = tokens[:, :LENGTH].sort(-1, descending=descending).values
     return (tokens[:, LENGTH + 1 :] == right).float().mean(-1)
 
 
 def draw(path: Path, title: str, curves: dict[str, list[float]]) -> None:
-    """Draw each curve over the steps in a panel of its own."""
+    """Draw each curve over the steps, in one panel each."""
     figure, panels = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained", squeeze=False)
     for panel, (name, values) in zip(panels[0], curves.items(), strict=True):
         panel.plot(values)

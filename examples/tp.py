@@ -1,10 +1,10 @@
-"""Train on several processes with tensor parallelism: every process has the same tokens, and a part of each weight.
+"""Train on several processes with tensor parallelism: each process has the same tokens and a part of each weight.
 
     torchrun --nproc-per-node 2 examples/tp.py
 
-The classifier is in shards by its rows, the classes. The loss is computed from the shards: the processes exchange a few
-numbers a token, and no logits. `patch` takes care of it in a model of transformers; in a model of your own call
-`xent.linear_cross_entropy(hidden, head.weight, labels, shift=1)`, which knows a DTensor by its placements.
+The classifier is sharded by its rows, the classes. The loss is computed from the shards: the processes exchange a few
+numbers per token, but no logits. For a model of transformers `patch` does this. In your own model, call
+`xent.linear_cross_entropy(hidden, head.weight, labels, shift=1)`; the weight is a DTensor, which tells its placements.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
     model = make_model().to(device)
     parallelize_module(model, mesh, PLAN)
     patch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # some weights are in shards, some whole
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # some weights are sharded, some are not
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):
         tokens, labels = tokens.to(device), labels.to(device)

@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 4 examples/tp_fsdp2.py
 
-The processes of a row of the mesh have the same tokens and the shards of each weight, as in `tp.py`. FSDP2 shards these
-shards once more, over the columns, and gathers its part when the model is called: the classifier that the loss sees is
-in shards over the row alone. Each row has its own tokens, and the count of tokens is that over all rows.
+The processes in a row of the mesh have the same tokens and each a shard of every weight, as in `tp.py`. FSDP2 shards
+these shards again over the columns, and gathers its part when the model is called. The loss then gets a classifier that
+is sharded over the row only. Each row has its own tokens; the token count is over all rows.
 """
 
 import argparse

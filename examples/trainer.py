@@ -1,9 +1,9 @@
-"""Train with transformers' Trainer; the two lines with `patch` are all that xent adds.
+"""Train with transformers' Trainer. xent needs only the two lines with `patch`.
 
     python examples/trainer.py
     torchrun --nproc-per-node 2 examples/trainer.py
 
-On several processes the Trainer counts the tokens of all of them by itself.
+On several processes the Trainer itself counts the tokens of all processes.
 """
 
 import argparse

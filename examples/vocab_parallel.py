@@ -1,9 +1,9 @@
-"""A classifier with its classes in shards, and the loss of it: in plain tensors, on a mesh, and as a DTensor.
+"""The loss of a classifier whose classes are in shards, given as plain tensors with a process group or as a DTensor.
 
     torchrun --nproc-per-node 2 examples/vocab_parallel.py
 
-Every process has the same hidden states and labels, and computes the same loss, bit by bit. All of them are compared
-with the loss of the whole classifier, and with PyTorch's `loss_parallel`.
+Every process has the same hidden states and labels, and computes the same loss, bit for bit. Each loss is compared with
+that of the whole classifier, and with PyTorch's `loss_parallel`.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> None:
     wanted = torch.autograd.grad(expected, (hidden, whole))
 
     def check(way: str, loss: Tensor, gradients: tuple[Tensor, ...]) -> None:
-        """Compare a loss, and as many gradients as are given, with those of the whole classifier."""
+        """Compare a loss and the given gradients with those of the whole classifier."""
         torch.testing.assert_close(loss, expected)
         for found, other in zip(gradients, wanted, strict=False):
             torch.testing.assert_close(found, other)
@@ -50,7 +50,7 @@ def main() -> None:
             print(f"{way}: {loss:.6f}", flush=True)
 
     def joined(shard: Tensor, axis: int) -> Tensor:
-        """Return the shards of all processes in one piece."""
+        """Concatenate the shards of all processes."""
         parts: list[Tensor] = [torch.empty(0, device=device)] * processes
         dist.all_gather_object(parts, shard.cpu())
         return torch.cat([part.to(device) for part in parts], axis)
@@ -58,15 +58,15 @@ def main() -> None:
     # A process group: the shards follow each other in the order of ranks.
     shard = classifier.chunk(processes)[rank].clone().requires_grad_()
     loss = xent.linear_cross_entropy(hidden, shard, labels, shift=1, vocab_parallel=dist.group.WORLD)
-    loss.backward()  # shard.grad is of the shard; hidden.grad is the sum over ranks, on every rank
+    loss.backward()  # shard.grad is that of the shard; hidden.grad is the sum over ranks, on every rank
 
     check("process group", loss, (hidden.grad, joined(shard.grad, 0)))
 
-    # A DeviceMesh of one dimension; of a larger one, the dimension that has the classes: mesh["tp"].
+    # A DeviceMesh with one dimension; of a larger mesh pass the dimension of the classes, mesh["tp"].
     mesh = init_device_mesh(device.type, (processes,), mesh_dim_names=("tp",))
     loss = xent.linear_cross_entropy(hidden, shard, labels, shift=1, vocab_parallel=mesh)
 
-    # A DTensor says itself where its classes are.
+    # A DTensor has its placements, so nothing else needs to be passed.
     weight = DTensor.from_local(shard, mesh, [Shard(0)])
     loss = xent.linear_cross_entropy(hidden, weight, labels, shift=1)
 
@@ -81,14 +81,14 @@ def main() -> None:
     gradients = torch.autograd.grad(loss, (mine, shard))
     check("tokens in shards", loss, (joined(gradients[0], 1), joined(gradients[1], 0)))
 
-    # Padding: the classifier has more rows than there are classes, and those at the end do not count.
+    # Padding: the classifier has more rows than there are classes; the last rows are ignored.
     rows = F.pad(classifier, (0, 0, 0, -VOCABULARY % (64 * processes))).chunk(processes)[rank]
     padded = xent.VocabParallel(mesh, size=VOCABULARY)
     loss = xent.linear_cross_entropy(hidden, rows, labels, shift=1, vocab_parallel=padded)
 
     check("padding", loss, ())
 
-    # Logits in shards: what loss_parallel() computes, and what takes its place.
+    # Logits in shards: the loss of loss_parallel(), and xent's.
     logits = F.linear(DTensor.from_local(hidden[:, :-1], mesh, [Replicate()]), weight)
     with loss_parallel():
         theirs = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())

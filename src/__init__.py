@@ -1,8 +1,8 @@
-"""The cross-entropy loss of language models, one meaning on every device.
+"""The cross-entropy loss of language models, with the same results on every device.
 
-`xent.cross_entropy` takes logits, `xent.linear_cross_entropy` takes hidden states and a classifier and never holds the
-(tokens x vocabulary) logits. Importing this package loads no framework: each backend is imported by the first call
-that needs it.
+`xent.cross_entropy` computes it from logits. `xent.linear_cross_entropy` computes it from hidden states and a
+classifier, without storing the (tokens x vocabulary) logits. Importing this package loads only NumPy: each framework is
+imported by the first call that needs it.
 """
 
 import sys as _sys
@@ -15,9 +15,9 @@ from xent.core.log_probs import linear_log_probs, log_probs
 from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
 from xent.core.teachers import LinearTeacher, TopKTeacher
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
-# The function hides the package xent.backends: with its attributes, `import xent.backends.torch` works all the same.
+# The function hides the package xent.backends. It gets the package's attributes, so that `xent.backends.torch` works.
 backends.__dict__ = vars(_sys.modules["xent.backends"])
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""`python -m xent` lists what this machine has; `check` proves gradients; `bench` compares with the unfused loss."""
+"""`python -m xent` lists backends and versions; `check` tests gradients; `bench` compares with the unfused loss."""
 
 import argparse
 import sys

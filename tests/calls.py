@@ -1,4 +1,4 @@
-"""A case's call on a backend, as tests of promises make it, and cases of log-probabilities."""
+"""Helpers that call a backend with the arrays of a case."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +16,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "rows": WITHOUT_SUPPORT, "sup
 
 
 def call_of(target: Target, case: Case, inputs: Inputs, /, **more: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """Return a function of the differentiable arrays, and those arrays on the device; `more` takes precedence."""
+    """Return a function of the differentiable arrays, and these arrays on the device; `more` overrides options."""
     options = placed(target.harness, inputs.options | {"target": inputs.target}, "float32") | case.keywords | more
     names = tuple(inputs.differentiable)
 
@@ -38,7 +38,7 @@ def upstream_of(target: Target, inputs: Inputs) -> tuple[Any, ...]:
 
 
 def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...] | None = None) -> list[Any]:
-    """Return log-probabilities, entropy, lse, and the gradients of all that is differentiable or of `only` some."""
+    """Return log-probabilities, entropy, lse, and the gradients of all differentiable arrays, or of those in `only`."""
     call, arrays = call_of(target, case, inputs)
     chosen = range(len(arrays)) if only is None else only
 

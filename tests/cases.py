@@ -1,11 +1,12 @@
-"""The matrix: which functions, options, dtypes, reductions and shapes are tested together.
+"""The matrix: the combinations of functions, options, dtypes, reductions and shapes that are tested.
 
-Their product has tens of thousands of cases. The matrix has the options alone, each shape in each dtype, and a covering
-set: every combination of any two options in each dtype, and of any three in some dtype. XENT_TEST_FULL=1, which
-`nox -s full` sets, adds covering sets of other seeds and the product of named options, reductions and dtypes.
+Their full product has tens of thousands of cases. The matrix has each option alone, each shape in each dtype, and a
+covering set: every combination of two options in each dtype, and of three options in at least one dtype.
+XENT_TEST_FULL=1, which `nox -s full` sets, adds covering sets with other seeds and the product of named options,
+reductions and dtypes.
 
-Log-probabilities, and losses whose statistics carry gradients, take the same steps as losses: of them the matrix has
-every combination of any two settings in each dtype, and in any dtype where an interpreter would take too long.
+Log-probabilities, and losses whose statistics have gradients, use the same steps as losses. The matrix has every
+combination of two of their settings in each dtype, or with an interpreter, which is slow, in at least one dtype.
 """
 
 from dataclasses import replace
@@ -38,7 +39,7 @@ __all__ = [
 LOG_PROBS = ("log_probs", "linear_log_probs")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 EVERYWHERE = DTYPES[1:]
-"""The dtypes that every backend serves."""
+"""The dtypes that every backend supports."""
 REDUCTIONS = ("mean", "sum", "none")
 
 FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
@@ -80,11 +81,11 @@ FACTORS_OF_LOG_PROBS: dict[str, tuple[dict[str, Any], ...]] = {
 }
 OF_LINEAR: dict[str, tuple[dict[str, Any], ...]] = {"bias": ({}, {"bias": True}), "shift": ({}, {"shift": 2})}
 FIELDS = ("reduction", "bias", "shift", "entropy", "stats", "missing")
-"""What is no option of a case but a field."""
+"""Settings that are fields of a case, not options."""
 
 
 def factors_of(function: str) -> dict[str, tuple[Any, ...]]:
-    """Return what a covering set combines: setting -> its values, as options and fields of a case, or a dtype."""
+    """Return the factors of a covering set: setting -> values, which are options or fields of a case, or a dtype."""
     linear = OF_LINEAR if function == "linear_cross_entropy" else {}
     return {"dtype": EVERYWHERE} | FACTORS | linear
 
@@ -98,13 +99,13 @@ def _rows(function: str, wide: bool, seed: int) -> list[dict[str, Any]]:
 
 
 def covering_cases(function: str, dtype: str, seed: int = 0) -> list[Case]:
-    """Return the cases of one dtype in a covering set; of any two options they have every combination."""
+    """Return the cases of one dtype in a covering set, with every combination of two options."""
     base = Case(function, (4, 12), 67, dtype, "")
     return [_covered(base, row, seed) for row in _rows(function, dtype == "float64", seed) if row["dtype"] == dtype]
 
 
 def paired_cases(function: str, dtypes: tuple[str, ...], seed: int = 0) -> list[Case]:
-    """Return cases with every combination of any two settings; of a loss, those whose statistics carry gradients."""
+    """Return cases with every combination of two settings; for a loss, cases whose statistics have gradients."""
     linear = OF_LINEAR if function.startswith("linear_") else {}
     factors = {"dtype": dtypes} | (FACTORS_OF_STATS if function in FUNCTIONS else FACTORS_OF_LOG_PROBS) | linear
     rows = covering(factors, 2, f"pairs of {function} in {', '.join(dtypes)}, {seed}")
@@ -134,7 +135,7 @@ def named_cases(function: str, dtype: str) -> list[Case]:
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:
-    """Return every shape; over all dtypes, each with every reduction, plain and with all options."""
+    """Return every shape. Over all dtypes, each has every reduction, both without options and with all options."""
     factors = {"shape": tuple(SHAPES), "dtype": DTYPES, "reduction": REDUCTIONS, "options": ("plain", "all")}
     rows = [row for row in covering(factors, 2, f"shapes of {function}") if row["dtype"] == dtype]
     return [_shaped(function, dtype, row["shape"], row["reduction"], row["options"]) for row in rows]
@@ -143,9 +144,9 @@ def shape_cases(function: str, dtype: str) -> list[Case]:
 def _shaped(function: str, dtype: str, shape: str, reduction: str, options: str) -> Case:
     case = replace(SHAPES[shape], function=function, dtype=dtype, name=shape, reduction=reduction)
     narrow = dtype in ("bfloat16", "float16")
-    if case.offset:  # a softcap would leave nothing of it
+    if case.offset:  # a softcap would remove the offset
         return replace(case, offset=16.0 if narrow else case.offset, bias=function == "linear_cross_entropy")
-    if narrow and case.vocabulary > 10_000:  # of so many classes, some gradient would all but cancel
+    if narrow and case.vocabulary > 10_000:  # with so many classes, some gradients would almost cancel
         return case
     if options == "all" and not case.options:
         return replace(case, name=f"{shape}, all", options=OPTIONS["all"])

@@ -1,6 +1,6 @@
-"""Which backends the tests run on: those that XENT_TEST_BACKENDS names, or every one that this machine can run.
+"""The backends of a test run: those that XENT_TEST_BACKENDS names, or all that this machine can run.
 
-A backend that was asked for runs or fails the whole session; nothing is skipped because it is missing.
+If a named backend is not available, the whole run fails. No test is skipped because a backend is missing.
 """
 
 import os
@@ -16,8 +16,8 @@ from xent.backends import TABLE
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to start without a backend that was asked for."""
-    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # which MLX reads once, at its first product
+    """Exit with an error if a named backend is not available."""
+    os.environ.setdefault("MLX_ENABLE_TF32", "0")  # MLX reads it once, at its first product
     if os.environ.get("TRITON_INTERPRET") == "1":
         prepare()
     if "metal" in asked_for() and TABLE["metal"]().missing():
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _emulate_metal(config: pytest.Config) -> None:
-    """Put the emulator in the place of an Apple GPU; without MLX there is nothing that it could serve."""
+    """Install the emulator in place of an Apple GPU, if MLX is installed."""
     try:
         import mlx.core  # noqa: F401
     except ImportError:
@@ -53,7 +53,7 @@ def asked_for() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run a test that takes a `target` on every backend and device that is driven."""
+    """Parametrize tests with a `target` argument by the backends and devices of this run."""
     if "target" in metafunc.fixturenames:
         driven = [target for name in asked_for() if name != "numpy" for target in targets(name)]
         metafunc.parametrize("target", driven, ids=str, scope="session")
@@ -61,7 +61,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fill memory that nobody has written yet with NaN, so that reading it shows."""
+    """Fill uninitialised memory with NaN, so that reading it is noticed."""
     target = request.node.callspec.params.get("target") if hasattr(request.node, "callspec") else None
     if not isinstance(target, Target):
         yield
@@ -72,14 +72,14 @@ def poisoned_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the caller's settings out of the tests."""
+    """Remove xent's environment variables for the tests."""
     monkeypatch.delenv("XENT_BACKEND", raising=False)
     monkeypatch.delenv("XENT_CHECK_TARGETS", raising=False)
 
 
 @pytest.fixture(autouse=True)
 def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep checks of the Metal kernels out of the user's cache, and of what "auto" takes in other tests."""
+    """Do not write passed checks of the Metal kernels to the user's cache, where they would affect "auto"."""
     if "metal" in asked_for():
         from xent.backends.metal import proof
 
@@ -89,7 +89,7 @@ def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_kinds_of_calls() -> None:
-    """Let each test meet calls of a new kind: some play another machine."""
+    """Clear the cache of validated calls before each test, because some tests simulate another machine."""
     plan = sys.modules.get("xent.backends.torch.plan")
     if plan is not None:
         plan.forget()

@@ -1,7 +1,7 @@
-"""Covering arrays: a few rows in which all combinations of any two or three settings occur, not the full product.
+"""Covering arrays: few rows that contain all combinations of any two or three settings, instead of the full product.
 
-A fault in how settings work together shows where those settings meet, whatever the others are; nearly all faults that
-are known need three or fewer. See D. R. Kuhn, D. R. Wallace and A. M. Gallo, "Software fault interactions and
+A fault in the interaction of settings shows in every row with these settings, whatever the others are. Nearly all known
+faults involve three settings or fewer. See D. R. Kuhn, D. R. Wallace and A. M. Gallo, "Software fault interactions and
 implications for software testing", IEEE Transactions on Software Engineering 30 (2004).
 """
 
@@ -16,20 +16,20 @@ import pytest
 __all__ = ["FULL", "combinations_of", "covering", "crossed"]
 
 FULL = os.environ.get("XENT_TEST_FULL") == "1"
-"""Whether full products are wanted, and what else takes too long for every contribution."""
+"""Whether to run full products, and other tests that take too long for every contribution."""
 
 _CANDIDATES = 6
 
 Row = dict[str, int]
-"""Setting -> the number of its value."""
+"""Setting -> the index of its value."""
 Combination = frozenset[tuple[str, int]]
 
 
 def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str) -> list[dict[str, Any]]:
-    """Return rows, each with one value for every setting, with all combinations of any `strength` settings.
+    """Return rows with one value per setting, which contain all combinations of any `strength` settings.
 
-    Until no combination is missing, some rows are drawn at random, each around one that is, and the row with most
-    missing combinations is taken. The same seed gives the same rows.
+    The algorithm is greedy: until no combination is missing, it draws some random rows that each contain a missing one,
+    and keeps the row with the most missing combinations. The same seed gives the same rows.
     """
     generator = random.Random(seed)
     missing = dict.fromkeys(combinations_of(factors, strength))  # ordered, unlike a set of strings
@@ -45,7 +45,7 @@ def covering(factors: Mapping[str, Sequence[Any]], strength: int, seed: str) -> 
 
 
 def combinations_of(factors: Mapping[str, Sequence[Any]], strength: int) -> list[Combination]:
-    """Return all combinations of values of any `strength` settings; values are numbered."""
+    """Return all combinations of values of any `strength` settings, as indices."""
     return [
         frozenset(zip(names, values, strict=True))
         for names in combinations(factors, strength)
@@ -60,7 +60,7 @@ def _draw(
     begin: Combination,
     generator: random.Random,
 ) -> Row:
-    """Return the row that `begin` grows to, each further value being the one that adds most missing combinations."""
+    """Complete the row `begin`: each further value is the one that adds the most missing combinations."""
     row = dict(begin)
     rest = [name for name in factors if name not in row]
     generator.shuffle(rest)
@@ -81,7 +81,7 @@ def _within(row: Row, strength: int) -> list[Combination]:
 
 
 def crossed(**factors: Iterable[Any]) -> tuple[str, list[Any]]:
-    """Return what `parametrize` takes: every pair of values of two parameters, or the product if FULL."""
+    """Return arguments for `parametrize`: rows with every pair of values of two parameters, or the product if FULL."""
     values = {name: tuple(some) for name, some in factors.items()}
     rows = [tuple(row.values()) for row in covering(values, 2, ", ".join(factors))]
     rows = list(product(*values.values())) if FULL else rows

@@ -1,9 +1,9 @@
-"""Where Triton's interpreter differs from a GPU, and where it loses most of its time.
+"""Patches for Triton's interpreter: make it round like a GPU, and make it faster.
 
-It rounds float32 to bfloat16 toward zero, where GPUs round to nearest; and NumPy, which it computes with, warns of
-infinities and NaN that a GPU passes on as they are. It puts its own functions in place of the language's at every call
-of a function in a kernel, though those of the launch are still there: that is half of a test's time. Of the rest a
-fifth goes into finding anew, for every value, what follows from its type.
+It rounds float32 to bfloat16 toward zero, while GPUs round to nearest. It computes with NumPy, which warns of
+infinities and NaN. It replaces the functions of Triton's language at every call of a function in a kernel, although
+those of the launch are still in place; this takes half of a test's time. A fifth of the rest is spent on deriving the
+properties of a type for each value.
 """
 
 import warnings
@@ -16,7 +16,7 @@ __all__ = ["prepare"]
 
 
 def prepare() -> None:
-    """Make the interpreter compute as GPUs do, and look at the language once a launch."""
+    """Make the interpreter round like a GPU, and patch the language once per launch."""
     from triton.runtime import interpreter
 
     interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
@@ -49,7 +49,7 @@ def _round_to_nearest(convert: Any) -> Any:
 
 
 def _remembered(numpy_dtype: Any) -> Any:
-    """Return the function with a memory; pointers and blocks cannot be looked up."""
+    """Return the function with a cache; pointers and blocks are not hashable."""
     of_number = cache(numpy_dtype)
 
     def remembered(kind: Any) -> Any:
@@ -60,7 +60,7 @@ def _remembered(numpy_dtype: Any) -> Any:
 
 
 def _remember_shapes() -> None:
-    """Have values of one shape share it, and their size."""
+    """Cache shapes and sizes of values."""
     from triton.language.core import tensor
 
     make = tensor.__init__
@@ -79,7 +79,7 @@ def _remember_shapes() -> None:
 
 
 def _patch_once(patch: Any, patched: set[int]) -> Any:
-    """Return `patch`, less what is in `patched`: the modules that functions of this launch have seen."""
+    """Return `patch` without the modules in `patched`, which this launch has patched already."""
     import triton.language as tl
 
     languages = (tl, tl.core)

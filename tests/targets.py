@@ -1,4 +1,4 @@
-"""A backend on a device, as tests drive it."""
+"""`Target`: a backend on a device, for tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,40 +28,40 @@ class Target:
         return self.backend.harness(self.device)
 
     def takes(self, dtype: str) -> bool:
-        """Whether the backend serves the dtype; one for accelerators may leave float64 to another, nothing else."""
+        """Whether the backend supports the dtype. A backend for accelerators may refuse float64, but no other dtype."""
         takes = dtype in self.harness.dtypes
         assert takes or dtype == "float64"
         return takes
 
     @property
     def looks_at_targets(self) -> bool:
-        """Whether values of targets are looked at unasked; MLX computes nothing before it has to, on any device."""
+        """Whether target values are checked by default. MLX, which is lazy, does not check them on any device."""
         return self.device == "cpu" and self.backend.framework == "torch"
 
     @property
     def interpreted(self) -> bool:
-        """Whether an interpreter runs every row as a program of its own, a thousand times slower than a GPU."""
+        """Whether an interpreter runs each row as a separate program, a thousand times slower than a GPU."""
         return self.name == "triton" and self.device == "cpu"
 
     @property
     def slow(self) -> bool:
-        """Whether its kernels are interpreted or emulated."""
+        """Whether the kernels are interpreted or emulated."""
         return self.device == "cpu" and self.name in ("metal", "triton")
 
     def sized(self, case: Case) -> Case:
-        """Return the case, with fewer rows where they are interpreted."""
+        """Return the case, with fewer rows if kernels are interpreted."""
         if not self.interpreted:
             return case
         return replace(case, rows=tuple(min(size, 4) for size in case.rows))
 
     def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
-        """Return NumPy arrays on the device, floats as `dtype`."""
+        """Return NumPy arrays as arrays on the device, floats as `dtype`."""
         return tuple(self.harness.array(value, dtype if value.dtype.kind == "f" else None) for value in values)
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:
-        """Fill unwritten memory with NaN."""
-        if self.backend.framework == "mlx":  # which writes all memory; but it has to be told where to compute
+        """Fill uninitialised memory with NaN."""
+        if self.backend.framework == "mlx":  # MLX initialises all memory; only its default device must be set
             import mlx.core as mx
 
             with mx.stream(getattr(mx, self.device)):
@@ -82,5 +82,5 @@ class Target:
 
 
 def targets(name: str) -> list[Target]:
-    """Return the backend on each of its devices."""
+    """Return the targets of the backend, one per device."""
     return [Target(name, device) for device in TABLE[name]().info().devices]

@@ -1,4 +1,4 @@
-"""A chunk keeps to its workspace, covers all rows, and leaves no crumb."""
+"""Chunks do not exceed the workspace, cover all rows, and have nearly equal sizes."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_chunk_of_a_large_vocabulary_grows_as_others_do() -> None:
         (8192, 128_256, 2, 4096),
         (8192, 128_256, 4, 2048),
         (8192, 256_000, 2, 2048),
-        (32768, 256_000, 2, 4096),  # 8 sums, where 16 would be in float32
+        (32768, 256_000, 2, 4096),  # 8 chunks; 16 would be summed in float32
         (2**17, 256_000, 2, 4096),
         (8192, 32_000, 2, 8192),
     ],

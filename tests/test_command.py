@@ -1,4 +1,4 @@
-"""`python -m xent` and `python -m xent bench`: what they print, and what they say where they cannot run."""
+"""`python -m xent` and `python -m xent bench`: their output, and their messages if they cannot run."""
 
 import re
 

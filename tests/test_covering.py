@@ -1,4 +1,4 @@
-"""The matrix leaves out no two options together in any dtype, no three in all, and no shape in any dtype."""
+"""The matrix has every two options in every dtype, every three in some dtype, and every shape in every dtype."""
 
 from itertools import combinations, product
 
@@ -10,7 +10,7 @@ from xent.core.check.cases import Case, option_cases
 
 
 def values_of(case: Case) -> dict[str, str]:
-    """Return each setting of a case, read from what the case will do."""
+    """Return the settings of a case, derived from its fields."""
     settings = {"reduction": case.reduction, "normalizer": None, "bias": case.bias, "shift": case.shift}
     off = {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "weight": False}
     off |= {"sample_weight": False, "probabilities": False, "ignore_index": -100}

@@ -1,4 +1,4 @@
-"""Who serves a call: by name, by the array, by XENT_BACKEND; refusals have reasons; `python -m xent` reports."""
+"""The choice of the backend by name, array and XENT_BACKEND; the reasons of refusals; `python -m xent`."""
 
 import linecache
 from typing import Any
@@ -19,7 +19,7 @@ from xent.core.check.judge import Comparison
 
 
 class Fake:
-    """A backend for NumPy arrays, in front of the reference."""
+    """A backend for NumPy arrays that is preferred to the reference."""
 
     name, framework, native_to = "fake", "numpy", ("numpy",)
     missing_reason: str | None = None

@@ -1,4 +1,4 @@
-"""Bad input gets an error that names the argument, what came and what is allowed; nothing is computed or changed."""
+"""Bad input raises an error that names the argument, its value and what is allowed. Nothing is computed or changed."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ LOGITS, HIDDEN, CLASSIFIER = np.zeros((2, 3, 5)), np.zeros((2, 3, 4)), np.zeros(
 CLASSES = np.zeros((2, 3), dtype=np.int64)
 
 Bad = list[tuple[dict[str, Any], type[Exception], str]]
-"""(arguments, the error, what it says)"""
+"""(arguments, error type, part of the message)"""
 
 BOTH: Bad = [
     ({"reduction": "average"}, ValueError, r"reduction must be one of 'mean', 'sum', 'none', got 'average'"),
@@ -110,7 +110,7 @@ LINEAR_ONLY: Bad = [
 ]
 
 SUPPORT = {"ids": np.arange(6) % 5, "offsets": np.arange(7)}
-"""One class for each row of CLASSES."""
+"""One class per row of CLASSES."""
 
 
 def support(**parts: Any) -> dict[str, xent.Support]:
@@ -202,9 +202,9 @@ LOOKED_AT: Bad = [
         r"support.ids must h\w* a class at most once in a row; row 1 has 2",
     ),
 ]
-"""What only values show."""
+"""Arguments with invalid values, which only a check of values can find."""
 
-# What the functions of logits and of hidden states have in common with the losses.
+# The bad arguments of the losses that the log-probability functions have too.
 OF_LOGITS = [bad for bad in LOGITS_ONLY if not bad[0].keys() & {"inplace"}]
 
 

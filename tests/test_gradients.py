@@ -1,4 +1,4 @@
-"""The matrix, on every backend: loss and every gradient, against the reference, bounded by the framework's rounding."""
+"""The matrix on every backend: loss and all gradients against the reference, within bounds from unfused rounding."""
 
 import numpy as np
 import pytest

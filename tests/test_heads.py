@@ -1,4 +1,4 @@
-"""Several heads of one classifier are the weighed sum of as many calls, to the reference's loss and every gradient."""
+"""A call with several heads equals the weighted sum of one call per head: loss and all gradients."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ def cases_of(strength: int, **more: Any) -> list[Case]:
 
 
 def draw(case: Case, seed: int = 0) -> Inputs:
-    """Return a case's arrays, with hidden states and an upstream gradient for each head."""
+    """Return a case's arrays, with hidden states and upstream gradients for each head."""
     inputs = make_inputs(case, seed)
     heads, rng = (len(case.shift), *case.rows), np.random.default_rng([seed, 1])
     hidden = rng.normal(0, 1, (*heads, case.hidden))
@@ -73,7 +73,7 @@ def placed(target: Target, inputs: Inputs, wide: str) -> dict[str, Any]:
 
 
 def each(values: Any, upstream: Any) -> Any:
-    """Return the sum of rows' losses times their upstream gradients."""
+    """Return the sum of the rows' losses times their upstream gradients."""
     return (values * upstream).sum()
 
 
@@ -93,7 +93,7 @@ def fused(target: Target, case: Case, given: dict[str, Any], upstream: Any, name
 
 
 def unfused(target: Target, case: Case, inputs: Inputs, wide: str, names: tuple[str, ...]) -> Any:
-    """Return the sum over heads of the framework's own loss."""
+    """Return the sum over heads of the framework's unfused loss."""
     length = case.rows[-1]
     axis = -2 if inputs.target.dtype.kind == "f" else -1
 
@@ -124,7 +124,7 @@ def unfused(target: Target, case: Case, inputs: Inputs, wide: str, names: tuple[
 
 
 def truth_of(case: Case, differentiable: dict[str, Any], given: dict[str, Any], upstream: Any) -> dict[str, Any]:
-    """Return loss and gradients of the reference, a head at a time."""
+    """Return loss and gradients of the reference, computed one head at a time."""
     defaults = {"weight": None, "sample_weight": None, "normalizer": None, "ignore_index": -100, "stats": ()}
     defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None}
     options = defaults | differentiable | given
@@ -147,7 +147,7 @@ def truth_of(case: Case, differentiable: dict[str, Any], given: dict[str, Any], 
 
 
 def judge(target: Target, case: Case, seed: int) -> dict[str, tuple[float, float]]:
-    """Return the error of the loss and of each gradient, and its bound."""
+    """Return the error of the loss and of each gradient, with its bound."""
     inputs, wide = draw(case, seed), "float64" if case.dtype == "float64" else "float32"
     names = tuple(inputs.differentiable)
     arrays = target.arrays(*inputs.differentiable.values(), dtype=case.dtype)

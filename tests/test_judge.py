@@ -1,4 +1,4 @@
-"""A test of the tests: the judge lets no wrong gradient pass, at any dtype."""
+"""Tests of the tests: planted wrong gradients fail the comparison in every dtype."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,12 +60,12 @@ def test_wrong_result_fails(target: Target, function: str, dtype: str, factor: f
 @pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_wrong_share_of_one_result_in_the_gradient_fails(target: Target, function: str, dtype: str) -> None:
-    """Gradients are linear in what comes from above: a share is a gradient of which all others are missing."""
+    """Gradients are linear in upstream gradients: with one result's upstream gradient alone, the others are missing."""
     for case in (case for case in _some(target, function, dtype) if case.stats):
         truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
         for result in case.results:
             others = tuple(name for name in case.results if name != result)
-            depends = case.trained and result in ("loss", "nll")  # on the target
+            depends = case.trained and result in ("loss", "nll")  # the result depends on the target
             part = replace(case, missing=others, trained=depends)
             share, *_ = results_of_case(target.backend, target.harness, part)
             for name in truth.keys() - set(case.results):
@@ -92,7 +92,7 @@ def test_what_is_infinite_must_be_so(case: int, place: str) -> None:
 
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_log_probability_of_rounded_logits_fails(target: Target, function: str) -> None:
-    """In bfloat16 a logit of 4 is rounded by up to 0.016: far more than float32 logits of the same numbers."""
+    """In bfloat16 a logit of 4 has a rounding error of up to 0.016, far more than a float32 logit."""
     case = Case(function, (40,), 67, "bfloat16", "", reduction="none", entropy=True)
     truth, _, plain, _ = results_of_case(target.backend, target.harness, case)
     for name in case.results:
@@ -103,7 +103,7 @@ def test_log_probability_of_rounded_logits_fails(target: Target, function: str) 
 def test_gradient_without_one_of_the_options_fails(
     target: Target, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No case of the matrix hides an option behind the others."""
+    """In each case of the matrix, leaving out any single option is noticed."""
     home = api if function in FUNCTIONS else log_probs
     call, left_out = getattr(home, function), ""
 
@@ -143,7 +143,7 @@ def test_an_error_that_the_dtype_does_not_explain_fails(output: str, dtype: str,
     ("errors", "bounds", "draws", "passes"),
     [
         ([1.0] * 8, [2.0] * 8, 1, True),
-        ([3.0] * 8, [2.0, *[4.0] * 7], 8, True),  # rounded well by chance, where the bound is from
+        ([3.0] * 8, [2.0, *[4.0] * 7], 8, True),  # the bound's rows have small errors by chance
         ([3.0] * 8, [2.0] * 8, 8, False),
         ([3.0, *[5.0] * 7], [2.0, *[4.0] * 7], 8, False),
         ([np.nan, *[1.0] * 7], [2.0] * 8, 8, False),

@@ -1,4 +1,4 @@
-"""The promises of the design that hold for log-probabilities on every backend, each with its own test."""
+"""One test per promise of the documentation, for log-probabilities on every backend."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +66,7 @@ def test_bitwise_the_same_run_after_run(target: Target, function: str, options: 
 def test_same_bits_whatever_is_asked_for(
     target: Target, function: str, dtype: str, options: str, rows: tuple[int, ...], workspace: int | None
 ) -> None:
-    """With a gradient and without, with the entropy and without, with statistics and without."""
+    """Results have the same bits with and without gradients, entropy and statistics."""
     loop = {"workspace": workspace} if function == "linear_log_probs" else {}
     case = target.sized(log_prob_case(function, options, dtype, rows=rows, vocabulary=300, **loop))
     inputs = make_inputs(case)
@@ -91,7 +91,7 @@ def first(returned: Any) -> Any:
 
 
 def test_gradients_come_from_logits_that_are_not_rounded(target: Target) -> None:
-    """Logits near 30, rounded to bfloat16, would make errors of 6% and more in the gradients of the entropy."""
+    """Logits near 30, rounded to bfloat16, would give errors of 6% and more in the gradients of the entropy."""
     generator = np.random.default_rng(0)
     drawn = 4 * generator.standard_normal((64, 64)), generator.standard_normal((512, 64))
     arrays, classes = target.arrays(*drawn, dtype="bfloat16"), target.arrays(np.arange(64))[0]
@@ -170,10 +170,10 @@ def test_strides_of_hidden_states_and_classifier(target: Target) -> None:
 @pytest.mark.parametrize("options", ["plain", "rows", "support"])
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_upstream_gradient_that_is_expanded(target: Target, function: str, options: str) -> None:
-    """A sum sends back one number for all rows."""
+    """The upstream gradient of a sum is one number, expanded to all rows."""
     case = replace(log_prob_case(function, options, ignored=0.0, shift=0), missing=("lse",))
     inputs = make_inputs(case)
-    if "support" in inputs.options:  # a log-probability of -inf would leave no sum
+    if "support" in inputs.options:  # a log-probability of -inf would make the sum -inf
         support = inputs.options["support"]
         support.ids[support.offsets[-2]] = inputs.target.ravel()[-1]
     call, arrays = call_of(target, case, inputs)
@@ -216,7 +216,7 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_second_backward_through_a_retained_graph_gives_the_same(target: Target, function: str, options: str) -> None:
     if target.backend.framework != "torch":
-        return  # the others keep no graph
+        return  # other frameworks have no retained graph
     import torch
 
     case = log_prob_case(function, options)
@@ -228,7 +228,7 @@ def test_second_backward_through_a_retained_graph_gives_the_same(target: Target,
     first, second = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
-    # And apart, in any order: each gets the gradients of its own.
+    # Backward passes of single results, in any order, give the gradients of that result.
     apart = [torch.autograd.grad(found[i], leaves, upstream[i], retain_graph=True) for i in (2, 0, 1)]
     for whole, *parts in zip(first, *apart, strict=True):
         torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
@@ -239,7 +239,7 @@ def test_second_backward_through_a_retained_graph_gives_the_same(target: Target,
 
 @contextmanager
 def flushed(target: Target) -> Iterator[None]:
-    """Flush denormal numbers to 0 where PyTorch computes on the CPU, as many a GPU does by itself."""
+    """Flush denormal numbers to 0 on the CPU in PyTorch, as many GPUs do by default."""
     if target.backend.framework != "torch":
         yield
         return

@@ -1,4 +1,4 @@
-"""Options may be NumPy's numbers, as schedules and configurations hand them over."""
+"""Options may be NumPy numbers, which schedules and configurations often contain."""
 
 from collections.abc import Callable
 from typing import Any

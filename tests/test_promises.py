@@ -1,4 +1,4 @@
-"""The promises of the design's first section that hold on every backend, each with its own test."""
+"""One test per promise of the documentation, on every backend."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ def test_nothing_of_an_ignored_row_is_felt(
             share = [call(*arrays)[1].z_loss] if "z_loss" in stats else []
             outcome.append([target.harness.numpy(array) for array in (loss, *gradients, *share)])
         for expected, found in zip(*outcome, strict=True):
-            # Not to the bit: exp of a vector register that also holds a NaN may round its other lanes differently.
+            # Not bit for bit: exp of a vector register that also holds a NaN may round its other lanes differently.
             np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
         assert (outcome[1][1][2] == 0).all()
 
@@ -136,7 +136,7 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
     else:
         drawn = make_inputs(case)
     if reduction == "mean" or nothing != {"options": {"weight": "zero"}}:
-        # Classes without weight leave a sum or a row 0 times what it is.
+        # If all class weights are 0, a sum or a row is 0 times its value.
         next(iter(drawn.differentiable.values()))[:1] = np.nan
     call, arrays = call_of(target, case, drawn)
     loss, gradients = target.harness.gradients(call, arrays, target.arrays(np.asarray(drawn.upstream))[0])
@@ -155,7 +155,7 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
 )
 @pytest.mark.parametrize("columns", [1, 3, 8])
 def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, Any], columns: int) -> None:
-    """A vocabulary that is padded or masked in front: those classes have probability 0 and gradient 0."""
+    """Classes with a logit of -inf (a padded or masked vocabulary) have probability 0 and gradient 0."""
     case = Case("cross_entropy", (6,), 11, "float32", "", options, ignored=0.0)
     inputs = make_inputs(case)
     inputs.differentiable["logits"][:, :columns] = -np.inf
@@ -177,7 +177,7 @@ def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, An
 
 
 def test_row_of_minus_infinity(target: Target) -> None:
-    """It has no probabilities, but a log-sum-exp: log 0, as every framework's own logsumexp has it."""
+    """A row of -inf has no probabilities, but its log-sum-exp is log 0, as in every framework's own logsumexp."""
     values = np.array([[-np.inf, -np.inf, -np.inf], [0.0, 1.0, 2.0]])
     logits, classes = target.arrays(values, np.array([1, 1]))
     loss, stats = xent.cross_entropy(logits, classes, reduction="none", stats=("lse", "nll"), backend=target.name)
@@ -202,7 +202,7 @@ def test_impossible_target_has_infinite_loss_and_finite_gradient(target: Target)
 
 @pytest.mark.parametrize("case", [case for case in SOME if case.reduction == "none" and not case.shift], ids=str)
 def test_masked_spans_with_reduction_none(target: Target, case: Case) -> None:
-    """Upstream gradients that are zero over a long span leave exactly zero there, and the rest alone."""
+    """Rows with an upstream gradient of 0 have a gradient of exactly 0, and do not affect other rows."""
     case = target.sized(case)
     inputs = make_inputs(case)
     span = np.zeros(case.rows, bool)

@@ -1,4 +1,4 @@
-"""The reference is the truth because finite differences and definitions say so (and torch/test_pytorch_agrees.py)."""
+"""Verify the reference by finite differences and by definitions (see also torch/test_pytorch_agrees.py)."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ def test_gradient_is_the_slope_of_the_results(case: Case) -> None:
             **differentiable, target=inputs.target, **inputs.options, **case.keywords
         )
         found = case.found_in(returned)
-        # A target outside its support has an infinite result whatever the logits: it has no gradient.
+        # A target outside its support has an infinite result for all logits, and so no gradient.
         return sum(
             np.where(np.isfinite(found[name]), found[name], 0.0).ravel() @ np.ravel(upstream[name])
             for name in case.results
@@ -87,14 +87,14 @@ def test_gradient_of_probabilities_is_the_slope_of_the_results(case: Case) -> No
     numeric = np.empty_like(gradient)
     for index in np.ndindex(gradient.shape):
         moved = np.zeros_like(gradient)
-        moved[index] = 1.0  # the loss is linear in its target
+        moved[index] = 1.0  # the loss is linear in the target
         numeric[index] = total(inputs.target + moved) - total(inputs.target)
     assert np.abs(gradient).sum() > 0
     np.testing.assert_allclose(gradient, numeric, rtol=1e-9, atol=1e-11)
 
 
 def defined(logits: list[float], target: int, allowed: set[int], options: dict[str, float]) -> dict[str, float]:
-    """Compute what is said of one row as it is defined, in Python's own numbers."""
+    """Compute the results of one row by their definitions, with Python numbers."""
     scale, cap, temperature = options["logit_scale"], options["softcap"], options["temperature"]
     x = {c: (cap * math.tanh(scale * logits[c] / cap) if cap else scale * logits[c]) / temperature for c in allowed}
     total = sum(math.exp(value) for value in x.values())

@@ -1,4 +1,4 @@
-"""What belongs to each row of log-probabilities: whether it counts, its target, its temperature and its support."""
+"""Log-probabilities with arguments per row: ignored rows, targets, temperatures and supports."""
 
 from dataclasses import replace
 from typing import Any
@@ -47,12 +47,12 @@ def test_no_rows_and_no_targets(target: Target, function: str, options: str, row
 @pytest.mark.parametrize("columns", [1, 3, 8])
 @pytest.mark.parametrize("options", ["plain", "temperature"])
 def test_leading_columns_of_minus_infinity(target: Target, options: str, columns: int) -> None:
-    """A vocabulary that is masked in front: those classes have probability 0 and gradient 0."""
+    """Classes with a logit of -inf have probability 0 and gradient 0."""
     case = Case("log_probs", (6,), 11, "float32", "", LOG_PROB_OPTIONS[options], "none", entropy=True, ignored=0.0)
     inputs = make_inputs(case)
     inputs.differentiable["logits"][:, :columns] = -np.inf
     inputs.target[:] = np.maximum(inputs.target, columns)
-    inputs.target[0] = 0  # which cannot be
+    inputs.target[0] = 0  # -inf: an impossible target
     call, (logits,) = call_of(target, case, inputs)
     expected = xent.log_probs(target.harness.numpy(logits), inputs.target, entropy=True, **inputs.options)
     for one, other in zip(call(logits), expected, strict=True):
@@ -126,7 +126,7 @@ def of_rows(target: Target, support: xent.Support, rows: Any) -> xent.Support:
 @pytest.mark.parametrize("function", LOG_PROBS)
 @pytest.mark.parametrize("wrong", ["target", "temperature", "support"])
 def test_where_nothing_looks_the_row_is_nan(target: Target, function: str, wrong: str) -> None:
-    """A target or a class of a support outside [0, V), a temperature that is not > 0: never read or written by."""
+    """Invalid targets, ids and temperatures never cause reads or writes out of bounds."""
     case = log_prob_case(function, "support", rows=(6,), vocabulary=9, ignored=0.0, shift=0, stats=())
     inputs = make_inputs(case)
     support = inputs.options["support"]

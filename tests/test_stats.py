@@ -1,4 +1,4 @@
-"""Every statistic, on every backend, is the reference's; asking for one changes nothing else."""
+"""Every statistic on every backend equals the reference's; requesting one does not change other results."""
 
 from dataclasses import fields, replace
 
@@ -74,7 +74,7 @@ def test_ties_go_to_the_lowest_class_even_where_the_softcap_makes_them(target: T
 
 @pytest.mark.parametrize("vocabulary", [20_000, 20_001])
 def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) -> None:
-    """A kernel that takes so many classes at a time meets these at the same place of different blocks."""
+    """Equal maxima at the same position of different blocks of a kernel."""
     values = np.zeros((2, vocabulary))
     values[0, [5, 8197, 16389]] = 1.0
     values[1, [7, 100, 16384]] = -1.0
@@ -95,7 +95,7 @@ def test_scale_orders_predictions(target: Target, function: str, logit_scale: fl
 
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 256.0), ("float16", 2048.0), ("float32", 256.0)])
 def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target, dtype: str, largest: float) -> None:
-    """The target's logit is 288.75, and 288 in bfloat16: beside the others' sum the rounded one is not sure at all."""
+    """The target's logit is 288.75, rounded to 288 in bfloat16, which would change its probability a lot."""
     weight = np.zeros((9, 3))
     weight[4] = largest, 32.0, 0.75
     hidden, classifier, classes = target.arrays(np.ones((2, 3)), weight, np.array([4, 4]), dtype=dtype)
@@ -117,7 +117,7 @@ def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target, dty
 @pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_other_statistics_carry_no_gradient(target: Target, function: str, reduction: str) -> None:
-    """Those that do, of each row and with reduction "none", are in the matrix."""
+    """Statistics with gradients, per row and with reduction "none", are in the matrix."""
     is_loss = function in FUNCTIONS
     if not is_loss and reduction != "none":
         return
@@ -161,7 +161,7 @@ def test_statistics_of_log_probabilities_are_the_references(target: Target, func
 
 
 def test_ties_among_the_classes_of_a_support(target: Target) -> None:
-    """The lowest class, wherever it stands among the ids."""
+    """Among equal logits the lowest class counts, for any order of ids."""
     ids, offsets = np.array([3, 1, 4, 0, 2]), np.array([0, 3, 5])
     logits, classes = target.arrays(np.array([[9.0, 1.0, 9.0, 1.0, 0.0], [2.0, 3.0, 2.0, 3.0, 3.0]]), np.array([1, 2]))
     _, stats = xent.log_probs(

@@ -1,4 +1,4 @@
-"""Targets outside [0, V): never read by, never written to; an error where looking is free, NaN where it is not."""
+"""Targets outside [0, V) never cause accesses out of bounds: an error where values are checked, otherwise NaN."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def test_index_error_names_value_position_and_range(
 def test_narrow_targets_are_compared_as_wide_ones(
     target: Target, dtype: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As 8 bits, ignore_index=-100 would be 156, and 200 classes -56."""
+    """In 8 bits, ignore_index=-100 would be 156, and 200 classes would be -56."""
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     logits, classes, wrong = target.arrays(
         np.zeros((2, 200 if dtype == "int8" else 50)), np.array([3, 4], dtype), np.array([3, value], dtype)

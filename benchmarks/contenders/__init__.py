@@ -1,4 +1,4 @@
-"""Who is measured: one table, one entry per implementation and function, one file per kind of implementation."""
+"""The contenders: a table with one entry per implementation and function, in one file per kind of implementation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONTENDERS: tuple[Contender, ...] = (
 
 
 def find_contender(function: Function, name: str) -> Contender:
-    """Look up the entry of the table for this function and name, or make that of a workspace; KeyError for neither."""
+    """Return the entry for this function and name, or create one for a workspace; KeyError if there is neither."""
     for contender in CONTENDERS:
         if (contender.function, contender.name) == (function, name):
             return contender

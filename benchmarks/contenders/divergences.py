@@ -59,7 +59,7 @@ def _liger(case: Case) -> LossFunction:
 
 
 def _unfused(case: Case) -> LossFunction:
-    """Make what people write: logits in the case's dtype, float32 from the softmax on."""
+    """Return the usual PyTorch code: logits in the case's dtype, float32 from the softmax on."""
     from benchmarks.gpu.definitions import divergence_of, top_k_divergence
 
     options = dict(case.options)

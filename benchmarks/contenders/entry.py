@@ -1,4 +1,4 @@
-"""What an entry of the table of contenders is, and how it says that this machine cannot run it."""
+"""The class of a contender, and the exception for one that this machine cannot run."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ class Absent(Exception):
 class Contender:
     """One implementation of one of the two functions.
 
-    `make` imports its framework, because only the process that measures it should pay for that, and returns the
-    function to measure: `loss(input, weight, target)` for "linear", `loss(logits, target)` for "logits", where target
-    has shape (tokens,) and int64 classes, with the case's reduction. It raises `Absent` on a machine that cannot run
-    it. For "sharded" it is `step(shards)`, forward and backward, see `benchmarks.contenders.sharded`.
+    `make` imports its framework and returns the function to measure: `loss(input, weight, target)` for "linear",
+    `loss(logits, target)` for "logits", with the case's reduction; target is (tokens,) int64. It raises `Absent` if the
+    machine cannot run it. For "sharded" the function is `step(shards)`, forward and backward pass; see
+    `benchmarks.contenders.sharded`.
 
-    `kind`: "ours", "peer", or "floor": work that every implementation has to do, which is called like a loss function,
-    returns anything, and has no backward of its own. `compiles`: the first call at a new shape compiles, so the
-    warm-up has the full size. `in_place`: the gradient takes the place of the logits, so no memory has to exist for it.
-    `holds_logits`: the full logits and as much again for their gradient are alive at one time, which a machine may not
-    have the memory for. `environment`: variables that its framework reads once a process; on a GPU, where others share
-    one, such a contender has its own.
+    `kind` is "ours", "peer", or "floor": work that every implementation has to do. A floor is called like a loss
+    function, may return anything, and has no separate backward pass. `compiles`: the first call at a new shape
+    compiles, so the warm-up uses the full size. `in_place`: the gradient overwrites the logits. `holds_logits`: the
+    full logits and their gradient exist at one time, for which memory may not suffice. `environment`: variables that
+    the framework reads once per process; on a GPU such a contender runs in its own process.
     """
 
     name: str
@@ -45,6 +44,6 @@ class Contender:
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def memory_needed(self, case: Case) -> int:
-        """Estimate roughly, from above, the bytes that a call takes, so that no machine starts to swap."""
+        """Return a rough upper bound on the bytes of a call, so that the machine does not swap."""
         logits_sized = 3 if self.holds_logits and case.backward else 1 if self.holds_logits else 0
         return logits_sized * case.logits_bytes + 2 * case.gradient_bytes

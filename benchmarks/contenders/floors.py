@@ -1,8 +1,8 @@
-"""The floors: work without which there is no loss and no gradient, and which therefore says what is still to be won.
+"""The floors: work that every implementation has to do. They show how much time could still be saved.
 
-For logits that is one read and one write of them, `copy_`, or without a gradient one read, `amax`; for the linear
-function the matrix products alone, with a vocabulary rounded up to a multiple of 64, where the library's kernels are
-fast, or the head's one forward product alone. What they write to exists before the clock starts.
+For logits this is one read and one write (`copy_`), or without gradient one read (`amax`). For the linear function it
+is the matrix products alone, or only the forward product, with the vocabulary rounded up to a multiple of 64, for which
+the library's kernels are fast. Their results are written to memory that was allocated before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MULTIPLE = 64
 
 
 class _Buffers:
-    """Memory by name, made at the first request: that is in the warm-up."""
+    """Buffers by name, allocated at the first request, which is in the warm-up."""
 
     def __init__(self) -> None:
         self._made: dict[str, Tensor] = {}
@@ -33,7 +33,7 @@ class _Buffers:
         return self._made[name]
 
     def has(self, name: str) -> bool:
-        """Whether this memory was made."""
+        """Whether this buffer was allocated."""
         return name in self._made
 
 
@@ -58,7 +58,7 @@ def _amax(case: Case) -> LossFunction:
 
 
 def _products(case: Case) -> LossFunction:
-    """Make the products; the logits stand for their own gradient: a matrix product takes the same time for both."""
+    """Return the matrix products. The logits are used as their own gradient, which takes the same time."""
     import torch
 
     buffers = _Buffers()

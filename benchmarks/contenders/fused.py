@@ -1,6 +1,6 @@
-"""Fused cross entropies of other projects, called as their documentation says, with the defaults that it recommends.
+"""Fused cross entropies of other projects, called as their documentation recommends.
 
-Liger-Kernel writes the gradient over the logits that it is given, and quack does if asked; their entries say so.
+Liger-Kernel overwrites its logits with the gradient, and quack has an option for it; their entries say so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _QUACK_CHUNKS = (2048, 4096, 8192)
 
 
 def find_peer(module: str, name: str) -> Callable[..., Any]:
-    """Import a function, or raise Absent with the reason why that cannot be."""
+    """Import a function, or raise Absent with the reason."""
     package = module.partition(".")[0]
     try:
         function: Callable[..., Any] = getattr(import_module(module), name)
@@ -40,7 +40,7 @@ def refuse_cpu(case: Case, name: str) -> None:
 
 
 def _flat(case: Case, function: LossFunction) -> LossFunction:
-    """Give a batch of sequences to a function that wants rows."""
+    """Flatten a batch of sequences for a function of rows."""
     if not case.batch:
         return function
     return lambda logits, target: function(logits.flatten(0, -2), target.flatten())

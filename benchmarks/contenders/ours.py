@@ -1,6 +1,6 @@
-"""xent: as it is, portable, with the gradient in the logits' memory, and with any workspace.
+"""xent: by default, portable, in place, and with a given workspace.
 
-"xent portable" has Hopper's kernels turned off by XENT_PORTABLE=1: it stands for every other GPU.
+"xent portable" runs with XENT_PORTABLE=1, which turns the Hopper kernels off, as on every other GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _logits(inplace: bool) -> Callable[[Case], LossFunction]:
 
 
 def with_workspace(name: str) -> Contender | None:
-    """Make "xent N MiB", a workspace of so much, or "xent N chunks", one of an Nth of the logits; None if neither."""
+    """Return the contender "xent N MiB" (that workspace) or "xent N chunks" (an Nth of the logits); None otherwise."""
     match = re.fullmatch(r"xent (\d+) (MiB|chunks)", name)
     if match is None:
         return None

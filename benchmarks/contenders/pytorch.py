@@ -18,7 +18,7 @@ __all__ = ["CONTENDERS"]
 
 
 def _logits(case: Case, in_float32: bool = False) -> LossFunction:
-    """As people write it, with what the case asks for; statistics come behind the loss, so that they are computed."""
+    """Return the usual PyTorch code with the options of the case; statistics are returned after the loss."""
     import torch
     from torch.nn import functional
 

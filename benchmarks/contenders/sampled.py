@@ -1,4 +1,4 @@
-"""Log-probabilities with the entropy: xent, TRL's kernels, Cut Cross Entropy, and what people write in PyTorch."""
+"""Log-probabilities with the entropy: xent, TRL's kernels, Cut Cross Entropy, and the usual PyTorch code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _cce(case: Case) -> LossFunction:
 
 
 def _unfused(in_float32: bool) -> Callable[[Case], LossFunction]:
-    """Make what people write: float32 from the logits on, or only within the softmax."""
+    """Return the usual PyTorch code, with float32 logits, or with float32 only in the softmax."""
 
     def make(case: Case) -> LossFunction:
         import torch

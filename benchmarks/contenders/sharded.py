@@ -1,8 +1,8 @@
-"""Losses of a classifier in shards, one a rank: ours, the textbook's, PyTorch's, Liger's, and two floors.
+"""Losses of a classifier with one shard per rank: xent's, the textbook's, PyTorch's, Liger's, and two floors.
 
-Unlike those on one device they make a whole step, `step(shards)`: forward, mean, and backward, since that of
-`loss_parallel` wants its context. The loss is returned, detached; gradients are left in `.grad`, that of the hidden
-states summed over ranks.
+Unlike contenders on one device they run a whole step, `step(shards)`: forward pass, mean and backward pass, because
+`loss_parallel` needs its context for both. They return the detached loss. Gradients are in `.grad`; that of the hidden
+states is summed over ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CONTENDERS", "Shards"]
 
 
 class Shards(Protocol):
-    """What a rank has: all hidden states `input` and their targets, its `tokens` of the former, its rows `weight`."""
+    """The tensors of a rank: all hidden states `input` and targets, its own `tokens` of them, and its rows `weight`."""
 
     group: Any
     first: int
@@ -34,7 +34,7 @@ class Shards(Protocol):
 
 
 def _floor(overlapped: bool) -> Any:
-    """Make three products and one all-reduce, behind one of them or `overlapped` with it; memory is made once."""
+    """Return three products and one all-reduce, after one of them or `overlapped` with it; buffers are reused."""
 
     def make(case: Case) -> LossFunction:
         import torch
@@ -92,7 +92,7 @@ def _textbook(case: Case) -> LossFunction:
 
 
 def _loss_parallel(case: Case) -> LossFunction:
-    """PyTorch's, on float32 logits as torchtitan computes them: on bfloat16 ones it would round the loss."""
+    """PyTorch's loss_parallel on float32 logits, as in torchtitan; with bfloat16 logits it would round the loss."""
     import torch
     import torch.nn.functional as F
     from torch.distributed.device_mesh import init_device_mesh
@@ -114,7 +114,7 @@ def _loss_parallel(case: Case) -> LossFunction:
 
 
 def _refuse(case: Case) -> None:
-    """Raise Absent where Liger-Kernel cannot run, on all ranks alike and before anything crosses them."""
+    """Raise Absent if Liger-Kernel cannot run, on all ranks alike and before any collective."""
     if case.device == "cpu":
         raise Absent("Liger-Kernel has no kernels for the CPU")
     if case.vocabulary % case.ranks:
@@ -122,7 +122,7 @@ def _refuse(case: Case) -> None:
 
 
 def _liger(case: Case) -> LossFunction:
-    """Its loss from hidden states, in chunks of 512 tokens; not its native kernels, which want NVLink multicast."""
+    """Liger's loss from hidden states, in chunks of 512 tokens; not its native kernels, which need NVLink multicast."""
     function = find_peer("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
     _refuse(case)
     if find_spec("liger_cute_kernels") is not None and os.environ.get("NVSHMEM_DISABLE_NVLS") == "1":
@@ -137,7 +137,7 @@ def _liger(case: Case) -> LossFunction:
 
 
 def _liger_logits(case: Case) -> LossFunction:
-    """Its loss from logits (sequence, batch, classes), with Megatron's linear layer in front of it."""
+    """Liger's loss from logits (sequence, batch, classes), after Megatron's linear layer."""
     module = find_peer("liger_kernel.transformers.vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy")
     _refuse(case)
     from benchmarks.contenders.textbook import linear

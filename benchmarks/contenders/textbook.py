@@ -1,7 +1,7 @@
-"""Tensor-parallel cross entropy as textbooks and Megatron have it: float32 logits of the shard, and three all-reduces.
+"""Tensor-parallel cross entropy as in textbooks and Megatron: float32 logits of the shard, and three all-reduces.
 
-These are of the rows' largest logits, of the sums of exponentials, and of the target's logits. The gradient of the
-logits takes the memory of the probabilities.
+The all-reduces are of the largest logit of each row, the sum of exponentials, and the target's logit. The gradient of
+the logits overwrites the probabilities.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ __all__ = ["linear", "vocab_parallel_loss"]
 
 
 def linear(input: Tensor, weight: Tensor, group: Any) -> Tensor:
-    """Return the logits (tokens, classes here); the gradient of `input` is summed over ranks."""
+    """Return the logits (tokens, classes of this rank); the gradient of `input` is summed over ranks."""
     return F.linear(_Replicated.apply(input, group), weight)
 
 
 def vocab_parallel_loss(logits: Tensor, target: Tensor, first: int, group: Any) -> Tensor:
-    """Return float32 losses (tokens,) of the logits of classes `first` and on."""
+    """Return float32 losses (tokens,) for logits of a shard whose first class is `first`."""
     return _Loss.apply(logits, target, first, group)
 
 
 class _Replicated(torch.autograd.Function):
-    """The identity of what is the same on all ranks, each of which has a part of its gradient."""
+    """The identity for a replicated tensor; the backward pass sums its gradient over ranks."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: Any) -> Tensor:

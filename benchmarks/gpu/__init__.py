@@ -1,5 +1,5 @@
-"""How a GPU is measured: one process holds it and serves every contender of a case, and they take turns.
+"""Measurements on a GPU: one process runs all contenders of a case, in turns.
 
-`measure` drives, `worker` is the process, `session` what it does, `clock` and `truth` how it times and judges. The
-suite "host" is measured alike on a CPU.
+`measure` controls the process, `worker` is its main loop, `session` runs a case, `clock` measures times, and `truth`
+computes errors. The suite "host" is measured in the same way on a CPU.
 """

@@ -1,9 +1,9 @@
-"""The three times of a call: in a loop, on the device, and on the host.
+"""The three times of a call: loop time, device time and host time.
 
-Loop: the wall time of an iteration when nothing waits between iterations, so whichever of host and device is slower
-shows; it is what a training loop sees. Device: from the first kernel to the last while the host is far ahead, behind
-work that nobody times. Whoever waits for the device in the middle of a call gives up that lead, and is charged for it.
-Host: until the call returns, when the device had nothing to do before it.
+Loop time is the wall time of an iteration in a loop without synchronisation: the slower one of host and device
+determines it, as in a training loop. Device time is from the first to the last kernel of a call, while the host is far
+ahead because the device had other work before. A call that synchronises loses that lead, and its waiting counts. Host
+time is the time until the call returns, on an idle device.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from benchmarks.devices import Device
 
 __all__ = ["device_seconds", "host_seconds", "loop_seconds"]
 
-# The host's time is the median of an idle call; one behind other work may take longer. A call that waits for the device
-# has no use for a long lead.
+# The lead is a multiple of the host time, which is the median for an idle device; behind other work a call may take
+# longer. A call that synchronises does not profit from a long lead.
 _LEAD_FACTOR, _LEAST_LEAD, _MOST_LEAD = 2.0, 1e-3, 0.05
 
 
 def loop_seconds(device: Device, iteration: Callable[[], object], iterations: int) -> float:
-    """Return the mean wall time of an iteration; the device is waited for once before and once behind all of them."""
+    """Return the mean wall time of an iteration; synchronise only before the first and after the last."""
     with _no_collection():
         device.wait()
         start = device.now()
@@ -35,7 +35,7 @@ def loop_seconds(device: Device, iteration: Callable[[], object], iterations: in
 
 
 def host_seconds(device: Device, iteration: Callable[[], object], calls: int) -> float:
-    """Return the median time of the host for one call on an idle device."""
+    """Return the median host time of a call on an idle device."""
     seconds = []
     with _no_collection():
         for _ in range(calls):
@@ -50,9 +50,9 @@ def host_seconds(device: Device, iteration: Callable[[], object], calls: int) ->
 def device_seconds(
     device: Device, call: Callable[[Any], object], set_up: Callable[[], Any], calls: int, host: float
 ) -> float:
-    """Return the median time of `call(set_up())` on the device, of which only `call` is timed.
+    """Return the median device time of `call`, without that of `set_up`, for `call(set_up())`.
 
-    `host`: how long the host takes for a call; the device has more than that to do before each.
+    `host` is the host time of a call; the device gets more than that of other work before each call.
     """
     marks = []
     with _no_collection():

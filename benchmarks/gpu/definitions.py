@@ -1,4 +1,4 @@
-"""Log-probabilities and divergences as they are defined, of logits that exist: the truth, by PyTorch's autograd."""
+"""Log-probabilities and divergences by their definitions, from stored logits, with PyTorch's autograd: the truth."""
 
 from __future__ import annotations
 

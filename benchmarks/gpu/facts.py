@@ -1,4 +1,4 @@
-"""The facts about a GPU and about what runs on it, without which a number says nothing."""
+"""The GPU, driver and software versions of a measurement."""
 
 from __future__ import annotations
 

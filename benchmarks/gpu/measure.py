@@ -1,10 +1,9 @@
-"""How a case is measured on a GPU: everybody is prepared, then all take turns, round after round.
+"""Measure a case on a GPU: prepare all contenders, then let them take turns in rounds.
 
-The base of the ratios has its turn in every round like the others, and a ratio is taken within a round, so what slows
-the chip down for a while (its heat, its neighbours) slows both. Every round has an order of its own: who always came
-after the same contender would always find the chip as warm or as cool as that one leaves it. Contenders that want
-another environment have a process of their own, which waits while others work. A contender that takes the device down
-with it is left out, and the case begins again in new processes.
+The base of the ratios takes part in every round. Ratios are computed within a round, so that temporary slowdowns of the
+chip affect both times. The order differs by round, so that no contender always follows the same other one and finds the
+chip at its temperature. Contenders with other environment variables have their own process, which is idle while others
+run. If a contender crashes the process, it is left out, and the case starts again in new processes.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ _PREPARE_SECONDS, _TURN_SECONDS = 110.0, 30.0
 
 @dataclass(frozen=True)
 class GpuPlan:
-    """How long to measure: at most `repeats` rounds, fewer if they would take more than `budget` seconds a case.
+    """The plan: at most `repeats` rounds, fewer if they would take more than `budget` seconds per case.
 
-    No work begins after `deadline`, a time of `time.monotonic`.
+    No work starts after `deadline`, a time of `time.monotonic`.
     """
 
     repeats: int
@@ -51,11 +50,11 @@ class GpuPlan:
 
 
 class Asked(Protocol):
-    """What serves contenders: `benchmarks.process.Process`, or several that are asked as one."""
+    """A process that measures, `benchmarks.process.Process`, or several that act as one."""
 
     @property
     def runs(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the process is still running."""
 
     def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
         """Return the reply to one request, or raise NotMeasured."""
@@ -63,7 +62,7 @@ class Asked(Protocol):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End it."""
+        """End the process."""
 
 
 def _start(environment: dict[str, str]) -> Asked:
@@ -71,16 +70,16 @@ def _start(environment: dict[str, str]) -> Asked:
 
 
 class _Lost(Exception):
-    """A process has ended; who was at work by then is noted."""
+    """A process has ended. The contender that was running is recorded as refused."""
 
 
 class GpuMeasurement:
-    """Processes that hold the GPU, for as many cases as there are; a context manager that ends them."""
+    """The processes that use the GPU, for any number of cases; a context manager that ends them."""
 
     def __init__(self, device: str, plan: GpuPlan, start: Callable[[dict[str, str]], Asked] = _start) -> None:
-        """Start a process and ask what it runs on; NotMeasured if it sees no GPU.
+        """Start a process and request the facts of its device; NotMeasured if it has no GPU.
 
-        `start` makes one, with additions to its environment.
+        `start` starts a process with additional environment variables.
         """
         self.plan = plan
         self._start = start
@@ -89,9 +88,9 @@ class GpuMeasurement:
         self.facts = self._process({}).ask(Describe(device), _PREPARE_SECONDS)
 
     def measure(self, case: Case, machine: dict[str, Any], progress: Callable[[str], None]) -> list[Record]:
-        """Return one record per contender of the case, the base first; `progress` is told each name at its turn.
+        """Return one record per contender of the case, the base first; `progress` gets each name at its turn.
 
-        OutOfTime if there was not enough of it.
+        Raise OutOfTime if the deadline is reached.
         """
         refusals: dict[str, NotMeasured] = {}
         while True:
@@ -106,7 +105,7 @@ class GpuMeasurement:
         return records
 
     def _attempt(self, case: Case, refusals: dict[str, NotMeasured], progress: Callable[[str], None]) -> list[Record]:
-        """Measure whoever is not refused yet, and note who has to be."""
+        """Measure all contenders that are not refused; record those that fail."""
         records = {name: _new_record(case, name) for name in case.contenders}
         turns: dict[str, Turn] = {}
         round_seconds = 0.0
@@ -156,7 +155,7 @@ class GpuMeasurement:
                 records[name].loop_pairs.append((base["loop"], reply["loop"]))
 
     def _ask(self, case: Case, name: str, request: Request, refusals: dict[str, NotMeasured]) -> dict[str, Any]:
-        """Ask the process that serves this contender; _Lost if it has ended then."""
+        """Send a request to the process of this contender; _Lost if the process ends."""
         process = self._process(dict(find_contender(case.function, name).environment))
         try:
             if self._open.get(process) != case:
@@ -182,7 +181,7 @@ class GpuMeasurement:
         self._open.clear()
 
     def __enter__(self) -> GpuMeasurement:
-        """Nothing more to do: a process runs since construction."""
+        """Return self: the process has been running since construction."""
         return self
 
     def __exit__(
@@ -193,7 +192,7 @@ class GpuMeasurement:
 
 
 def _plan_turn(name: str, call_seconds: float, turn_seconds: float) -> tuple[Turn, float]:
-    """Return a turn, and about how long it takes: `turn_seconds` is that of three calls."""
+    """Return a turn and its estimated seconds; `turn_seconds` is the time of three calls."""
     iterations, calls = (
         min(max(math.ceil(seconds / call_seconds), fewest), most)
         for seconds, (fewest, most) in ((_LOOP_SECONDS, _ITERATIONS), (_DEVICE_SECONDS, _CALLS))

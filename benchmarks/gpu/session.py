@@ -1,8 +1,8 @@
-"""What the process that holds the GPU does: it opens a case, prepares contenders, and lets them take turns.
+"""The work of the measuring process on a GPU: open a case, prepare contenders, run their turns.
 
-All contenders of a case share its inputs. Everything is warm before it is measured: kernels are compiled, libraries
-have their handles and workspaces, and before the timed calls of a turn comes one that is not, so that the allocator
-already has the memory that the contender wants.
+All contenders of a case share its inputs. Everything is warmed up before it is measured: kernels are compiled,
+libraries have handles and workspaces, and each turn starts with an untimed call, so that the allocator has the memory
+that the contender needs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.problems import Problem, make_problem
 
 __all__ = ["Session"]
 
-# Two processes may share the device.
+# The share of the device's memory, because two processes may use the device.
 _MOST_RESERVED = 0.4
 _HOST_SECONDS, _HOST_CALLS = 0.1, (4, 30)
 
@@ -41,7 +41,7 @@ class _Prepared:
         return self.problem.set_up(self.contender.in_place)
 
     def call(self, arguments: tuple[Tensor, ...]) -> Tensor | None:
-        """Make one call, with its backward; a floor returns nothing."""
+        """Make one call with its backward pass; a floor returns nothing."""
         if self.contender.kind == "floor":
             with torch.no_grad():
                 self.loss(*arguments)
@@ -49,7 +49,7 @@ class _Prepared:
         return self.problem.call(self.loss, arguments)
 
     def iteration(self, arguments: tuple[Tensor, ...]) -> None:
-        """Make one call as an iteration of a loop: gradients are dropped, arguments stay; overwritten logits too."""
+        """Make one call as an iteration of a loop: drop gradients, reuse the arguments, also overwritten logits."""
         if self.contender.in_place:
             arguments = self.problem.set_up(in_place=True, fresh=False)
         else:
@@ -61,9 +61,9 @@ class Session:
     """One case on one device."""
 
     def __init__(self, case: Case, device: Device) -> None:
-        """Make the inputs and, if the case asks for it, the truth."""
+        """Create the inputs and, if the case needs it, the truth."""
         gc.unfreeze()
-        torch.compiler.reset()  # what is compiled for other cases counts towards a limit, behind which nothing is
+        torch.compiler.reset()  # graphs of earlier cases count towards the recompilation limit
         self.case = case
         self.device = device
         self.prepared: dict[str, _Prepared] = {}
@@ -72,7 +72,7 @@ class Session:
         self.free()
 
     def prepare(self, name: str) -> dict[str, Any]:
-        """Warm one contender up, and return what `benchmarks.protocol.Prepare` promises."""
+        """Warm up one contender; return the reply of `benchmarks.protocol.Prepare`."""
         contender = find_contender(self.case.function, name)
         prepared = _Prepared(contender, contender.make(self.case), self.problem)
         start = self.device.now()
@@ -108,7 +108,7 @@ class Session:
         return reply
 
     def turn(self, name: str, iterations: int, calls: int) -> dict[str, float]:
-        """Let one contender make a call, a loop, and calls that are timed on the device: seconds of one call each."""
+        """Run one contender: an untimed call, a loop, and calls timed on the device. Return the seconds of one call."""
         prepared = self.prepared[name]
         if self.case.device == "cuda":
             _keep_memory_free()
@@ -120,10 +120,10 @@ class Session:
         return {"loop": loop, "seconds": seconds}
 
     def free(self) -> None:
-        """Drop the gradients of the last call, and give the device back what nobody uses.
+        """Drop the gradients of the last call, and release unused memory of the device.
 
-        What is alive by then is frozen until the next case: with the frameworks loaded, a collection that looks at
-        everything takes longer than most calls, and there is one before every turn.
+        Objects that exist now are frozen for the garbage collector until the next case: there is a collection before
+        each turn, and with the frameworks loaded a full one takes longer than most calls.
         """
         self.problem.clear()
         gc.collect()
@@ -133,7 +133,7 @@ class Session:
 
 
 def _keep_memory_free() -> None:
-    """Empty the allocator's reserve before it is so large that the next contender would have to, while it is timed."""
+    """Empty the allocator's cache before it is so large that the next contender would do so during a timed call."""
     total = torch.cuda.get_device_properties().total_memory
     if torch.cuda.memory_reserved() > _MOST_RESERVED * total:
         torch.cuda.synchronize()

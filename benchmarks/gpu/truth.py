@@ -1,7 +1,7 @@
-"""The loss and the whole of both gradients in float32 from the case's own inputs, and how far a contender is from them.
+"""The truth: loss and whole gradients in float32 from the inputs of a case, and the errors of contenders against it.
 
-Computed over blocks of rows, so that the float32 logits never exist at once; matrix products without TF32. The
-gradient of a logits case is computed again for every comparison: it is as large as two of the inputs.
+It is computed over blocks of rows, so that the float32 logits are not stored, with matrix products without TF32. The
+gradient of a logits case is computed again for each comparison, because it would take as much memory as two inputs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _COMPARED_ROWS = 4096
 
 
 class _Rows(Protocol):
-    """Rows of which each has a target (tokens,) and, unless their losses are averaged, an upstream gradient."""
+    """Rows with targets (tokens,) and, unless their losses are averaged, upstream gradients."""
 
     target: Tensor
     upstream: Tensor | None
 
 
 class Linear(_Rows, Protocol):
-    """Hidden states and a classifier; gradients are computed of what asks for one."""
+    """Hidden states and a classifier; gradients are computed for those that require one."""
 
     input: Tensor
     weight: Tensor
@@ -40,16 +40,17 @@ class Linear(_Rows, Protocol):
 
 @dataclass(frozen=True)
 class Truth:
-    """`rows`: the log-probabilities, or what the loss averages; float32 gradients, for a linear case only."""
+    """`rows` are the log-probabilities, or the losses that are averaged; float32 gradients only for linear cases."""
 
     rows: Tensor
     input: Tensor | None = None
     weight: Tensor | None = None
 
     def errors(self, problem: Problem, result: Tensor) -> dict[str, float]:
-        """Give the absolute error of the loss, and relative errors, in the Frobenius norm, of the gradients there are.
+        """Return the absolute error of the loss, and the relative errors (Frobenius norm) of the gradients.
 
-        Of log-probabilities it is the largest. They have the names of fields of `benchmarks.records.Record`.
+        For log-probabilities the first is the largest absolute error. The keys are fields of
+        `benchmarks.records.Record`.
         """
         if problem.case.function.endswith("log-probabilities"):
             error = float((result.double().flatten() - self.rows).abs().max())
@@ -70,7 +71,7 @@ class Truth:
 
 @torch.no_grad()
 def compute_truth(problem: Problem) -> Truth:
-    """Compute the loss of the problem, and the gradients of a linear one that ask for one."""
+    """Compute the loss of the problem, and the gradients of a linear one that are required."""
     if isinstance(problem, LinearProblem):
         return linear_truth(problem)
     assert isinstance(problem, LogitsProblem)
@@ -80,7 +81,7 @@ def compute_truth(problem: Problem) -> Truth:
 
 @torch.no_grad()
 def linear_truth(problem: Linear) -> Truth:
-    """Compute the loss of a linear problem, and the gradients that are asked for."""
+    """Compute the loss of a linear problem, and the gradients that are required."""
     with _full_precision():
         return _linear_truth(problem)
 
@@ -102,7 +103,7 @@ def _linear_truth(problem: Linear) -> Truth:
 
 
 def _gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tensor]:
-    """From float32 logits (r, V) of these rows: their results (r,), and the gradient (r, V)."""
+    """Return (results (r,), gradient (r, V)) for float32 logits (r, V) of these rows."""
     upstream = problem.upstream
     several = upstream is not None and upstream.dim() == 2
     if not several and not isinstance(problem, DivergenceProblem):
@@ -121,7 +122,7 @@ def _gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tens
 
 
 def _softmax_gradient(logits: Tensor, problem: _Rows, rows: slice) -> tuple[Tensor, Tensor]:
-    """From float32 logits (r, V) of these rows: losses (r,), 0 for an ignored row, and the gradient (r, V)."""
+    """Return (losses (r,), 0 for ignored rows; gradient (r, V)) for float32 logits (r, V) of these rows."""
     target = problem.target[rows]
     counts = target != IGNORE_INDEX
     index = torch.where(counts, target, 0)[:, None]

@@ -1,6 +1,6 @@
-"""The process that holds the GPU, `python -m benchmarks.gpu.worker`; see `benchmarks.protocol` for what it answers.
+"""The process that measures on a GPU, `python -m benchmarks.gpu.worker`; see `benchmarks.protocol` for its requests.
 
-An error that leaves the device unusable ends the process: whoever asked sees that, and starts another.
+An error that leaves the device unusable ends the process; `benchmarks.gpu.measure` then starts another one.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The vocabulary in shards over several GPUs of one host: `python -m benchmarks.sharded --gpus 2 --out FILE.jsonl`.
+"""A vocabulary in shards over several GPUs of one host: `python -m benchmarks.sharded --gpus 2 --out FILE.jsonl`.
 
-One process a GPU, over NCCL, each with its rows of the classifier (`team` is the processes, `worker` one of them,
-`session` what it does). Contenders take turns as on one GPU; a number is the largest of all ranks. Peers that are
-installed take part. NVLink multicast is off unless NCCL_NVLS_ENABLE=1 says otherwise. With `--device cpu` small sizes
-run over gloo, to see that everything does.
+There is one process per GPU, connected by NCCL, with its rows of the classifier (`team` has the processes, `worker` is
+one of them, `session` its work). Contenders take turns as on one GPU; each number is the largest of all ranks. Peers
+that are installed take part. NVLink multicast is off unless NCCL_NVLS_ENABLE=1 is set. With `--device cpu` small sizes
+run over gloo, as a test.
 
-Ratios are to the three products of a shard and one all-reduce of the hidden states' gradient behind them; in
-"overlapped" it runs beside the last product. Memory is what PyTorch's allocator hands out, gradients included; NCCL has
-buffers besides. Loss and gradients are compared with float32 ones of one process, at full size.
+Ratios are to the three matrix products of a shard followed by one all-reduce of the hidden states' gradient; in
+"overlapped" the all-reduce runs beside the last product. Memory is that of PyTorch's allocator, including gradients,
+but without NCCL's buffers. Loss and gradients are compared with float32 ones of one process, at full size.
 
-`python -m benchmarks.sharded plot FILE...` draws time and memory against the number of GPUs out of several runs.
+`python -m benchmarks.sharded plot FILE...` plots time and memory of several runs against the number of GPUs.
 """

@@ -1,4 +1,4 @@
-"""Measure, or with `plot` draw what was measured; `benchmarks.sharded` says what this is."""
+"""The command line: measure, or with `plot` draw earlier results. See `benchmarks.sharded`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WIDTH_OF_FILES = 240
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return 0 if all that could run did, 1 if a contender failed or time ran out, 2 if there are not the devices."""
+    """Return 0, or 1 if a contender failed or the time limit was reached, or 2 if there are not enough devices."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console = Console()
     if not console.is_terminal:
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> tuple[list[Record], list[Case]]:
-    """Return the records, which are on disk by then, and the cases that there was no time for."""
+    """Return the records, which are also written to disk, and the cases that were not measured for lack of time."""
     options.out.parent.mkdir(parents=True, exist_ok=True)
     machine = machine_facts()
     plan = GpuPlan(options.rounds, options.seconds, time.monotonic() + 60 * options.minutes)

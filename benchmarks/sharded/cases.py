@@ -1,4 +1,4 @@
-"""The sizes that are measured, and the limits that the project has set itself for them."""
+"""The measured sizes, and the project's limits for them."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GOALS = {
     (2048, 2): (Goal("xent", "loop", 1.15), Goal("xent", "peak MiB", 1000)),
     (4096, 4): (Goal("xent", "loop", 1.15),),
 }
-"""By hidden size and number of GPUs."""
+"""(hidden size, number of GPUs) -> limits."""
 
 
 def make_cases(device: str, ranks: int, sizes: tuple[tuple[int, int, int], ...] = ()) -> list[Case]:
-    """Return the cases of a device for so many ranks; `sizes` (tokens, hidden, vocabulary) in place of the usual."""
+    """Return the cases of a device for `ranks` ranks; `sizes` (tokens, hidden, vocabulary) replace the default ones."""
     return [
         Case(
             "sharded",

@@ -1,4 +1,4 @@
-"""The picture: time of a step in a loop, and peak memory of a rank, against the number of GPUs."""
+"""The plot of loop time per step and peak memory per rank against the number of GPUs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MIB = 2**20
 
 
 def save_plot(records: Sequence[Record], path: Path) -> bool:
-    """Write the picture; return whether there was something to show."""
+    """Write the plot; return whether there were results to show."""
     measured = [record for record in records if record.status == "measured" and record.loop]
     sizes = list(dict.fromkeys(_size(record) for record in measured))
     if not sizes:

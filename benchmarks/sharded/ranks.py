@@ -1,4 +1,4 @@
-"""Clocks that start together: a rank that begins early waits in the first collective, and would be charged for it."""
+"""Clocks that start at the same time on all ranks; otherwise the waiting time in the first collective would count."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "CUDA_DEVICE_MAX_CO
 
 
 class Together:
-    """A device of this rank, which waits for those of all ranks; see `benchmarks.devices.Device`."""
+    """A device of this rank that synchronises with all ranks; see `benchmarks.devices.Device`."""
 
     def __init__(self, kind: str) -> None:
-        """Take a number to send."""
+        """Allocate a number to send."""
         self._device: Device = DEVICES[kind]()
         self._one = torch.zeros(1, device=kind)
         self.now, self.mark, self.elapsed = self._device.now, self._device.mark, self._device.elapsed
 
     def wait(self) -> None:
-        """Return once the devices of all ranks have done their work."""
+        """Wait until the devices of all ranks have finished their work."""
         self._device.wait()
         dist.all_reduce(self._one)
         self._device.wait()
@@ -40,20 +40,20 @@ class Together:
         return self._device.peak(call)
 
     def lead(self, seconds: float) -> None:
-        """Give the device work, at whose end all ranks' devices meet."""
+        """Give the device work, followed by a barrier of all ranks' devices."""
         self._device.lead(seconds)
         dist.all_reduce(self._one)
 
 
 def most(value: float, device: str) -> float:
-    """Return the largest of all ranks' values, so that they decide alike."""
+    """Return the largest value of all ranks, so that all ranks make the same decision."""
     values = torch.tensor([value], dtype=torch.float64, device=device)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return float(values)
 
 
 def rank_facts(kind: str, device: Device) -> dict[str, Any]:
-    """Return facts of the device, the link between the first two, and how long collectives take that are not hidden."""
+    """Return facts of the device, the link between the first two, and the times of collectives without overlap."""
     facts = gpu_facts(kind)
     facts |= {"ranks": dist.get_world_size(), "process_group": dist.get_backend()}
     large = torch.zeros(_MESSAGE if kind == "cuda" else 2**12, dtype=torch.bfloat16, device=kind)
@@ -76,7 +76,7 @@ def rank_facts(kind: str, device: Device) -> dict[str, Any]:
 
 
 def _link() -> str | None:
-    """Return what nvidia-smi calls the link between GPU 0 and GPU 1, for example NV18; None if it does not say."""
+    """Return nvidia-smi's name of the link between GPU 0 and GPU 1, for example NV18, or None."""
     try:
         lines = check_output(["nvidia-smi", "topo", "-m"], text=True, stderr=DEVNULL).splitlines()
         return next(line.split()[2] for line in lines if line.startswith("GPU0"))

@@ -1,7 +1,7 @@
-"""What a rank does: it opens a case, prepares contenders, and lets them take turns, in step with all other ranks.
+"""The work of a rank: open a case, prepare contenders, run their turns, in step with all other ranks.
 
-As `benchmarks.gpu.session`, but for how many calls are made where a time decides on it: the ranks agree on that time. A
-contender that is wrong is not timed.
+It is like `benchmarks.gpu.session`, but times that decide on a number of calls are agreed on by all ranks. A contender
+with wrong results is not timed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Session", "Wrong"]
 
 _HOST_SECONDS, _HOST_CALLS = 0.1, (4, 30)
 _LIMITS = {"loss_error": 0.02, "input_gradient_error": 0.05, "weight_gradient_error": 0.05}
-"""Far above what bfloat16 costs, far below what a forgotten collective does."""
+"""The allowed error: far above that of bfloat16, far below that of a missing collective."""
 
 
 class Wrong(Exception):
-    """A loss or a gradient that is not the one that was asked for."""
+    """A contender has a wrong loss or gradient."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Session:
     """One case on one rank."""
 
     def __init__(self, case: Case, device: Device) -> None:
-        """Make the inputs and the truth."""
+        """Create the inputs and the truth."""
         gc.unfreeze()
         self.case, self.device = case, device
         self.prepared: dict[str, _Prepared] = {}
@@ -51,7 +51,7 @@ class Session:
         self.free()
 
     def prepare(self, name: str) -> dict[str, Any]:
-        """Warm one contender up, and return what `benchmarks.protocol.Prepare` promises."""
+        """Warm up one contender; return the reply of `benchmarks.protocol.Prepare`."""
         contender = find_contender(self.case.function, name)
         prepared = _Prepared(contender, contender.make(self.case))
         start = self.device.now()
@@ -73,7 +73,7 @@ class Session:
         return reply | {"host": prepared.host, "call_seconds": call_seconds, "turn_seconds": seconds}
 
     def turn(self, name: str, iterations: int, calls: int) -> dict[str, float]:
-        """Let one contender make a call, a loop, and calls that are timed on the device: seconds of one call each."""
+        """Run one contender: an untimed call, a loop, and calls timed on the device. Return the seconds of one call."""
         prepared = self.prepared[name]
         self._iterate(prepared)
         loop = loop_seconds(self.device, lambda: self._iterate(prepared), iterations)
@@ -82,7 +82,7 @@ class Session:
         return {"loop": loop, "seconds": seconds}
 
     def free(self) -> None:
-        """Drop gradients and what the allocator has in reserve; what is alive by then is not looked at again."""
+        """Drop gradients and the allocator's cache; freeze existing objects for the garbage collector."""
         self.shards.clear()
         gc.collect()
         gc.freeze()

@@ -1,7 +1,7 @@
-"""The tensors of one rank, and the truth about them, which comes from the whole classifier.
+"""The tensors of one rank, and the truth, which is computed from the whole classifier.
 
-Hidden states and targets are the same on all ranks, and a rank's rows of the classifier are those that DTensor's Shard
-would give it. The truth is computed on every rank as if there were one: in float32, from the shards of all.
+Hidden states and targets are the same on all ranks. The classifier is sharded by rows as by DTensor's Shard. Every rank
+computes the truth in float32 from the gathered shards.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _SEED = 20240229
 
 
 class RankShards:
-    """Inputs as those of `benchmarks.problems.LinearProblem`, on the ranks of the group of all processes."""
+    """The inputs of `benchmarks.problems.LinearProblem`, with the classifier sharded over all processes."""
 
     def __init__(self, case: Case) -> None:
-        """Draw what all ranks have on the first one, and a shard on its rank."""
+        """Draw replicated tensors on the first rank and broadcast them; draw each shard on its rank."""
         self.group: Any = dist.group.WORLD
         rank, device, dtype = dist.get_rank(), case.device, getattr(torch, case.dtype)
         generator = torch.Generator(device).manual_seed(_SEED + rank)
@@ -50,7 +50,7 @@ class RankShards:
         self.input.grad = self.tokens.grad = self.weight.grad = None
 
     def errors(self, loss: float) -> dict[str, float]:
-        """Return the absolute error of the loss, and relative ones of this rank's gradients, as a record has them."""
+        """Return the absolute error of the loss and the relative errors of this rank's gradients, as record fields."""
         true = self.truth.input
         assert true is not None
         of_input = (self.input.grad, true) if self.tokens.grad is None else (self.tokens.grad, true[self._mine])

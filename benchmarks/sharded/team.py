@@ -1,7 +1,7 @@
-"""The processes of all ranks, asked as one: each gets the same request, and the slowest or largest reply counts.
+"""The processes of all ranks as one: all get the same request, and the largest number of their replies is returned.
 
-Where a rank fails, others may wait for it in a collective for good, and a later collective would meet an earlier one.
-So all of them end, unless all say alike that a contender is absent.
+If a rank fails, others may wait for it in a collective forever, or a later collective could match an earlier one. So
+all processes are ended, unless all of them report that a contender is absent.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CPU = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 class Team:
-    """One process a rank."""
+    """One process per rank."""
 
     def __init__(self, device: str, ranks: int, environment: dict[str, str] | None = None) -> None:
-        """Start the processes, and let them meet; NotMeasured if they cannot."""
+        """Start the processes and let them form a group; NotMeasured if they cannot."""
         usual = _NO_MULTICAST | (_CPU if device == "cpu" else {})
         additions = {name: os.environ.get(name, value) for name, value in usual.items()} | (environment or {})
         with ExitStack() as stack:
@@ -79,7 +79,7 @@ class Team:
 
 
 def _failures(futures: Sequence[Future[dict[str, Any]]]) -> dict[int, NotMeasured]:
-    """Return by rank why there is no reply."""
+    """Return the failure of each rank that has no reply."""
     errors = {rank: future.exception() for rank, future in enumerate(futures) if future.done()}
     return {rank: error for rank, error in errors.items() if isinstance(error, NotMeasured)}
 

@@ -1,6 +1,6 @@
-"""The process of one rank, `python -m benchmarks.sharded.worker`; see `benchmarks.protocol` for what it answers.
+"""The process of one rank, `python -m benchmarks.sharded.worker`; see `benchmarks.protocol` for its requests.
 
-An error is a reply. The other ranks may wait in a collective then, so `benchmarks.sharded.team` ends them all.
+An error is sent as a reply. Other ranks may then wait in a collective, so `benchmarks.sharded.team` ends all of them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Worker:
         self._session: Session | None = None
 
     def answer(self, request: Request) -> dict[str, Any]:
-        """Reply to one request, whatever happens on the way."""
+        """Reply to one request; an exception becomes a reply too."""
         try:
             return self._answer(request)
         except Absent as reason:
@@ -66,7 +66,7 @@ class _Worker:
 
 
 def _join(request: Join) -> Together:
-    """Meet the other ranks, on a GPU of this rank's own."""
+    """Join the process group, with one GPU per rank."""
     own: dict[str, Any] = {}
     if request.device == "cuda":
         if torch.cuda.device_count() < request.ranks:
@@ -87,7 +87,7 @@ def _join(request: Join) -> Together:
 def main() -> None:
     """Answer requests until stdin ends."""
     serve(_Worker().answer)
-    os._exit(0)  # nobody is left to say goodbye to
+    os._exit(0)  # skip destructors, which could wait for other ranks
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases, collected into suites: one table for each device, one file for each table."""
+"""The suites of cases: one table per device, one file per table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
     "cpu": {**cpu.SUITES, "host": cuda.HOST_ON_CPU},
     "cuda": cuda.SUITES,
 }
-"""The suites of a device by name, the one that is measured unless another is named first."""
+"""Device -> its suites by name. The first is the default."""
 
 _QUICK: dict[str, dict[str, tuple[Case, ...]]] = {"cpu": {**cpu.QUICK, "host": cuda.HOST_ON_CPU}, "cuda": cuda.QUICK}
 

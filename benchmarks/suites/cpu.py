@@ -1,6 +1,6 @@
-"""The suites of the CPU: "bars" holds the sizes for which the project has set itself goals, "chunks" the error.
+"""The suites of the CPU: "bars" has sizes with goals; "chunks" measures errors.
 
-The error is that of the classifier's gradient in bfloat16, whose sum over chunks is rounded or not.
+The errors are those of the classifier's bfloat16 gradient, whose sum over chunks may be rounded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["QUICK", "SUITES"]
 
 _LINEAR = ("torch", "torch.compile", "torch chunked", "xent")
 
-# "Nothing besides the gradient" has to be a number: a tenth of the logits, and 2% where not even a gradient is new.
+# The goal for memory besides the gradient: a tenth of the logits, or 2% if the gradient overwrites them.
 _BARS = (
     Case(
         "bars",
@@ -37,7 +37,7 @@ _BARS = (
         accuracy=True,
         goals=(Goal("xent", "time", 0.90), Goal("xent", "memory", 0.50), Goal("xent", "loss error", 1e-4)),
     ),
-    # What is compiled is the base: the goal is its time.
+    # The base is the compiled loss, because the goal is a multiple of its time.
     Case(
         "bars",
         "logits",
@@ -92,7 +92,7 @@ _ERRORS = Case(
 
 
 def _small(case: Case) -> Case:
-    """Return the same work in a size that takes no time, without a compiler."""
+    """Return the case with a small size, without contenders that compile."""
     contenders = tuple(name for name in case.contenders if name != "torch.compile")
     tokens, hidden, vocabulary = case.tokens // 4, case.hidden // 4, case.vocabulary // 16
     return replace(case, tokens=tokens, hidden=hidden, vocabulary=vocabulary, contenders=contenders, goals=())

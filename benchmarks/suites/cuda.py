@@ -1,8 +1,8 @@
-"""The suites of an NVIDIA GPU, each short enough for one sitting, and in each the cases that tell most first.
+"""The suites of an NVIDIA GPU. In each, the most informative cases are first.
 
-Every ratio is to a floor, the work that no implementation can do without, measured in the same run
-(`benchmarks.contenders.floors`); in "host", whose calls are so small that only the host's time is left, it is to what
-PyTorch's own call takes. Goals are the project's for one H200.
+Ratios are to a floor, the work that every implementation has to do, measured in the same run
+(`benchmarks.contenders.floors`). In "host", whose calls are so small that the host time dominates, they are to
+PyTorch's own call. Goals are the project's for one H200.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _logits(
     quantity: Quantity = "time",
     **more: Any,
 ) -> Case:
-    """Make a case whose floor is one copy of the logits; without a gradient, the largest of each row."""
+    """Return a case whose floor is one copy of the logits, or without a gradient the maximum of each row."""
     tokens, vocabulary = sizes
     floor = "copy" if more.get("backward", True) else "amax"
     goals = () if at_most is None else (Goal("xent", quantity, at_most),)
@@ -44,7 +44,7 @@ def _logits(
 
 
 def _linear(suite: str, sizes: tuple[int, int, int], peers: tuple[str, ...], *goals: Goal, **more: Any) -> Case:
-    """Make a case whose floor is the products alone."""
+    """Return a case whose floor is the matrix products."""
     return _case(suite, "linear", sizes, ("products", *_OURS, *peers), *goals, **more)
 
 
@@ -139,7 +139,7 @@ _LINEAR_OPTIONS = (
 
 
 def _host(function: Function, sizes: tuple[int, int, int], ours: tuple[str, ...], *goals: Goal, **more: Any) -> Case:
-    """Make a case whose base is PyTorch's own call."""
+    """Return a case whose base is PyTorch's own call."""
     peers = ("torch.compile", "Liger") if function == "linear" else ("torch.compile", "quack", "Liger in place")
     return _case("host", function, sizes, ("torch", *ours, *peers), *goals, **more)
 
@@ -152,7 +152,7 @@ _HOST = (
     _host("logits", (64, 0, 1024), _OURS, Goal("xent", "host us", 110), backward=False),
     _host("logits", (64, 0, 1024), _OURS, Goal("xent", "loop", 1.8)),
     _host("linear", (64, 128, 1024), _OURS, Goal("xent", "loop", 2.0)),
-    # So few rows a chunk that only the host's time grows with their number.
+    # Chunks with so few rows that only the host time grows with their number.
     _host(
         "linear", (1024, 128, 1024), (*_OURS, "xent 8 chunks"), Goal("xent 8 chunks", "host us a further chunk", 150)
     ),
@@ -171,7 +171,7 @@ SUITES: dict[str, tuple[Case, ...]] = {
 
 
 def _small(case: Case) -> Case:
-    """Return the same work in a size that takes no time; what the goals limit holds for the full size alone."""
+    """Return the case with a small size, without goals, which are for the full size."""
     if case.suite == "host":
         return replace(case, goals=())
     vocabulary = 1024 + case.vocabulary // 1000 * 16 + case.vocabulary % 16

@@ -1,1 +1,1 @@
-"""A training step of a whole model, as transformers made it and patched: `python -m benchmarks.training`."""
+"""A training step of a whole model of transformers, unpatched and patched: `python -m benchmarks.training`."""

@@ -1,8 +1,8 @@
-"""Measure training steps of whole models, as transformers made them and patched by xent, side by side.
+"""Measure training steps of whole models of transformers, unpatched and patched by xent, side by side.
 
-On a GPU the models have GPT-2's sizes and those of Llama-3.2-1B, in bfloat16; on a CPU it is a mid-size one, in
-float32. Weights are random. Both variants are alive at one time, and take turns. Writes the numbers and a picture of
-memory against sequence length.
+On a GPU the models have the sizes of GPT-2 and of Llama-3.2-1B, in bfloat16; on a CPU a mid-size model in float32 is
+used. Weights are random. Both variants are in memory at the same time and take turns. The results are written to a
+file, with a plot of memory against sequence length.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _DEFAULT_OUT = Path(__file__).resolve().parents[1] / "out"
 _MIB = 2**20
 _RUNS = {"cuda": [("gpt2", [2048]), ("1b", [1024, 2048, 4096])], "cpu": [("mid", [256, 512, 1024, 2048])]}
 _VARIANTS = ("plain", "patched")
-# glibc gives freed memory back, or it would hide from the peak.
+# Make glibc return freed memory to the system; otherwise it would be missing in the measured peak.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, write and show; 1 if a variant failed."""
+    """Measure, write and show the results; return 1 if a variant failed."""
     options = _options(arguments)
     if options.show:
         _show([json.loads(line) for line in options.show.read_text(encoding="utf-8").splitlines()][1:])
@@ -80,7 +80,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _measure(options: argparse.Namespace, model: str, length: int, machine: dict[str, Any]) -> list[dict[str, Any]]:
-    """Let both variants take turns, the second first in every other round; return a result for each.
+    """Measure both variants in turns, in alternating order; return one result each.
 
     The facts about the device are added to those about the machine.
     """
@@ -100,7 +100,7 @@ def _measure(options: argparse.Namespace, model: str, length: int, machine: dict
 
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
-    """Print a table of Markdown: a loop of steps first, memory beside it."""
+    """Print a Markdown table of loop times and memory."""
     print("one training step: plain transformers / patched by xent = ratio\n")
     print("| model | tokens | ms in a loop | peak above weights and optimizer, MiB | peak of all, MiB |")
     print("|---|---|---|---|---|")

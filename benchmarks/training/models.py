@@ -1,4 +1,4 @@
-"""The models that are measured, with random weights: nothing is downloaded."""
+"""The measured models, with random weights, without downloads."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Llama configurations: for a test, for a CPU, with GPT-2's sizes, and of the shape of Llama-3.2-1B."""
+"""Llama configurations: for a test, for a CPU, with the sizes of GPT-2, and of Llama-3.2-1B."""
 
 
 def make_model(name: str, device: str, dtype: str, checkpointing: bool, length: int) -> Any:
-    """Return the model, ready to train."""
+    """Return the model, ready for training."""
     import torch
     import transformers
 
@@ -59,6 +59,6 @@ def make_model(name: str, device: str, dtype: str, checkpointing: bool, length: 
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     if checkpointing:
-        # The name of the method has changed in transformers 5.
+        # The method was renamed in transformers 5.
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     return model.to(device).train()

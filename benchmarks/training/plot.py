@@ -1,4 +1,4 @@
-"""The picture: peak memory of a step against the length of its sequence."""
+"""The plot of peak memory per step against the sequence length."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 def save_plot(results: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Write the picture."""
+    """Write the plot."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
 """The process that trains one variant of a model, `python -m benchmarks.training.worker`; see `benchmarks.protocol`.
 
-A step is forward, backward and the optimizer's update. Nothing waits for the device between steps.
+A step is a forward pass, a backward pass and an optimizer step, without synchronisation between steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Training:
         self._tokens: Any
 
     def answer(self, request: Request) -> dict[str, Any]:
-        """Reply to one request; an error is a reply too."""
+        """Reply to one request; an exception becomes a reply too."""
         try:
             match request:
                 case Describe(device=device):
@@ -46,8 +46,8 @@ class Training:
     def _open(self, request: OpenTraining) -> dict[str, Any]:
         """Warm up; return the first loss, and the peak of a step in bytes.
 
-        `step` is the peak above what is alive between steps: the weights and the state of AdamW. `total` is all of it,
-        where PyTorch's allocator can say so.
+        `step` is the peak above the memory in use between steps (weights and state of AdamW). `total` is the whole
+        peak, if PyTorch's allocator reports it.
         """
         import torch
 
@@ -60,7 +60,7 @@ class Training:
             patch(network)
         self._network = network
         self._tokens = torch.randint(3, network.config.vocab_size, (1, request.length), device=request.device)
-        # Without temporary copies, and without a look at the device.
+        # fused: no temporary copies, no synchronisation.
         self._optimizer = torch.optim.AdamW(network.parameters(), lr=1e-5, fused=True)
         losses = [self._step() for _ in range(_WARM_UP)]
         step = self._device.peak(lambda: (self._step(), self._device.wait())[1])

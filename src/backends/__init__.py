@@ -1,7 +1,7 @@
-"""The table of backends, best first: one folder and two lines here a backend, which registers its steps in its driver.
+"""The table of backends, in order of preference. Each backend has a folder, and registers its steps with its driver.
 
-The imports stand in functions, so that a backend is loaded by the first call that could use it, and as plain import
-statements, because those are what torch.compile can trace.
+The imports are inside functions, so that a backend is loaded by the first call that could use it. They are plain import
+statements, because torch.compile can trace those.
 """
 
 from collections.abc import Callable
@@ -58,11 +58,11 @@ TABLE: dict[str, Callable[[], Backend]] = {
 }
 
 ALSO: dict[str, Callable[[], Backend]] = {"metal": _metal_of_torch}
-"""Backends that serve a second framework under the name of one in the table, and in its place."""
+"""Backends for a second framework under the name of a backend in the table, and with its priority."""
 
 
 def plans_of(array: Any) -> Any:
-    """Return the module that remembers validated kinds of calls with such an array, None where there is none."""
+    """Return the module that caches validated kinds of calls for the array's framework, or None."""
     if not hasattr(array, "requires_grad"):
         return None
     try:
@@ -73,7 +73,7 @@ def plans_of(array: Any) -> Any:
 
 
 def dtensors_of(array: Any, axis: Any) -> Any:
-    """Return the module that takes DTensors apart if this is one with the classes, on that axis, in shards; or None."""
+    """Return the module for DTensors if the array is one whose classes, on that axis, are in shards; otherwise None."""
     if not hasattr(array, "placements"):
         return None
     try:
@@ -84,7 +84,7 @@ def dtensors_of(array: Any, axis: Any) -> Any:
 
 
 def told_to_peers(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
-    """Return a context in which an error names the rank and, where that can help, reaches the ranks that wait."""
+    """Return a context in which an error names the rank and, if possible, is also raised on the ranks that wait."""
     if vocab_parallel is None or not hasattr(array, "requires_grad"):
         return nullcontext()
     try:

@@ -1,17 +1,18 @@
 """The contract of a backend, and where its parts are: read this to add a device.
 
-A `Backend` serves whole calls of one framework; `xent.backends.TABLE` has one line for each. What is the same on every
-device of a framework (autograd, chunks, matrix products) is in the framework's driver. What happens to a row between
-its logits and its loss is the device's own. There, a row goes through four steps:
+A `Backend` serves calls of one framework; `xent.backends.TABLE` has one line for each. The framework's driver contains
+what is the same on all devices: autograd, chunks, matrix products. The backend contains the computation of a row, from
+its logits to its loss, in four steps:
 
-- **fold**: add up one block of a row's logits: largest x, sum of exponentials, the target's x, and what options need.
+- **fold**: accumulate sums over one block of a row's logits: largest x, sum of exponentials, the target's x, and those
+  that options need.
 - **merge**: combine the sums of two blocks, tiles or launches.
-- **finish**: turn a row's sums into loss, statistics and the coefficients of its gradient. Options end here.
-- **gradient**: write a block's gradient from the row's sums and coefficients.
+- **finish**: compute a row's loss, statistics and gradient coefficients from its sums. Only this step handles options.
+- **gradient**: write the gradient of a block from the row's sums and coefficients.
 
-Each language has these steps once; where rows are always whole there is nothing to merge:
+Each language implements these steps once. If rows are always whole there is no merge:
 
-- NumPy: `xent.backends.reference`, whole rows, as the formulas are written. All other backends are tested against it.
+- NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations.
 - Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
   merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
@@ -26,11 +27,12 @@ Each language has these steps once; where rows are always whole there is nothing
 
 A device registers its steps with its framework's driver, under the name of its backend. An unknown name is a KeyError.
 
-- PyTorch: `xent.backends.torch.job.STARTERS` holds what starts a `xent.backends.torch.job.Job`, the rows of one call,
-  and what scales a gradient. `xent.backends.triton.job.TritonJob` does all of it in kernels. For a device whose kernels
-  take blocks of logits, subclass `xent.backends.torch.plain_job.PlainJob` and give it a
-  `xent.backends.torch.plain_job.RowPass`, as `xent.backends.metal.torch_job.MetalJob` does.
-- MLX: `xent.backends.mlx.kernels.KERNELS` holds a `xent.backends.mlx.kernels.Kernels`, two functions of a block.
+- PyTorch: `xent.backends.torch.job.STARTERS` has the function that starts a `xent.backends.torch.job.Job`, which
+  computes the rows of one call, and the function that scales a gradient. `xent.backends.triton.job.TritonJob` computes
+  everything in kernels. For a device whose kernels take blocks of logits, subclass
+  `xent.backends.torch.plain_job.PlainJob` and give it a `xent.backends.torch.plain_job.RowPass`, as
+  `xent.backends.metal.torch_job.MetalJob` does.
+- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block.
 """
 
 from collections.abc import Callable
@@ -50,45 +52,45 @@ Array = TypeVar("Array")
 
 
 class Backend(Protocol):
-    """Serves calls of one framework, perhaps on some devices only. Its module holds one, named `BACKEND`."""
+    """Serves calls of one framework, on all or some of its devices. Each backend's module has one, named `BACKEND`."""
 
     name: str
     framework: str
-    """Whose arrays it serves: "torch", "mlx" or "numpy"."""
+    """The framework of its arrays: "torch", "mlx" or "numpy"."""
     native_to: tuple[str, ...]
-    """Device types on which passing this backend over is worth a warning."""
+    """Device types for which "auto" warns if it does not select this backend."""
 
     def missing(self) -> str | None:
-        """Return why this machine cannot run the backend, None if it can. Dispatch asks often: keep it cheap."""
+        """Return why this machine cannot run the backend, or None. Dispatch calls this often, so it must be fast."""
 
     def info(self) -> BackendInfo:
-        """Say the same for people, with versions and devices."""
+        """Return the line of `xent.backends()`, with versions and devices."""
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Return why this call cannot be served, with what would serve it; None if it can."""
+        """Return why this call cannot be served, and what could serve it; None if it can be served."""
 
     def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
         """Return the loss, an array of the call's framework, and the statistics that `call.loss.stats` names."""
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Return why this divergence cannot be served, with what would serve it; None if it can."""
+        """Return why this divergence cannot be served, and what could serve it; None if it can be served."""
 
     def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
         """Return the divergence, an array of the call's framework, and the statistics that `call.stats` names."""
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
-        """Return what the gradient checks need to drive this backend, on `device` or the best device there is."""
+        """Return the harness of the gradient checks, for `device` or by default the best available device."""
 
 
 class Unproven(Backend, Protocol):
-    """A backend that "auto" may leave to those who name it. Dispatch looks for the method; most backends lack it."""
+    """A backend that "auto" may skip although it is available. Most backends do not have this method."""
 
     def unproven(self) -> str | None:
-        """Return why "auto" passes it over without a warning, and what would change that; None if it does not."""
+        """Return why "auto" skips the backend without a warning, and what would change that; None if it does not."""
 
 
 class Harness(Protocol[Array]):
-    """Lets the gradient checks (`python -m xent check`, tests/) drive any framework with NumPy arrays."""
+    """The interface through which the gradient checks (`python -m xent check`, tests/) use a framework."""
 
     device: str
     dtypes: tuple[str, ...]
@@ -96,7 +98,7 @@ class Harness(Protocol[Array]):
     processes: int
     """In how many processes the cases run: several where most of the time goes into compiling on the host."""
     kernels: tuple[str, ...]
-    """What computes here: the names of the device's kernels, or words for a framework's own operations."""
+    """The names of the device's kernels, or a description of the framework's own operations."""
 
     def array(self, values: ArrayLike, dtype: str | None = None) -> Array:
         """Return a NumPy array as the framework's array on the device, as `dtype` if given."""
@@ -107,13 +109,13 @@ class Harness(Protocol[Array]):
     def gradients(
         self, function: Callable[..., Any], inputs: tuple[Array, ...], upstream: Any
     ) -> tuple[Any, list[Array]]:
-        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (ones where None).
+        """Return `function(*inputs)` and its gradients with respect to `inputs`, for `upstream` (None: ones).
 
-        Of a function that returns a tuple, `upstream` is a tuple too, with None for a result that has none.
+        If the function returns a tuple, `upstream` is a tuple too, with None for results without upstream gradient.
         """
 
     def linear(self, input: Array, weight: Array, bias: Array | None) -> Array:
-        """Return the logits (..., V) that the unfused computation would hold."""
+        """Return the logits (..., V) of the unfused computation."""
 
     def unfused_loss(
         self,
@@ -132,7 +134,7 @@ class Harness(Protocol[Array]):
     ) -> Array:
         """Compute the loss from (..., V) logits with the framework's own differentiable operations.
 
-        Its rounding error is the yardstick; nothing of xent takes part in it.
+        Its rounding error is what xent's error is compared with. It uses no code of xent.
         """
 
     def unfused_divergence(
@@ -168,14 +170,14 @@ class Harness(Protocol[Array]):
     ) -> dict[str, Array]:
         """Compute lse, nll and entropy (...) from (..., V) logits in the same way; they are 0 in `ignored` rows.
 
-        `target` holds classes, or the probabilities of all; `allowed` (..., V) says which classes a row may take.
+        `target` has class indices or class probabilities; `allowed` (..., V) is the mask of each row's support.
         """
 
     def watched(self) -> AbstractContextManager[set[str]]:
-        """Collect what runs meanwhile, complete when the context ends; each begins with one of `kernels`."""
+        """Return a context that collects the names of the kernels that run in it. Each starts with one of `kernels`."""
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return the cases whose sizes reach every kernel and loop of the device; `python -m xent check` adds them."""
+        """Return cases with sizes that reach every kernel and loop of the device, for `python -m xent check`."""
 
     def passed(self) -> None:
-        """Take note that every case has passed on this device."""
+        """Record that every case has passed on this device."""

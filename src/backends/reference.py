@@ -1,8 +1,8 @@
-"""The meaning of every option, as float64 NumPy: the truth that all other backends are tested against.
+"""The reference implementation in float64 NumPy, which defines every option. All other backends are tested against it.
 
-Written to be read next to the formulas, not to be fast. Serves NumPy arrays as backend "numpy" (values only, no
-autograd); `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `target_gradient` give the analytic gradients,
-which tests prove by finite differences.
+It is written to be compared with the formulas, not to be fast. As backend "numpy" it serves NumPy arrays (values only,
+no autograd). `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `target_gradient` return the analytic
+gradients, which tests verify by finite differences.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Reference:
     native_to: tuple[str, ...] = ()
 
     def missing(self) -> None:
-        """Return None: this backend runs wherever xent does."""
+        """Return None: this backend is always available."""
         return None
 
     def info(self) -> BackendInfo:
@@ -37,7 +37,7 @@ class Reference:
         return BackendInfo(self.name, self.framework, True, None, {"numpy": np.__version__}, ("cpu",))
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse nothing but `inplace`, which has no gradient to put anywhere."""
+        """Refuse only `inplace`, because there is no gradient to write."""
         if isinstance(call, LogitsCall) and call.inplace:
             return "inplace=True reuses the logits for their gradient, and NumPy arrays get no gradient"
         return None
@@ -57,7 +57,7 @@ class Reference:
         return divergence(call), Stats(entropy=student_entropy(call) if call.stats else None)
 
     def harness(self, device: str | None = None) -> NoReturn:
-        """Raise: the reference is what the checks compare with."""
+        """Raise: the checks compare other backends with the reference."""
         raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
 
 
@@ -67,7 +67,7 @@ BACKEND = Reference()
 def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any) -> Array:
     """Return the gradient with respect to `call.logits`, in the logits' shape.
 
-    `upstream` is that of the loss; `others` those of lse, nll and entropy.
+    `upstream` is the upstream gradient of the loss; `others` are those of lse, nll and entropy.
     """
     rows = _logits_rows(call)
     shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
@@ -87,7 +87,7 @@ def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **othe
         return inputs, classifiers.sum(0), biases.sum(0)
     grad = _linear_rows(call).gradient(upstream, **others)
     hidden, weight = _float64(call.input), _float64(call.linear_weight)
-    # Rows without a target contribute nothing, whatever their hidden states hold.
+    # Rows without a target contribute nothing, even if their hidden states are NaN.
     flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
     return (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
 
@@ -95,7 +95,7 @@ def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **othe
 def target_gradient(call: LogitsCall | LinearCall, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
     """Return the gradient with respect to a target of class probabilities, in its shape.
 
-    `upstream` is that of the loss, `nll` that of the rows' nll; other statistics do not depend on the target.
+    `upstream` is the upstream gradient of the loss, `nll` that of nll; other statistics do not depend on the target.
     """
     if isinstance(call, LogitsCall):
         shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
@@ -110,7 +110,7 @@ def target_gradient(call: LogitsCall | LinearCall, upstream: Any = 1.0, nll: Any
 
 @dataclass
 class _Rows:
-    """N rows of raw logits z (N, V) and all that section 1 of the design says about them."""
+    """N rows of raw logits z (N, V), and all quantities in the formulas of `xent.cross_entropy`."""
 
     z: Array
     target: Array
@@ -125,7 +125,7 @@ class _Rows:
     temperature: Array
     """(N,)"""
     outside: Array | None
-    """(N, V): which classes each row may not take."""
+    """(N, V): the mask of the classes that are not in each row's support."""
 
     def __post_init__(self) -> None:
         spec, classes = self.spec, np.arange(self.z.shape[1])
@@ -140,7 +140,7 @@ class _Rows:
             _check_targets(self.target, vocabulary, self.shape, self.spec.ignore_index, self.shift)
             self.q = (self.target[:, None] == classes).astype(np.float64)
             row_weight = self.class_weight[self.target]
-        # What multiplies -log p_c: for a class index y, (1-e) w_y [c==y] + (e/V) w_c; w_c q'_c for probabilities.
+        # The factor of -log p_c: (1-e) w_y [c==y] + (e/V) w_c for a class index y, w_c q'_c for class probabilities.
         self.share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
         self.divisor = (self.a * row_weight).sum() if self.normalizer is None else self.normalizer
 
@@ -168,7 +168,7 @@ class _Rows:
                 self.p[self.outside] = 0.0
 
     def per_row(self) -> tuple[Array, Array]:
-        """Return l_i and the z term's share of it, both (N,)."""
+        """Return l_i and its z-loss term, both (N,)."""
         with np.errstate(invalid="ignore"):
             # Without a z-loss also where lse is infinite, in a row whose support is empty.
             z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
@@ -176,7 +176,7 @@ class _Rows:
         return _masked(loss, self.dead[:, 0]), z_term
 
     def reduce(self, values: Array) -> Any:
-        """Reduce (N,) values as the loss is reduced."""
+        """Reduce values (N,) by the reduction of the call."""
         if self.spec.reduction == "none":
             return values.reshape(self.shape)
         total = values.sum()
@@ -212,7 +212,7 @@ class _Rows:
             return np.asarray(np.where(factor == 0, 0.0, factor * self.surprise))
 
     def _scale(self, upstream: Any) -> Array:
-        """Return what multiplies the derivative of each row's loss without its sample weight, (N,)."""
+        """Return the factor (N,) of the derivative of each row's loss: sample weight, divisor and upstream gradient."""
         scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
         if self.spec.reduction == "mean":
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
@@ -249,14 +249,14 @@ class _Rows:
 
 
 def _expectation(weights: Array, values: Array) -> Array:
-    """Sum weights * values over classes; what has no weight does not count, not even infinity."""
+    """Sum weights * values over classes; a weight of 0 contributes 0, even if the value is infinite."""
     with np.errstate(invalid="ignore"):
         products: Array = np.where(weights == 0, 0.0, weights * values)
     return np.asarray(products.sum(-1))
 
 
 def _mean(x: Array, outside: Array | None) -> Array:
-    """Return the mean of x over the classes that are not outside, (N,)."""
+    """Return the mean of x over the classes in the support, (N,)."""
     if outside is None:
         return np.asarray(x.mean(-1))
     return np.asarray(np.where(outside, 0.0, x).sum(-1) / np.maximum((~outside).sum(-1), 1))
@@ -305,7 +305,7 @@ def _logits_rows(call: LogitsCall) -> _Rows:
 
 
 def _linear_rows(call: LinearCall) -> _Rows:
-    """Build all logits; row t of a shifted call has the target, the sample weight and so on at t + shift."""
+    """Compute all logits. Row t of a shifted call has the target, sample weight and so on at t + shift."""
     _check_temperature(call.temperature, call.shift)
     sequence = max(len(call.input.shape) - 2, 0)
     length = call.input.shape[sequence] if call.shift else 0
@@ -338,7 +338,7 @@ def _linear_rows(call: LinearCall) -> _Rows:
 def _rows(
     z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCall, order: Array | None = None
 ) -> _Rows:
-    """`order`: which row of the support each row has; its own where None."""
+    """Return the rows of a call. `order` has the index of each row in the support; None: its own index."""
     shape, vocabulary = z.shape[:-1], z.shape[-1]
     count = int(np.prod(shape))
     ignored = no_target.reshape(count)
@@ -372,7 +372,7 @@ def _rows(
 
 
 def _outside(support: Support, count: int, vocabulary: int) -> Array:
-    """Return which classes each row may not take, (N, V); raise for a support that describes none."""
+    """Return the mask (N, V) of the classes that are not in each row's support; raise for an invalid support."""
     ids, offsets = np.asarray(support.ids, np.int64), np.asarray(support.offsets, np.int64)
     sizes = np.diff(offsets)
     if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] != len(ids):

@@ -1,7 +1,7 @@
-"""The meaning of a divergence, as float64 NumPy: the truth that other backends' divergences are tested against.
+"""The reference implementation of divergences in float64 NumPy. All other backends are tested against it.
 
-Written to be read next to the formulas of `xent.divergence`, not to be fast; tests prove the gradients by finite
-differences.
+It is written to be compared with the formulas of `xent.divergence`, not to be fast. Tests verify its gradients by
+finite differences.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ Array = NDArray[Any]
 
 
 def divergence(call: DivergenceCall) -> Any:
-    """Return the reduced divergence, or that of each row."""
+    """Return the divergence, reduced or per row."""
     rows = _Rows(call)
     if call.reduction == "none":
         return (rows.a * rows.loss).reshape(call.rows)
@@ -28,7 +28,7 @@ def divergence(call: DivergenceCall) -> Any:
 
 
 def student_entropy(call: DivergenceCall) -> Array:
-    """Return the entropy of each row of the student, 0 in rows of weight 0."""
+    """Return the student's entropy per row; 0 for rows with weight 0."""
     rows = _Rows(call)
     return np.where(rows.a == 0, 0.0, rows.entropy).reshape(call.rows)
 
@@ -84,7 +84,7 @@ def _between(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
 
 
 def _kl(p: Array, log_p: Array, log_q: Array) -> Array:
-    """Return sum_c p (log p - log q), (N,); what has no probability does not count."""
+    """Return sum_c p (log p - log q), (N,); classes with p = 0 contribute 0."""
     with np.errstate(invalid="ignore"):
         return np.asarray(np.where(p == 0, 0.0, p * (log_p - log_q)).sum(-1))
 
@@ -122,8 +122,8 @@ def _from_top_k(
         mass = max(1 - q.sum(), 0.0)
         log_p_left = np.logaddexp.reduce(log_p[row, left], initial=-np.inf)
         if log_p_left == -np.inf and mass <= tolerance:
-            mass = 0.0  # rounding, and no class that could have it
-        derivative[row] *= q.sum() + mass  # 1 but for rounding
+            mass = 0.0  # the rest is rounding: no other class can have it
+        derivative[row] *= q.sum() + mass  # 1 up to rounding
         derivative[row, chosen] -= q
         if mass:
             loss[row] += mass * (np.log(mass) - log_p_left)
@@ -132,7 +132,7 @@ def _from_top_k(
 
 
 def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail: str, position: list[int]) -> None:
-    """Raise for classes and probabilities that no teacher can have."""
+    """Raise for invalid classes and probabilities of a top-k teacher."""
     outside = np.flatnonzero((chosen < 0) | (chosen >= vocabulary))
     if outside.size:
         raise IndexError(f"teacher.ids of row {position} holds {chosen[outside[0]]}; classes are 0 to {vocabulary - 1}")
@@ -147,7 +147,7 @@ def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail:
 
 
 def _logits(source: StoredLogits | LinearLogits, axis: int, dead: Array) -> tuple[Array, Array]:
-    """Return x = act(z) and dx/dz, both (N, V), and 0 in dead rows, whatever they hold."""
+    """Return x = act(z) and dx/dz, both (N, V); 0 in dead rows, even if these are NaN."""
     if isinstance(source, StoredLogits):
         z = np.moveaxis(_float64(source.logits), axis, -1)
         z = np.where(dead[:, None], 0.0, z.reshape(len(dead), z.shape[-1]))

@@ -1,6 +1,6 @@
-"""The command line, `python -m xent`: what this machine has, a check of its gradients, a comparison of losses.
+"""The command line `python -m xent`: environment report, check of gradients, comparison with the unfused loss.
 
-One file a command; `xent.__main__` reads the arguments.
+Each command has one file; `xent.__main__` parses the arguments.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""`python -m xent bench`: this machine's time and memory for a head's loss, unfused and with xent, in a minute."""
+"""`python -m xent bench`: measure time and memory of the loss on this machine, unfused and with xent, in a minute."""
 
 import argparse
 import json
@@ -21,7 +21,7 @@ _ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the command's arguments."""
+    """Add the arguments of the command to the parser."""
     heads = ", ".join(f"{name} ({width}x{vocabulary})" for name, (width, vocabulary) in HEADS.items())
     parser.add_argument("shape", nargs="?", default=_MODEL, help=f"tokens x width x vocabulary, as NxDxV; or {heads}")
     parser.add_argument(
@@ -69,7 +69,7 @@ def bench(arguments: argparse.Namespace) -> int:
 
 
 def _framework(asked: str | None) -> str:
-    """Return the framework that was asked for, or that of the first backend that is available, best first."""
+    """Return the requested framework, or that of the first available backend."""
     for info in backends():
         if info.available and info.framework != "numpy" and asked in (None, info.framework):
             return info.framework
@@ -79,7 +79,7 @@ def _framework(asked: str | None) -> str:
 
 
 def _run(contender: str, shape: Shape, dtype: str, framework: str) -> dict[str, float] | str:
-    """Return what a contender measured, or the last line of its error."""
+    """Return the measurements of an implementation, or the last line of its error."""
     command = [sys.executable, "-m", "xent", "bench", str(shape), "--dtype", dtype, "--framework", framework]
     command += ["--measure", contender]
     try:

@@ -1,4 +1,4 @@
-"""`python -m xent check`: prove the gradients of the backends that this machine can run, on its own hardware."""
+"""`python -m xent check`: compare the results and gradients of each available backend with the float64 reference."""
 
 import sys
 

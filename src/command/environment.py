@@ -1,4 +1,4 @@
-"""`python -m xent`: what a bug report needs and what a user wonders, in one screen."""
+"""`python -m xent`: print versions, backends, fast paths and environment variables, as a bug report needs them."""
 
 import importlib.metadata
 import os
@@ -12,7 +12,7 @@ from xent.core.dispatch import backends
 __all__ = ["VARIABLES", "show"]
 
 VARIABLES = {
-    "XENT_BACKEND": 'takes the place of backend="auto"',
+    "XENT_BACKEND": 'replaces backend="auto"',
     "XENT_CHECK_TARGETS": "1: look at targets on accelerators too, which synchronises",
     "XENT_PORTABLE": "1: turn the Hopper kernels off",
     "TRITON_INTERPRET": "1: Triton interprets its kernels on the CPU",
@@ -34,7 +34,7 @@ def show() -> int:
 
 
 def _installed() -> list[str]:
-    """Return the libraries that matter here, with their versions."""
+    """Return the installed libraries that xent works with, with their versions."""
     found = []
     for name in _LIBRARIES:
         try:

@@ -1,4 +1,4 @@
-"""The shapes that `python -m xent bench` knows by a model's name, and what a shape takes in memory."""
+"""The shapes that `python -m xent bench` knows by a model's name, and an estimate of the memory of a shape."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ __all__ = ["HEADS", "Shape", "parse"]
 
 @dataclass(frozen=True)
 class Shape:
-    """N rows of D columns, and a classifier of V classes."""
+    """Hidden states (N, D) and a classifier (V, D)."""
 
     rows: int
     width: int
@@ -17,14 +17,14 @@ class Shape:
         return f"{self.rows}x{self.width}x{self.vocabulary}"
 
     def inputs(self, itemsize: int) -> int:
-        """Return the bytes of hidden states and classifier."""
+        """Return the size of hidden states and classifier in bytes."""
         return (self.rows + self.vocabulary) * self.width * itemsize
 
     def needed(self, itemsize: int, fused: bool) -> int:
-        """Return about how many bytes a forward and backward pass takes, inputs and their gradients among them.
+        """Return the approximate bytes of a forward and backward pass, including inputs and their gradients.
 
-        The unfused loss holds the logits, their float32 copy and log-probabilities, and two gradients of them. The
-        fused loss holds a part of them, with a bound on its size.
+        The unfused loss stores the logits, their float32 copy, the log-probabilities, and two gradients. The fused loss
+        stores one chunk of these.
         """
         logits = self.rows * self.vocabulary
         held = min(logits // 4, _LARGEST_CHUNK) if fused else 2 * logits
@@ -42,7 +42,7 @@ HEADS = {
 
 
 def parse(text: str, rows: int) -> Shape:
-    """Return the shape that "NxDxV" or a model's name stands for, a model with `rows` rows; ValueError for others."""
+    """Return the shape for "NxDxV", or for a model's name with `rows` rows; raise ValueError for other texts."""
     known = {name.lower(): head for name, head in HEADS.items()}
     if text.lower() in known:
         return Shape(rows, *known[text.lower()])

@@ -1,6 +1,7 @@
-"""One contender of `python -m xent bench`: time and peak memory of a forward and backward pass.
+"""Measure one implementation for `python -m xent bench`: time and peak memory of a forward and backward pass.
 
-It has a process of its own, since an operating system knows only the most memory that a process has ever had.
+Each implementation runs in its own process, because the operating system only reports the peak memory of a process
+since its start.
 """
 
 import json
@@ -22,7 +23,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def available(framework: str) -> int | None:
-    """Return the bytes of memory of the device that the comparison runs on; None where nobody says."""
+    """Return the bytes of free GPU memory, or of physical memory on a CPU; None if unknown."""
     if framework == "torch":
         import torch
 
@@ -35,7 +36,7 @@ def available(framework: str) -> int | None:
 
 
 def measure(framework: str, contender: str, shape: Shape, dtype: str) -> int:
-    """Print milliseconds a call and peak MiB above the inputs as JSON; return the exit status."""
+    """Print the time of a call in ms and the peak memory above the inputs in MiB, as JSON; return the exit status."""
     step, wait, peak = (_torch if framework == "torch" else _mlx)(contender, shape, dtype)
     begun = time.perf_counter()
     step()
@@ -113,9 +114,9 @@ def _mlx(contender: str, shape: Shape, dtype: str) -> Any:
 
 
 def _resident() -> Callable[[], int]:
-    """Return what says by how many bytes the process has grown at most since now.
+    """Return a function that returns the peak growth of the process since now, in bytes.
 
-    Linux lets a process lower its own mark. Elsewhere the mark may have been higher, and growth look smaller.
+    On Linux the peak can be reset. On other systems an earlier, higher peak may hide a part of the growth.
     """
     try:
         _CLEAR.write_text("5")

@@ -1,3 +1,3 @@
-"""What a call means, before any framework is involved: validation, the description of a call, the choice of backend."""
+"""The part of xent that uses no framework: public functions, validation, description of a call, choice of backend."""
 
 __all__: list[str] = []

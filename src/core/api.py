@@ -1,4 +1,4 @@
-"""The two functions: what a user reads. Describe the call, choose who serves it, run it; nothing else."""
+"""The public loss functions: validate the call, select a backend, run it. They contain no algorithm."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -31,64 +31,70 @@ def cross_entropy(
 ) -> Any:
     """Compute the cross entropy between logits and target classes.
 
-    With the options at their defaults this is ``F.cross_entropy(logits.float().flatten(0, -2), target.flatten())``, in
-    one pass. The gradient of "mean" and "sum" is computed in the same pass, and multiplied by the upstream gradient in
-    backward. With "none", and for PyTorch's float16 logits, backward computes it from the logits and each row's norm.
+    With default options this equals ``F.cross_entropy(logits.float().flatten(0, -2), target.flatten())``, in one pass
+    over the logits. With reduction "mean" and "sum" the same pass computes the gradient, and the backward pass
+    multiplies it by the upstream gradient. With "none", and for float16 logits in PyTorch, the backward pass computes
+    the gradient from the logits and the saved log-sum-exp of each row.
 
     For row i, class c, raw logits z, softcap k and scale s::
 
         x_ic = k * tanh(s * z_ic / k)   with softcap,   s * z_ic   without
         l_i  = a_i * [(1-e) w_y (lse_i - x_iy) + (e/V) sum_c w_c (lse_i - x_ic) + z_loss * lse_i^2]
 
-    where lse_i = log sum_c exp(x_ic), y = target_i, e = label_smoothing, w = weight and a = sample_weight (both 1 where
-    not given), and a_i = 0 where the target is ignore_index. "none" returns l_i, "sum" their sum, "mean" their sum over
-    ``normalizer``, or over sum_i a_i w_y where it is not given; 0 where that is 0.
+    where lse_i = log sum_c exp(x_ic), y = target_i, e = label_smoothing, w = weight and a = sample_weight. w and a are
+    1 by default, and a_i is 0 for rows whose target is ignore_index. "none" returns l_i, "sum" returns sum_i l_i, and
+    "mean" divides that sum by ``normalizer``, by default by sum_i a_i w_y. If the divisor is 0, the mean is 0.
 
-    For class probabilities q, ``(1-e) q + e/V`` takes the place of the smoothed one-hot target, ignore_index does not
-    apply, and "mean" divides by sum_i a_i, the row count.
+    For class probabilities q the target distribution is ``(1-e) q + e/V``, ignore_index does not apply, and "mean"
+    divides by sum_i a_i by default.
 
     Parameters
     ----------
     logits : array (..., V); float64, float32, bfloat16 or float16
         Unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
     target : integer array (...), or float array (..., V)
-        Class indices in [0, V) or ignore_index; or class probabilities, which get a gradient where they ask for one:
-        backward computes it from the logits, which ``inplace`` must then leave alone.
+        Class indices in [0, V) or ignore_index; or class probabilities. Class probabilities that require a gradient get
+        one: the backward pass computes it from the logits, so it cannot be combined with ``inplace``.
     weight : float array (V,), optional
         Weight w of each class, >= 0. No gradient.
     ignore_index : int
-        Rows with this target have exactly 0 loss and 0 gradient, whatever their logits hold.
+        Rows with this target have exactly 0 loss and 0 gradient, whatever values their logits have.
     reduction : {"mean", "sum", "none"}
-        What becomes of the rows' losses.
+        How the losses of the rows are combined, see above.
     label_smoothing : float in [0, 1]
-        Share e of the target that is spread over all classes. For MLX this and the next three may be 0-d arrays, whose
-        values are not checked and may change from call to call of a compiled function; they get no gradient.
+        Share e of the target distribution that is spread evenly over all classes. For MLX, this and the next three
+        options may be 0-d arrays. Their values are not checked, may change between calls of a compiled function, and
+        get no gradient.
     z_loss : float >= 0
-        Factor of the squared log normaliser, which keeps logits from drifting (PaLM, section 5).
+        Factor of the squared log-sum-exp, which keeps logits from drifting (PaLM, section 5).
     softcap : float > 0, optional
-        Bound k of the logits (Gemma 2, section 2). For PyTorch also a 0-d tensor, as ``logit_scale`` may be; it gets no
-        gradient, and one that asks for it is a ValueError. Beyond 1e30 it is taken for that.
+        Bound k of the logits (Gemma 2, section 2). For PyTorch it may be a 0-d tensor. It gets no gradient; a tensor
+        that requires one is a ValueError. Values above 1e30 are replaced by 1e30.
     logit_scale : float, or 0-d tensor of PyTorch
-        Factor s of the logits; 1 / temperature. A tensor of any real dtype, on the logits' device or the CPU, gets its
-        gradient if it asks for one: (1/s) sum_ic z_ic dL/dz_ic, a pass over the logits and their gradient in backward,
-        with the rounding of that gradient (a scale below 2^-60 is taken for 2^-60; at 0 float16 gives NaN). The value
-        of a tensor on the CPU is checked. That of one on an accelerator is neither checked nor read by the host, but
-        for XENT_CHECK_TARGETS=1, and with ``vocab_parallel``, where each pass over the logits reads it once and a scale
-        that asks for a gradient is a ValueError. A trained scale on the CPU makes backward wait for logits elsewhere.
+        Factor s of the logits; 1 / temperature. A tensor may have any real dtype and be on the logits' device or the
+        CPU. If it requires a gradient, the backward pass computes (1/s) sum_ic z_ic dL/dz_ic with one more pass over
+        the logits and their gradient, and with the rounding of that gradient. (Scales below 2^-60 are replaced by
+        2^-60; with float16 a scale of 0 gives NaN.) The value of a tensor on the CPU is checked. The value of a tensor
+        on an accelerator is neither checked nor read by the host, except with XENT_CHECK_TARGETS=1 and with
+        ``vocab_parallel``. With ``vocab_parallel`` each pass over the logits reads it once, and a scale that requires a
+        gradient is a ValueError. If the scale is on the CPU and requires a gradient, and the logits are on an
+        accelerator, the backward pass synchronises.
     sample_weight : array with the shape of index targets, optional
         Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient. No gradient.
     normalizer : float >= 0 or 0-d array, optional
-        What "mean" divides by: the token count over all micro-batches and ranks, say; an array's value is not checked.
-        With "sum" and "none", which divide by nothing, it is a ValueError. No gradient.
+        The divisor of "mean", for example the token count over all micro-batches and ranks. The value of an array is
+        not checked. With "sum" and "none", which do not divide, it is a ValueError. No gradient.
     axis : int
         The axis of the classes; 1 gives PyTorch's layout.
     inplace : bool
-        Write the gradient into the logits' memory, in the pass that computes it. The logits are lost; an operation that
-        saved them for its own backward raises. The .grad of a leaf then shares the leaf's memory. A gradient that
-        backward computes takes new memory if the graph is retained. No effect under torch.compile, which plans memory,
-        and on MLX arrays, which are values: memory that nothing else refers to is reused in any case.
+        Write the gradient into the logits' memory, in the pass that computes it. This overwrites the logits; an
+        operation that saved them for its own backward pass raises an error. For a leaf, .grad then shares the leaf's
+        memory. A gradient that is computed in the backward pass uses new memory if the graph is retained. ``inplace``
+        has no effect under torch.compile, which plans memory, nor on MLX arrays, which are immutable: MLX reuses memory
+        that nothing else refers to.
     stats : collection of str
-        Names out of "lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count": see `xent.Stats`.
+        Names among "lse", "nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit", "z_loss", "accuracy" and
+        "count": see `xent.Stats`.
     vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
         PyTorch only: the vocabulary is in shards, and each rank of the group passes its own: see `xent.VocabParallel`.
         Logits that are DTensors with the classes sharded need no such argument.
@@ -100,20 +106,21 @@ def cross_entropy(
     loss : array
         0-d, or the shape of index targets with reduction "none"; float32, or float64 for float64 logits and for NumPy.
     stats : Stats
-        Only where ``stats`` names any.
+        Returned only if ``stats`` names any: the result is then a tuple (loss, stats).
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, dtype, shape or range; arrays of several frameworks or devices.
+        An argument has a wrong type, dtype, shape or range, or the arrays are of several frameworks or devices.
     IndexError
-        A target outside [0, V) that is not ignore_index, where the values are on the CPU. On an accelerator nothing
-        synchronises to look, nor does MLX, which computes later, on any device: loss and gradient of that row are NaN,
-        and with XENT_CHECK_TARGETS=1 in the environment it is this IndexError (not while mx.compile traces).
+        A target is outside [0, V) and is not ignore_index. Only targets on the CPU are checked, because a check on an
+        accelerator would synchronise; MLX, which is lazy, is not checked on any device. Without the check, loss and
+        gradient of that row are NaN. XENT_CHECK_TARGETS=1 in the environment turns the check on everywhere, except
+        while mx.compile traces.
     BackendError
         The named backend cannot serve the call.
     RuntimeError, NotImplementedError
-        Second derivatives; forward-mode derivatives; torch.vmap and mx.vmap; torch.func.functionalize;
+        Not supported: second derivatives, forward-mode derivatives, torch.vmap and mx.vmap, torch.func.functionalize,
         torch.jit.trace.
 
     References
@@ -186,14 +193,15 @@ def linear_cross_entropy(
     vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """Compute the cross entropy of a linear classifier without memory for its (tokens x vocabulary) logits.
+    """Compute the cross entropy of a linear classifier without storing its (tokens x vocabulary) logits.
 
-    This is ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, in chunks of rows: the logits
-    of one chunk are computed, replaced by their gradient, and multiplied back before those of the next. In bfloat16 and
-    float16 each target's logit is computed in float32, so that the loss has little of their rounding. Where a forward
-    pass computes no gradient (under no_grad, or with "none") and targets are class indices, backend "triton" computes
-    all logits in float32: in tiles that are added to each row's sums and overwritten, or on Hopper in registers.
-    Options that are not described here mean what they mean in `xent.cross_entropy`.
+    This equals ``cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)``, computed in chunks of rows:
+    compute the logits of a chunk, replace them by their gradient, multiply that into the gradients of input and
+    classifier, and go on with the next chunk. For bfloat16 and float16 inputs the target's logit of each row is
+    computed in float32, which removes most of the rounding error of the loss. If a forward pass computes no gradient
+    (under no_grad, or with "none") and targets are class indices, backend "triton" computes all logits in float32: in
+    tiles that are accumulated into the sums of each row and overwritten, or on Hopper GPUs in registers. Options that
+    are not described here have the meaning they have in `xent.cross_entropy`.
 
     Parameters
     ----------
@@ -201,62 +209,63 @@ def linear_cross_entropy(
         Hidden states.
     linear_weight : array (V, D), the dtype of input; or QuantizedWeight
         The classifier, as torch.nn.Linear and torch.nn.Embedding store it. Under torch.autocast any float dtype. For
-        MLX also a frozen quantized one.
+        MLX it may be a frozen quantized classifier.
     target : integer array (...), or float array (..., V)
-        Class indices in [0, V) or ignore_index; or class probabilities, which get a gradient where they ask for one:
-        backward computes the logits once more for it, chunk by chunk, in float32 on PyTorch.
+        Class indices in [0, V) or ignore_index; or class probabilities. Class probabilities that require a gradient get
+        one: the backward pass computes the logits again for it, chunk by chunk, in PyTorch in float32.
     linear_bias : array (V,), optional
         Bias of the classifier.
     weight : float array (V,), optional
         Weight of each class.
     ignore_index : int
-        Rows with this target have exactly 0 loss and 0 gradient. PyTorch on the CPU leaves them out of the matrix
-        products. On CUDA this needs several chunks: the host then waits once for the number of rows that are left,
-        while the device computes the first chunk. A single chunk, a CUDA graph, and on backend "triton" a forward pass
-        without gradients compute all rows and wait for nothing.
+        Rows with this target have exactly 0 loss and 0 gradient. PyTorch skips them in the matrix products: on the CPU
+        always; on CUDA if the call has several chunks. The host then waits once for the number of remaining rows, while
+        the device computes the first chunk. On CUDA a call of a single chunk, a CUDA graph, and a forward pass without
+        gradients on backend "triton" compute all rows and do not synchronise.
     reduction : {"mean", "sum", "none"}
-        With "mean" and "sum" gradients are computed together with the loss (three matrix products); with "none", which
-        takes any upstream gradient, backward computes the logits again (four).
+        With "mean" and "sum" the gradients are computed together with the loss, by three matrix products. With "none"
+        the upstream gradient differs per row, so the backward pass computes the logits again: four matrix products.
     label_smoothing, z_loss, softcap, logit_scale, sample_weight, normalizer, backend
-        As in `xent.cross_entropy`. The gradient of a trained ``logit_scale`` is summed from that of ``input``, or of a
-        classifier that is trained alone, and that of the bias, and computes these where nobody else asks for them.
+        As in `xent.cross_entropy`. The gradient of a trained ``logit_scale`` is computed from the gradients of
+        ``input`` and of the bias, or, if only the classifier is trained, from the classifier's. These are computed for
+        it even if they are not needed otherwise.
     vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
-        As in `xent.cross_entropy`. The classifier's gradient is the shard's own; that of ``input``, which is the same
-        on every rank, is the sum over ranks, on every rank. A classifier that is a DTensor with its rows sharded needs
-        no such argument.
+        As in `xent.cross_entropy`. The gradient of the classifier is that of the rank's shard. The gradient of
+        ``input``, which is the same on every rank, is summed over ranks. A classifier that is a DTensor with its rows
+        sharded needs no such argument.
     shift : int >= 0, or tuple of H such ints
-        Row t predicts target t + shift along the last sequence axis (axis -2 of input), so that a language model passes
-        its labels as they are with shift=1 and no hidden state is copied. ``sample_weight`` goes with ``target``: entry
-        t + shift weighs row t. The last ``shift`` rows have no target and count as ignored; in a sequence that is no
-        longer than ``shift``, all of them. A tuple is for H heads of one classifier (multi-token prediction): input is
-        (H, ..., T, D), and head j predicts t + shift[j] of the one target (..., T). The loss is the sum over heads of
-        ``head_weight[j]`` times head j's own reduced loss; with "none" it is (H, ..., T), each head's own rows.
-        ``normalizer`` divides the sum of each head. Class indices make one gradient of the classifier for all heads;
-        with class probabilities, or with ``vocab_parallel``, each head is a call of its own.
+        Row t predicts target t + shift along the last sequence axis (axis -2 of input). With shift=1 a language model
+        passes its labels unchanged, and no hidden state is copied. ``sample_weight`` is aligned with ``target``: entry
+        t + shift is the weight of row t. The last ``shift`` rows have no target and count as ignored; in a sequence of
+        at most ``shift`` rows all rows are ignored. A tuple is for H heads that share one classifier (multi-token
+        prediction): input is (H, ..., T, D), target is (..., T), and head j predicts target t + shift[j]. The loss is
+        the sum over heads of ``head_weight[j]`` times the reduced loss of head j. With "none" it is (H, ..., T).
+        ``normalizer`` divides the sum of each head. With class indices the heads share one pass and one gradient of the
+        classifier; with class probabilities or ``vocab_parallel`` each head is computed by a separate call.
     head_weight : tuple of H numbers, optional
-        How much each head counts, 1 each where it is not given. It needs a tuple as ``shift``, and "mean" or "sum".
+        The factor of each head's loss, by default 1. It needs a tuple as ``shift``, and "mean" or "sum".
     workspace : int, optional
-        Bytes that the logits alive at one time may take (at least one row's); None chooses well for the device. A
-        smaller workspace means more chunks: slower, and on GPUs a bfloat16 gradient of the classifier is rounded once
-        per chunk. Where every chunk adds to every class, that has 1.3 to 1.6 times the unfused error with 4 chunks and
-        up to 3 times with 16. A sum of more than 16 chunks (MLX: more than 8) is accumulated in float32, in twice the
-        memory.
+        Bound in bytes on the logits that exist at one time (at least one row is computed); None chooses a default for
+        the device and size. A smaller workspace means more chunks: slower, and on GPUs a bfloat16 gradient of the
+        classifier is rounded once per chunk. If every chunk contributes to every class, its error is 1.3 to 1.6 times
+        the unfused error with 4 chunks and up to 3 times with 16. With more than 16 chunks (MLX: more than 8) the sum
+        is accumulated in float32, which takes twice the memory.
     stats : collection of str
-        As in `xent.cross_entropy`. Per row, those of heads are (H, ..., T); "accuracy" and "count" are over the rows of
-        all heads. For class indices, backend "triton" computes lse, nll and entropy from float32 logits, whatever the
-        dtype of input. The loss of a call that asks for them may differ in its last bits.
+        As in `xent.cross_entropy`. With several heads, statistics per row have the shape (H, ..., T), and "accuracy"
+        and "count" are over the rows of all heads. For class indices, backend "triton" computes "lse", "nll" and
+        "entropy" from float32 logits for every dtype of input. Asking for them may change the last bits of the loss.
 
     Returns
     -------
     loss : array
         0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input and for NumPy.
     stats : Stats
-        Only where ``stats`` names any. Entry t of a per-row statistic belongs to row t of input.
+        Returned only if ``stats`` names any. Entry t of a per-row statistic belongs to row t of input.
 
     Raises
     ------
     TypeError, ValueError, IndexError, BackendError, RuntimeError, NotImplementedError
-        As `xent.cross_entropy` does.
+        As in `xent.cross_entropy`.
 
     References
     ----------

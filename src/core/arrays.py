@@ -1,4 +1,4 @@
-"""Which framework owns an array, facts about arrays, and what those of one call must share; imports no framework."""
+"""Framework, dtype and device of arrays, and the check that the arrays of a call agree. Imports no framework."""
 
 import reprlib
 from typing import Any
@@ -23,10 +23,9 @@ _REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
 def framework_of(value: Any) -> str | None:
-    """Return "torch", "mlx" or "numpy", or None where `value` is no array of theirs.
+    """Return "torch", "mlx" or "numpy", or None if `value` is no array of these frameworks.
 
-    A framework that owns an array is imported already, but is not looked for in sys.modules: that would tie every graph
-    that torch.compile makes to the modules that are imported by then.
+    The framework is not looked up in sys.modules: torch.compile would then recompile whenever a module is imported.
     """
     if isinstance(value, np.ndarray):
         return "numpy"
@@ -44,12 +43,12 @@ def framework_of(value: Any) -> str | None:
 
 
 def dtype_name(array: Any) -> str:
-    """Return the dtype's plain name: "float32", "bfloat16", "int64"."""
+    """Return the name of the dtype without its framework: "float32", "bfloat16", "int64"."""
     return str(array.dtype).rpartition(".")[2]
 
 
 def describe(value: Any) -> str:
-    """Say what came, for error messages: shape, dtype and framework of an array, the type of anything else."""
+    """Describe a value for an error message: shape, dtype and framework of an array, or the type of anything else."""
     framework = framework_of(value)
     if framework is None:
         return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
@@ -57,7 +56,7 @@ def describe(value: Any) -> str:
 
 
 def is_tracing(framework: str | None) -> bool:
-    """Whether a compiler is tracing this call, so that the values of numbers are symbols that must not be looked at."""
+    """Whether a compiler is tracing this call. The values of numbers are then symbolic and must not be read."""
     if framework != "torch":
         return False
     import torch
@@ -66,9 +65,9 @@ def is_tracing(framework: str | None) -> bool:
 
 
 def number_of(framework: str | None, value: Any) -> Any:
-    """Return a NumPy number, or a 0-d NumPy array of one, as Python's number; anything else as it is.
+    """Convert a NumPy number or a 0-d NumPy array to a Python number; return anything else unchanged.
 
-    Dynamo takes both for arrays whose values it does not know; there, they become 0-d tensors.
+    Dynamo treats both as arrays of unknown value; while it traces, they become 0-d tensors.
     """
     if not isinstance(value, (np.generic, np.ndarray)) or value.ndim:
         return value
@@ -105,7 +104,7 @@ def one_framework(**arrays: Any) -> str:
 
 
 def _of_module(name: str, value: Any) -> str:
-    """Return how the arrays of a module are passed, "" where `value` is none."""
+    """Return the hint how to pass a module's arrays, or "" if `value` is not a module."""
     if name != "linear_weight":
         return ""
     if any(base.__module__.startswith("mlx.nn") for base in type(value).__mro__):
@@ -116,7 +115,7 @@ def _of_module(name: str, value: Any) -> str:
 
 
 def _check_plain(name: str, framework: str, array: Any) -> None:
-    """Raise TypeError for an array that is more than its elements: sparse, nested, sharded, masked."""
+    """Raise TypeError for a sparse, nested, sharded or masked array."""
     kind = type(array).__name__
     if framework == "numpy" and hasattr(array, "mask"):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""How many rows of logits are alive at one time: the one place that decides, for all drivers."""
+"""The sizes of chunks, blocks and tiles of logits, for all drivers."""
 
 import math
 
@@ -11,36 +11,37 @@ __all__ = [
 ]
 
 MOST_ROUNDED_SUMS = 16
-"""Over how many chunks a bfloat16 gradient may be summed in bfloat16."""
+"""The largest number of chunks over which a bfloat16 gradient is accumulated in bfloat16."""
 MOST_ROUNDED_SUMS_MLX = 8
 """The same for MLX."""
 
 _MIB = 2**20
-# A chunk's matrix products want hundreds of rows; below that the classifier is read too often for the work it brings.
+# Matrix products need some hundred rows per chunk. With fewer, they are limited by reading the classifier.
 _ROWS_WANTED = 256
 _CHUNK_ELEMENTS_CPU = 2**24
-# On an accelerator the classifier's gradient is read and written once a chunk: 2048 rows make that cheap, unless the
-# vocabulary is so large that their logits outgrow what else is alive, or so small that more cost nothing. Of a batch of
-# fewer than four such chunks one is a quarter, if that is enough rows for a product; but a batch that fits into one is
-# one, for which the host has nothing to wait for. Where every further sum rounds the gradient once more, the chunks of
-# a large batch are up to twice as large.
+# On an accelerator each chunk reads and writes the gradient of the classifier once. With 2048 rows this is cheap. A
+# chunk has fewer rows if the vocabulary is very large (a bound on the memory of its logits), and more if it is small.
+# A batch of less than four such chunks is split into four chunks of at least 1024 rows; a batch of at most 2048 rows is
+# one chunk, so that the host need not wait for a count. If each chunk rounds the gradient once more, the chunks of a
+# large batch are up to twice as large.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
 _MOST_GROWTH_ACCELERATOR = 2
-# MLX on NVIDIA makes the gradient of a chunk beside its logits, so a chunk is a little smaller; but it holds a new sum
-# of the classifier's gradient for each chunk that waits for the GPU, so where there is one, chunks are few and large.
-# On Apple silicon the logits are what memory is short for, and a few hundred rows keep its matrix units busy.
+# MLX on NVIDIA GPUs stores the gradient of a chunk beside its logits, so chunks are a little smaller. If the classifier
+# is trained, MLX allocates a new sum of its gradient for each chunk in the queue, so chunks are few and large.
+# On Apple silicon memory is short, and a few hundred rows are enough for fast matrix products.
 _CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
 _CHUNK_BYTES_MLX_CUDA_SUMMED = 2**30
 _CHUNK_ELEMENTS_METAL = 2**26
-# On a CPU MLX's products take no longer with 64 rows: 0.92 of the time of 256 rows at 512x128x16384. Under mx.compile
-# 1024x64x32768 in bfloat16 takes 50 MiB with 64 rows, 192 with 512, and the unfused loss 196.
+# On a CPU, chunks of 64 rows are not slower in MLX: 0.92 times the time of 256 rows at 512x128x16384 (tokens x width x
+# vocabulary). Under mx.compile, 1024x64x32768 in bfloat16 takes 50 MiB with 64 rows and 192 MiB with 512 rows; the
+# unfused loss takes 196 MiB.
 _CHUNK_ELEMENTS_MLX_CPU = 2**21
 _ROWS_WANTED_MLX_CPU = 64
 # Matrix products work on tiles of this many rows.
 _ROWS_MULTIPLE = 128
-# A block should stay in the caches of the cores through the passes over it, each core having its share.
+# A block should stay in the caches of the cores during all passes over it.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
 _BLOCK_BYTES_CPU = 8 * _MIB
 _BLOCK_BYTES_ACCELERATOR = 256 * _MIB
@@ -59,11 +60,11 @@ _CHUNK_ELEMENTS = {
 def rows_per_chunk(
     rows: int, vocabulary: int, itemsize: int, workspace: int | None, device: str, sums: bool = False
 ) -> int:
-    """Return how many of `rows` rows of logits a chunk of `linear_cross_entropy` holds, at least 1.
+    """Return the number of rows of a chunk of `linear_cross_entropy`, at least 1, for a call of `rows` rows.
 
-    `device` is PyTorch's name for one, or for MLX "mlx-cpu", "metal" or "mlx-cuda". `sums`: whether each chunk rounds
-    the classifier's gradient once more, or with MLX on NVIDIA writes another. `workspace` bytes are never exceeded (but
-    for one row). Chunks are made equal, so that none is much smaller.
+    `device` is PyTorch's device type, or for MLX "mlx-cpu", "metal" or "mlx-cuda". `sums` says whether each chunk
+    rounds the gradient of the classifier once more, or with MLX on NVIDIA GPUs writes a new one. The logits of a chunk
+    take at most `workspace` bytes, unless one row takes more. Chunks are of nearly equal size.
     """
     if workspace is not None:
         most = max(workspace // (vocabulary * itemsize), 1)
@@ -89,16 +90,17 @@ def rows_per_chunk(
 
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:
-    """Return how many rows a plain row kernel, made of whole-array operations, should pass over at one time."""
+    """Return the number of rows in a block, for computations made of the framework's whole-array operations."""
     on_cpu = min(_BLOCK_BYTES_PER_THREAD * threads, _BLOCK_BYTES_CPU)
     budget = on_cpu if device == "cpu" else _BLOCK_BYTES_ACCELERATOR
     return max(budget // (vocabulary * itemsize), 1)
 
 
 def tile_shape(rows: int, vocabulary: int, itemsize: int, workspace: int | None) -> tuple[int, int]:
-    """Return how many rows and classes of logits a tile of a forward pass holds that looks at a tile once.
+    """Return (rows, classes) of a tile of logits, for a forward pass that reads each tile once.
 
-    It fits into the cache of an accelerator. Many rows and few classes: then the classifier is read once.
+    A tile fits into the L2 cache of an accelerator. It has many rows and few classes, so that the classifier is read
+    once.
     """
     budget = max(min(_TILE_BYTES, workspace or _TILE_BYTES) // itemsize, 1)
     tall = max(min(rows, _TILE_ROWS, max(budget // _TILE_CLASSES, 1)), 1)

@@ -1,4 +1,4 @@
-"""Which backend serves a call: the named one, or the first of the table that can; a refusal always has its reason."""
+"""Select the backend of a call: the named one, or the first in the table that can serve it. Refusals have reasons."""
 
 import os
 import warnings
@@ -18,14 +18,14 @@ _warned: set[str] = set()
 
 
 def backends() -> list[BackendInfo]:
-    """List every backend: available or the reason why not, versions, devices.
+    """List all backends: whether each is available or why not, versions, devices.
 
-    Asking a backend whether it is available imports its framework.
+    This imports the framework of each backend.
 
     Returns
     -------
     list of BackendInfo
-        In the order in which "auto" prefers them.
+        In the order of preference of "auto".
 
     Examples
     --------
@@ -37,7 +37,7 @@ def backends() -> list[BackendInfo]:
 
 
 def select(name: str, call: Call) -> Backend:
-    """Return the backend called `name`, or for "auto" the best that serves the call; BackendError if there is none."""
+    """Return the backend called `name`, or for "auto" the first that can serve the call; else raise BackendError."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {name!r}")
     framework, device = _home(call)
@@ -64,7 +64,7 @@ def select(name: str, call: Call) -> Backend:
 
 
 def _named(name: str, title: str, framework: str, call: Call) -> Backend:
-    """Return the backend of that name; `title` is what errors call it."""
+    """Return the backend of that name, or raise BackendError; `title` is its name in error messages."""
     if name not in TABLE:
         raise BackendError(f"unknown {title}: it must be 'auto' or one of {', '.join(map(repr, TABLE))}")
     backend = _loaded(name, framework)
@@ -83,13 +83,13 @@ def _named(name: str, title: str, framework: str, call: Call) -> Backend:
 
 
 def _loaded(name: str, framework: str) -> Backend:
-    """Return the backend of that name, the one for the framework if there are two."""
+    """Return the backend of that name; if two frameworks have one, that of `framework`."""
     backend = TABLE[name]()
     return ALSO[name]() if backend.framework != framework and name in ALSO else backend
 
 
 def _doubt(backend: Backend) -> str | None:
-    """Return why "auto" leaves a backend to those who name it; most have no such reason."""
+    """Return why "auto" does not select a backend that is available, or None."""
     unproven = getattr(backend, "unproven", None)
     return None if unproven is None else unproven()
 
@@ -102,7 +102,7 @@ def _refusal(backend: Backend, call: Call) -> str | None:
 
 
 def _home(call: Call) -> tuple[str, str]:
-    """Return the framework and the device type of the call's arrays."""
+    """Return (framework, device type) of the call's arrays."""
     array = call.logits if isinstance(call, LogitsCall) else call.input if isinstance(call, LinearCall) else call.array
     framework = framework_of(array)
     assert framework is not None  # validated

@@ -1,4 +1,4 @@
-"""The divergence of a student from a teacher: what a user reads, as `api` has the losses."""
+"""The public functions for the divergence of a student from a teacher."""
 
 from collections.abc import Collection
 from typing import Any
@@ -26,13 +26,13 @@ def divergence(
 ) -> Any:
     """Compute the Kullback-Leibler or generalised Jensen-Shannon divergence of a student from a teacher.
 
-    With the options at their defaults this is ``F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1),
-    reduction="batchmean", log_target=True)`` of rows. The gradient of "mean" and "sum" is computed in the same pass,
-    and multiplied by the upstream gradient in backward; with "none", and for PyTorch's float16 logits, backward
-    computes it from the logits.
+    With default options and logits (N, V) this equals ``F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1),
+    reduction="batchmean", log_target=True)``. With reduction "mean" and "sum" the same pass computes the gradient, and
+    the backward pass multiplies it by the upstream gradient. With "none", and for float16 logits in PyTorch, the
+    backward pass computes the gradient from the logits.
 
-    For p, the student's distribution, and q, the teacher's, both softmax(act(z) / T) with the temperature T, and act(z)
-    = k tanh(s z / k) with a softcap k, s z without, of each side's own::
+    The student's distribution p and the teacher's q are softmax(act(z) / T) of their logits z. T is the temperature.
+    act(z) is k tanh(s z / k) with a softcap k, and s z without; each side has its own k and scale s::
 
         beta = 0       l = KL(q || p) = sum_c q_c (log q_c - log p_c)             dl/dx_c = p_c - q_c
         beta = 1       l = KL(p || q) = sum_c p_c (log p_c - log q_c)             dl/dx_c = p_c (log p_c - log q_c - l)
@@ -40,57 +40,59 @@ def divergence(
                        l = beta KL(q || m) + (1 - beta) KL(p || m)
                        dl/dx_c = (1 - beta) p_c (log p_c - log m_c - KL(p || m))
 
-    "none" returns a_i l_i with a = sample_weight, "sum" their sum, "mean" their sum over ``normalizer``, or over sum_i
-    a_i where it is not given; 0 where that is 0. Nothing is multiplied by T^2: do so where the gradient should not
-    shrink with the temperature.
+    "none" returns a_i l_i with a = sample_weight, "sum" returns sum_i a_i l_i, and "mean" divides that sum by
+    ``normalizer``, by default by sum_i a_i. If the divisor is 0, the mean is 0. The result is not multiplied by T^2;
+    multiply it if the size of the gradient should not depend on the temperature.
 
-    Each class is added up as q (e^u - 1 - u) with u = log p - log q, which has the same sum: no term is negative, so
-    that the result has no cancellation where the two are close, and is exactly 0 where they are equal.
+    The sum over classes is computed from terms q (e^u - 1 - u) with u = log p - log q, which have the same sum. No term
+    is negative, so nothing cancels if the distributions are close, and the result is exactly 0 if they are equal.
 
     Parameters
     ----------
     logits : array (..., V); float64, float32, bfloat16 or float16
         The student's unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
     teacher : array (..., V), LinearTeacher or TopKTeacher
-        Logits of the teacher, with the shape of ``logits`` and any float dtype, scaled and capped already; or what they
-        are computed from; or its most probable classes (beta = 0 only), whose log-probabilities were taken at this
-        temperature. It gets no gradient.
+        The teacher, which gets no gradient: its logits, with the shape of ``logits``, any float dtype, and scale and
+        softcap already applied; or its hidden states and classifier; or its most probable classes (beta = 0 only), with
+        log-probabilities at this temperature.
     beta : float in [0, 1]
         0 for the forward divergence KL(q || p), 1 for the reverse one, 0.5 for the Jensen-Shannon divergence.
     temperature : float > 0
         Divides the logits of both sides after scale and softcap.
     softcap, logit_scale, axis
-        Of the student, as in `xent.cross_entropy`; teacher logits have their classes on the same axis.
+        Applied to the student's logits, as in `xent.cross_entropy`. Teacher logits have their classes on the same axis.
     reduction : {"mean", "sum", "none"}
-        What becomes of the rows' divergences.
+        How the divergences of the rows are combined, see above.
     sample_weight : array (...), optional
-        Weight a of each row; booleans are a mask. A row of weight 0 has exactly 0 loss and gradient, whatever either
-        side holds there. No gradient.
+        Weight a of each row; booleans are a mask. A row with weight 0 has exactly 0 loss and gradient, whatever values
+        student and teacher have there. No gradient.
     normalizer : float >= 0 or 0-d array, optional
-        What "mean" divides by, as in `xent.cross_entropy`. No gradient.
+        The divisor of "mean", as in `xent.cross_entropy`. No gradient.
     stats : collection of str
-        "entropy" is the only name: -sum_c p_c log p_c of the student in nats, of each row, 0 in rows of weight 0. No
-        gradient.
+        "entropy" is the only name: the student's -sum_c p_c log p_c in nats, one value per row, 0 for rows with weight
+        0. No gradient.
     backend : str
         As in `xent.cross_entropy`.
 
     Returns
     -------
     loss : array
-        0-d, or the rows' shape with reduction "none"; float32, or float64 for float64 logits and for NumPy. Where the
-        teacher excludes a class that the student has (a logit of -inf), KL(p || q) is inf and has no gradient: NaN.
+        0-d, or the shape of the rows with reduction "none"; float32, or float64 for float64 logits and for NumPy. If
+        the teacher excludes a class (a logit of -inf) that the student does not, KL(p || q) is inf and its gradient is
+        NaN.
     stats : Stats
-        Only where ``stats`` names any.
+        Returned only if ``stats`` names any: the result is then a tuple (loss, stats).
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, dtype, shape or range; a teacher of another vocabulary; a `TopKTeacher` with beta
-        other than 0. Where its values are on the CPU: a class that a row has twice, and log-probabilities whose mass
-        exceeds 1 by more than rounding. On an accelerator nothing synchronises to look, nor does MLX: such a row's loss
-        and gradient are NaN, and with XENT_CHECK_TARGETS=1 it is this error.
+        An argument has a wrong type, dtype, shape or range; the teacher has another vocabulary; a `TopKTeacher` is used
+        with beta other than 0; a `TopKTeacher` has a class twice in one row, or log-probabilities whose mass exceeds 1
+        by more than rounding. The last two are checked only for values on the CPU of PyTorch and NumPy, because a check
+        on an accelerator would synchronise. Without it, loss and gradient of that row are NaN. XENT_CHECK_TARGETS=1
+        turns the check on everywhere.
     IndexError
-        Likewise an id outside [0, V).
+        An id of a `TopKTeacher` is outside [0, V), checked in the same cases.
     BackendError, RuntimeError, NotImplementedError
         As in `xent.cross_entropy`.
 
@@ -140,45 +142,45 @@ def linear_divergence(
     stats: Collection[str] = (),
     backend: str = "auto",
 ) -> Any:
-    """Compute the divergence of a linear classifier from a teacher, without memory for either's logits.
+    """Compute the divergence of a linear classifier from a teacher, without storing the logits of either.
 
-    This is ``divergence(F.linear(input, linear_weight, linear_bias), teacher, ...)`` with logits in float32, whatever
-    the dtype of hidden states and classifiers, in chunks of rows: the logits of both sides are computed for one chunk,
-    the student's become their gradient, which is multiplied back, and then comes the next chunk. Options that are not
-    described here mean what they mean in `xent.divergence`.
+    This equals ``divergence(F.linear(input, linear_weight, linear_bias), teacher, ...)`` with at least float32 logits
+    for every dtype of hidden states and classifiers. It is computed in chunks of rows: compute the logits of both sides
+    for a chunk, replace the student's by their gradient, multiply that into the gradients of input and classifier, and
+    go on with the next chunk. Options that are not described here have the meaning they have in `xent.divergence`.
 
     Parameters
     ----------
     input : array (..., D); float64, float32, bfloat16 or float16
         The student's hidden states.
     linear_weight : array (V, D), the dtype of input; or QuantizedWeight
-        The student's classifier. Under torch.autocast any float dtype. For MLX also a frozen quantized one.
+        The student's classifier. Under torch.autocast any float dtype. For MLX it may be a frozen quantized classifier.
     teacher : LinearTeacher, TopKTeacher or array (..., V)
-        As in `xent.divergence`; a `LinearTeacher` may have another width, and its logits never exist all at once.
+        As in `xent.divergence`. A `LinearTeacher` may have another width; its logits are not stored either.
     linear_bias : array (V,), optional
         Bias of the student's classifier.
     beta, temperature, softcap, logit_scale, normalizer, stats, backend
         As in `xent.divergence`.
     reduction : {"mean", "sum", "none"}
-        With "mean" and "sum" gradients are computed together with the loss; with "none", which takes any upstream
-        gradient, backward computes the logits of both sides again.
+        With "mean" and "sum" the gradients are computed together with the loss. With "none" the upstream gradient
+        differs per row, so the backward pass computes the logits of both sides again.
     sample_weight : array (...), optional
-        Weight of each row. Rows of weight 0 are left out of all matrix products (PyTorch; on CUDA where there are
-        several chunks).
+        Weight of each row. PyTorch skips rows with weight 0 in all matrix products (on CUDA if the call has several
+        chunks).
     workspace : int, optional
-        Bytes that the logits of both sides, alive at one time, may take (at least one row's).
+        Bound in bytes on the logits of both sides that exist at one time (at least one row is computed).
 
     Returns
     -------
     loss : array
         0-d, or ``input.shape[:-1]`` with reduction "none"; float32, or float64 for float64 input and for NumPy.
     stats : Stats
-        Only where ``stats`` names any.
+        Returned only if ``stats`` names any.
 
     Raises
     ------
     TypeError, ValueError, IndexError, BackendError, RuntimeError, NotImplementedError
-        As `xent.divergence` does.
+        As in `xent.divergence`.
 
     Examples
     --------

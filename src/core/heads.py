@@ -1,11 +1,11 @@
-"""Several heads of one classifier: as one call where targets are classes, and as a call for each head otherwise.
+"""Several heads with one classifier, computed as one call without heads, or as one call per head.
 
-Head j of H predicts target t + shift[j] from row t of its own hidden states. The loss is sum_j h_j R_j, with h_j the
-head's weight and R_j its own reduced loss; for "mean" that is sum_i l_ij / D_j. So it is also a plain sum over the rows
-of all heads, each weighed by h_j / D_j: one call, which makes one gradient of the classifier.
+Head j of H predicts target t + shift[j] from row t of its own hidden states. The loss is sum_j h_j R_j, where h_j is
+the head's weight and R_j its reduced loss. For "mean", R_j = sum_i l_ij / D_j with the divisor D_j of the head. So the
+loss is a sum over the rows of all heads with row weights h_j / D_j: one call, with one gradient of the classifier.
 
-Class probabilities are not copied once a head: each head is a call of its own there. So it is where the classes are in
-shards, of which no rank knows the target's weight.
+Class probabilities need one call per head, because a joint call would copy them for each head. A vocabulary in shards
+does too, because no rank has the class weights of all targets.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,9 @@ Cast = Callable[[Any, Any], Any]
 def run(
     call: LinearCall, run_one: Callable[[LinearCall], Results], xp: Any, cast: Callable[[Any, Any], Any]
 ) -> Results:
-    """Return loss and statistics of a call with `heads`, by calls without.
+    """Return loss and statistics of a call with `heads`. `run_one` runs a call without.
 
-    `xp` has the framework's functions by NumPy's names, and `cast` converts an array to a dtype of `xp`.
+    `xp` has the framework's functions under NumPy's names, and `cast` converts an array to a dtype of `xp`.
     """
     if dtype_name(call.target) in INTEGER_DTYPES and call.vocab_parallel is None:
         return run_one(_joined(call, xp, cast))
@@ -34,7 +34,7 @@ def run(
 
 
 def apart(call: LinearCall) -> list[LinearCall]:
-    """Return the call of each head."""
+    """Return one call per head."""
     spec = call.loss
     if "accuracy" in spec.stats and "count" not in spec.stats:
         spec = replace(spec, stats=(*spec.stats, "count"))
@@ -46,7 +46,7 @@ def apart(call: LinearCall) -> list[LinearCall]:
 
 
 def combined(call: LinearCall, parts: Sequence[Results], xp: Any) -> Results:
-    """Return loss and statistics of the call from those of each head's own call."""
+    """Combine the losses and statistics of one call per head."""
     losses, stats = zip(*parts, strict=True)
     each_row = call.loss.reduction == "none"
     assert call.heads is not None
@@ -71,7 +71,7 @@ def combined(call: LinearCall, parts: Sequence[Results], xp: Any) -> Results:
 
 
 def _joined(call: LinearCall, xp: Any, cast: Cast) -> LinearCall:
-    """Return the call of all heads' rows together; targets are class indices."""
+    """Return one call with the rows of all heads; targets are class indices."""
     assert call.heads is not None
     spec, shifts, factors = call.loss, call.heads.shift, call.heads.weight
     wide = xp.float64 if dtype_name(call.input) == "float64" else xp.float32
@@ -98,7 +98,7 @@ def _joined(call: LinearCall, xp: Any, cast: Cast) -> LinearCall:
 
 
 def _inverse(call: LinearCall, target: Any, weight: Any, xp: Any, cast: Cast) -> Any:
-    """Return 1 / D_j, (H, 1, ..., 1); 0 where D_j is 0. `target` and `weight` are (H, ..., T)."""
+    """Return 1 / D_j, (H, 1, ..., 1), or 0 if D_j is 0. `target` and `weight` are (H, ..., T)."""
     axes = tuple(range(1, target.ndim))
     parts = weight
     if call.normalizer is None:
@@ -113,14 +113,14 @@ def _inverse(call: LinearCall, target: Any, weight: Any, xp: Any, cast: Cast) ->
 
 
 def _weighed(values: Any, factors: tuple[float, ...] | None, xp: Any) -> Any:
-    """Return (H, ...) values times each head's factor."""
+    """Multiply values (H, ...) by the factor of each head."""
     if factors is None:
         return values
     return xp.stack([values[head] * factor for head, factor in enumerate(factors)])
 
 
 def _moved(values: Any, shifts: tuple[int, ...], fill: Any, xp: Any) -> Any:
-    """Return values[..., t + shift] at [head, ..., t] for each head's shift, `fill` where there is none."""
+    """Return an array (H, ..., T) with values[..., t + shift[j]] at [j, ..., t], and `fill` past the end."""
     length = values.shape[-1]
     steps = [min(shift, length) for shift in shifts]
     missing = xp.zeros_like(values[..., : max(steps)]) + fill

@@ -1,6 +1,6 @@
-"""Log-probabilities of chosen tokens, and the entropy: what a user reads, as `api` has the losses.
+"""The public functions for log-probabilities of given tokens and for the entropy.
 
-To a backend they are a loss of each row (reduction "none") without options, negated, and its statistics.
+A backend computes them as a cross-entropy loss with reduction "none", negated, and its statistics.
 """
 
 from collections.abc import Collection
@@ -36,8 +36,8 @@ def log_probs(
 ) -> Any:
     """Compute the log-probability of each target class, and the entropy of each row's distribution.
 
-    With the options at their defaults this is ``logits.float().log_softmax(-1).gather(-1, target[..., None])[..., 0]``,
-    in one pass. Backward computes the gradient from the logits and each row's norm.
+    With default options this equals ``logits.float().log_softmax(-1).gather(-1, target[..., None])[..., 0]``, in one
+    pass. The backward pass computes the gradient from the logits and the saved log-sum-exp of each row.
 
     For row i, class c, raw logits z, softcap k, scale s and temperature T::
 
@@ -55,34 +55,35 @@ def log_probs(
     target : integer array (...)
         Class indices in [0, V) or ignore_index.
     temperature : float > 0, or float array with the target's shape
-        Divides the logits of all rows, or of each, after scale and softcap. No gradient.
+        Divides the logits after scale and softcap: one number for all rows, or one per row. No gradient.
     softcap, logit_scale, axis, vocab_parallel, backend
         As in `xent.cross_entropy`.
     ignore_index : int
         Rows with this target have log-probability and entropy 0, and exactly 0 gradient.
     support : Support, optional
-        The classes that each row may take; all sums over classes are over these. A target that is not among them has
-        log-probability -inf and no gradient from it.
+        The classes that a sampler allowed for each row. All sums over classes are over these. If the target is not
+        among them, the log-probability is -inf and contributes no gradient.
     entropy : bool
         Whether to return the entropy of each row as well.
     stats : collection of str
-        Names out of "lse", "predictions", "log_sum_sq_probs", "mean_logit" and "accuracy", all of each row: see
-        `xent.Stats`. "lse" carries gradients, the others do not.
+        Names among "lse", "predictions", "log_sum_sq_probs", "mean_logit" and "accuracy", one value per row each: see
+        `xent.Stats`. Only "lse" has a gradient.
 
     Returns
     -------
     log_probs : array, the target's shape
-        float32, or float64 for float64 logits and for NumPy. With ``entropy``, a tuple (log_probs, entropy), both of
-        that shape and differentiable.
+        float32, or float64 for float64 logits and for NumPy.
+    entropy : array, the target's shape
+        Only with ``entropy=True``: the result is then a tuple. Both are differentiable.
     stats : Stats
-        Last in the tuple, only where ``stats`` names any.
+        Last in the tuple, only if ``stats`` names any.
 
     Raises
     ------
     TypeError, ValueError
-        An argument of the wrong type, dtype, shape or range; a temperature that is not > 0.
+        An argument has a wrong type, dtype, shape or range, for example a temperature that is not > 0.
     IndexError
-        As in `xent.cross_entropy`; ids of a support outside [0, V) alike.
+        As in `xent.cross_entropy`, also for ids of a support outside [0, V).
     BackendError, RuntimeError, NotImplementedError
         As in `xent.cross_entropy`.
 
@@ -145,11 +146,12 @@ def linear_log_probs(
     vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
-    """Compute log-probabilities of targets from hidden states, without memory for the (tokens x vocabulary) logits.
+    """Compute log-probabilities of targets from hidden states, without storing the (tokens x vocabulary) logits.
 
-    This is ``log_probs(F.linear(input, linear_weight, linear_bias), target, ...)`` with logits in float32, whatever the
-    dtype of hidden states and classifier: forward adds them up tile by tile, backward computes them again chunk by
-    chunk. Results have the same bits whether or not a gradient or the entropy is asked for.
+    This equals ``log_probs(F.linear(input, linear_weight, linear_bias), target, ...)`` with at least float32 logits for
+    every dtype of hidden states and classifier. The forward pass accumulates the sums of each row tile by tile; the
+    backward pass computes the logits again, chunk by chunk. Asking for a gradient or for the entropy does not change
+    the bits of the results.
 
     Parameters
     ----------
@@ -160,20 +162,20 @@ def linear_log_probs(
     target : integer array (...)
         Class indices in [0, V) or ignore_index.
     shift : int >= 0
-        Row t has the target t + shift along the last sequence axis (axis -2 of input); entries of ``temperature`` and
-        rows of ``support`` go with the target. The last ``shift`` rows have no target and count as ignored.
+        Row t predicts target t + shift along the last sequence axis (axis -2 of input). Entries of ``temperature`` and
+        rows of ``support`` are aligned with the target. The last ``shift`` rows have no target and count as ignored.
     temperature, softcap, logit_scale, ignore_index, support, entropy, stats, backend
         As in `xent.log_probs`.
 
     Returns
     -------
-    log_probs, stats
+    log_probs, entropy, stats
         As from `xent.log_probs`, of the shape ``input.shape[:-1]``.
 
     Raises
     ------
     TypeError, ValueError, IndexError, BackendError, RuntimeError, NotImplementedError
-        As `xent.log_probs` does.
+        As in `xent.log_probs`.
 
     Examples
     --------
@@ -214,7 +216,7 @@ def linear_log_probs(
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
-    """Return the names of the statistics to ask a backend for, checked and in their order."""
+    """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`."""
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy must be a bool, got {entropy!r}")
     allowed = ", ".join(map(repr, LOG_PROB_STATS))
@@ -228,7 +230,7 @@ def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
 
 
 def _check_classes(target: Any) -> None:
-    """Raise TypeError for class probabilities, which a loss would take."""
+    """Raise TypeError for class probabilities, which only the losses accept."""
     if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
         return
     raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
@@ -243,7 +245,7 @@ def _check_heads(shift: Any) -> None:
 
 
 def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:
-    """Run the call, and remember its kind where a look for it found none."""
+    """Run the call. If `plan` is given, store it with the chosen backend, for repeated calls of this kind."""
     chosen = select(backend, call)
     made = chosen.run(call)
     if plan is not None:
@@ -252,7 +254,7 @@ def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> 
 
 
 def _in_order(made: tuple[Any, Stats], names: tuple[str, ...]) -> Any:
-    """Return the results in the caller's order."""
+    """Return (log_probs, entropy, stats) without what was not requested."""
     loss, found = made
     results = [0 - loss]
     if "entropy" in names:

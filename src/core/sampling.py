@@ -1,4 +1,4 @@
-"""What belongs to sampled tokens: a temperature, and the classes that the sampler allowed."""
+"""Validation of the temperature, and of the classes that a sampler allowed (`Support`)."""
 
 import math
 from dataclasses import replace
@@ -23,7 +23,7 @@ __all__ = ["of_log_probs", "sampled"]
 def sampled(
     call: LogitsCall | LinearCall, temperature: Any, support: Support | None, names: tuple[str, ...]
 ) -> LogitsCall | LinearCall:
-    """Describe the loss of each row of a call as log-probabilities with these statistics; check what is new."""
+    """Return the call as one of log-probabilities with these statistics; validate temperature and support."""
     first = {"logits": call.logits} if isinstance(call, LogitsCall) else {"input": call.input}
     number = number_of(framework_of(next(iter(first.values()))), temperature)
     is_number = number is not temperature or framework_of(number) is None
@@ -35,7 +35,7 @@ def sampled(
 
 
 def of_log_probs(spec: LossSpec, names: tuple[str, ...], temperature: Any = None) -> LossSpec:
-    """Return the options of log-probabilities with these statistics, and with a temperature that is one number.
+    """Return the options of log-probabilities with these statistics. Fold a temperature T into scale and softcap.
 
     x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
     """
@@ -47,7 +47,7 @@ def of_log_probs(spec: LossSpec, names: tuple[str, ...], temperature: Any = None
 
 
 def _arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
-    """Return the arrays among them, by the names that they have for the caller."""
+    """Return the arrays among temperature and support, by the caller's names of them."""
     named = {} if temperature is None else {"temperature": temperature}
     if support is None:
         return named
@@ -64,10 +64,10 @@ def _arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:
 def _tempered(
     framework: str, spec: LossSpec, temperature: Any, rows: tuple[int, ...], is_number: bool
 ) -> tuple[LossSpec, Any]:
-    """Return the options, and the temperature of each row; None where one number holds for all.
+    """Return the options, and the temperatures per row, or None if one number is for all rows.
 
-    One number goes into the options. A 0-d MLX array, of which nobody knows whether it is > 0, is a temperature of each
-    row.
+    One number is folded into the options. A 0-d MLX array is treated as a temperature per row, because its value is not
+    known yet and may be invalid.
     """
     if is_number:
         if framework_of(temperature) is None and not is_tracing(framework):

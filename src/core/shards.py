@@ -1,4 +1,4 @@
-"""A vocabulary in shards, as far as it can be checked without a framework: `vocab_parallel=`, and rows in shards."""
+"""Validation of `vocab_parallel=` and of tokens in shards, as far as it needs no framework."""
 
 import numbers
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["check_tokens", "shards_of"]
 
 
 def shards_of(framework: str, given: Any) -> Shards | None:
-    """Return what the caller, or a placement, says of shards, checked; None where the vocabulary is in one piece."""
+    """Return the validated description of shards, or None if the vocabulary is not in shards."""
     if given is None:
         return None
     if framework != "torch":
@@ -36,9 +36,9 @@ def shards_of(framework: str, given: Any) -> Shards | None:
 
 
 def check_tokens(input: Any, target: Any, axis: int, heads: int | None) -> tuple[int, ...]:
-    """Return the rows (..., T) of a call whose `input` (..., T_r, D) is cut along `axis`; they are the target's.
+    """Return the shape of the rows (..., T), which is the target's, for an `input` (..., T_r, D) split along `axis`.
 
-    With heads there is an axis of them in front, in the input and in what is returned.
+    With heads, both the input and the result have a first axis of heads.
     """
     rows = tuple(target.shape)
     if dtype_name(target) in FLOAT_DTYPES:

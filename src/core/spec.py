@@ -1,4 +1,4 @@
-"""One call, described once: frozen facts that validation produces and every backend reads. No framework in here."""
+"""The description of a validated call: frozen dataclasses that every backend reads. Imports no framework."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,28 +26,28 @@ __all__ = [
 
 REDUCTIONS = ("mean", "sum", "none")
 DIFFERENTIABLE = ("lse", "nll", "entropy")
-"""Statistics that carry gradients with reduction "none"."""
+"""Statistics that have gradients with reduction "none"."""
 ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")
 STAT_NAMES = (*ROW_STATS, "z_loss", "accuracy", "count")
 LOG_PROB_STATS = ("lse", "predictions", "log_sum_sq_probs", "mean_logit", "accuracy")
-"""What the log-probability functions report beside their results, all of it per row."""
+"""Statistics of the log-probability functions, one value per row each."""
 DIVERGENCE_STATS = ("entropy",)
-"""What the divergences report beside their loss, all of it per row and without gradient."""
+"""Statistics of the divergences, one value per row each, without gradient."""
 
 
 LARGEST = 1e30
-"""A larger softcap bends nothing more, and a larger temperature makes nothing more alike. What is divided by this is
-still a normal number in float32; devices may flush smaller ones to 0, and 0 / 0 is NaN."""
+"""The largest softcap or temperature that is used. A larger one would not change the result, and a quotient by it could
+be a denormal float32 number, which devices may flush to 0; 0 / 0 is NaN."""
 
 
 def bounded(value: Any) -> Any:
-    """Return a softcap or temperature, `LARGEST` at most if it is a number."""
+    """Return a softcap or temperature, at most `LARGEST` if it is a number."""
     return min(value, LARGEST) if isinstance(value, (int, float)) else value
 
 
 @dataclass(frozen=True, eq=False)
 class LossSpec:
-    """The options that all functions share. `stats` keeps the order of `STAT_NAMES`."""
+    """The options that all functions share. `stats` is in the order of `STAT_NAMES`."""
 
     reduction: str = "mean"
     ignore_index: int = -100
@@ -57,9 +57,9 @@ class LossSpec:
     logit_scale: float = 1.0
     stats: tuple[str, ...] = ()
     exact: bool = False
-    """Whether logits that the call computes must not be rounded below float32."""
+    """Whether logits that the call computes must be float32 or float64, for every input dtype."""
     accuracy_of_rows: bool = False
-    """Whether the accuracy is each row's, 1 or 0, rather than the share of rows."""
+    """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
 
     def without_stats(self) -> "LossSpec":
         """Return the same without statistics."""
@@ -70,8 +70,8 @@ class LossSpec:
 class LogitsCall:
     """A validated call on logits. `normalizer` is a float, a 0-d array or None.
 
-    `temperature`, of the target's shape (in MLX perhaps 0-d), divides the logits of each row after scale and softcap; a
-    temperature that is one number is in `loss.logit_scale` and `loss.softcap`.
+    `temperature` has the target's shape (in MLX it may be 0-d) and divides the logits of each row after scale and
+    softcap. A temperature that is one number is folded into `loss.logit_scale` and `loss.softcap`.
     """
 
     logits: Any
@@ -89,22 +89,22 @@ class LogitsCall:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
-    """A classifier (V, D) as `mlx.core.quantize` packs it, of a linear loss or a teacher. It gets no gradient.
+    """A classifier (V, D), packed by `mlx.core.quantize`, for a linear loss or a teacher. It gets no gradient.
 
-    Products with it are `mlx.core.quantized_matmul`'s: it is never unpacked as a whole.
+    Matrix products use `mlx.core.quantized_matmul`; the classifier is never dequantized as a whole.
 
     Parameters
     ----------
     packed : uint32 MLX array (V, D * bits / 32)
-        What `mlx.core.quantize` returns first; the `weight` of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`.
+        The first result of `mlx.core.quantize`; the `weight` of an `mlx.nn.QuantizedLinear` or `QuantizedEmbedding`.
     scales : MLX array (V, D / group_size)
-        One for each group of `group_size` elements of a row.
+        The factor of each group of `group_size` elements of a row.
     biases : MLX array, the shape of scales, optional
-        What is added to each group; None for modes that have none.
+        The offset of each group; None for modes without offsets.
     group_size, bits : int
-        As they were given to `mlx.core.quantize`.
+        As passed to `mlx.core.quantize`.
     mode : str
-        As it was given to `mlx.core.quantize`.
+        As passed to `mlx.core.quantize`.
 
     Examples
     --------
@@ -122,15 +122,15 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(V, D) of the weight that was packed."""
+        """(V, D) of the weight before packing."""
         return self.packed.shape[0], self.packed.shape[1] * 32 // self.bits
 
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest as in `LogitsCall`.
+    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest is as in `LogitsCall`.
 
-    With `heads`, the first axis of `input` is theirs, the target has none, and `shift` is 0: see `xent.core.heads`.
+    With `heads`, `input` has a first axis of heads, the target has not, and `shift` is 0: see `xent.core.heads`.
     """
 
     input: Any
@@ -151,7 +151,7 @@ class LinearCall:
 
 @dataclass(frozen=True)
 class Heads:
-    """Several heads of one classifier: how far ahead each predicts, and how much it counts, 1 each where None."""
+    """Several heads with one classifier: how far ahead each predicts, and its factor in the loss (None: 1 each)."""
 
     shift: tuple[int, ...]
     weight: tuple[float, ...] | None = None
@@ -159,17 +159,17 @@ class Heads:
 
 @dataclass(frozen=True, eq=False)
 class Support:
-    """The classes that each row may take: what a sampler with top-k, top-p or min-p left of the vocabulary.
+    """The classes that a sampler with top-k, top-p or min-p allowed for each row.
 
-    Row i of the N rows of `target`, in row-major order, has the classes ``ids[offsets[i]:offsets[i + 1]]``. Sums over
-    the vocabulary are sums over these alone.
+    `target` has N rows in row-major order. Row i has the classes ``ids[offsets[i]:offsets[i + 1]]``. Sums over the
+    vocabulary are over these classes only.
 
     Parameters
     ----------
     ids : integer array (M,)
         Classes in [0, V), each at most once in a row, in any order.
     offsets : integer array (N + 1,)
-        Where each row begins; the last entry is M.
+        The start of each row in `ids`; the last entry is M.
 
     Examples
     --------
@@ -187,25 +187,26 @@ class Support:
 class VocabParallel:
     """A vocabulary in shards: this rank of a process group holds the classes [first, first + rows) of `size`.
 
-    The shard is what the call gets as logits (..., rows), or as classifier (rows, D), bias (rows,), class weights
-    (rows,) and class probabilities (..., rows). Everything else, targets above all, is the same on every rank. So are
-    the loss and the statistics, bit by bit. Every rank of the group has to make the call.
+    Each rank passes its shard: logits (..., rows), or classifier (rows, D) and bias (rows,), and its part of class
+    weights (rows,) and class probabilities (..., rows). All other arguments, targets in particular, must be the same on
+    every rank. Loss and statistics are then the same on every rank, bit for bit. Every rank of the group must make the
+    call.
 
     Parameters
     ----------
     group : torch.distributed.ProcessGroup, or torch.distributed.DeviceMesh of one dimension
-        The ranks that hold a shard each.
+        The ranks, each of which holds one shard.
     first : int, optional
-        The shard's first class. By default shards follow each other in the order of ranks, as DTensor and torch.chunk
-        cut a vocabulary. Either all ranks name theirs or none.
+        The first class of the shard. By default shards follow each other in the order of ranks, as DTensor and
+        torch.chunk split a vocabulary. Either all ranks pass it or none.
     size : int, optional
-        V, how many classes there are. Rows of a shard beyond are padding: they have no probability and no gradient. By
-        default no shard has padding. To be given also where one group has two vocabularies whose shards are of one size
-        on some ranks and not on all: ranks remember a layout by their own shard.
+        V, the number of classes. Rows of a shard beyond V are padding: they have no probability and no gradient. By
+        default no shard has padding. Pass it also if one group has two vocabularies whose shards have the same size on
+        some ranks but not on all, because each rank caches the layout by the size of its own shard.
     sequence_parallel : bool
-        Whether the `input` of a linear loss holds this rank's tokens alone, (..., T_r, D), cut along that axis as
-        torch.chunk cuts T; target and sample weights are those of all tokens. Hidden states are gathered, and their
-        gradient is reduced and scattered.
+        Whether the `input` of a linear loss holds only this rank's tokens, (..., T_r, D), split along that axis as
+        torch.chunk splits T. Targets and sample weights are those of all T tokens. The call gathers the hidden states,
+        and reduces and scatters their gradient.
 
     Examples
     --------
@@ -224,26 +225,26 @@ class VocabParallel:
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """A validated `VocabParallel`, or what the placements of DTensors say in its place."""
+    """A validated `VocabParallel`, or the same facts from the placements of DTensors."""
 
     group: Any
     first: int | None
     size: int | None
     axis: int | None
-    """The axis of the hidden states along which tokens are cut; None where every rank has all tokens."""
+    """The axis of the hidden states along which tokens are split; None if every rank has all tokens."""
     reduces: bool = True
-    """Whether the gradient of the hidden states is summed over ranks by the call."""
+    """Whether the call sums the gradient of the hidden states over ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Stats:
-    """What the call was asked to report beside its results; a field that was not asked for is None.
+    """The statistics that a call returns beside its results. A field that was not requested is None.
 
-    With reduction "none" lse, nll and entropy carry gradients; nothing else does. What a divergence reports does not.
+    With reduction "none" lse, nll and entropy have gradients; the others have none. Those of a divergence have none.
 
-    Rows are the positions of `target`; a row whose target is `ignore_index` (or that `shift` leaves without a target)
-    is not counted and holds 0, or -1 for predictions. x are the logits after scale, softcap and temperature. With a
-    support, classes are those of the row's support.
+    Rows are the positions of `target`. A row whose target is `ignore_index`, or that has no target because of `shift`,
+    is not counted; its value is 0, or -1 for predictions. x are the logits after scale, softcap and temperature. With a
+    support, sums over c are over the row's support.
 
     Attributes
     ----------
@@ -256,16 +257,16 @@ class Stats:
     predictions : array, target's (index) shape, int64 (int32 in MLX)
         The class of the largest logit, the lowest index among equals.
     log_sum_sq_probs : array, target's (index) shape, the loss's dtype
-        log sum_c p_c^2; minus the Renyi entropy of order 2.
+        log sum_c p_c^2: the Renyi entropy of order 2, negated.
     mean_logit : array, target's (index) shape, the loss's dtype
         The mean of x_c over classes.
     z_loss : 0-d array, the loss's dtype; target's (index) shape with reduction "none"
-        The share of the returned loss that the z term makes, reduced as the loss is.
+        The z-loss term of the returned loss, with the same reduction.
     accuracy : 0-d array, the loss's dtype
-        The share of counted rows whose prediction is the target (the most probable class, for class probabilities),
-        in [0, 1]; 0 when no row counts. From the log-probability functions: of each row, 1 or 0, target's shape.
+        The share of counted rows, in [0, 1], whose prediction is the target (for class probabilities: the most probable
+        class); 0 if no row is counted. From the log-probability functions: 1 or 0 per row, target's shape.
     count : 0-d array, int64 (int32 in MLX)
-        How many rows count.
+        The number of counted rows.
     """
 
     lse: Any = None
@@ -281,7 +282,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """One line of `xent.backends()`: a backend and, where it is not available, the reason why not."""
+    """One line of `xent.backends()`: a backend and, if it is not available, the reason."""
 
     name: str
     framework: str
@@ -290,4 +291,4 @@ class BackendInfo:
     versions: dict[str, str]
     devices: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """Which fast paths are on or off and why, and what "auto" waits for."""
+    """Which fast paths are on or off and why, and a condition under which "auto" takes the backend."""

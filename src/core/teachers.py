@@ -1,8 +1,8 @@
-"""Teachers whose distribution a student is compared with, and one call of a divergence, described once.
+"""The public teacher classes, and the description of a validated divergence call.
 
-A distribution comes from logits that exist (`StoredLogits`), from a classifier (`LinearLogits`), or, for a teacher,
-from its most probable classes (`TopKTeacher`). The first two are the same for both sides; a temperature is folded into
-them.
+Student and teacher are each given as stored logits (`StoredLogits`) or as hidden states and a classifier
+(`LinearLogits`), both with the temperature already folded into scale and softcap. A teacher may also be given as its
+most probable classes (`TopKTeacher`).
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ _TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
 
 @dataclass(frozen=True, eq=False)
 class LinearTeacher:
-    """A teacher given as hidden states and a classifier: its logits never exist all at once. It gets no gradient.
+    """A teacher given as hidden states and a classifier. Its logits are not stored, and it gets no gradient.
 
-    Its logits are ``input @ weight.T + bias``, then scaled and capped as the student's are, and divided by the same
-    temperature. Its width may differ from the student's, its vocabulary may not.
+    Its logits are ``input @ weight.T + bias``, followed by its own scale and softcap, and by the temperature of the
+    call. Its width D' may differ from the student's; its vocabulary may not.
 
     Parameters
     ----------
     input : array (..., D'); float64, float32, bfloat16 or float16
         Hidden states, one for each row of the student.
     weight : array (V, D'), the dtype of input; or QuantizedWeight
-        The teacher's classifier. For MLX also a quantized one.
+        The teacher's classifier. For MLX it may be quantized.
     bias : array (V,), the dtype of input, optional
         Bias of the classifier.
     softcap : float > 0, optional
@@ -51,25 +51,26 @@ class LinearTeacher:
 
 @dataclass(frozen=True, eq=False)
 class TopKTeacher:
-    """A teacher known at K classes of each row: what is stored of a large model's predictions. It gets no gradient.
+    """A teacher given as its K most probable classes per row, as stored predictions are. It gets no gradient.
 
-    With q_k = exp(log_probs_k) and t = 1 - sum_k q_k, the mass that is left, ``tail`` says what becomes of t:
+    Let q_k = exp(log_probs_k) be the teacher's probabilities, p_k the student's, and t = 1 - sum_k q_k the teacher's
+    mass on the other classes. ``tail`` selects how t is treated:
 
-    - "bucket": the classes left are one cell of two distributions over K + 1 cells. The divergence is at least 0, and 0
-      only where the student has the teacher's probabilities at the K classes.
-    - "renormalize": q_k / sum_k q_k takes the place of q_k: all other classes have teacher probability 0.
-    - "drop": sum_k q_k (log q_k - log p_k), in which t is left out. This is no divergence: it may be negative, and is
-      not smallest where student and teacher agree.
+    - "bucket": all other classes form one bucket, so that both distributions have K + 1 cells. The divergence is at
+      least 0, and 0 only if the student has the teacher's probabilities at the K classes.
+    - "renormalize": q_k / sum_k q_k replaces q_k; all other classes have teacher probability 0.
+    - "drop": sum_k q_k (log q_k - log p_k), without a term for t. This is not a divergence: it may be negative, and its
+      minimum is not where student and teacher agree.
 
     Parameters
     ----------
     ids : integer array (..., K)
         Classes in [0, V), in any order, each at most once in a row.
     log_probs : float array (..., K)
-        Their log-probabilities over the whole vocabulary, at the temperature of the call. An entry of -inf stands for
-        no class, and its id is not used: so rows with fewer than K classes are padded.
+        Their log-probabilities over the whole vocabulary, at the temperature of the call. To pad rows with fewer than K
+        classes, use -inf; the id of such an entry is ignored.
     tail : {"bucket", "renormalize", "drop"}
-        What becomes of the mass that is left.
+        How the mass on the other classes is treated.
 
     Examples
     --------
@@ -86,7 +87,7 @@ class TopKTeacher:
 
 @dataclass(frozen=True, eq=False)
 class StoredLogits:
-    """Logits that exist; the classes are on the call's `axis`."""
+    """Logits in memory; the classes are on the call's `axis`."""
 
     logits: Any
     softcap: float | None
@@ -95,7 +96,7 @@ class StoredLogits:
 
 @dataclass(frozen=True, eq=False)
 class LinearLogits:
-    """Logits (..., V) of hidden states and a classifier."""
+    """Logits (..., V) that are computed from hidden states and a classifier."""
 
     input: Any
     weight: Any
@@ -108,8 +109,8 @@ class LinearLogits:
 class DivergenceCall:
     """A validated call. `rows` is the shape of a per-row loss; `normalizer` is a number, a 0-d array or None.
 
-    `temperature` is in `softcap` and `logit_scale` of both sides already, and in the log-probabilities of a
-    `TopKTeacher`. `workspace` is in bytes.
+    `softcap` and `logit_scale` of both sides, and the log-probabilities of a `TopKTeacher`, already include
+    `temperature`. `workspace` is in bytes.
     """
 
     student: StoredLogits | LinearLogits
@@ -127,10 +128,10 @@ class DivergenceCall:
 
     @property
     def array(self) -> Any:
-        """The student's first array, whose framework and device are the call's."""
+        """The student's first array: its framework and device are those of the call."""
         return self.student.logits if isinstance(self.student, StoredLogits) else self.student.input
 
 
 def mass_tolerance(dtype: str) -> float:
-    """Return by how much rounding may lift the sum of probabilities whose logarithms have that dtype above 1."""
+    """Return how far the sum of probabilities may exceed 1 by rounding, for log-probabilities of that dtype."""
     return _TOLERANCES.get(dtype, 1e-4)

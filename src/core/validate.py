@@ -1,7 +1,7 @@
-"""Arguments in, a described call out; or an error that names the argument, what was got and what is allowed.
+"""Validate the arguments of the losses and describe the call. Errors name the argument, its value and what is allowed.
 
-Everything here can be checked from shapes, dtypes and plain numbers. The values inside `target` are checked by the
-backends (`XENT_CHECK_TARGETS` in `xent.cross_entropy`), because only they know where looking at values is cheap.
+This module checks shapes, dtypes and numbers. The backends check the values in `target` (see `XENT_CHECK_TARGETS` in
+`xent.cross_entropy`), because reading them may synchronise with the device.
 """
 
 import math
@@ -171,13 +171,13 @@ def linear_call(
 
 
 def _scales(framework: str | None, *, softcap: Any, logit_scale: Any, **_: Any) -> dict[str, Any]:
-    """Return softcap and logit scale where they are PyTorch tensors, by their names."""
+    """Return those of softcap and logit scale that are PyTorch tensors, by name."""
     given = {"softcap": number_of(framework, softcap), "logit_scale": number_of(framework, logit_scale)}
     return {name: value for name, value in given.items() if framework == "torch" == framework_of(value)}
 
 
 def parts_of(weight: Any, name: str) -> dict[str, Any]:
-    """Return the arrays of a classifier that the caller knows by `name`, by the names that they have for the caller."""
+    """Return the arrays of a classifier, by the names that error messages use. `name` is that of the argument."""
     if not isinstance(weight, QuantizedWeight):
         return {name: weight}
     parts = {part: getattr(weight, part) for part in ("packed", "scales", "biases")}
@@ -188,7 +188,7 @@ def parts_of(weight: Any, name: str) -> dict[str, Any]:
 
 
 def check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
-    """Raise TypeError or ValueError for a quantized classifier that cannot be one."""
+    """Raise TypeError or ValueError for an invalid quantized classifier."""
     if framework != "mlx":
         raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
     if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
@@ -211,7 +211,7 @@ def check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
 
 
 def check_shift_and_workspace(shift: Any, workspace: int | None) -> None:
-    """Raise ValueError for a shift or a workspace that cannot be one."""
+    """Raise ValueError for an invalid shift or workspace."""
     heads = shift if isinstance(shift, (tuple, list)) else (shift,)
     if not heads or not all(_is_int(one) and one >= 0 for one in heads):
         several = "" if heads and heads[0] is shift else ", or a tuple with one such int for each head"
@@ -221,7 +221,7 @@ def check_shift_and_workspace(shift: Any, workspace: int | None) -> None:
 
 
 def heads_of(framework: str, shift: Any, head_weight: Any, reduction: str) -> Heads | None:
-    """Return the heads that a checked shift says there are, None for a number; raise for weights that do not fit."""
+    """Return the heads of a validated tuple `shift`, or None for a number. Raise for weights that do not fit."""
     shifts = tuple(shift) if isinstance(shift, (tuple, list)) else None
     if head_weight is None:
         return None if shifts is None else Heads(shifts)
@@ -246,7 +246,7 @@ def heads_of(framework: str, shift: Any, head_weight: Any, reduction: str) -> He
 def check_numbers(
     label_smoothing: float, z_loss: float, softcap: float | None, logit_scale: float, normalizer: float | None
 ) -> None:
-    """Raise TypeError or ValueError for an option that is not a number in its range."""
+    """Raise TypeError or ValueError for an option that is not a number, or out of range."""
     check_number("label_smoothing", label_smoothing, "in [0, 1]", lambda value: 0 <= value <= 1)
     check_number("z_loss", z_loss, "finite and >= 0", lambda value: 0 <= value < math.inf)
     if softcap is not None:
@@ -257,7 +257,7 @@ def check_numbers(
 
 
 def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
-    """Raise TypeError or ValueError for a value that is no number or that `holds` is not true of."""
+    """Raise TypeError for a value that is not a number, ValueError for one for which `holds` is false."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, {allowed}; got {describe(value)}")
     if not holds(value):
@@ -265,7 +265,7 @@ def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
 
 
 def check_stats(stats: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of statistics in the order of `allowed`; raise TypeError or ValueError for what is not there."""
+    """Return the names of statistics in the order of `allowed`. Raise TypeError or ValueError for other names."""
     listed = ", ".join(map(repr, allowed))
     if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {stats!r}")
@@ -286,7 +286,7 @@ def loss_spec(
     logit_scale: float,
     stats: Any,
 ) -> LossSpec:
-    """Check the options that both functions share and that need no array."""
+    """Check the options that both functions share, and for which no array is needed."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
     if not _is_int(ignore_index):
@@ -313,7 +313,7 @@ def loss_spec(
 
 
 def _scale(framework: str, name: str, value: Any) -> Any:
-    """Return the number of a softcap or logit scale; 1, which both may be, for a 0-d PyTorch tensor."""
+    """Return a softcap or logit scale as a number; for a 0-d PyTorch tensor return 1, which is valid for both."""
     if framework != "torch" or framework_of(value) != framework:
         return value
     if len(value.shape) or dtype_name(value) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
@@ -322,7 +322,7 @@ def _scale(framework: str, name: str, value: Any) -> Any:
 
 
 def _number(framework: str, value: Any) -> Any:
-    """Return an option's number; 1, which all may be, for a 0-d MLX array, whose value is not looked at."""
+    """Return an option as a number; for a 0-d MLX array, whose value is not read, return 1, which is valid for all."""
     if framework == "mlx" == framework_of(value) and not value.shape and dtype_name(value) in FLOAT_DTYPES:
         return 1.0
     return value
@@ -356,7 +356,7 @@ def _check_rows(
     sample_weight: Any,
     in_shards: bool,
 ) -> None:
-    """Check what is said per row and per class against `rows`, the index target's shape, and `vocabulary`.
+    """Check arguments per row and per class against `rows`, the shape of index targets, and `vocabulary`.
 
     A shard of the vocabulary may be empty.
     """

@@ -1,6 +1,6 @@
-"""Arguments of a divergence in, a described call out; or an error that names the argument and what is allowed.
+"""Validate the arguments of a divergence and describe the call. Errors name the argument and what is allowed.
 
-Shapes, dtypes and numbers are checked here. The values inside a `TopKTeacher` are checked by the backends.
+This module checks shapes, dtypes and numbers. The backends check the values in a `TopKTeacher`.
 """
 
 import math
@@ -117,12 +117,12 @@ def linear_divergence_call(
 
 
 def check_beta(beta: Any) -> None:
-    """Raise TypeError or ValueError for a beta that is no number in [0, 1]."""
+    """Raise TypeError or ValueError for a beta that is not a number in [0, 1]."""
     check_number("beta", beta, "in [0, 1]", lambda value: 0 <= value <= 1)
 
 
 def check_temperature(temperature: Any) -> None:
-    """Raise TypeError or ValueError for a temperature that is no number above 0."""
+    """Raise TypeError or ValueError for a temperature that is not a number above 0."""
     check_number("temperature", temperature, "finite and > 0", lambda value: 0 < value < math.inf)
 
 
@@ -134,7 +134,7 @@ def _frameworks(student: dict[str, Any], teacher: Any, sample_weight: Any, norma
 
 
 def _arrays_of(teacher: Any) -> dict[str, Any]:
-    """Return a teacher's arrays by the names that they have for the caller."""
+    """Return a teacher's arrays, by the names that error messages use."""
     if isinstance(teacher, TopKTeacher):
         named = {"teacher.ids": teacher.ids, "teacher.log_probs": teacher.log_probs}
     elif isinstance(teacher, LinearTeacher):
@@ -156,7 +156,7 @@ def _arrays_of(teacher: Any) -> dict[str, Any]:
 def _numbers(
     framework: str, beta: Any, temperature: Any, softcap: Any, logit_scale: Any
 ) -> tuple[float | None, float, float]:
-    """Return the student's softcap and scale with the temperature in them, and the temperature."""
+    """Return the student's softcap and scale, with the temperature folded in, and the temperature."""
     beta, heat, cap, scale = (number_of(framework, value) for value in (beta, temperature, softcap, logit_scale))
     if not is_tracing(framework):
         check_beta(beta)
@@ -175,7 +175,7 @@ def _teacher(
     heat: float,
     beta: Any,
 ) -> StoredLogits | LinearLogits | TopKTeacher:
-    """Check a teacher and return it with the temperature in its numbers."""
+    """Check a teacher and return it with the temperature folded into its softcap and scale."""
     if isinstance(teacher, TopKTeacher):
         _check_top_k(teacher, rows, vocabulary)
         if not is_tracing(framework) and beta != 0:
@@ -225,7 +225,7 @@ def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -
 
 
 def _check_classifier(framework: str, prefix: str, input: Any, weight: Any, bias: Any) -> None:
-    """Check hidden states and a classifier; the student's carry `linear_` in their names."""
+    """Check hidden states and a classifier. `prefix` is that of the argument names in error messages."""
     weight_name, bias_name = (f"{prefix or 'linear_'}{name}" for name in ("weight", "bias"))
     for name, array in ((f"{prefix}input", input), (weight_name, weight), (bias_name, bias)):
         if isinstance(array, QuantizedWeight):

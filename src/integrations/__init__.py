@@ -1,3 +1,3 @@
-"""xent where people train: modules of each framework, and libraries built on them."""
+"""xent in the APIs of other libraries: modules for PyTorch and MLX, transformers, TRL, verl, Megatron and mlx-lm."""
 
 __all__: list[str] = []

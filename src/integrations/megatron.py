@@ -1,14 +1,14 @@
-"""Megatron-LM's two losses of logits in shards, by name and signature, computed by `xent.cross_entropy`.
+"""Megatron-LM's two vocabulary-parallel losses, with its names and signatures, computed by `xent.cross_entropy`.
 
     from xent.integrations.megatron import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 
-Nothing of Megatron is needed. What is different, and why:
+Megatron need not be installed. Differences from Megatron:
 
-- With label smoothing, Megatron takes the mean of log-probabilities over each rank's own classes, so that ranks have
-  different losses. Here the mean is over all classes: what Megatron computes on one rank.
-- A target that is no class has loss 0 and no gradient. Megatron's has the loss log sum exp, which a loss mask is
+- Label smoothing: Megatron averages log-probabilities over the classes of each rank, so that ranks have different
+  losses. Here the average is over all classes, as Megatron computes it on one rank.
+- A target that is not a class has loss 0 and no gradient. In Megatron its loss is log sum exp, which a loss mask is
   expected to remove.
-- Logits are never written to.
+- The logits are not modified.
 """
 
 import sys
@@ -30,19 +30,19 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Compute the loss of each token from logits whose classes are in shards.
 
-    As `megatron.core.tensor_parallel.vocab_parallel_cross_entropy` on one rank: with smoothing a, 1 - a goes to the
-    target and a / (V - 1) to each other class, where V is the number of classes on all ranks, padding included.
+    This equals `megatron.core.tensor_parallel.vocab_parallel_cross_entropy` on one rank: with smoothing a, the target
+    has probability 1 - a and each other class a / (V - 1). V is the number of classes on all ranks, padding included.
 
     Parameters
     ----------
     vocab_parallel_logits : float tensor (T, B, V / ranks)
         This rank's classes, [rank * V / ranks, (rank + 1) * V / ranks). Any leading axes.
     target : integer tensor (T, B)
-        Classes in [0, V), the same on every rank; anything else has no loss.
+        Classes in [0, V), the same on every rank. Other values have loss 0.
     label_smoothing : float in [0, (V - 1) / V]
         The smoothing a.
     tp_group : torch.distributed.ProcessGroup, optional
-        The ranks with a shard each. None is Megatron's tensor-parallel group, where Megatron is in use.
+        The ranks, each of which has one shard. None means Megatron's tensor-parallel group, if Megatron is initialised.
 
     Returns
     -------
@@ -52,7 +52,7 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ValueError, TypeError
-        As `xent.cross_entropy` does, and for no group where Megatron has none.
+        As in `xent.cross_entropy`; also if no group is given and Megatron has none.
 
     Examples
     --------
@@ -82,8 +82,8 @@ def vocab_parallel_cross_entropy(
 def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor, tp_group: Any) -> Tensor:
     """Compute the loss of each token from logits whose classes are in shards.
 
-    As `megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy`: `vocab_parallel_cross_entropy`
-    without smoothing.
+    This equals `megatron.core.fusions.fused_cross_entropy.fused_vocab_parallel_cross_entropy`:
+    `vocab_parallel_cross_entropy` without smoothing.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
     Raises
     ------
     ValueError, TypeError
-        As `vocab_parallel_cross_entropy` does.
+        As in `vocab_parallel_cross_entropy`.
 
     Examples
     --------
@@ -108,7 +108,7 @@ def fused_vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Te
 
 
 def _megatrons_group() -> Any:
-    """Return the group of a Megatron that has been imported and initialised."""
+    """Return Megatron's tensor-parallel group, if Megatron has been imported and initialised."""
     state = sys.modules.get("megatron.core.parallel_state")
     if state is None:
         raise ValueError("tp_group must be a process group: megatron.core is not imported, so that there is no default")

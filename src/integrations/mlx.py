@@ -1,6 +1,6 @@
-"""Modules for MLX: both losses as mlx.nn modules, and a model's classifier in the form that the functions take.
+"""Modules for MLX: both losses as mlx.nn modules, and a function that returns the arrays of a model's classifier.
 
-Options are given at construction; sample_weight and normalizer, which change from batch to batch, with each call.
+Options are passed to the constructor; sample_weight and normalizer, which change per batch, are passed to each call.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,15 +22,15 @@ _QUANTIZED = (nn.QuantizedLinear, nn.QuantizedEmbedding)
 
 
 def classifier(module: nn.Module) -> tuple[Any, Any]:
-    """Return the weight and bias of a classifier as `xent.linear_cross_entropy` takes them.
+    """Return the weight and bias of a classifier, to be passed to `xent.linear_cross_entropy`.
 
-    What the module holds frozen is passed through ``mx.stop_gradient``, so that its gradient is not computed: a model
-    that is an argument of the function that ``nn.value_and_grad`` differentiates does not show what is frozen in it.
+    Frozen arrays are passed through ``mx.stop_gradient``, so that their gradient is not computed. This is needed
+    because ``nn.value_and_grad`` does not tell the loss function which parameters of the model are frozen.
 
     Parameters
     ----------
     module : mlx.nn.Linear, Embedding, QuantizedLinear or QuantizedEmbedding
-        The classifier; an embedding where it is tied.
+        The classifier; an embedding if the head is tied to it.
 
     Returns
     -------
@@ -40,7 +40,7 @@ def classifier(module: nn.Module) -> tuple[Any, Any]:
     Raises
     ------
     TypeError
-        A module of another kind. A layer that LoRA wraps has to be fused first.
+        The module has another type. Call `fuse()` on a layer that LoRA wraps.
 
     Examples
     --------
@@ -66,7 +66,7 @@ def classifier(module: nn.Module) -> tuple[Any, Any]:
 
 
 def is_adapted(module: nn.Module) -> bool:
-    """Whether LoRA or DoRA, as mlx-lm has them, wraps a layer."""
+    """Whether mlx-lm's LoRA or DoRA wraps this layer."""
     return isinstance(module, nn.Module) and "lora_a" in module
 
 
@@ -81,7 +81,7 @@ class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
     Parameters
     ----------
     weight : array (V,), optional
-        Weight of each class. Not a parameter: it is neither trained nor saved.
+        Weight of each class. It is not a parameter: it is not trained and not saved.
     ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, axis, stats, backend
         As in `xent.cross_entropy`.
 
@@ -117,7 +117,7 @@ class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
     def __call__(
         self, logits: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
     ) -> Any:
-        """Return the loss, and Stats with it where the constructor named any."""
+        """Return the loss, or (loss, Stats) if the constructor got `stats`."""
         return cross_entropy(
             logits, target, **self._options.named, sample_weight=sample_weight, normalizer=normalizer, axis=self.axis
         )
@@ -129,7 +129,7 @@ class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
 class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
     """`xent.linear_cross_entropy` as a module that owns its classifier, the mlx.nn.Linear `linear`.
 
-    ``mlx.nn.quantize`` makes it a frozen quantized one.
+    ``mlx.nn.quantize`` replaces the classifier by a frozen quantized one.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
     def __call__(
         self, input: mx.array, target: mx.array, *, sample_weight: mx.array | None = None, normalizer: Any = None
     ) -> Any:
-        """Return the loss of hidden states, and Stats with it where the constructor named any."""
+        """Return the loss of hidden states, or (loss, Stats) if the constructor got `stats`."""
         linear_weight, linear_bias = classifier(self.linear)
         return linear_cross_entropy(
             input,
@@ -206,7 +206,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
 
 
 class _Options:
-    """The options that both modules share; an object of its own, as MLX takes a module's arrays for parameters."""
+    """The options of both modules, in a separate object, because MLX treats a module's own arrays as parameters."""
 
     def __init__(self, named: dict[str, Any]) -> None:
         self.named = named
@@ -226,7 +226,7 @@ def _options(
     stats: Collection[str],
     backend: str,
 ) -> _Options:
-    """Return the options; raise for wrong ones now rather than at the first batch."""
+    """Return the options. Validate them, so that the constructor raises errors and not the first batch."""
     named = {
         "ignore_index": ignore_index,
         "reduction": reduction,

@@ -1,9 +1,9 @@
-"""What mlx-lm's models make of tokens, without their logits: a loss for its trainer, and log-probabilities.
+"""Loss and log-probabilities of mlx-lm's models from hidden states, without logits.
 
-`loss` takes the place of `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get at the hidden
-states before the head, the model runs with a head that keeps what it is given and returns a few known numbers instead
-of logits. What the model makes of those numbers shows what it does to its logits (a softcap, a scale), whatever its
-configuration calls it.
+`loss` replaces `mlx_lm.tuner.trainer.default_loss`. mlx-lm's models return logits. To get the hidden states, the model
+runs with a temporary head that stores its input and returns a few known numbers instead of logits (probes). From the
+numbers that the model returns for the probes, a softcap or a scale of the logits is derived, so that no configuration
+has to be read.
 """
 
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ _HINT = "use mlx_lm.tuner.trainer.default_loss for this model, or xent.log_probs
 
 
 def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -> tuple[mx.array, mx.array]:
-    """Compute what ``mlx_lm.tuner.trainer.default_loss`` computes, without the logits.
+    """Compute the same as ``mlx_lm.tuner.trainer.default_loss``, without storing the logits.
 
-    The mean cross entropy in float32 of the tokens t with lengths[i, 0] <= t <= lengths[i, 1], each from the ones
-    before it. Pass it on: ``train(..., loss=loss)``, ``evaluate(..., loss=loss)``, with options as
-    ``functools.partial(loss, z_loss=1e-4)``.
+    The result is the mean cross entropy in float32 of the tokens t with lengths[i, 0] <= t <= lengths[i, 1], each
+    predicted from the tokens before it. Pass the function to mlx-lm: ``train(..., loss=loss)``,
+    ``evaluate(..., loss=loss)``; to set options use ``functools.partial(loss, z_loss=1e-4)``.
 
-    The head may be a Linear, a tied Embedding, or the quantized form of either, frozen or not. A softcap or scale of
-    the logits is found out from the model.
+    The head may be a Linear layer or a tied Embedding, quantized or not, frozen or trained. A softcap or a scale of the
+    logits is read from the model.
 
     Parameters
     ----------
@@ -41,21 +41,22 @@ def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -
     batch : integer array (B, T + 1)
         Tokens, padded.
     lengths : integer array (B, 2)
-        The first position whose token counts, and the last.
+        The first and the last position that is counted in each row.
     **options
-        Of `xent.linear_cross_entropy`: label_smoothing, z_loss, weight, workspace, backend.
+        Options of `xent.linear_cross_entropy`: label_smoothing, z_loss, weight, workspace, backend.
 
     Returns
     -------
     loss : 0-d float32 array
-        0, not NaN, where no token counts.
+        0, not NaN, if no token is counted.
     ntoks : 0-d int32 array
-        How many tokens count.
+        The number of counted tokens.
 
     Raises
     ------
     ValueError, TypeError
-        The model's head was not found, or the model does something else to its logits, or its head is of another kind.
+        The model's head was not found or has another type, or the model changes its logits by more than a scale and a
+        softcap.
 
     Examples
     --------
@@ -70,10 +71,10 @@ def loss(model: nn.Module, batch: mx.array, lengths: mx.array, **options: Any) -
 
 
 def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None, **options: Any) -> Any:
-    """Compute the log-probability of each token of a batch, given the ones before it, without the logits.
+    """Compute the log-probability of each token of a batch, given the tokens before it, without storing the logits.
 
-    This is what ``mx.take_along_axis(nn.log_softmax(model(batch[:, :-1]), -1), batch[:, 1:, None], -1)`` has, from
-    logits in float32, whatever the dtype of the model. The head is as for `loss`.
+    This equals ``mx.take_along_axis(nn.log_softmax(model(batch[:, :-1]), -1), batch[:, 1:, None], -1)`` without the
+    last axis, from float32 logits for models of every dtype. The head may be of the same types as for `loss`.
 
     Parameters
     ----------
@@ -82,22 +83,22 @@ def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None
     batch : integer array (B, T + 1)
         Tokens, padded.
     lengths : integer array (B, 2), optional
-        The first position whose token counts, and the last, as in `loss`; the others have log-probability 0 and no
-        gradient. None: all count.
+        The first and the last position that is counted in each row, as in `loss`. The others have log-probability 0 and
+        no gradient. None: all are counted.
     **options
-        Of `xent.linear_log_probs`: temperature, support, entropy, stats, workspace, backend. ``temperature`` and
-        ``support`` are those of the tokens ``batch[:, 1:]``.
+        Options of `xent.linear_log_probs`: temperature, support, entropy, stats, workspace, backend. ``temperature``
+        and ``support`` are aligned with the tokens ``batch[:, 1:]``.
 
     Returns
     -------
     log_probs : float32 array (B, T)
-        Entry [i, t] is that of ``batch[i, t + 1]``. With ``entropy`` or ``stats``, what `xent.linear_log_probs`
-        returns then.
+        Entry [i, t] is the log-probability of ``batch[i, t + 1]``. With ``entropy`` or ``stats`` the result is a tuple,
+        as from `xent.linear_log_probs`.
 
     Raises
     ------
     ValueError, TypeError
-        As `loss` does.
+        As in `loss`.
 
     Examples
     --------
@@ -111,13 +112,13 @@ def log_probs(model: nn.Module, batch: mx.array, lengths: mx.array | None = None
 
 
 def _counts(batch: mx.array, lengths: mx.array) -> mx.array:
-    """Return which of the tokens after the first count, (B, T)."""
+    """Return the mask (B, T) of the counted tokens among those after the first."""
     steps = mx.arange(1, batch.shape[1])
     return mx.logical_and(steps >= lengths[:, 0:1], steps <= lengths[:, 1:])
 
 
 def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, Any]:
-    """Return the arguments of a linear call on the hidden states of all tokens but the last."""
+    """Return the arguments of `xent.linear_cross_entropy` for the hidden states of all tokens but the last."""
     head, hidden, softcap, scale = _before_head(model, batch[:, :-1])
     weight, bias = classifier(head)
     if isinstance(weight, mx.array) and weight.dtype != hidden.dtype:
@@ -135,7 +136,7 @@ def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, An
 
 
 def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.array, float | None, float]:
-    """Return the head, the hidden states (B, T, D) that it is given, and softcap and scale of the logits."""
+    """Return the head, its input (the hidden states, (B, T, D)), and softcap and scale of the logits."""
     seen: list[tuple[nn.Module, mx.array]] = []
     kind = type(model).__module__
     with _capturing(model, seen):
@@ -153,7 +154,7 @@ def _before_head(model: nn.Module, tokens: mx.array) -> tuple[nn.Module, mx.arra
 
 @contextmanager
 def _capturing(model: nn.Module, seen: list[tuple[nn.Module, mx.array]]) -> Iterator[None]:
-    """Have whatever may be the head keep (itself, its input) in `seen` and return the probes."""
+    """Make every module that may be the head append (itself, its input) to `seen` and return the probes."""
 
     def capture(module: nn.Module, hidden: mx.array) -> mx.array:
         seen.append((module, hidden))
@@ -176,12 +177,12 @@ def _hint(model: nn.Module) -> str:
 
 
 def _outside_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return names and modules outside of the stack of layers."""
+    """Return names and modules that do not belong to the list of layers."""
     return [(name, module) for name, module in model.named_modules() if not any(map(str.isdigit, name.split(".")))]
 
 
 def _candidates(model: nn.Module) -> list[nn.Module]:
-    """Return the embeddings, and the linear layers outside of the stack of layers with as many outputs as those."""
+    """Return the modules outside of the layers that may be the head: embeddings, linear layers with V outputs."""
     modules = _outside_layers(model)
     embeddings = [module for _, module in modules if isinstance(module, (nn.Embedding, nn.QuantizedEmbedding))]
     sizes = {module["weight"].shape[0] for module in embeddings}
@@ -195,13 +196,13 @@ def _candidates(model: nn.Module) -> list[nn.Module]:
 
 
 def _after_head(made: Any, ndim: int, kind: str) -> tuple[float | None, float]:
-    """Return the softcap and scale that turn the probes into what the model made of them."""
+    """Return the softcap and scale that turn the probes into the numbers that the model returned for them."""
     more = ValueError(f"{kind} does more to its logits than a scale and a softcap: {_HINT}")
     if not isinstance(made, mx.array) or made.size != len(_PROBES) or made.ndim != ndim or is_differentiated(made):
         raise more
     try:
         values: Any = made.reshape(-1).astype(mx.float32).tolist()
-    except ValueError as error:  # it takes an argument of a function that mx.compile traces, which has no value yet
+    except ValueError as error:  # the numbers depend on an argument of a traced function, which has no value yet
         raise more from error
     tiny, one, largest = values[1] / _PROBES[1], values[2], values[-1] / _PROBES[-1]
     straight = abs(largest - one) <= 1e-4 * abs(one)

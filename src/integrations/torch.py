@@ -1,7 +1,7 @@
-"""Drop-in modules for PyTorch: torch.nn's two losses by name, constructor and state_dict, with xent's options.
+"""Drop-in modules for PyTorch: torch.nn's two losses with the same names, constructors and state_dict.
 
-What torch.nn's modules do not have is given by keyword: z_loss, softcap, logit_scale, stats, backend at construction;
-sample_weight and normalizer, which change from batch to batch, with each call.
+Options that torch.nn's modules do not have are keyword arguments: z_loss, softcap, logit_scale, stats and backend of
+the constructor; sample_weight and normalizer, which change per batch, of each call.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,12 +22,12 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     Parameters
     ----------
     weight, size_average, ignore_index, reduce, reduction, label_smoothing
-        As in torch.nn.CrossEntropyLoss, deprecated ones included.
+        As in torch.nn.CrossEntropyLoss, including the deprecated arguments.
     z_loss, softcap, logit_scale, inplace, stats, backend
         As in `xent.cross_entropy`.
     axis : int, optional
-        The axis of the classes. None is PyTorch's layout: axis 1, or axis 0 of one-dimensional logits. A language
-        model's (batch, sequence, vocabulary) logits want -1.
+        The axis of the classes. None means PyTorch's layout: axis 1, or axis 0 of one-dimensional logits. Pass -1 for
+        the (batch, sequence, vocabulary) logits of a language model.
 
     Examples
     --------
@@ -65,7 +65,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
     ) -> Any:
-        """Return the loss of logits `input`, and Stats with it where the constructor named any."""
+        """Return the loss of logits `input`, or (loss, Stats) if the constructor got `stats`."""
         torch_axis = 1 if input.dim() > 1 else 0
         return cross_entropy(
             input,
@@ -83,7 +83,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """torch.nn.LinearCrossEntropyLoss, which owns its classifier, computed by `xent.linear_cross_entropy`.
+    """torch.nn.LinearCrossEntropyLoss, a module that owns its classifier, computed by `xent.linear_cross_entropy`.
 
     Input is (..., in_features), target (...) or, for class probabilities, (..., num_classes). The classifier is
     ``self.linear``, a torch.nn.Linear, so that state_dict has the keys linear.weight and linear.bias.
@@ -93,9 +93,9 @@ class LinearCrossEntropyLoss(nn.Module):
     in_features, num_classes, bias, device, dtype, reduction, weight, ignore_index, label_smoothing
         As in torch.nn.LinearCrossEntropyLoss (PyTorch 2.13).
     out_features : empty tuple
-        Losses of several dimensions, each with a classifier of its own, are not supported: ValueError.
+        Several output dimensions, each with its own classifier, are not supported: ValueError.
     z_loss, softcap, logit_scale, shift, head_weight, workspace, stats, backend
-        As in `xent.linear_cross_entropy`; `workspace` takes the place of PyTorch's chunking `options`.
+        As in `xent.linear_cross_entropy`. `workspace` replaces PyTorch's chunking `options`.
 
     Examples
     --------
@@ -148,7 +148,7 @@ class LinearCrossEntropyLoss(nn.Module):
     def forward(
         self, input: Tensor, target: Tensor, *, sample_weight: Tensor | None = None, normalizer: Any = None
     ) -> Any:
-        """Return the loss of hidden states `input`, and Stats with it where the constructor named any."""
+        """Return the loss of hidden states `input`, or (loss, Stats) if the constructor got `stats`."""
         return linear_cross_entropy(
             input,
             self.linear.weight,

@@ -1,11 +1,11 @@
-"""verl's fused head by its signature, computed by xent.
+"""A replacement of verl's fused LM head, with the same signature, computed by xent.
 
 The signature is that of `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` in verl 0.9. verl's models import
-the function when they are called, so that it is put in its place in one line::
+the function when they are called, so that one line replaces it::
 
     verl.utils.kernel.linear_cross_entropy.linear_cross_entropy = xent.integrations.verl.linear_cross_entropy
 
-Modules of verl's for Megatron import it by name when they are loaded: do it before.
+verl's modules for Megatron import it by name when they are loaded: run this line before that.
 """
 
 from typing import Any
@@ -28,9 +28,9 @@ def linear_cross_entropy(
     reduction: str | None = "none",
     dist_process_group: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropies from hidden states, by the signature of verl's function.
+    """Compute log-probabilities and entropies from hidden states, with the signature of verl's function.
 
-    Despite its name it returns log-probabilities, which are at most 0, and no loss.
+    Despite its name it returns log-probabilities, which are at most 0, not a loss.
 
     Parameters
     ----------
@@ -43,23 +43,23 @@ def linear_cross_entropy(
     temperature : float > 0, or None for 1
         Divides the logits.
     reduction : "none", "sum" or "mean", in any case; None is "none"
-        Of the log-probabilities. The mean is over all N tokens.
+        The reduction of the log-probabilities. The mean is over all N tokens.
     dist_process_group : torch.distributed.ProcessGroup, optional
-        Tensor parallelism: a group of more than one process is refused.
+        The tensor-parallel group. A group of more than one process raises an error.
 
     Returns
     -------
     log_probs : tensor, float32
         (N,) for "none", 0-d for the others. Differentiable.
     entropy : tensor (N,), float32
-        Of each token, whatever the reduction. Differentiable.
+        One value per token for every reduction. Differentiable.
 
     Raises
     ------
     NotImplementedError
-        A process group of several processes.
+        The process group has several processes.
     TypeError, ValueError, IndexError
-        As `xent.linear_log_probs` does; a reduction that is none of the three.
+        As in `xent.linear_log_probs`; also for another reduction.
 
     Examples
     --------

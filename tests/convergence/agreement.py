@@ -1,4 +1,4 @@
-"""Whether two runs are one: every loss, every gradient of the logits, every parameter, to the rounding of the dtype."""
+"""Compare two training runs: each loss, each gradient of the logits and each parameter, up to rounding."""
 
 from typing import Any
 
@@ -10,14 +10,14 @@ __all__ = ["disagreements"]
 
 UNITS = {"float32": 2.0**-23, "bfloat16": 2.0**-8}
 GROWTH = 64
-"""Units in the last place that the rounding of float32 may have grown to, over all the steps."""
+"""The allowed difference in float32 over all steps, in units in the last place."""
 
 
 def disagreements(ours: Run, plain: Run, exact: Run, dtype: str, has_logits: bool) -> list[str]:
-    """Name what disagrees, by how much and what was allowed.
+    """Return what differs, by how much, and what is allowed.
 
-    In float32 a run is held against the plain one. In lower precision both are held against `exact`, the plain run in
-    float32: ours may be as far from it as 1.5 times what the plain run is, and one unit in the last place.
+    In float32 a run is compared with the plain one. In lower precision both are compared with `exact`, the plain run in
+    float32: the error of xent's run may be 1.5 times that of the plain run, plus one unit in the last place.
     """
     pairs: list[tuple[str, Any, Any, Any]] = [("losses", *(np.array(run.losses) for run in (ours, plain, exact)))]
     if has_logits:

@@ -1,6 +1,6 @@
-"""A policy-gradient loss with an entropy bonus, on what trains the language model of these tests.
+"""A policy-gradient loss with an entropy bonus, for the language model of these tests.
 
-Each word is a token that was sampled, at a temperature of its own; what it is worth comes from its number. The loss is
+Each word is a sampled token with its own temperature and an advantage that depends on its index. The loss is
 -mean(advantage * log-probability) - BONUS * mean(entropy), over the words that are not masked.
 """
 
@@ -19,11 +19,11 @@ BONUS = 0.05
 SOFTCAP = 20.0
 
 Rows = Callable[[Any, Any, Any], tuple[Any, Any]]
-"""(log-probabilities, entropy, temperature) -> the first two as they are taken into the loss, perhaps with a fault."""
+"""(log-probabilities, entropy, temperature) -> the first two for the loss, possibly with a planted fault."""
 
 
 def as_they_are(log_probs: Any, entropy: Any, temperature: Any) -> tuple[Any, Any]:
-    """Return both."""
+    """Return both unchanged."""
     return log_probs, entropy
 
 
@@ -37,7 +37,7 @@ def still(target: Target, array: Any) -> Any:
 
 
 def _sampled(target: Target, classes: Any) -> tuple[Any, Any, Any]:
-    """Return the temperature and the advantage of each word, and how many are not masked."""
+    """Return the temperature and the advantage of each word, and the number of unmasked words."""
     words = target.harness.numpy(classes)
     temperature, advantage = 0.7 + (words * 5 % 7) / 10, (words * 11 % 13) / 8 - 0.1
     return *target.arrays(temperature, np.where(words == -100, 0.0, advantage)), max(int((words != -100).sum()), 1)

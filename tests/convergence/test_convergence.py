@@ -1,4 +1,4 @@
-"""A language model trained with xent is the model that the framework's own loss trains."""
+"""Training a language model with xent gives the same model as training with the framework's own loss."""
 
 import math
 
@@ -9,7 +9,7 @@ from tests.convergence.training import LOSSES, Run, train, vocabulary
 from tests.targets import Target
 
 FALLS_BY = 2.0
-"""Nats by which the steps must lower the loss, or the model has learnt nothing that could go wrong."""
+"""The minimum decrease of the loss in nats; a model that learns nothing would prove nothing."""
 
 RUNS: dict[tuple[str, str, str], Run] = {}
 
@@ -35,5 +35,5 @@ def test_same_model(target: Target, function: str, dtype: str) -> None:
 def test_it_learns(target: Target, function: str) -> None:
     losses = plain_run(target, function, "float32").losses
     assert losses[0] == pytest.approx(math.log(vocabulary()), rel=0.1)
-    if not target.interpreted:  # whose few rows and steps are there for the comparison
+    if not target.interpreted:  # interpreted runs have too few steps
         assert min(losses[-5:]) <= losses[0] - FALLS_BY

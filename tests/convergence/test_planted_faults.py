@@ -1,7 +1,7 @@
-"""The convergence test fails for a loss that is wrong as losses have been: each fault is planted in turn.
+"""The convergence test finds planted faults of kinds that losses have had.
 
-A fault is small, or hidden from a comparison of the first losses. If one of these tests fails, the convergence test
-has gone blind.
+Each fault is small, or does not show in the first losses. If one of these tests fails, the convergence test no longer
+finds that fault.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from tests.targets import Target
 
 
 def overwrites_logits(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Leave the logits' gradient in their memory, behind autograd's back, as a kernel does."""
+    """Write the gradient into the logits' memory without telling autograd, as a kernel could."""
     import torch
 
     def loss(logits: Any) -> Any:
@@ -59,7 +59,7 @@ FAULTS = {
 def test_fault_is_found(target: Target, fault: str, dtype: str) -> None:
     function, loss = FAULTS[fault]
     if not target.takes(dtype) or (loss is overwrites_logits and target.backend.framework != "torch"):
-        return  # MLX has no memory that could be written to behind its back
+        return  # MLX arrays are immutable
     ours = train(target, loss, dtype)
     plain, exact = (plain_run(target, function, kind) for kind in (dtype, "float32"))
     assert disagreements(ours, plain, exact, dtype, function == "cross_entropy")

@@ -1,6 +1,6 @@
-"""A policy trained with xent's log-probabilities and entropy is the policy that the framework's own operations train.
+"""Training a policy with xent's log-probabilities and entropy gives the same policy as the framework's operations.
 
-The tests of faults plant one in turn: in the entropy's gradient, in the temperature's, in what a masked row adds.
+Faults are planted in the gradient of the entropy, in the use of the temperature, and in masked rows.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def test_same_policy(target: Target, function: str, dtype: str) -> None:
 @pytest.mark.parametrize("function", POLICIES)
 def test_it_learns(target: Target, function: str) -> None:
     losses = plain_run(target, function, "float32").losses
-    if not target.interpreted:  # whose few rows and steps are there for the comparison
+    if not target.interpreted:  # interpreted runs have too few steps
         assert min(losses[-5:]) <= losses[0] - FALLS_BY
 
 
@@ -71,13 +71,13 @@ FAULTS: dict[str, tuple[str, str, Callable[[Target], Rows]]] = {
     "the temperature left out": ("log_probs", "float32", without_slope),
     "masked rows count": ("linear_log_probs", "float32", with_masked_rows),
 }
-"""Fault -> the function and the dtype that it is planted in, and how."""
+"""Fault -> (function, dtype, how it is planted)."""
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_found(target: Target, fault: str) -> None:
     function, dtype, plant = FAULTS[fault]
     if target.slow or not target.takes(dtype):
-        return  # what a fault does is the same on every backend
+        return  # a fault has the same effect on every backend
     loss = of_logits(plant(target)) if function == "log_probs" else of_hidden(plant(target))
     assert found(target, function, dtype, loss)

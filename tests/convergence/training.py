@@ -1,12 +1,12 @@
-"""A small language model that is trained on real text, in the operations that all frameworks share.
+"""A small language model that is trained on real text, with operations that all frameworks have.
 
-The text is this project's licence, in words. The model predicts a word from the three before it. Parameters and
-optimizer are NumPy's: each step places the parameters on the device and takes back the loss and their gradients, so
-that two runs differ by nothing but the loss. A framework needs only its harness to take part.
+The text is this project's licence. The model predicts a word from the three before it. Parameters and optimizer are in
+NumPy: each step copies the parameters to the device and reads the loss and their gradients, so that two runs differ
+only in the loss. A framework needs only its harness.
 
-Two things make a loss honest that a comparison of losses would let pass. The gradient of the logits is taken from
-zeros that are added to them, which no loss can reach, and the logits have a second user: a small penalty on their
-squares, computed after the loss.
+Two measures find faults that a comparison of losses would miss. The gradient of the logits is that of zeros that are
+added to them, so that a loss cannot change it in place. And the logits are used a second time, for a small penalty on
+their squares after the loss.
 """
 
 import re
@@ -32,7 +32,7 @@ Loss = Callable[[Target, tuple[Any, ...], Any, Any], Any]
 
 @dataclass(frozen=True)
 class Step:
-    """What one step of training gave: the loss, and the gradient of the logits where there are logits."""
+    """The results of one training step: the loss, and the gradient of the logits if there are logits."""
 
     loss: float
     logits: Any
@@ -72,23 +72,23 @@ def penalized(target: Target, arrays: tuple[Any, ...], loss: Callable[[Any], Any
 
 
 def plain(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Take the loss in the framework's own operations."""
+    """Compute the loss with the framework's own operations."""
     return penalized(target, arrays, lambda logits: target.harness.unfused_loss(logits, classes, **options))
 
 
 def from_logits(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Take the loss with `xent.cross_entropy`."""
+    """Compute the loss with `xent.cross_entropy`."""
     return penalized(target, arrays, lambda logits: xent.cross_entropy(logits, classes, backend=target.name, **options))
 
 
 def plain_alone(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Take the loss in the framework's own operations, without the penalty."""
+    """Compute the loss with the framework's own operations, without the penalty."""
     hidden, weight, bias, zeros = arrays
     return target.harness.unfused_loss(target.harness.linear(hidden, weight, bias) + zeros, classes, **options)
 
 
 def from_hidden(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Take the loss with `xent.linear_cross_entropy`, which has no logits to penalize."""
+    """Compute the loss with `xent.linear_cross_entropy`, which has no logits to penalize."""
     hidden, weight, bias, zeros = arrays
     loss = xent.linear_cross_entropy(hidden, weight, classes, linear_bias=bias, backend=target.name, **options)
     return loss + 0 * zeros.sum()
@@ -98,7 +98,7 @@ LOSSES: dict[str, tuple[Loss, Loss]] = {
     "cross_entropy": (plain, from_logits),
     "linear_cross_entropy": (plain_alone, from_hidden),
 }
-"""Function of xent -> the plain loss, and the one under test."""
+"""Function of xent -> (plain loss, loss under test)."""
 
 
 def train(target: Target, loss: Loss, dtype: str, spoil: Callable[[list[Any]], None] | None = None) -> Run:

@@ -1,4 +1,4 @@
-"""One case, in shards as each process runs it or in one piece; what comes back is put together and judged by a test."""
+"""Run a case in shards on each process, or in one piece. A test combines and compares the results."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,27 +19,27 @@ from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
 __all__ = ["AXES", "Way", "in_one_piece", "in_shards"]
 
 AXES = {"logits": -1, "linear_weight": 0, "linear_bias": 0}
-"""Along which axis an array is cut."""
+"""The axis along which an array is sharded."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a case is run."""
+    """The way in which a case is run."""
 
     ranks: int
     cut: Cut
     backend: str = "torch"
     reports: bool = False
-    """Whether all statistics are asked for, beside those of the case."""
+    """Whether all statistics are requested, not only those of the case."""
     needs: tuple[bool, ...] = (True, True, True)
-    """Which of the arrays that are differentiated ask for a gradient."""
+    """The differentiable arrays that require a gradient."""
     compiled: bool = False
     inplace: bool = False
     sequence_parallel: bool = False
     seed: int = 0
 
     def vocab_parallel(self, rank: int) -> Any:
-        """Return the argument: a group, or what has to be said beside it."""
+        """Return the `vocab_parallel` argument: a group, or a VocabParallel."""
         said: dict[str, Any] = {"sequence_parallel": True} if self.sequence_parallel else {}
         if self.cut.says_first:
             said["first"] = self.cut.firsts[rank]
@@ -49,11 +49,11 @@ class Way:
 
 
 def in_shards(case: Case, way: Way) -> dict[str, Any] | None:
-    """Return this process's results as NumPy arrays: of `case.results`, gradients, statistics; None if it has none."""
+    """Return this process's results as NumPy arrays: those of `case.results`, gradients, statistics; None if absent."""
     rank = dist.get_rank()
     if rank >= way.ranks:
         return None
-    layout.forget()  # a rank may have met a shard of this size in another layout
+    layout.forget()  # the rank may have cached another layout for this shard size
     return _results(case, way, rank)
 
 

@@ -1,4 +1,4 @@
-"""These tests are about PyTorch alone; they share one group of processes."""
+"""Fixtures of the distributed tests, which are for PyTorch only and share one group of processes."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,7 +10,7 @@ from xent.backends import TABLE
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other frameworks, and where PyTorch has no torch.distributed."""
+    """Ignore this folder in runs for other frameworks, and if PyTorch has no torch.distributed."""
     if not any(TABLE[name]().framework == "torch" for name in asked_for()):
         return True
     import torch.distributed as dist
@@ -20,7 +20,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[object]:
-    """Start processes when the first test needs them."""
+    """Start the processes when the first test needs them."""
     from tests.distributed.pool import Pool
 
     processes = Pool()

@@ -1,4 +1,4 @@
-"""How a vocabulary is cut into shards in the tests."""
+"""The ways in which the tests split a vocabulary into shards."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ CUTS = ("even", "uneven", "empty first", "empty", "padded", "reversed")
 
 @dataclass(frozen=True)
 class Cut:
-    """Classes [firsts[r], firsts[r] + rows[r]) for rank r, of which those from `vocabulary` on are padding."""
+    """Rank r has the classes [firsts[r], firsts[r] + rows[r]); those from `vocabulary` on are padding."""
 
     vocabulary: int
     firsts: tuple[int, ...]
@@ -21,7 +21,7 @@ class Cut:
     says_size: bool = False
 
     def take(self, array: Any, rank: int, axis: int) -> Any:
-        """Return a rank's part of an array, with NaN for padding."""
+        """Return a rank's shard of an array, with NaN for padding."""
         first, rows = self.firsts[rank], self.rows[rank]
         here = np.arange(first, min(first + rows, self.vocabulary))
         part = np.take(array, here, axis)
@@ -30,7 +30,7 @@ class Cut:
         return np.pad(part, missing, constant_values=np.nan) if rows > len(here) else part
 
     def join(self, parts: list[Any], axis: int) -> Any:
-        """Return the whole of what ranks have of it; padding must hold zeros."""
+        """Concatenate the shards of all ranks; padding must be zero."""
         pieces = []
         for rank in np.argsort(self.firsts, kind="stable"):
             first, rows = self.firsts[rank], self.rows[rank]

@@ -82,8 +82,11 @@ class Pool:
     def _start(self) -> None:
         if self._processes:
             return
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        if torch.cuda.is_available():  # which a process that was forked from another could not use
+            context: Any = mp.get_context("spawn")
+        else:
+            context = mp.get_context("forkserver")
+            context.set_forkserver_preload([__name__])
         folder = tempfile.mkdtemp()
         for rank in range(PROCESSES):
             mine, theirs = context.Pipe()

@@ -1,4 +1,4 @@
-"""What ranks must agree on: an error on all of them, in terms of ranks and ranges, and nobody left waiting."""
+"""Ranks that disagree: all of them raise an error that names ranks and ranges, and none waits forever."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ FIRST = [0, 6]
 
 
 def attempt(arguments: list[dict[str, Any]], again: bool = False, environment: dict[str, str] | None = None) -> Any:
-    """Return the type and the text of the error of this rank's call, with `arguments[rank]` in the place of its own."""
+    """Return type and message of the error of this rank's call with `arguments[rank]`."""
     rank, ranks = dist.get_rank(), len(arguments)
     if rank >= ranks:
         return None
@@ -148,7 +148,7 @@ def test_other_numbers_of_rows_are_found_where_targets_are_looked_at(pool: Pool)
 
 
 def collectives_of(calls: int) -> list[str]:
-    """Return what crossed ranks in so many equal calls, forward and backward."""
+    """Return the collectives of a number of equal calls, forward and backward."""
     if dist.get_rank() > 1:
         return []
     layout.forget()

@@ -1,4 +1,4 @@
-"""A fault planted in each thing that crosses ranks is found: by the reference, other bits on other ranks, a check."""
+"""A fault planted in each collective is found: by the reference, by bits that differ between ranks, or by a check."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from xent.core.check.cases import OPTIONS, Case
 
 
 class Done:
-    """A collective that has nothing to wait for."""
+    """The handle of a collective that is done."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -25,17 +25,17 @@ class Done:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is done to one kind of collective."""
+    """A fault in one kind of collective."""
 
     collective: str
     strikes: Callable[[Tensor], bool]
-    """Whether a collective of what is sent is of the kind."""
+    """Whether a collective with this input is of the kind."""
     spoil: Callable[[Tensor], None] | None
-    """Changes what is received; None where nothing crosses ranks."""
+    """Changes the result; None skips the collective."""
     caught: str = "Comparison|differs between ranks"
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
-        """Put it in the place of the collective."""
+        """Replace the collective by the faulty one."""
         function = getattr(collectives, self.collective)
 
         def faulty(*args: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several heads of one classifier in shards give what they give in one process."""
+"""Several heads with one classifier in shards give the same results as in one process."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Megatron's functions give what Megatron's formulas say, as it documents them, and with one rank computes them."""
+"""The replacements of Megatron's functions compute Megatron's documented formulas."""
 
 import sys
 from types import ModuleType
@@ -17,7 +17,7 @@ CLASSES = 12
 
 
 def expected_loss(logits: Tensor, target: Tensor, smoothing: float) -> Tensor:
-    """Return 1 - a of the target's -log p, and a / (V - 1) of each other class's; logits (T, B, V)."""
+    """Return (1 - a) (-log p_y) plus a / (V - 1) times -log p of the other classes, for logits (T, B, V)."""
     shares = torch.full_like(logits, smoothing / (CLASSES - 1)).scatter(-1, target[..., None], 1 - smoothing)
     return -(shares * logits.log_softmax(-1)).sum(-1)
 

@@ -1,4 +1,4 @@
-"""Tests of the libraries that people train with: collected where those are installed.
+"""Fixtures of the integration tests, which are collected only if their libraries are installed.
 
 With XENT_TEST_INTEGRATIONS=1, which nox sets, a missing library fails the run.
 """
@@ -22,13 +22,13 @@ NEEDS = {
     "test_trl_divergence.py": "trl",
     "test_trl_functions.py": "trl",
 }
-"""What a file needs besides PyTorch and transformers, which mlx-lm brings without PyTorch."""
+"""Test file -> what it needs besides PyTorch and transformers; mlx-lm installs transformers without PyTorch."""
 FROM_PYTHON = {"trl": (3, 11)}
-"""The first Python that a library runs on, where that is later than ours."""
+"""Library -> the oldest Python that it supports, if that is newer than xent's."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out what tests a library that is not there."""
+    """Ignore test files whose libraries are not installed."""
     needed = {"torch", "transformers", NEEDS.get(collection_path.name, "transformers")}
     missing = [name for name in sorted(needed) if importlib.util.find_spec(name) is None]
     expected = all(sys.version_info >= FROM_PYTHON.get(name, (3,)) for name in missing)
@@ -39,7 +39,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True)
 def float32_products() -> Iterator[None]:
-    """Take back the TF32 that the Trainer turns on for good where it compiles."""
+    """Restore the TF32 setting that the Trainer changes for the whole process when it compiles."""
     from tests.integrations.precision import multiply_in_float32
 
     yield
@@ -48,7 +48,7 @@ def float32_products() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget that an earlier test compiled a patched model: in such a process a step past the head is no sign."""
+    """Reset the record of compiled models: in a process with one, a step without a call of the head is no sign."""
     from xent.integrations.transformers import history
 
     monkeypatch.setattr(history, "_compiled", set())
@@ -56,7 +56,7 @@ def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the hidden states whose loss was fused, as they come."""
+    """Return a list to which the shapes of hidden states with a fused loss are appended."""
     shapes: list[tuple[int, ...]] = []
     function = xent.linear_cross_entropy
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, made from their configurations alone: nothing is downloaded."""
+"""Tiny models of transformers, created from configurations, without downloads."""
 
 import copy
 from typing import Any
@@ -65,16 +65,16 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False, "attention_dropout": 0.0},
     ),
 }
-"""Name -> configuration class and its arguments. Soft caps and scales are strong, so that a lost one shows."""
+"""Name -> configuration class and its arguments. Softcaps and scales are strong, so that a missing one is noticed."""
 
 LISTED = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", "phi3", "granite", "cohere", "gpt2", "mixtral")
-"""The models that the documentation names; the others stand for what else models do between head and loss."""
+"""The models that the documentation names. The others represent other operations between head and loss."""
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a model with weights large enough for logits that differ, the same at each call."""
+    """Return a model with weights large enough for different logits, the same at each call."""
     kind, arguments = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**copy.deepcopy(arguments))
@@ -84,7 +84,7 @@ def make(name: str, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def spread_logits(model: Any) -> None:
-    """Give a head weights that are large enough for logits that differ."""
+    """Give a head weights that are large enough for different logits."""
     head = model.get_output_embeddings()
     with torch.no_grad():
         head.weight.normal_(std=0.3)
@@ -112,8 +112,8 @@ def gradients(model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, 
 def worst_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """Return the largest difference of any parameter's gradient, relative to the largest element of that gradient.
 
-    One that is smaller than the rounding of the model's largest gradient, as that of a key's bias, which is 0 but for
-    rounding, counts relative to the largest.
+    A gradient that is smaller than the rounding error of the model's largest gradient is compared relative to the
+    largest. (The gradient of a key's bias, for example, is 0 up to rounding.)
     """
     assert ours.keys() == theirs.keys()
     largest = max(gradient.abs().max().item() for gradient in theirs.values())

@@ -1,4 +1,4 @@
-"""The precision of matrix products of float32, which libraries lower to TF32 for good."""
+"""Reset the precision of float32 matrix products, which libraries set to TF32 for the whole process."""
 
 import torch
 
@@ -6,7 +6,7 @@ __all__ = ["multiply_in_float32"]
 
 
 def multiply_in_float32() -> None:
-    """Take back what the Trainer sets where it compiles, and what accelerate sets with the older switch."""
+    """Undo the Trainer's setting when it compiles, and accelerate's, which uses the older switch."""
     torch.backends.cuda.matmul.allow_tf32 = False
     if hasattr(torch.backends, "fp32_precision"):  # PyTorch 2.9, which raises once the two switches contradict
         torch.backends.fp32_precision = "none"

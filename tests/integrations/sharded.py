@@ -1,7 +1,7 @@
-"""Losses and gradients of sharded models, patched and plain, where FSDP gathers weights for a call or a group alone.
+"""Losses and gradients of models sharded by FSDP, patched and unpatched.
 
-A script for torchrun, which prints a line for each way to shard. A loss taken outside of the model has gradients that
-do not come through the model's outputs, on which FSDP waits to gather weights for the backward pass.
+This is a script for torchrun. It prints a line for each way to shard. The gradients of a loss that is computed outside
+of the model do not pass through the model's outputs, whose hooks gather FSDP's weights for the backward pass.
 """
 
 import os
@@ -28,7 +28,7 @@ WAYS = {
     "FSDP2, norm and head, taken away": "computed",
     "FSDP1, head alone": "computed",
 }
-"""What is sharded -> what becomes of the logits."""
+"""What is sharded -> whether the logits are deferred or computed."""
 
 
 def shard(model: Any, way: str, device: torch.device) -> Any:
@@ -45,7 +45,7 @@ def shard(model: Any, way: str, device: torch.device) -> Any:
 
 
 def step(way: str, outside: bool, patched: bool, device: torch.device) -> tuple[torch.Tensor, list[torch.Tensor], bool]:
-    """Return the loss, the gradients that this process holds, and whether the logits were left alone."""
+    """Return the loss, this process's gradients, and whether the logits stayed deferred."""
     model = make("llama").to(device)
     if patched:
         patch(model)
@@ -64,7 +64,7 @@ def step(way: str, outside: bool, patched: bool, device: torch.device) -> tuple[
 
 
 def main() -> None:
-    """Compare, and print what was seen."""
+    """Compare patched and unpatched models, and print the results."""
     warnings.filterwarnings("error", message=".*returned a view tensor")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":

@@ -1,6 +1,6 @@
-"""Run by several processes: models parallelised in several ways train as one process does, without their logits.
+"""A script for several processes: tensor-parallel models train as in one process, without storing logits.
 
-Every process has the same batch. What is compared with is the same model, whole, in the same process.
+Every process has the same batch, and compares with the whole model in the same process.
 """
 
 import os
@@ -42,7 +42,7 @@ _LAYERS = {
 
 
 def by_torch(head: Any, **more: Any) -> Callable[[nn.Module, DeviceMesh], nn.Module]:
-    """Return what parallelises a model with PyTorch's styles."""
+    """Return a function that parallelises a model with PyTorch's styles."""
     return lambda model, mesh: parallelize_module(model, mesh, {**_LAYERS, "lm_head": head, **more})
 
 
@@ -60,7 +60,7 @@ def by_torch_with_tokens_in_shards(model: nn.Module, mesh: DeviceMesh) -> nn.Mod
 
 
 def by_plan(plan: Any = "auto") -> Callable[[Any, DeviceMesh], Any]:
-    """Return what saves a model, and loads it with one of transformers' plans."""
+    """Return a function that saves a model, and loads it with one of transformers' plans."""
     return lambda model, mesh: load(model, DistributedConfig(tp_size=mesh.size(), tp_plan=plan))
 
 
@@ -75,13 +75,13 @@ def load(model: Any, config: DistributedConfig) -> Any:
 
 
 def by_plan_of_patched(model: Any, mesh: DeviceMesh) -> Any:
-    """Load a model with a plan while all models are patched, which happens before the plan is followed."""
+    """Load a model with a plan after `patch()`, which patches the model before the plan is applied."""
     with patch():
         return by_plan()(model, mesh)
 
 
 def by_weight(model: Any, mesh: DeviceMesh) -> Any:
-    """Put a DTensor in the place of the head's weight, and nothing else; without xent that fails when it is called."""
+    """Replace only the head's weight by a DTensor; without xent such a head fails when it is called."""
     model.lm_head.weight = nn.Parameter(distribute_tensor(model.lm_head.weight.detach(), mesh, [Shard(0)]))
     return model
 
@@ -113,7 +113,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, DeviceMesh], Any], str]] = {
         "transformers made the head tensor-parallel after patch(model)",
     ),
 }
-"""Name -> model, how it is parallelised, and why its training is not fused; nothing if it is."""
+"""Name -> (model, how it is parallelised, why its training is not fused, or "")."""
 
 
 def whole(tensor: Any) -> Any:
@@ -121,7 +121,7 @@ def whole(tensor: Any) -> Any:
 
 
 def make_for(name: str, parallelise: Any) -> Any:
-    """Return a model; with a head of its own where PyTorch parallelises it, which parts it from the embedding."""
+    """Return a model. If PyTorch's styles parallelise it, its head is untied, as they would separate it anyway."""
     model = make(name)
     if parallelise.__module__ == __name__ and "plan" not in parallelise.__qualname__:
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
@@ -179,12 +179,12 @@ def compare(name: str, parallelise: Callable[[Any, DeviceMesh], Any], why: str, 
 
 
 def real_logits(logits: Any) -> Any:
-    """Return logits that somebody has looked at."""
+    """Return logits after reading them."""
     return real(logits, None) if isinstance(logits, DeferredLogits) else logits
 
 
 def check_logits(model: Any, inputs: dict[str, Tensor], plain: Any, expected: Tensor) -> None:
-    """Compare logits, and the gradients that come through them, where somebody looks at them."""
+    """Compare logits that are read, and the gradients through them."""
     weight, upstream = model.get_output_embeddings().weight, torch.rand_like(expected)
     made = []
     for logits in (plain, model(inputs["input_ids"]).logits):
@@ -197,7 +197,7 @@ def check_logits(model: Any, inputs: dict[str, Tensor], plain: Any, expected: Te
 
 
 def compare_compiled(mesh: DeviceMesh) -> None:
-    """Compare a compiled step, which computes its logits and says so."""
+    """Compare a compiled step, which computes its logits and warns."""
     inputs = batch()
     expected, wanted = step(make("llama"), inputs)
     model = by_torch_head_alone(make("llama"), mesh).train()
@@ -219,7 +219,7 @@ def by_plan_and_fsdp2(mesh: DeviceMesh) -> Any:
 
 
 def by_torch_and_fsdp2(head_alone: bool) -> Callable[[DeviceMesh], Any]:
-    """Return what parallelises a model with PyTorch's styles, and shards it with FSDP2."""
+    """Return a function that parallelises a model with PyTorch's styles, and shards it with FSDP2."""
 
     def parallelise(mesh: DeviceMesh) -> Any:
         model = by_torch(ColwiseParallel(use_local_output=False))(make("llama"), mesh["tp"])
@@ -233,10 +233,10 @@ def by_torch_and_fsdp2(head_alone: bool) -> Callable[[DeviceMesh], Any]:
 MESHES: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "plan auto with fsdp2": (by_plan_and_fsdp2, ""),
     "torch with fsdp2": (by_torch_and_fsdp2(False), ""),
-    # Its logits are a DTensor, of which transformers' loss can make nothing.
+    # The logits are a DTensor, which transformers' loss does not support.
     "torch with fsdp2, head alone": (by_torch_and_fsdp2(True), "FSDP2 shards the tensor-parallel head on its own"),
 }
-"""Name -> how a mesh of two dimensions is used, and why training is not fused; nothing if it is."""
+"""Name -> (how a two-dimensional mesh is used, why training is not fused, or "")."""
 
 
 def compare_on_mesh(parallelise: Callable[[DeviceMesh], Any], why: str, mesh: DeviceMesh) -> None:
@@ -266,13 +266,13 @@ def compare_on_mesh(parallelise: Callable[[DeviceMesh], Any], why: str, mesh: De
 
 
 def report(way: str, why: str) -> None:
-    """Print what became of one way."""
+    """Print the result of one way."""
     if dist.get_rank() == 0:
         print(f"{way}: {'computed' if why else 'fused'}", flush=True)
 
 
 def main() -> None:
-    """Compare, and print what was seen."""
+    """Compare all ways, and print the results."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group()

@@ -1,4 +1,4 @@
-"""Models that differ from those in `models` in how they get from hidden states to a loss."""
+"""Models whose operations between hidden states and loss differ from those in `models`."""
 
 import copy
 from contextlib import nullcontext
@@ -92,7 +92,7 @@ COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
            | {"channel_multiplier": [1], "num_res_blocks": 1, "resolution": 8}},
     ),
 }  # fmt: skip
-"""The same, of models that do to their logits what cannot be recorded: these are real."""
+"""The same for models with operations on logits that cannot be recorded, so that the logits are computed."""
 
 
 def make(kind: str, arguments: dict[str, Any]) -> Any:
@@ -126,7 +126,7 @@ def test_step(name: str, fused: list[tuple[int, ...]]) -> None:
 
 @pytest.mark.parametrize("name", ["MBart", "Marian"])
 def test_offset_under_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
-    """What is added is float32, and makes the logits float32."""
+    """The added constant is float32, so the logits become float32."""
     model, inputs = make(*FUSED[f"a number for each class added: {name}"]), batch()
     _, truth = gradients(model, inputs)
     with torch.autocast(device, torch.bfloat16):

@@ -1,4 +1,4 @@
-"""torch.compile makes one graph of a patched model, and what leaves it are deferred logits still."""
+"""torch.compile compiles a patched model into one graph, which returns deferred logits."""
 
 from collections.abc import Iterator
 
@@ -37,7 +37,7 @@ def test_step(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_inductor_and_steps() -> None:
-    """Training goes on without compiling anew, and logits of a step that is over are refused."""
+    """Training continues without recompilation, and reading logits of an earlier step raises."""
     model = make("llama")
     expected = _train(make("llama"))
     with patch(model):
@@ -68,7 +68,7 @@ def _train(model: torch.nn.Module, compiled: torch.nn.Module | None = None) -> l
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at all
 @pytest.mark.parametrize("outside", [False, True], ids=["compiled logits", "eager logits"])
 def test_deferred_logits_enter_a_graph(outside: bool) -> None:
-    """A graph break between head and loss, or a loss compiled by itself, costs nothing but the break."""
+    """A graph break between head and loss, or a separately compiled loss, still gives a fused loss."""
     model, inputs = make("gemma2"), batch(masked=False)
 
     def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Every family of transformers with a linear head: patched training is fused, or says why not, and never differs."""
+"""Every family of transformers with a linear head: patched training is fused or warns, and gives the same numbers."""
 
 import copy
 import dataclasses
@@ -36,7 +36,7 @@ _NAMES = {
     "embedding_size": 16,
     "is_decoder": True,
 }
-"""What configurations call the sizes of a tiny model; each takes those that it knows."""
+"""The configuration names of the sizes of a tiny model; each configuration uses those that it has."""
 
 CAUSAL = [
     "Apertus", "Arcee", "BioGpt", "Bitnet", "Bloom", "Cohere", "Cohere2", "Cwm", "DeepseekV2", "DeepseekV3",
@@ -62,7 +62,7 @@ NOT_FUSED = {
     "ProphetNetForConditionalGeneration": "looked at them at",
     "MobileBertForMaskedLM": "its head was not called",
 }
-"""Those that warn, and of what."""
+"""Models whose training warns -> part of the warning."""
 
 CLASSES = [
     *[f"{name}ForCausalLM" for name in CAUSAL],

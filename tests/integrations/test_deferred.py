@@ -1,4 +1,4 @@
-"""Deferred logits are nothing that a caller could tell from logits, whatever is done with them."""
+"""Deferred logits behave like computed logits in every operation."""
 
 import copy
 import io
@@ -18,7 +18,7 @@ from xent.integrations.transformers.heads import DeferringLinear
 
 
 def heads(bias: bool = True) -> tuple[nn.Linear, nn.Linear, Tensor]:
-    """Return a head, its deferring twin, and hidden states (2, 5, 8) with a gradient."""
+    """Return a head, a deferring head with the same weights, and hidden states (2, 5, 8) that require a gradient."""
     torch.manual_seed(0)
     plain = nn.Linear(8, 16, bias=bias, device=device)
     twin = copy.deepcopy(plain)
@@ -119,7 +119,7 @@ def _leave_out(z: Tensor) -> Tensor:
 
 
 class _Square(torch.autograd.Function):
-    """Calls PyTorch where deferred logits are not asked."""
+    """A Function that calls PyTorch without going through __torch_function__."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_loss_leaves_the_logits_as_they_would_be(use: str) -> None:
 
 
 def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
-    """What is added to the logits gets its gradient, and refuses to be looked at once it changed."""
+    """A constant that is added to the logits gets its gradient; if it changes, reading the logits raises."""
     plain, deferring, hidden = heads()
     numbers = NUMBERS.clone().requires_grad_()
     ours, theirs = ((mean(head(hidden) + numbers), numbers, hidden, *head.parameters()) for head in (deferring, plain))
@@ -175,7 +175,7 @@ def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
 
 
 def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
-    """LoRA on the head adds a second product to the first, and the loss takes both in one."""
+    """LoRA on the head adds a second product, and the loss uses both in one call."""
     plain, deferring, hidden = heads()
     small, small_twin, _ = heads(bias=False)
     parts = []
@@ -307,7 +307,7 @@ def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
     ],
 )
 def test_logits_used_after_the_weights_changed(use: Callable[[Tensor], Any], changed: str) -> None:
-    """They are refused, as is what is made of them later: it would be of the new weights."""
+    """Reading stale logits raises, as does reading results derived from them: they would have the new weights."""
     _, deferring, hidden = heads()
     logits = deferring(hidden)
     with torch.no_grad():
@@ -335,7 +335,7 @@ def test_without_gradients() -> None:
 
 
 class _Sink(torch.autograd.Function):
-    """Hands outputs on and copies them, as DistributedDataParallel's does."""
+    """Copies outputs, like the Function of DistributedDataParallel."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
@@ -357,7 +357,7 @@ def test_logits_that_another_function_hands_on() -> None:
 
 
 class _Tagged(Tensor):
-    """A tensor whose class means something."""
+    """A subclass of Tensor with its own meaning."""
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ class _Tagged(Tensor):
     ids=["hook", "DeepSpeed", "dtype of the bias", "another class of tensor", "dtype", "device"],
 )
 def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
-    """Where deferring could go wrong, the head does what torch.nn.Linear does."""
+    """If logits cannot be deferred, the head computes them like torch.nn.Linear."""
     plain, deferring, hidden = heads()
     results = []
     for head in (plain, deferring):

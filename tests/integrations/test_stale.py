@@ -1,4 +1,4 @@
-"""Logits that were not looked at before the weights changed are refused, whoever changed them and however."""
+"""Reading logits after the weights have changed raises an error, for every kind of change."""
 
 import copy
 from collections.abc import Callable
@@ -23,7 +23,7 @@ class OldStyle(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     def step(self, closure: Any = None) -> None:
-        """Take a step that a bfloat16 weight hardly ever shows."""
+        """Make a step so small that bfloat16 weights rarely change."""
         for group in self.param_groups:
             for weight in group["params"]:
                 weight.data.add_(weight.grad.data, alpha=-group["lr"])

@@ -1,4 +1,4 @@
-"""What stands in for TRL's divergence: the same results and gradients, or closer to float64 than they are."""
+"""The replacement of TRL's divergence has the same results and gradients, or is closer to float64."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def rest(beta: float, options: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def definition(given: list[Any], beta: float, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Return what the names mean, in float64, from the values that the inputs have."""
+    """Return the results of these names, computed in float64 by their definitions."""
     wide = [None if each is None else each.double() for each in given]
     _, temperature, *bends = rest(beta, options)
     sides = []
@@ -99,7 +99,7 @@ def test_bfloat16(beta: float) -> None:
 
 
 def test_dtypes_that_differ_and_autocast() -> None:
-    """The trainer leaves a teacher's classifier in the dtype that it was loaded in."""
+    """The trainer keeps the teacher's classifier in the dtype in which it was loaded."""
     given = inputs()
     given[4] = given[4].detach().bfloat16()
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""What stands in for TRL's kernels: the same results and gradients, or closer to float64 than they are."""
+"""The replacements of TRL's kernels have the same results and gradients, or are closer to float64."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def apply(function: Any, given: dict[str, Any], outputs: Any = OPTIONAL_OUTPUTS,
 
 
 def gradients(results: tuple[Any, ...], given: dict[str, Any], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of what can have some, for those of the results that are named."""
+    """Return the gradients of the differentiable inputs, for upstream gradients of the named results."""
     wanted = {name: each for name, each in given.items() if each is not None and each.requires_grad}
     outputs = {name: each for name, each in zip(NAMES, results, strict=True) if name in upstream}
     found = torch.autograd.grad(list(outputs.values()), list(wanted.values()), [upstream[name] for name in outputs])
@@ -54,7 +54,7 @@ def upstreams(rows: int) -> dict[str, Tensor]:
 
 
 def definition(given: dict[str, Any], **options: Any) -> tuple[Tensor, ...]:
-    """Return what the names mean, in float64, from the values that the inputs have."""
+    """Return the results of these names, computed in float64 by their definitions."""
     wide = {name: None if each is None else each.double() for name, each in given.items()}
     cap = options.get("softcap")
     x = F.linear(wide["hidden"], wide["weight"], wide["bias"]) * options.get("scale", 1)

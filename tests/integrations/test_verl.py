@@ -1,4 +1,4 @@
-"""verl's function by its signature."""
+"""The replacement of verl's function."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def inputs() -> tuple[Any, Any, Any]:
 
 
 def definition(hidden: Any, weight: Any, labels: Any, temperature: float, reduction: str) -> tuple[Any, Any]:
-    """Return what verl's tests compare its kernels with, for flattened tokens, in float64."""
+    """Return the definition in verl's tests, for flattened tokens, in float64."""
     log_p = (F.linear(hidden.double(), weight.double()) / temperature).flatten(0, -2).log_softmax(-1)
     nll = F.nll_loss(log_p, labels.flatten(), reduction=reduction)
     return -nll, -(log_p.exp() * log_p).sum(-1)

@@ -1,7 +1,7 @@
-"""Run a script in a process of its own, and say how many losses were computed from hidden states: file arguments.
+"""Run a script (arguments: file, its arguments) and print how many losses were computed from hidden states.
 
-Before the script destroys its process group, its last tensors get time to go. PyTorch 2.13 waits for gloo's threads
-without letting go of the interpreter, which they need to drop a tensor, and now and then that is a deadlock.
+The script sleeps before it destroys its process group, so that its last tensors are released. PyTorch 2.13 waits for
+gloo's threads without releasing the interpreter lock, which they need to release a tensor; this can be a deadlock.
 """
 
 import runpy

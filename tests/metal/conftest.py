@@ -1,4 +1,4 @@
-"""These tests are about the Metal kernels; they are collected where backend "metal" was asked for."""
+"""Fixtures of the tests of the Metal kernels, which are collected if XENT_TEST_BACKENDS names backend "metal"."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _ONLY_REAL = ("test_gpu.py",)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other backends; of the rest, what the kernels do not run on here."""
+    """Ignore this folder in runs for other backends, and files that the present machine cannot run."""
     if "metal" not in asked_for():
         return True
     import mlx.core as mx
@@ -22,5 +22,5 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(scope="session")
 def kernel_folder(pytestconfig: pytest.Config) -> Path:
-    """Where compiled kernels are kept, for other processes and the next session too."""
+    """Return the folder of compiled kernels, which processes and later runs share."""
     return Path(pytestconfig.cache.mkdir("metal"))

@@ -1,4 +1,4 @@
-"""These tests are about MLX alone; they are collected where a backend for MLX arrays was asked for."""
+"""Fixtures of the tests for MLX, which are collected if XENT_TEST_BACKENDS names a backend for MLX arrays."""
 
 from pathlib import Path
 
@@ -9,6 +9,6 @@ from xent.backends import TABLE
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other frameworks."""
+    """Ignore this folder in runs for other frameworks."""
     wanted = any(TABLE[name]().framework == "mlx" for name in asked_for())
     return None if wanted else True

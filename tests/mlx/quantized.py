@@ -1,4 +1,4 @@
-"""Whether MLX's own products with a packed weight are right: on NVIDIA those of MLX 0.32.4 are not for small sizes."""
+"""Detect wrong quantized products of MLX: on NVIDIA GPUs those of MLX 0.32.4 are wrong for small sizes."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ __all__ = ["expect_right_products"]
 
 
 def expect_right_products(x: mx.array, weight: xent.QuantizedWeight, **form: Any) -> None:
-    """Let the running test fail as expected where the products of rows (N, D) or of their gradient are wrong."""
+    """Mark the running test as an expected failure if MLX's products of rows (N, D) or of gradients are wrong."""
     if chunk_device() != "mlx-cuda":
         return
     parts = {"scales": weight.scales, "biases": weight.biases, **form}

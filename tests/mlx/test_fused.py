@@ -1,6 +1,6 @@
-"""What a GPU runs, with its fused operations for two-byte floats played by their definition on the CPU.
+"""The path for GPUs. On a CPU, MLX's fused operations for 16-bit floats are simulated by their definition.
 
-On a GPU nothing is played, and the file runs what is there.
+On a GPU nothing is simulated.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""What is taken for differentiated, under each transformation: without it, gradients cost their time twice."""
+"""Which arrays are recognised as differentiated under each transformation; a wrong answer doubles the work."""
 
 from collections.abc import Callable
 from typing import Any

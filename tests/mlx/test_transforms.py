@@ -1,4 +1,4 @@
-"""Under MLX's transformations: gradients as everywhere else, no retracing for a new value, errors instead of zeros."""
+"""MLX's transformations: correct gradients, no retracing for a new value, errors instead of zeros."""
 
 import functools
 from collections.abc import Callable

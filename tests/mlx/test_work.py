@@ -1,4 +1,4 @@
-"""Memory and work: one chunk alive at a time, nothing made that nobody asked for."""
+"""Memory and work in MLX: one chunk in memory at a time, and no result that is not needed."""
 
 import io
 from collections.abc import Callable

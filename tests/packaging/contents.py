@@ -1,4 +1,4 @@
-"""Whether distributions hold what they should: `python -m tests.packaging.contents dist/*`."""
+"""Check the contents of distributions: `python -m tests.packaging.contents dist/*`."""
 
 import sys
 import tarfile
@@ -12,14 +12,14 @@ _UNWANTED = ("__pycache__", ".nox", ".venv", "typings", "site")
 
 
 def main(paths: list[str]) -> int:
-    """Print what is missing or unwanted; return the exit status."""
+    """Print missing and unwanted files; return the exit status."""
     problems = [f"{path}: {problem}" for path in paths for problem in missing(Path(path))]
     print("\n".join(problems) or f"{len(paths)} distributions hold every file of the package")
     return 1 if problems or len(paths) != 2 else 0
 
 
 def missing(path: Path) -> list[str]:
-    """Return what a wheel or a source distribution lacks, or has too much."""
+    """Return the missing and the unwanted files of a wheel or a source distribution."""
     if path.suffix == ".whl":
         names, prefix = set(zipfile.ZipFile(path).namelist()), "xent/"
     else:

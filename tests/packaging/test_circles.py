@@ -1,7 +1,7 @@
-"""Imports run one way, those inside functions and under TYPE_CHECKING too: nothing imports what imports it.
+"""There are no import cycles, including imports inside functions and under TYPE_CHECKING.
 
-A folder counts as one with what lies in it. `core` alone counts by its files: it holds what describes a call, which
-backends import, and what dispatches one, which imports backends.
+A folder counts as one unit, except `core`, whose files count separately: backends import its description of a call, and
+its dispatch imports backends.
 """
 
 import ast
@@ -17,7 +17,7 @@ _FOLDERS = ("xent.backends", "xent.integrations")
 
 
 def _imports(name: str) -> set[str]:
-    """Return the modules of the package that a module imports, wherever in its text."""
+    """Return the modules of the package that a module imports anywhere in its text."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -31,7 +31,7 @@ def _imports(name: str) -> set[str]:
 
 
 def _folder(name: str) -> str:
-    """Return the folder of backends or integrations that a module is in, or the module."""
+    """Return the folder of backends or integrations of a module, or the module itself."""
     parts = name.split(".")
     is_package = MODULES[name].name == "__init__.py"
     inside = ".".join(parts[:2]) in _FOLDERS and len(parts) + is_package > 3
@@ -39,7 +39,7 @@ def _folder(name: str) -> str:
 
 
 def circle(imports: Imports) -> list[str]:
-    """Return modules that import each other in turn, none if there are none."""
+    """Return modules that form an import cycle, or an empty result."""
     try:
         graphlib.TopologicalSorter(imports).prepare()
     except graphlib.CycleError as error:

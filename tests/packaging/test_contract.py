@@ -1,4 +1,4 @@
-"""Whoever adds a device finds what the instructions name: modules, classes and functions, files and folders."""
+"""The instructions for adding a device name only modules, classes, functions and files that exist."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from tests.packaging.tree import MODULES, ROOT, SOURCE
 
 
 def _names(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
-    """Return what statements define, each with its own body."""
+    """Return the names that statements define, each with its own body."""
     found: dict[str, list[ast.stmt]] = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

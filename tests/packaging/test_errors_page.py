@@ -1,4 +1,4 @@
-"""What docs/errors.md quotes is what the source says: a message that changes takes its entry with it."""
+"""docs/errors.md quotes messages that are in the source."""
 
 import ast
 import re
@@ -12,7 +12,7 @@ _PAGE = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
 _FIRST_CELLS = re.findall(r"^\| (`.*?) \| ", _PAGE.split("\n## ", 1)[1], re.MULTILINE)
 QUOTES = [quote for cell in _FIRST_CELLS for quote in re.findall(r"`([^`]+)`", cell)]
 _VALUE = re.compile(r"\.\.\.|\b[A-Z]+\b(?:-1)?|-?\d+")
-"""What stands for a value: three dots, a name in capitals, a number."""
+"""Placeholders of values: three dots, a name in capitals, a number."""
 
 
 def _texts(tree: ast.AST) -> Iterator[str]:

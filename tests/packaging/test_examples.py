@@ -1,4 +1,4 @@
-"""Every example that a reader can copy runs: Python blocks of the documents, examples in docstrings."""
+"""All examples run: Python blocks in the documents and examples in docstrings."""
 
 import doctest
 import inspect
@@ -27,7 +27,7 @@ BLOCKS = {
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_document_block_runs(block: Example) -> None:
-    """The blocks of a document share names: what stands before and another process has run is run here too."""
+    """Run earlier blocks of the document too, because blocks share names and another process may have run them."""
     for earlier in BLOCKS.values():
         if earlier is block:
             break

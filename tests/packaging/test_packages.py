@@ -1,4 +1,4 @@
-"""What is installed is what lies in src: no folder forgotten, no file left out of the wheel."""
+"""All folders and files of src are installed."""
 
 import shutil
 import subprocess

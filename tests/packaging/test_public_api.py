@@ -1,4 +1,4 @@
-"""`__all__` tells the truth in every module, and the public names of xent are the documented ones."""
+"""`__all__` matches the contents of every module, and the public names of xent are documented."""
 
 import ast
 import importlib

@@ -1,4 +1,4 @@
-"""What a release says of itself agrees everywhere."""
+"""The version is the same in all files, and missing files of a distribution are noticed."""
 
 import re
 import zipfile
@@ -13,7 +13,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("file", "pattern"), [("CITATION.cff", r"^version: (\S+)$"), ("CHANGELOG.md", r"^## (\d+\.\d+\.\d+)")]
+    ("file", "pattern"),
+    [("CITATION.cff", r"^version: (\S+)$"), ("CHANGELOG.md", r"^## \[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}$")],
 )
 def test_version_is_the_same_everywhere(file: str, pattern: str) -> None:
     found = re.search(pattern, (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The package as it lies in this checkout, for the tests that compare it with something else."""
+"""The source tree of the package, for tests that compare it with other files."""
 
 import importlib
 import os
@@ -22,7 +22,7 @@ MODULES = {_dotted(path): path for path in sorted(SOURCE.rglob("*.py"))}
 
 
 def load(name: str) -> ModuleType:
-    """Import a module of the package; skip the test if a framework is missing that this run did not ask for."""
+    """Import a module of the package; skip the test if it needs a missing framework that is not under test."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -31,7 +31,7 @@ def load(name: str) -> ModuleType:
 
 
 def skip_without(error: ModuleNotFoundError, what: str) -> None:
-    """Skip the test if what is missing is a framework, and one that this run did not ask for."""
+    """Skip the test if the missing module is a framework that is not under test."""
     framework = (error.name or "").partition(".")[0]
     asked_for = [name.strip() for name in os.environ.get("XENT_TEST_BACKENDS", "").split(",")]
     if framework != "xent" and framework not in asked_for:

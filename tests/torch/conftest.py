@@ -1,4 +1,4 @@
-"""These tests are about PyTorch alone; they are collected where a PyTorch backend was asked for."""
+"""Fixtures of the tests for PyTorch, which are collected if XENT_TEST_BACKENDS names a PyTorch backend."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +10,14 @@ from xent.backends import TABLE
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other frameworks."""
+    """Ignore this folder in runs for other frameworks."""
     wanted = any(TABLE[name]().framework == "torch" for name in asked_for())
     return None if wanted else True
 
 
 @pytest.fixture(autouse=True)
 def no_transform_left() -> Iterator[None]:
-    """Leave the transforms of a compiled graph in which a test made an error: PyTorch stays inside of them."""
+    """Leave transforms that PyTorch did not leave after an error in a compiled graph."""
     import torch
 
     yield

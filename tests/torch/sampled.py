@@ -1,4 +1,4 @@
-"""Log-probability problems: the same one for xent, for plain PyTorch in any dtype, and for the float64 reference."""
+"""Log-probability problems: the same inputs for xent, for plain PyTorch in any dtype, and for the float64 reference."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,12 +15,12 @@ from xent.core.spec import LinearCall, LogitsCall, LossSpec
 __all__ = ["OUTPUTS", "Problem", "all_none"]
 
 OUTPUTS = ("log_probs", "entropy", "lse")
-"""What carries gradients."""
+"""The outputs that have gradients."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a call is about. Values are drawn in float64, and rounded to `dtype` first of all."""
+    """The description of a problem. Values are drawn in float64 and rounded to `dtype`."""
 
     linear: bool = False
     rows: tuple[int, ...] = (3, 5)
@@ -30,16 +30,16 @@ class Problem:
     bias: bool = False
     shift: int = 0
     temperature: Any = 1.0
-    """A number, or "rows" for one in each row."""
+    """A number, or "rows" for one per row."""
     softcap: float | None = None
     logit_scale: float = 1.0
     support: Any = None
-    """None, or how many classes a row has at most; every fourth row has none, others their target or not."""
+    """None, or the largest number of classes in a support. Every fourth row has none; some lack their target."""
     ignored: float = 0.3
     infinite: bool = False
-    """Whether some logits are -inf, where a support has no target."""
+    """Whether some logits are -inf, in rows whose support has no target."""
     upstream: tuple[bool, bool, bool] = (True, True, True)
-    """Through which of `OUTPUTS` a gradient comes."""
+    """The `OUTPUTS` that have upstream gradients."""
     seed: int = 0
     more: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further arguments of xent's function."""
@@ -97,7 +97,7 @@ class Drawn:
     weights: Any
 
     def leaves(self, device: str, wide: str | None = None) -> list[Tensor]:
-        """Return what is differentiated, rounded to the problem's dtype, then as `wide` if given."""
+        """Return the differentiable arrays, rounded to the problem's dtype, then converted to `wide` if given."""
         dtype = getattr(torch, self.problem.dtype)
         rounded = [torch.from_numpy(np.array(value)).to(dtype) for value in self.values]
         return [one.to(device, getattr(torch, wide or self.problem.dtype)).requires_grad_() for one in rounded]

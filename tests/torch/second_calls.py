@@ -1,7 +1,7 @@
-"""Two calls that differ in one thing, each pair in a process of its own: the program that `test_plan` runs.
+"""Run pairs of calls that differ in one thing, each pair in its own process; `test_plan` runs this program.
 
-`python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes what came out, as JSON. Each process is a fork of
-one that has imported everything and called nothing, so that what a first call leaves behind is there or is not.
+`python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes the results as JSON. Each process is a fork of one
+that has imported everything but made no call, so that the state after a first call can be compared with a fresh one.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ IMPORTED = (
     "xent.backends.torch.plain_job",
     "xent.backends.torch.eager",
 )
-"""What calls would import, each process anew."""
+"""Modules that calls would otherwise import in each process."""
 
 
 class SeesFunctions(TorchFunctionMode):
@@ -69,11 +69,11 @@ class SeesOperations(TorchDispatchMode):
 
 
 class Subclass(Tensor):
-    """Does what a Tensor does."""
+    """Behaves like a Tensor."""
 
 
 class Call:
-    """The arguments of one call and what stands around it; the same objects may be changed and passed again."""
+    """The arguments and the context of one call. The same objects may be changed and passed again."""
 
     def __init__(self, device: str, backend: str, function: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -108,7 +108,7 @@ class Call:
         return getattr(xent, self.function)(**arguments)
 
     def run(self) -> Any:
-        """Return all that comes out, as JSON has it."""
+        """Return all results in a form for JSON."""
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -196,7 +196,7 @@ TRANSFORMS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 def described(value: Any) -> Any:
-    """Return a value as JSON has it, and the elements of an array as a hash of their bits."""
+    """Return a value in a form for JSON; of an array, a hash of its bits."""
     if isinstance(value, Tensor):
         facts = [type(value).__name__, str(value.dtype), list(value.shape), str(value.device), value.requires_grad]
         if value.device.type == "meta":
@@ -226,7 +226,7 @@ def without(name: str) -> Change:
 
 
 def tensor(name: str, make: Callable[[Tensor], Any]) -> Change:
-    """Put another tensor in the place of one; "" is the first, logits or input."""
+    """Replace one tensor; "" is the first, logits or input."""
 
     def change(call: Call) -> None:
         key = name or call.first
@@ -239,7 +239,7 @@ def tensor(name: str, make: Callable[[Tensor], Any]) -> Change:
 
 
 def floats(make: Callable[[Tensor], Tensor]) -> Change:
-    """Change every tensor of floats."""
+    """Change all float tensors."""
 
     def change(call: Call) -> None:
         for name, value in call.tensors.items():
@@ -309,7 +309,7 @@ def on_meta(call: Call) -> None:
 
 
 def data_replaced(call: Call) -> None:
-    """Give the same tensors other memory, another shape and another dtype."""
+    """Give the same tensor objects other memory, another shape and another dtype."""
     call.tensors[call.first].data = torch.cat([call.tensors[call.first].data] * 2)[: ROWS - 1].clone()
     call.tensors["target"].data = call.tensors["target"].data[: ROWS - 1].int()
 
@@ -332,7 +332,7 @@ def both(*changes: Change) -> Change:
 
 
 def autocast(dtype: torch.dtype) -> Callable[[], Any]:
-    """Return autocast on the device that the program was given."""
+    """Return autocast for the program's device."""
     return lambda: torch.autocast(sys.argv[2].partition(":")[0], dtype)
 
 
@@ -440,7 +440,7 @@ PAIRS: dict[str, tuple[Change, Change]] = {
     "sparse": (PLAIN, tensor("", Tensor.to_sparse)),
     "a list": (PLAIN, tensor("", Tensor.tolist)),
     "numpy": (PLAIN, into_numpy),
-    # Gradients asked for.
+    # Required gradients.
     "no gradient": (PLAIN, asking()),
     "gradient of the first alone": (PLAIN, asking("logits", "input")),
     "gradient of the classifier alone": (PLAIN, asking("logits", "linear_weight")),
@@ -450,7 +450,7 @@ PAIRS: dict[str, tuple[Change, Change]] = {
     "no_grad": (PLAIN, around(torch.no_grad)),
     "inference_mode": (PLAIN, around(torch.inference_mode)),
     "inference_mode after no_grad": (around(torch.no_grad), around(torch.inference_mode)),
-    # What stands around.
+    # The context of the call.
     "autocast": (PLAIN, around(autocast(torch.bfloat16))),
     "another autocast": (
         around(autocast(torch.bfloat16)),
@@ -550,7 +550,7 @@ PAIRS: dict[str, tuple[Change, Change]] = {
     "workspace": (PLAIN, option(workspace=CLASSES * 4 * 2)),
     "workspace True after 1": (option(workspace=1), option(workspace=True)),
     "workspace 0": (option(workspace=1), option(workspace=0)),
-    # Arrays that may be there.
+    # Optional arrays.
     "class weight": (PLAIN, added("weight", lambda: torch.arange(1.0, CLASSES + 1))),
     "class weight gone": (added("weight", lambda: torch.arange(1.0, CLASSES + 1)), without("weight")),
     "class weight, float64": (
@@ -723,7 +723,7 @@ def pairs_of(function: str) -> dict[str, tuple[Change, Change]]:
 
 
 def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) -> Any:
-    """Return what the last call gives: alone, after the other, or the other way around."""
+    """Return the results of the last call: alone, after the other one, or in reverse order."""
     before, after = pair
     if order == "alone":
         call = make()
@@ -749,7 +749,7 @@ def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) 
 
 
 def forget(what: str) -> None:
-    """Put a cache in the way whose key forgets something: what these pairs are there to find."""
+    """Install a cache whose key is incomplete, a fault that these pairs must find."""
     if what == "sampling":
         importlib.import_module("xent.backends.torch.plan")._sampled = lambda target, sampling: sampling is not None
         return

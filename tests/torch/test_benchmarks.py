@@ -1,4 +1,4 @@
-"""What the benchmarks judge and time by, run on the CPU: a wrong truth would call a wrong gradient right."""
+"""The clocks and the truth of the benchmarks, tested on the CPU."""
 
 import gc
 import time
@@ -89,7 +89,7 @@ def test_truth_sees_a_wrong_gradient(case: Case, wrong: Callable[[Tensor], Tenso
 
 
 class Queue:
-    """A device apart from its host: `work` takes the host and the device so long, and both clocks are exact."""
+    """A simulated asynchronous device: `work` advances the exact clocks of host and device."""
 
     def __init__(self) -> None:
         self.host, self.busy_until = 0.0, 0.0

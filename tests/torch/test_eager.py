@@ -1,4 +1,4 @@
-"""Eager calls past the custom operations: hooks, retained graphs, batches, second derivatives and memory are right."""
+"""Eager calls, which skip the custom operations: hooks, retained graphs, batches, second derivatives and memory."""
 
 import gc
 import weakref
@@ -18,7 +18,7 @@ FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
 
 
 class Watching(TorchDispatchMode):
-    """A mode that changes nothing; calls have to go through the custom operations, which it notes."""
+    """A mode that records the custom operations, which calls must use under it."""
 
     def __init__(self) -> None:
         super().__init__()

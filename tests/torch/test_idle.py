@@ -1,6 +1,6 @@
-"""Which rows are computed where the host does not know it: all, in a CUDA graph; else it waits once, after a chunk.
+"""Skipped rows on CUDA: a CUDA graph computes all rows; otherwise the host waits once for their number, after a chunk.
 
-The CPU stands in for the GPU here: its answers are held back, or there are none.
+The GPU is simulated on the CPU, which delays or withholds the number of rows.
 """
 
 from types import SimpleNamespace

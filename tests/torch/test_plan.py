@@ -1,7 +1,7 @@
-"""Whatever a first call leaves behind, a second one that differs gives what it gives in a fresh process.
+"""A second call gives the same as in a fresh process, whatever first call was made before it.
 
-Results to the bit, gradients, warnings, and errors with their words. A cache whose key forgets what two calls of a pair
-differ in fails here.
+Compared are results bit by bit, gradients, warnings and error messages. This finds caches whose key lacks something in
+which the two calls of a pair differ.
 """
 
 import gc
@@ -27,7 +27,7 @@ def outcomes(target: Target, *arguments: str) -> Any:
 
 @pytest.fixture(scope="module")
 def found(target: Target) -> Any:
-    """Return a function that returns what came out of every pair of a function, from one process and its forks."""
+    """Return a function that returns the results of all pairs of a function, from one process and its forks."""
     return cache(partial(outcomes, target))
 
 
@@ -45,7 +45,7 @@ def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_pairs_differ(found: Any, function: str) -> None:
-    """Nearly all of them, so that a cache that takes one for the other shows."""
+    """Nearly all pairs have different results, so that a cache that confuses them is noticed."""
     results = found(function)
     same = {name for name, result in results.items() if result["alone"] == result["first"]}
     assert len(same) < len(results) / 3, same

@@ -1,4 +1,4 @@
-"""PyTorch's private functions: what each has to see, and right results in a release that lacks them all."""
+"""PyTorch's private functions: what each must detect, and correct results in a release without any of them."""
 
 import subprocess
 import sys

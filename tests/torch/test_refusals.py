@@ -1,4 +1,4 @@
-"""Tensors and transforms that xent does not serve: an error in terms of the caller's tensors, never a wrong number."""
+"""Tensors and transforms that xent does not support raise an error that names the caller's tensors."""
 
 from collections.abc import Callable
 from typing import Any

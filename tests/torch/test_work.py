@@ -1,4 +1,4 @@
-"""Work and memory: what nobody asked for is not computed, what is not needed is not held."""
+"""Work and memory in PyTorch: results that are not needed are not computed, and unneeded memory is not kept."""
 
 import os
 import subprocess

@@ -147,7 +147,8 @@ def test_landing(target: Target, name: str, upstream: bool) -> None:
         compare([one[alive]], [other[alive]])
     assert found[0].loss[2] == 0
     assert found[0].loss[3].isnan()
-    compare([found[1]], [right[1]])
+    computed = [row for row in range(ROWS) if row != 2]  # what is kept of an ignored row of NaN nobody reads
+    compare([found[1][:, computed]], [right[1][:, computed]])
     for one, other in zip(found[2:], right[2:], strict=True):
         compare(one, other)
 

@@ -1,32 +1,33 @@
-"""Backend "metal": row kernels for Apple GPUs, which the drivers of MLX and PyTorch call in place of their plain ones.
+"""Backend "metal": row kernels for Apple GPUs, which the drivers of MLX and PyTorch call instead of their plain ones.
 
-The kernels are Metal sources, and a threadgroup has one row. `forward.metal` and `backward.metal` are their bodies, and
-lean on `loss.metal` and `gradient.metal`, these on `call.metal` (what a launch is about), `sums.metal` (what a loss is
-made of, in one read), `columns.metal` (who reads which 16 bytes) and `maths.metal`. `threads` says how a row is shared
-out, `sources` puts the texts together, and there are two launchers:
+The kernels are Metal sources. A threadgroup computes one row. `forward.metal` and `backward.metal` are the bodies of
+the two kernels. They use `loss.metal` and `gradient.metal`, and these use `call.metal` (template arguments and options
+of a launch), `sums.metal` (the sums over a row), `columns.metal` (which thread reads which 16 bytes) and `maths.metal`.
+`threads` chooses the number of threads per row, and `sources` assembles the source text. There are two launchers:
 
-- MLX writes the signatures; `contiguous.metal` says where rows lie. `machine` says whether this machine has Metal,
-  `rows` launches, and registers that with the driver; `limits` tries each kernel before it enters a graph.
-- For PyTorch `forward_signature.metal` and `backward_signature.metal` are the signatures. `torch_machine`,
-  `torch_job` and `tensors` do the same; `torch_backend` is the backend, and `proof` remembers a check that passed.
+- MLX generates the signatures; `contiguous.metal` has the offsets of rows. `machine` finds out whether this machine has
+  Metal, `rows` launches the kernels and registers them with the driver, and `limits` tries each kernel before it is
+  used in a graph.
+- For PyTorch, `forward_signature.metal` and `backward_signature.metal` are the signatures. `torch_machine`,
+  `torch_job` and `tensors` do the same; `torch_backend` is the backend, and `proof` stores that the check has passed.
 
-With x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient, and W = sum_c w_c::
+With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
     log p = x - max x - log sum_c exp(x_c - max x)
     l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
     dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
 
-For class probabilities q, w_c ((1-e) q_c + e/V) stands for both shares of class c, and their sum for the bracket's
-first two terms. What has no share is 0 even where its log p is -inf. With reduction "none" the backward kernel adds
-u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for gradients u of lse, n of nll and v of the entropy H. A temperature
-of each row is a scale and a softcap of each row.
+For class probabilities q, the share of class c is w_c ((1-e) q_c + e/V), and the sum of shares replaces the first two
+terms in the bracket. A share of 0 contributes 0 even if log p is -inf. With reduction "none" the backward kernel adds
+u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for upstream gradients u of lse, n of nll and v of the entropy H. With
+a temperature per row, scale and softcap differ by row.
 
-Rows that may take some classes only, those of a support, are no kernel's: the frameworks' own operations serve them
-(`xent.backends.mlx.supported`, `xent.backends.torch.sampled`), on what is gathered from the logits.
+Rows with a support (the classes that a sampler allowed) have no kernel. The frameworks' own operations compute them
+(`xent.backends.mlx.supported`, `xent.backends.torch.sampled`) from gathered logits.
 
-A loss alone reads the logits once. A loss with its gradient reads them once and writes once where a row fits into the
-threadgroup's registers, which is 64 KiB: 32768 classes of 16 bits, 16384 of float32. Of a longer row the rest is read
-again, last part first, while it may still be in the caches that the GPU's cores share.
+A loss without gradient reads the logits once. A loss with gradient reads them once and writes the gradient once, if a
+row fits into the registers of the threadgroup, 64 KiB: 32768 classes of 16 bits, 16384 of float32. The rest of a longer
+row is read twice, its last part first, because that may still be in the GPU's last-level cache.
 """
 
 from typing import TYPE_CHECKING
@@ -50,7 +51,7 @@ class MetalBackend:
     native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """Return what was found when this machine was first looked at."""
+        """Return why Metal cannot be used, as found at the first call, or None."""
         from xent.backends.metal import machine
 
         return machine.MISSING

@@ -1,5 +1,6 @@
-// The body of the backward kernel: a row's gradient from its recorded norm, the largest x and log sum_c exp(x_c - largest).
-// Arrays and signatures as in forward.metal; upstream (R, 4) has the gradients of lse, nll and entropy, and the entropy.
+// The body of the backward kernel: a row's gradient from its norm: the largest x, and log sum_c exp(x_c - largest).
+// Arrays and signatures are as in forward.metal. upstream (R, 4) has the upstream gradients of lse, nll and entropy,
+// and the entropy itself.
 
 threadgroup float shared[352];
 threadgroup uint shared_at[32];
@@ -14,7 +15,7 @@ if (dead[row]) {
   return;
 }
 
-// The row is on its way before anything waits for memory.
+// Start loading the row before anything waits for memory.
 uint4 packs[xent::batch];
 xent::load_packs(logits + start, packs, columns, thread_index, threads);
 
@@ -46,6 +47,6 @@ if (UPSTREAM) {
   xent::Upstream more = xent::upstream_from(upstream, 4 * static_cast<size_t>(row));
   xent::add_upstream<K>(slopes, one, more, TARGET ? 1.0f : sums.given);
 }
-// Where the gradient takes the logits' place, the target's logit matters to the one thread that writes there.
+// If the gradient overwrites the logits, only the thread that writes the target's gradient needs the target's logit.
 xent::write_gradient<K, UPSTREAM, xent::batch>(
     logits + start, grad + grad_start, packs, columns, one, slopes, given, shares, thread_index, threads);

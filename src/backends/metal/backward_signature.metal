@@ -1,4 +1,4 @@
-// The backward kernel's signature for torch.mps.compile_shader, which writes none: see forward_signature.metal.
+// The backward kernel's signature for torch.mps.compile_shader: see forward_signature.metal.
 
 template <
     typename T,

@@ -1,8 +1,8 @@
-// What one launch is about: the terms of the loss, the numbers among its options, a row's target.
+// The parameters of a launch: the terms of the loss, the numeric options, and the target of a row.
 
 namespace xent {
 
-// What is fixed when a kernel is built.
+// Template arguments of a kernel.
 template <
     typename Logit,
     bool TARGET,    // class indices, not probabilities
@@ -28,7 +28,7 @@ struct Kind {
   using Sought = Wanted<ENTROPY, SMOOTHED || !TARGET, NLL && !TARGET, PREDICTIONS, SQUARES, LEVEL>;
 };
 
-// The numbers among the options, which may change from launch to launch.
+// The numeric options, which may differ between launches.
 struct Numbers {
   float keep;    // 1 - e
   float spread;  // e / V
@@ -50,7 +50,7 @@ inline Numbers read_numbers(Given given) {
   return numbers;
 }
 
-// The same for a row that has a scale and a softcap of its own.
+// The same for a row with its own scale and softcap.
 template <typename Bend>
 inline Numbers bent(Numbers numbers, Bend bend, size_t start) {
   numbers.logit_scale = bend[start];
@@ -58,7 +58,7 @@ inline Numbers bent(Numbers numbers, Bend bend, size_t start) {
   return numbers;
 }
 
-// What the loss multiplies each -log p_c with.
+// The shares: the factor of each -log p_c in the loss.
 template <typename Probabilities, typename ClassWeight>
 struct Shares {
   Probabilities probabilities;  // of this row
@@ -73,7 +73,7 @@ inline Shares<Probabilities, ClassWeight> shares_from(Probabilities probabilitie
   return shares;
 }
 
-// Return class c's share: (e/V) w_c, and what its probability q_c adds. The share of the one target is added later.
+// Return the share of class c: (e/V) w_c, plus that of its probability q_c. The share of a target index is added later.
 template <typename K, typename S>
 inline float share_of(S shares, Numbers numbers, uint column, thread float& given) {
   float share = numbers.spread;
@@ -86,10 +86,10 @@ inline float share_of(S shares, Numbers numbers, uint column, thread float& give
   return share;
 }
 
-// The one class that indices name. It is kept out of the row's sums: where its p is nearly 1, all others together are
-// the row's gradient, and beside that 1 they would be lost.
+// The target class of an index. It is not included in the row's sums: if its p is nearly 1, the gradient consists of
+// the other classes, whose small sum would be rounded away beside 1.
 struct Target {
-  uint y;       // V, which is no column, for probabilities
+  uint y;       // V, which is not a column, for class probabilities
   float x;
   float slope;  // dx/dz
   float share;  // (1-e) w_y

@@ -1,8 +1,8 @@
-// How a row of V elements is shared out among the threads of a threadgroup, 16 bytes at a time.
+// How a row of V elements is distributed over the threads of a threadgroup, 16 bytes at a time.
 //
-// Pack i, of 16 bytes, belongs to thread i, i + threads, ...; of the tail of less than a pack each element has a thread
-// of its own. Rows begin anywhere: V may be odd, and the logits a slice of something. So packs are read and written as
-// packed vectors of 4, which need the alignment of their elements alone.
+// Thread i has the packs (of 16 bytes) i, i + threads, ... The tail of less than a pack has one thread per element.
+// Rows may start at any element: V may be odd, and the logits may be a slice. So packs are read and written as packed
+// vectors of 4, which need only the alignment of their elements.
 
 namespace xent {
 
@@ -13,7 +13,7 @@ static constexpr constant uint width = 16 / sizeof(T);
 struct Columns {
   uint count;  // V
   uint packs;
-  uint edge;   // the one element of the tail that is this thread's; V where it has none
+  uint edge;   // this thread's element of the tail; V if it has none
 };
 
 template <typename T>
@@ -85,10 +85,10 @@ inline void store_pack(device T* row, uint index, thread float (&values)[16 / si
   }
 }
 
-// Packs that a thread has on their way at a time where it does not keep them.
+// The number of packs that a thread loads at one time, for packs that it does not keep.
 constant constexpr uint batch = 4;
 
-// Read packs `index`, `index + threads`, ... as far as there are any.
+// Read packs `index`, `index + threads`, ... up to the end of the row.
 template <typename T, uint N>
 inline void load_packs(const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads) {
   XENT_UNROLL

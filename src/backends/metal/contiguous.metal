@@ -1,4 +1,4 @@
-// Where a row lies in arrays that MLX hands over: side by side with the others. Signatures of our own say it themselves.
+// Offsets of a row in MLX's arrays, which are contiguous. The signatures for PyTorch define their own offsets.
 
 uint V = static_cast<uint>(logits_shape[1]);
 uint row = threadgroup_position_in_grid.y;

@@ -1,4 +1,4 @@
-"""A kernel that does not run on this GPU: the error, and the warning that says what takes its place."""
+"""The error and the warning for a kernel that does not run on this GPU."""
 
 import warnings
 
@@ -8,11 +8,11 @@ _warned: set[str] = set()
 
 
 class KernelError(RuntimeError):
-    """Why a kernel does not run on this GPU at all."""
+    """A kernel cannot run on this GPU with any number of threads; the message is the compiler's or the driver's."""
 
 
 def warn_once(error: KernelError, framework: str) -> None:
-    """Say that the framework's own operations take the place of a kernel that does not run here, and why."""
+    """Warn once that the framework's own operations replace a kernel that cannot run on this GPU, and why."""
     message = (
         f"a Metal kernel of xent does not run on this GPU, and {framework}'s operations take its place: {error}. "
         "Results stay correct; please report this with the output of python -m xent"

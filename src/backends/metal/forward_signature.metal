@@ -1,8 +1,8 @@
-// The forward kernel's signature for torch.mps.compile_shader, which writes none, and where a row lies in each array.
+// The forward kernel's signature for torch.mps.compile_shader, and the offsets of a row in each array.
 //
-// Rows of logits, grad and probabilities (R, V) are so many elements apart, and grad may be the logits. Row r's largest x
-// is norm[r * norm_row], and its log_sum norm_part elements behind it; its scale and softcap are bend[r * bend_row] and
-// the element behind. Other arrays as in forward.metal.
+// logits, grad and probabilities (R, V) have row strides in elements; grad may be the logits. The largest x of row r is
+// norm[r * norm_row], and its log_sum is norm_part elements after it. Its scale is bend[r * bend_row], and its softcap
+// is the next element. Other arrays are as in forward.metal.
 
 template <
     typename T,

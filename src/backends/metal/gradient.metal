@@ -1,12 +1,12 @@
-// A row's gradient with respect to its raw logits: see the package's documentation for the formulas.
+// A row's gradient with respect to its raw logits: see the docstring of the package for the formulas.
 
 namespace xent {
 
-// A row as the gradient sees it.
+// The gradient's coefficients of a row.
 struct Slopes {
   float peak;
   float log_sum;
-  float of_lse;     // sum of all shares, and 2 zeta lse
+  float of_lse;     // sum of all shares, plus 2 zeta lse
   float scale;      // r
   float at_target;  // the whole gradient there
   // With upstream gradients u, n, v of lse, nll and entropy H, Q = sum_c q_c (1 for a target):
@@ -49,7 +49,7 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
   return slopes;
 }
 
-// Add the gradients of a row's statistics; `given` is the sum of its probabilities, 1 for a target.
+// Add the gradients of a row's statistics; `given` is the sum of its class probabilities, 1 for a target index.
 template <typename K>
 inline void add_upstream(thread Slopes& slopes, Target target, Upstream upstream, float given) {
   float others = upstream.lse - upstream.entropy * upstream.value;
@@ -93,7 +93,7 @@ inline void clear(device T* grad, Columns columns, uint thread_index, uint threa
   if (columns.edge < columns.count) grad[columns.edge] = static_cast<T>(0.0f);
 }
 
-// Write the gradients of what `load_packs` read.
+// Write the gradients of the packs that `load_packs` has read.
 template <typename K, bool UPSTREAM, uint N, typename S>
 inline void write_packs(
     device typename K::T* grad,
@@ -117,8 +117,8 @@ inline void write_packs(
   }
 }
 
-// Write the gradient of a row: first of the packs that the threads hold, then of the others, which are read again, those
-// first that were read last and are found in cache.
+// Write the gradient of a row: first of the packs in registers, then of the others, which are read again in reverse
+// order, because those that were read last may still be in cache.
 template <typename K, bool UPSTREAM, uint HELD, typename S>
 inline void write_gradient(
     const device typename K::T* logits,

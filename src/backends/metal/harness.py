@@ -1,4 +1,4 @@
-"""What the gradient checks need to drive the Metal kernels on MLX arrays: sizes of rows, and which kernels ran."""
+"""The harness of the gradient checks for the Metal kernels on MLX arrays: sizes of rows, and which kernels ran."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +22,11 @@ class MetalHarness(MlxHarness):
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
-        """Name the kernels that have run, with the most threads that each of them was allowed."""
+        """Report the kernels that have run, with the largest number of threads that each allows."""
         seen: set[str] = set()
         yield seen
         seen.update(limits.kernels_that_ran())
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return a number of classes for each way to share a row among threads."""
+        """Return one vocabulary size for each way to distribute a row over threads."""
         return long_cases(function, dtype, row_sizes(4 if dtype == "float32" else 2))

@@ -1,8 +1,9 @@
-"""Whether a kernel runs on this GPU, and with how many threads: found out by MLX before a launch enters a graph.
+"""Test whether a kernel runs on this GPU in MLX, and with how many threads, before a launch is part of a graph.
 
-How many threads a pipeline may have follows from its registers, which Apple's compiler chooses, and MLX tells nobody: a
-launch with more fails when the graph is evaluated, in somebody else's line, and so does a source that does not compile.
-So each kernel is tried once, on a threadgroup of its own over at most 8 elements an axis, and evaluated there and then.
+The largest number of threads of a pipeline depends on its registers, which Apple's compiler chooses. MLX does not
+report it: a launch with more threads fails when the graph is evaluated, in an unrelated line of the program, and so
+does a source that does not compile. Therefore each kernel is launched once, with one threadgroup and at most 8 elements
+per axis, and evaluated at once.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from xent.backends.metal.threads import LIMITS
 
 __all__ = ["Launch", "fitting", "kernels_that_ran"]
 
-_SMALL = 8  # elements: an array of fewer lies in constant memory, for which the kernel is another one
+_SMALL = 8  # elements: MLX passes smaller arrays in constant memory, which gives another kernel
 _tried: dict[Any, "bool | KernelError"] = {}
 
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One launch over R rows, a threadgroup each."""
+    """One launch over R rows, with one threadgroup per row."""
 
     kernel: Callable[..., list[mx.array]]
     name: str
@@ -43,7 +44,7 @@ class Launch:
         )
 
     def allows(self, threads: int) -> bool:
-        """Whether the kernel may have so many threads; KernelError if it does not run whatever their number."""
+        """Whether the kernel can run with this number of threads; KernelError if it cannot run with any number."""
         inputs = tuple((_small(array.shape), array.dtype) for array in self.inputs)
         key = (self.name, tuple(self.template), inputs, threads)
         if key not in _tried:
@@ -59,13 +60,13 @@ class Launch:
         try:
             mx.eval(trial.run(1, threads))
         except (RuntimeError, ValueError) as error:
-            # MLX's words: "Thread group size (512) is greater than the maximum allowed threads per threadgroup (384)."
+            # MLX says "Thread group size (512) is greater than the maximum allowed threads per threadgroup (384)."
             return False if "thread group size" in str(error).lower() else KernelError(str(error))
         return True
 
 
 def fitting(launch_within: Callable[[int], Launch]) -> tuple[Launch, int]:
-    """Return the first of `launch_within(limit)` whose kernel allows so many threads, and the limit."""
+    """Return the launch for the largest limit of threads that its kernel allows, and that limit."""
     for limit in LIMITS:
         launch = launch_within(limit)
         if launch.allows(limit):

@@ -1,4 +1,4 @@
-// A row's losses, from one read of its logits: see the package's documentation for the formulas.
+// A row's loss, from one read of its logits: see the docstring of the package for the formulas.
 
 namespace xent {
 
@@ -35,7 +35,7 @@ inline void add_columns(
   }
 }
 
-// Add what `load_packs` read to a thread's sums.
+// Add the packs that `load_packs` has read to a thread's sums.
 template <typename K, uint N, typename S>
 inline void add_packs(
     thread Sums& sums,
@@ -57,7 +57,7 @@ inline void add_packs(
   }
 }
 
-// Read a row once into a thread's sums; its first packs have been read, and are kept.
+// Add a row to a thread's sums, reading it once. Its first packs have been read already, and stay in registers.
 template <typename K, uint HELD, typename S>
 inline Sums read_row(
     const device typename K::T* logits,
@@ -86,7 +86,7 @@ inline float z_term(Numbers numbers, float lse) {
   return numbers.z_loss == 0.0f ? 0.0f : numbers.z_loss * lse * lse;
 }
 
-// What one thread writes about a row.
+// The results of a row, which one thread writes.
 struct Found {
   float peak;
   float log_sum;
@@ -97,7 +97,7 @@ struct Found {
   float mean_logit;
 };
 
-// Add the target to the sums of all other classes, and make the row's results of them.
+// Add the target to the sums of all other classes, and compute the row's results.
 template <typename K>
 inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
   Found found;

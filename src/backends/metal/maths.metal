@@ -1,19 +1,19 @@
-// Arithmetic that the kernels share: exponentials, logarithms near 1, tanh near 0, and the logits' activation.
+// Functions of both kernels: exponentials, logarithms near 1, tanh near 0, and the activation (scale and softcap).
 //
-// All of it is in float32. Metal's own exp and log may err by 4 units in the last place, which in float32 would be most of
-// a gradient's error. Those here err by 1 or 2, and but for the first guess of a logarithm they are made of operations that
-// every device rounds alike.
+// All are in float32. Metal's own exp and log may have errors of 4 units in the last place, which in float32 would be
+// most of a gradient's error. The functions here have errors of 1 or 2 units. Except for the first approximation of a
+// logarithm, they use only operations that every device rounds in the same way.
 
-// A product and a sum are rounded one after the other unless `fma` says otherwise. Left to itself the compiler fuses them
-// where it likes, in safe mode too, and a row's loss would depend on what else a kernel computes.
+// Products and sums are rounded separately unless `fma` is used. By default the compiler may fuse them, in safe mode
+// too, and then a row's loss would depend on what else a kernel computes.
 #pragma METAL fp contract(off)
 
-// Loops over what lies in registers have to be unrolled, or it lies in memory.
+// Loops over arrays in registers must be unrolled; otherwise the arrays are placed in memory.
 #define XENT_UNROLL _Pragma("clang loop unroll(full)")
 
 namespace xent {
 
-// exp(r) - 1 for |r| <= log(2) / 2: r + r^2 q(r), with the polynomial q that is best of its degree, to 3e-9.
+// exp(r) - 1 for |r| <= log(2) / 2: r + r^2 q(r), with a minimax polynomial q, error 3e-9.
 inline float expm1_near_zero(float r) {
   float q = 0.00138145988f;
   q = metal::fma(q, r, 0.00836871658f);
@@ -23,7 +23,7 @@ inline float expm1_near_zero(float r) {
   return metal::fma(r * r, q, r);
 }
 
-// exp, for x <= 88: 2^n exp(r) with x = n log 2 + r. Below 1e-38, which Metal may not tell from 0, it is 0.
+// exp, for x <= 88: 2^n exp(r) with x = n log 2 + r. Results below 1e-38, denormal numbers, are 0.
 inline float exact_exp(float x) {
   float n = metal::rint(x * 1.44269504f);
   float r = metal::fma(n, -1.42860677e-6f, metal::fma(n, -0.693145752f, x));
@@ -33,16 +33,16 @@ inline float exact_exp(float x) {
   return scaled * as_type<float>(static_cast<uint>(static_cast<int>(n) + 127) << 23);
 }
 
-// log: Metal's, and where the result is not small one step of Newton's method from there.
+// log: Metal's own, followed by one Newton step unless the result is small.
 inline float exact_log(float x) {
   float y = metal::log(x);
   bool far = metal::abs(y) > 0.5f && metal::abs(y) < 87.0f;
   return far ? y + metal::fma(x, exact_exp(-y), -1.0f) : y;
 }
 
-// exp for each element of logits of type T, for x <= 88. Those of 16 bits are known to 2^-8 or 2^-11 of their size; the
-// fast function errs by 2^-24 of x, and 2^-22 beside. Apple promises it for finite numbers alone: -inf is left to the
-// comparison, and NaN to its product with 0.
+// exp for each element of logits of type T, for x <= 88. 16-bit logits have a relative precision of 2^-8 or 2^-11; the
+// fast function has an error of 2^-24 x + 2^-22. Apple specifies it only for finite numbers: the comparison handles
+// -inf, and a product with 0 keeps NaN.
 template <typename T>
 inline float exponential(float x) {
   if constexpr (sizeof(T) == 4) {
@@ -52,8 +52,8 @@ inline float exponential(float x) {
   }
 }
 
-// tanh and its slope 1 / cosh^2, each to a rounding or two. Near 0 an odd polynomial, the best of its degree in relative
-// error on [0, 0.625]; elsewhere, with q = exp(-2|u|), (1 - q) / (1 + q) and 4q / (1 + q)^2, in which nothing cancels.
+// tanh and its slope 1 / cosh^2, each with an error of 1 or 2 units in the last place. On [0, 0.625] an odd polynomial,
+// minimax in relative error; elsewhere (1 - q) / (1 + q) and 4q / (1 + q)^2 with q = exp(-2|u|), which do not cancel.
 template <typename T>
 inline float tanh(float u, thread float& slope) {
   float size = metal::abs(u);
@@ -80,14 +80,14 @@ inline float expm1(float u) {
   return metal::abs(u) < 0.34f ? expm1_near_zero(u) : exact_exp(u) - 1.0f;
 }
 
-// log(1 + r) for r >= 0: r log(w) / (w - 1) forgives what w = 1 + r was rounded by.
+// log(1 + r) for r >= 0: r log(w) / (w - 1) corrects for the rounding of w = 1 + r.
 inline float log1p(float r) {
   float w = 1.0f + r;
   if (w == 1.0f) return r;
   return w < 2.0f ? exact_log(w) * (r / (w - 1.0f)) : exact_log(w);
 }
 
-// share * value; what has no share is 0, even where the value is infinite.
+// share * value; 0 for a share of 0, also if the value is infinite.
 inline float times(float share, float value) {
   return share == 0.0f ? 0.0f : share * value;
 }
@@ -105,7 +105,7 @@ inline float activate(float z, float softcap, float logit_scale, thread float& s
   return x;
 }
 
-// What sorts logits as x does: scale and softcap keep their order or reverse it; NaN is the largest.
+// A key with the order of x, from raw logits: scale and softcap keep their order or reverse it; NaN is the largest.
 inline float order(float z, float logit_scale) {
   if (z != z) return INFINITY;
   return logit_scale < 0.0f ? -z : logit_scale == 0.0f ? 0.0f : z;

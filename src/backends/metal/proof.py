@@ -1,6 +1,6 @@
-"""Whether `python -m xent check metal` has passed on this machine's tensors with these sources, which a file remembers.
+"""A file that records that `python -m xent check metal` has passed on this machine, for PyTorch tensors.
 
-Nobody who wrote the kernels had an Apple GPU. So "auto" takes them for PyTorch tensors only where the check has passed.
+The kernels were written without an Apple GPU. So "auto" uses them for PyTorch tensors only after the check has passed.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _PACKAGE = Path(__file__).parents[2]
 
 
 def file() -> Path:
-    """Return where it is written down: a line for each machine and version that has passed."""
+    """Return the path of the file. It has one line for each combination of versions that has passed."""
     if sys.platform == "darwin":
         caches = Path.home() / "Library" / "Caches"
     else:
@@ -25,7 +25,7 @@ def file() -> Path:
 
 
 def fingerprint() -> str:
-    """Return what a check is good for: the sources of this package, PyTorch, the system."""
+    """Return the versions for which a passed check is valid: a hash of this package's sources, PyTorch, the system."""
     import torch
 
     sources = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".metal"))
@@ -34,7 +34,7 @@ def fingerprint() -> str:
 
 
 def remember() -> None:
-    """Write down that the check has passed; a warning where that is not possible."""
+    """Record that the check has passed; warn if the file cannot be written."""
     global PROVEN
     PROVEN = True
     try:

@@ -1,4 +1,4 @@
-"""From a block of MLX's logits to a launch of the Metal kernels: template arguments, threads, arrays."""
+"""Launch the Metal kernels for a block of MLX logits: template arguments, threads, arrays."""
 
 from functools import cache
 from typing import Any
@@ -14,11 +14,11 @@ from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, 
 
 __all__ = ["backward", "forward", "problem"]
 
-_DEVICE_SIZE = 8  # elements; arrays of fewer are put into constant memory, where the logits' pointers do not go
+_DEVICE_SIZE = 8  # elements; MLX passes smaller arrays in constant memory, but the kernels expect device memory
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
-    """Take a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
+    """Compute a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
     count, vocabulary = logits.shape
     try:
         launch, limit = fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
@@ -48,7 +48,7 @@ KERNELS["metal"] = Kernels(forward, backward)
 
 @cache
 def problem(dtype: mx.Dtype) -> str | None:
-    """Return why not even the kernel of a plain loss and its gradient runs on this GPU, with a warning; else None."""
+    """Return why the kernel of a plain loss with gradient cannot run on this GPU, and warn; None if it can run."""
     rows, reals = mx.zeros((8,), mx.int32), mx.zeros((8,))
     facts = RowFacts(
         terms=Terms(smoothing=False, z_loss=False, softcap=False, scale=False),
@@ -73,7 +73,7 @@ def problem(dtype: mx.Dtype) -> str | None:
 
 
 def _wanted(asked: Asked) -> tuple[bool, ...]:
-    """Return which of `FORWARD_OUTPUTS` are asked for."""
+    """Return which of `FORWARD_OUTPUTS` are requested."""
     return (True, *(getattr(asked, name) for name in FORWARD_OUTPUTS[1:]))
 
 
@@ -116,13 +116,13 @@ def _template(logits: mx.array, facts: RowFacts) -> list[tuple[str, Any]]:
 
 
 def _upstream(facts: RowFacts) -> mx.array:
-    """Return the upstream gradients of lse, nll and entropy, and the entropy (R, 4); what is missing is 0."""
+    """Return the upstream gradients of lse, nll and entropy, and the entropy, (R, 4); 0 for those that are None."""
     nothing = mx.zeros_like(facts.scale)
     return mx.stack([facts.upstream.get(name, nothing) for name in ("lse", "nll", "entropy", "H")], axis=-1)
 
 
 def _inputs(logits: mx.array, facts: RowFacts) -> list[mx.array]:
-    """Return the inputs in the kernels' order; what the call does not have is not read."""
+    """Return the inputs in the kernels' order. Placeholders for arguments that the call does not have are not read."""
     if logits.size < _DEVICE_SIZE:
         logits = mx.pad(logits, [(0, _DEVICE_SIZE), (0, 0)])
     optional = (facts.target, facts.target_logits, facts.probabilities, facts.class_weight, facts.bend)

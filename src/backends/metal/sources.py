@@ -1,4 +1,4 @@
-"""The Metal sources: bodies of kernels, which MLX wraps a signature around, or which get our own for PyTorch."""
+"""Assemble the Metal sources: kernel bodies with the signatures that MLX generates, or with ours for PyTorch."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -26,13 +26,13 @@ _Kernel = Callable[..., list[Any]]
 
 @cache
 def forward_kernel() -> _Kernel:
-    """Return the kernel of forward.metal as MLX launches it."""
+    """Return the kernel of forward.metal, to be launched by MLX."""
     return _mlx_kernel("forward", _INPUTS, FORWARD_OUTPUTS)
 
 
 @cache
 def backward_kernel() -> _Kernel:
-    """Return the kernel of backward.metal as MLX launches it."""
+    """Return the kernel of backward.metal, to be launched by MLX."""
     return _mlx_kernel("backward", (*_INPUTS, "norm", "upstream"), ("grad",))
 
 
@@ -51,7 +51,7 @@ def _mlx_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) ->
 
 
 def library(name: str, arguments: Sequence[str]) -> str:
-    """Return a whole source, of ASCII alone, with the kernel "forward" or "backward" for these template arguments.
+    """Return a complete source, ASCII only, with the kernel "forward" or "backward" for these template arguments.
 
     Its name in the library is xent_forward or xent_backward.
     """

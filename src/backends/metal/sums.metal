@@ -1,4 +1,4 @@
-// What a row's losses are made of, gathered in one read.
+// The sums over a row's logits from which its loss is computed, in one read.
 //
 // With m the largest x so far, sums relative to m are::
 //
@@ -8,7 +8,7 @@
 //     squares = sum_c exp(2 (x_c - m))          log sum_c p_c^2 = log squares - 2 log total
 //     level = sum_c (m - x_c)                   the mean x = m - level / V
 //
-// All terms are positive, so nothing cancels. A larger m adds its growth to each m - x_c.
+// All terms are positive, so nothing cancels. When m grows, the difference is added to each m - x_c.
 
 namespace xent {
 
@@ -18,12 +18,12 @@ struct Sums {
   float mixed;
   float shares;       // sum_c share_c
   float below;
-  float given;        // `shares` and `below` for the probabilities that the caller gave, without smoothing and weights
+  float given;        // `shares` and `below` with the caller's class probabilities, without smoothing and class weights
   float given_below;
   float squares;
   float level;
   float count;        // classes in `level`
-  float best;         // the largest logit as `order` has it, and the lowest of its columns
+  float best;         // the largest logit by `order`, and the lowest of its columns
   uint at;
 };
 
@@ -36,7 +36,7 @@ inline Sums no_sums() {
   return sums;
 }
 
-// Which of the sums a kernel needs, beside the total.
+// The sums that a kernel needs besides the total.
 template <bool MIXED, bool SHARES, bool GIVEN, bool BEST, bool SQUARES, bool LEVEL>
 struct Wanted {
   static constexpr constant bool mixed = MIXED;
@@ -47,7 +47,7 @@ struct Wanted {
   static constexpr constant bool level = LEVEL;
 };
 
-// Make the sums relative to a larger peak. Where nothing but -inf came yet there is nothing to rescale.
+// Rescale the sums to a larger peak. If all classes so far were -inf, there is nothing to rescale.
 template <typename W>
 inline void raise(thread Sums& sums, float peak) {
   if (sums.peak != -INFINITY) {
@@ -63,7 +63,7 @@ inline void raise(thread Sums& sums, float peak) {
   sums.peak = peak;
 }
 
-// Add one class. `shift` is the peak, or 0 in place of -inf, so that exp(-inf - shift) is 0 and never NaN.
+// Add one class. `shift` is the peak, or 0 if that is -inf, so that exp(-inf - shift) is 0 and not NaN.
 template <typename T, typename W>
 inline void add(thread Sums& sums, float shift, float x, float share, float given) {
   float power = exponential<T>(x - shift);
@@ -80,7 +80,7 @@ inline void add(thread Sums& sums, float shift, float x, float share, float give
   }
 }
 
-// Add one class to what the mean is made of.
+// Add one class to the sums of the mean.
 inline void add_level(thread Sums& sums, float shift, float x) {
   sums.level += shift - x;
   sums.count += 1.0f;
@@ -93,7 +93,7 @@ inline void consider(thread Sums& sums, float key, uint column) {
   }
 }
 
-// Join the sums of the lanes of a SIMD-group; all have them afterwards.
+// Combine the sums of the lanes of a SIMD-group; afterwards all lanes have the result.
 template <typename W>
 inline void join_lanes(thread Sums& sums) {
   raise<W>(sums, metal::simd_max(sums.peak));
@@ -119,7 +119,7 @@ inline void join_lanes(thread Sums& sums) {
   }
 }
 
-// Join the sums of all threads of the threadgroup, once; all have them afterwards.
+// Combine the sums of all threads of the threadgroup, once; afterwards all threads have the result.
 //
 // `shared` has room for 11 x 32 floats, `shared_at` for 32.
 template <typename W>

@@ -1,7 +1,7 @@
-"""From a block of PyTorch's logits to a launch of the Metal kernels, through `torch.mps.compile_shader`.
+"""Launch the Metal kernels for a block of PyTorch logits, through `torch.mps.compile_shader`.
 
-The second launcher of the same sources: signatures of our own, rows that may lie apart, results in memory that is
-given, and a gradient that may take the logits' place. A kernel is compiled for each combination of template arguments.
+Different from MLX's launcher, the signatures are ours, rows may have any stride, results are written to given memory,
+and the gradient may overwrite the logits. A kernel is compiled for each combination of template arguments.
 """
 
 from collections.abc import Callable
@@ -24,16 +24,16 @@ _ran: set[str] = set()
 
 @dataclass(frozen=True, eq=False)
 class RowTensors:
-    """What is known of R rows of V raw logits; tensors on their device, floats float32 unless said otherwise."""
+    """The facts of R rows of V raw logits, as tensors on the logits' device; floats are float32 unless noted."""
 
     label_smoothing: float
     z_loss: float
     softcap: float | None
     logit_scale: float
     target: Tensor | None
-    """(R,) int64 in [0, V), also of rows that are ignored; None for probabilities."""
+    """(R,) int64 in [0, V), also for ignored rows; None for class probabilities."""
     target_logits: Tensor | None
-    """(R,) raw logits of the targets, taking the place of those in the block."""
+    """(R,) raw logits of the targets, which replace those in the block."""
     probabilities: Tensor | None
     """(R, V), float32, float16 or bfloat16, the last axis contiguous."""
     class_weight: Tensor | None
@@ -41,7 +41,7 @@ class RowTensors:
     total_weight: Tensor | None
     """0-d, the sum of `class_weight`."""
     bend: Tensor | None
-    """(R, 2), the last axis contiguous: logit_scale and softcap of each row, in place of those of all."""
+    """(R, 2), the last axis contiguous: logit_scale and softcap of each row, which replace those for all rows."""
     weight: Tensor
     """(R,) a_i, the factor of the loss; NaN makes the row's loss NaN."""
     scale: Tensor
@@ -52,10 +52,10 @@ class RowTensors:
 
 @dataclass(frozen=True, eq=False)
 class RowResults:
-    """Where the results of R rows go; None where nobody asks. All contiguous but `norm`."""
+    """Memory for the results of R rows; None for those that are not needed. All are contiguous except `norm`."""
 
     loss: Tensor
-    """(R,) float32, z term and weight included."""
+    """(R,) float32, including z-loss and row weight."""
     norm: Tensor | None = None
     """(2, R) float32 of any strides: the largest x, and log sum_c exp(x_c - largest)."""
     nll: Tensor | None = None
@@ -75,7 +75,7 @@ class RowResults:
 def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: bool) -> None:
     """Fill the results from logits (R, V), R and V >= 1, the last axis contiguous; KernelError if no kernel runs.
 
-    `skips_dead`: nobody asks for statistics of dead rows, so that they need not be read.
+    `skips_dead`: no statistics of dead rows are needed, so that their logits are not read.
     """
     vocabulary, loss = logits.shape[1], results.loss
     asked = (
@@ -109,7 +109,7 @@ def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: b
 
 
 def backward(logits: Tensor, rows: RowTensors, norm: Tensor, upstream: Tensor | None, grad: Tensor) -> None:
-    """Write the gradient (R, V), which may take the logits' place, from the norm (2, R); KernelError as `forward`.
+    """Write the gradient (R, V), which may overwrite the logits, from the norm (2, R); KernelError as in `forward`.
 
     `upstream` (R, 4), contiguous, has the gradients of lse, nll and entropy, and the entropy.
     """
@@ -139,7 +139,7 @@ def kernels_that_ran() -> set[str]:
 
 
 def _fitting(name: str, kernel_within: Callable[[int], tuple[Any, int]]) -> tuple[Any, int]:
-    """Return the kernel for the most threads that its pipeline allows, and how many a row has."""
+    """Return the kernel for the largest number of threads that its pipeline allows, and the threads per row."""
     for limit in LIMITS:
         kernel, threads = kernel_within(limit)
         if kernel.max_threads_per_threadgroup >= limit:
@@ -149,12 +149,12 @@ def _fitting(name: str, kernel_within: Callable[[int], tuple[Any, int]]) -> tupl
 
 
 def _kernel(name: str, arguments: tuple[str, ...]) -> Any:
-    """Return a kernel, compiled at most once."""
+    """Return a kernel. Each is compiled at most once."""
     key = (name, arguments)
     if key not in _compiled:
         try:
             _compiled[key] = getattr(torch.mps.compile_shader(library(name, arguments)), f"xent_{name}")
-        except (RuntimeError, SyntaxError) as error:  # of which the latter is what PyTorch makes of Metal's complaints
+        except (RuntimeError, SyntaxError) as error:  # PyTorch raises SyntaxError for errors of Metal's compiler
             _compiled[key] = KernelError(str(error))
     found = _compiled[key]
     if isinstance(found, KernelError):
@@ -176,18 +176,18 @@ def _kind(logits: Tensor, rows: RowTensors) -> list[Any]:
 
 
 def _arguments(kind: list[Any]) -> tuple[str, ...]:
-    """Return template arguments in Metal's words."""
+    """Return the template arguments as Metal source text."""
     return tuple(str(value).lower() if isinstance(value, bool) else _TYPES.get(value, str(value)) for value in kind)
 
 
 def _inputs(logits: Tensor, rows: RowTensors) -> list[Tensor]:
-    """Return the inputs that a call may lack, in the kernels' order; what it lacks is not read."""
+    """Return the optional inputs in the kernels' order. Placeholders for missing ones are not read."""
     given = (rows.target, rows.target_logits, rows.probabilities, rows.class_weight, rows.total_weight, rows.bend)
     return [logits if tensor is None else tensor for tensor in given]
 
 
 def _outputs(results: RowResults) -> list[Tensor | None]:
-    """Return where results beside the loss go, in the kernel's order."""
+    """Return the memory for the results other than the loss, in the kernel's order."""
     return [
         results.norm,
         results.nll,
@@ -200,7 +200,7 @@ def _outputs(results: RowResults) -> list[Tensor | None]:
 
 
 def _sizes(logits: Tensor, rows: RowTensors, norm: Tensor | None, grad: Tensor | None) -> list[int | float]:
-    """Return the numbers that end a kernel's arguments: int64, then float32."""
+    """Return the numbers that are a kernel's last arguments: int64, then float32."""
     vocabulary = logits.shape[1]
     sizes = [
         vocabulary,

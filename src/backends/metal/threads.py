@@ -1,20 +1,21 @@
-"""How a row is shared out: how many threads of a threadgroup it has, and how much of it each keeps in registers."""
+"""The number of threads of a threadgroup, and how much of a row each thread keeps in registers."""
 
 __all__ = ["LIMITS", "row_sizes", "threads_and_held"]
 
 _SIMD_WIDTH = 32
-_PACK = 16  # bytes that a thread loads at a time
+_PACK = 16  # bytes that a thread loads at one time
 _MOST_HELD = 8
 
 LIMITS = (512, 256, 128, 64, 32)
-"""How many threads a threadgroup may have, most first.
+"""The possible numbers of threads of a threadgroup, largest first.
 
-512 leave each some 100 registers, of which up to 32 hold logits. A kernel that needs more registers has a lower limit.
+With 512 threads, each has about 100 registers, up to 32 of them for logits. A kernel with more registers has a lower
+limit.
 """
 
 
 def threads_and_held(vocabulary: int, itemsize: int, limit: int = LIMITS[0]) -> tuple[int, int]:
-    """Return how many threads, at most `limit`, share a row, and how many packs each keeps in registers."""
+    """Return (number of threads per row, at most `limit`; number of 16-byte packs that each keeps in registers)."""
     packs = max(vocabulary * itemsize // _PACK, 1)
     threads = min(-(-packs // _SIMD_WIDTH) * _SIMD_WIDTH, limit)
     held = 1
@@ -24,7 +25,7 @@ def threads_and_held(vocabulary: int, itemsize: int, limit: int = LIMITS[0]) -> 
 
 
 def row_sizes(itemsize: int) -> dict[str, int]:
-    """Return numbers of classes, off 16-byte boundaries, that reach every loop of the kernels; each with its reason."""
+    """Return vocabulary sizes that reach every loop of the kernels with unaligned rows: {reason: size}."""
     width, most = _PACK // itemsize, LIMITS[0]
     held = {f"{packs} packs a thread": packs * most * width - 1 for packs in (2, 4, 8)}
     return {

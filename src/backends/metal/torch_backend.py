@@ -1,4 +1,4 @@
-"""Backend "metal" for PyTorch tensors on Apple GPUs: the kernels that MLX arrays get, in the PyTorch driver."""
+"""Backend "metal" for PyTorch tensors on Apple GPUs: the same kernels as for MLX arrays, in the PyTorch driver."""
 
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ class MetalTorchBackend:
     native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """Return what was found when this machine was first looked at."""
+        """Return why Metal cannot be used, as found at the first call, or None."""
         from xent.backends.metal.torch_machine import MISSING
 
         return MISSING
@@ -35,7 +35,7 @@ class MetalTorchBackend:
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def unproven(self) -> str | None:
-        """Return why "auto" leaves it to those who name it: until the check has passed on this machine."""
+        """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
         from xent.backends.metal import proof
 
         return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
@@ -64,12 +64,12 @@ class MetalTorchBackend:
         return driver.run(call, kernel=self.name)
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse what the losses refuse. There are no kernels for divergences: PyTorch's own operations serve them."""
+        """Refuse the same calls as for losses. Divergences have no kernels; PyTorch's own operations compute them."""
         return self._refuse([call.array])
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
-        from xent.backends.metal import torch_job  # noqa: F401  registers what scales gradients
+        from xent.backends.metal import torch_job  # noqa: F401  registers the scaling of gradients
         from xent.backends.torch.divergence import entry
 
         return entry.run(call, kernel=self.name)

@@ -1,4 +1,4 @@
-"""A job on an Apple GPU: the Metal kernels for its rows, and PyTorch's own operations for what is around them."""
+"""A job on an Apple GPU: the Metal kernels compute its rows, and PyTorch's own operations the rest."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,11 +20,11 @@ __all__ = ["MetalJob", "MetalPass"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _STATISTICS = ("nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit")
-"""Results of a row that a kernel computes, beside the loss and the norm."""
+"""The results per row that a kernel computes, besides the loss and the norm."""
 
 
 class MetalPass:
-    """A `xent.backends.torch.plain_job.RowPass` over the rows of one call; PyTorch's where a kernel does not run."""
+    """A `xent.backends.torch.plain_job.RowPass` with the Metal kernels, or PyTorch's if a kernel cannot run."""
 
     def __init__(self, facts: Facts, results: Results) -> None:
         self.facts, self.results = facts, results
@@ -34,9 +34,9 @@ class MetalPass:
         self._skips_dead = all(result is None for result in stats)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`.
+        """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`.
 
-        The gradients of statistics need the entropy first: the gradient is a second launch then.
+        If statistics have upstream gradients, the gradient is a second launch, because it needs the entropy.
         """
         if not len(logits):
             return
@@ -81,7 +81,7 @@ class MetalPass:
     def _backward(
         self, logits: Tensor, rows: RowTensors, norm: Tensor, part: slice, entropy: Tensor | None, grad: Tensor
     ) -> None:
-        """Write a block's gradient from its norm (2, R), and where the entropy has a gradient, from that (R,)."""
+        """Write a block's gradient from its norm (2, R), and from the entropy (R,) if it has an upstream gradient."""
         upstream, stacked = self.facts.upstream, None
         if upstream is not None:
             given = (*(None if one is None else one[part] for one in upstream[1:]), entropy)
@@ -92,7 +92,7 @@ class MetalPass:
             tensors.backward(logits, rows, norm, stacked, place)
 
     def _derive(self, peaks: Tensor, log_sums: Tensor, part: slice) -> None:
-        """Record what follows from the norm."""
+        """Record the results that follow from the norm."""
         lse = torch.where(peaks == -torch.inf, peaks, peaks + log_sums)
         if self.results.lse is not None:
             self.results.lse[part] = lse
@@ -126,7 +126,7 @@ class MetalPass:
 
 @contextmanager
 def _in_its_dtype(grad: Tensor | None, logits: Tensor) -> Iterator[Tensor | None]:
-    """Give a place of the logits' dtype, which is what kernels write; afterwards `grad` has it, rounded to its own."""
+    """Yield memory in the logits' dtype for the kernel's gradient; at the end convert it to the dtype of `grad`."""
     if grad is None or grad.dtype == logits.dtype:
         yield grad
         return
@@ -136,7 +136,7 @@ def _in_its_dtype(grad: Tensor | None, logits: Tensor) -> Iterator[Tensor | None
 
 
 class MetalJob(PlainJob):
-    """See `xent.backends.torch.job.Job`. Rows with a support are `xent.backends.torch.sampled.SupportPass`'s."""
+    """See `xent.backends.torch.job.Job`. `xent.backends.torch.sampled.SupportPass` computes rows with a support."""
 
     row_pass = MetalPass
 

@@ -1,4 +1,4 @@
-"""What this machine has for Metal through PyTorch, looked at once, when the first call that could use it arrives."""
+"""Whether PyTorch can use Metal on this machine; tested once, at the first call that could use it."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ __all__ = ["DEVICES", "MISSING", "VERSIONS", "find"]
 
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
-    """Return why Metal cannot be used, or None; the versions there are; the device types that it serves."""
+    """Return (why Metal cannot be used or None, versions, device types)."""
     versions: dict[str, str] = {}
     try:
         import torch

@@ -1,13 +1,13 @@
-"""The MLX driver: both functions on MLX arrays, on any device that MLX has, with the row kernel of that device.
+"""The MLX driver: the losses for MLX arrays on any device of MLX, with the row kernel of that device.
 
-How a call flows: `driver` makes the arguments ready -> `facts`, what is known about each row -> `results`, which has
-the rows computed (`logits`, or `linear` with its loop over chunks), makes the loss and the statistics, and gives them
-their gradients through `autograd`. `tracing` tells which gradients may be asked for. A call of no rows goes from
-`driver` to `empty` and no further.
+Data flow of a call: `driver` prepares the arguments -> `facts` collects the data of each row -> `results` computes the
+rows (with `logits`, or `linear` and its loop over chunks), then loss and statistics, and attaches their gradients with
+`autograd`. `tracing` finds out which gradients may be needed. A call of no rows goes from `driver` to `empty`.
 
-A row kernel takes a block of logits (`kernels` is the contract). The plain one is the row algebra: `block`, or `fused`
-on a GPU, folds a block into sums; `finish` makes results and coefficients of sums, and only there options have a
-meaning; `block` spreads the coefficients into the gradient. `plain` cuts and composes.
+A row kernel computes a block of logits (`kernels` defines its interface). The row kernel of this backend is `plain`. It
+splits a block into smaller ones. `block`, or on a GPU `fused`, folds a block into sums. `finish` computes results and
+gradient coefficients from the sums; only this step handles options. `block` computes the gradient from the
+coefficients.
 """
 
 from typing import TYPE_CHECKING
@@ -31,7 +31,7 @@ class MlxBackend:
     native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
-        """Import MLX, which whoever passes an MLX array has already done."""
+        """Import MLX. If the caller passes an MLX array, it is imported already."""
         try:
             import mlx.core  # noqa: F401
         except ImportError as error:
@@ -48,7 +48,7 @@ class MlxBackend:
         return BackendInfo(self.name, self.framework, True, None, {"mlx": version()}, devices())
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse float64 on a GPU, where MLX has none."""
+        """Refuse float64 on a GPU, where MLX does not support it."""
         from xent.backends.mlx.devices import device_type
 
         array = call.logits if isinstance(call, LogitsCall) else call.input
@@ -63,7 +63,7 @@ class MlxBackend:
         return driver.run(call, kernel=self.name)
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse float64 on a GPU, where MLX has none."""
+        """Refuse float64 on a GPU, where MLX does not support it."""
         from xent.backends.mlx.devices import device_type
 
         if dtype_name(call.array) == "float64" and device_type() != "cpu":

@@ -1,8 +1,8 @@
-"""How a loss that is computed beside the graph gets its gradients, and what raises.
+"""Attach gradients to a loss with `mx.custom_function`, and raise errors for unsupported transformations.
 
-`mx.custom_function` runs nothing by itself: it says that the loss, computed already as a graph that MLX does not
-differentiate, has these gradients with respect to these arrays. All that a call returns is computed from `guarded`
-arrays, so that forward mode and mx.vmap meet an error before they meet an operation.
+The loss is computed outside of the custom function, from arrays that MLX does not differentiate. The custom function
+only returns it and defines its gradients. All results of a call are computed from `guarded` arrays, so that forward
+mode and mx.vmap raise a clear error.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ __all__ = ["Gradients", "guarded", "scaled", "with_gradients"]
 
 _Tree = TypeVar("_Tree")
 Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
-"""From the upstream gradients of outputs, by name, to the gradients of inputs."""
+"""Maps upstream gradients of outputs, by name, to gradients of inputs."""
 _Multiply = Callable[[mx.array, mx.array], mx.array]
 
 _NO_SECOND = (
@@ -34,9 +34,9 @@ _NO_VMAP = (
 
 
 def guarded(tree: _Tree) -> _Tree:
-    """Return an array, or a dataclass of arrays, with the same values; without gradient, and mx.jvp and mx.vmap raise.
+    """Return an array, or a dataclass of arrays, with the same values, without gradient; mx.jvp and mx.vmap raise.
 
-    MLX transforms a graph from its inputs on, so the first operation decides which error a caller sees.
+    MLX transforms a graph from its inputs on, so the first operation determines the error.
     """
     arrays: list[mx.array] = []
 
@@ -51,7 +51,7 @@ def guarded(tree: _Tree) -> _Tree:
 
 @cache
 def _guard() -> Any:
-    """Return what passes arrays on and raises in forward mode and under mx.vmap."""
+    """Return a function that returns its arrays, and raises in forward mode and under mx.vmap."""
 
     @mx.custom_function
     def guard(*same: mx.array) -> list[mx.array]:
@@ -63,7 +63,7 @@ def _guard() -> Any:
 
 
 def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
-    """Return a copy of `tree` with `change` done to every array in it."""
+    """Return a copy of `tree` with `change` applied to every array in it."""
     if isinstance(tree, mx.array):
         return change(tree)
     if not is_dataclass(tree) or isinstance(tree, type):
@@ -76,11 +76,11 @@ def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
 def with_gradients(
     outputs: dict[str, mx.array], inputs: Sequence[mx.array], gradients: Gradients
 ) -> dict[str, mx.array]:
-    """Return `outputs`, whose gradients with respect to `inputs` are what `gradients` returns for upstream gradients.
+    """Return `outputs` with gradients with respect to `inputs`: `gradients` returns them for upstream gradients.
 
     The outputs are a "loss" and statistics. `gradients` gets None for an upstream gradient of the loss that is known to
-    be 1, as that of the loss itself is, and for one of a statistic that is known to be 0. It is called while MLX
-    traces, and what it returns is evaluated only if something needs it.
+    be 1, and for one of a statistic that is known to be 0. It is called while MLX traces. MLX evaluates its results
+    only if something needs them.
     """
 
     @mx.custom_function
@@ -105,15 +105,16 @@ def _as_list(arrays: Any) -> list[mx.array]:
 
 
 def scaled(grad: mx.array, factor: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    """Return grad * factor as `dtype`, rounded once; None for a factor of 1, which takes no pass."""
+    """Return grad * factor as `dtype`, rounded once. A factor of None means 1 and needs no pass."""
     return grad.astype(dtype) if factor is None else _multiply_as(dtype, device_type())(grad, factor)
 
 
 @cache
 def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
-    """Return what multiplies an array by a 0-d factor, in the factor's dtype, and rounds to `dtype`.
+    """Return a function that multiplies an array by a 0-d factor, in the factor's dtype, and rounds to `dtype`.
 
-    On a GPU it is one pass, with nothing of the wider dtype in memory. On a CPU mx.compile would need a C++ compiler.
+    On a GPU it is compiled into one pass, without an intermediate array of the wider dtype. On a CPU it is not
+    compiled, because mx.compile would need a C++ compiler.
     """
 
     def multiply(grad: mx.array, factor: mx.array) -> mx.array:
@@ -126,7 +127,7 @@ def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.arra
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
     guarded: list[Any] = []
     for grad in made:
-        # One function for each, so that a gradient that nobody needs is not evaluated for another's sake.
+        # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
         @mx.custom_function
         def given(*_: mx.array, grad: mx.array = grad) -> mx.array:
             return grad

@@ -1,12 +1,13 @@
-"""A block of rows in MLX's own operations, as they are right on every device and fast on the CPU.
+"""A block of rows in MLX's own operations, for every device; on a GPU `fused` is faster for class indices.
 
-`fold` adds up what `xent.backends.mlx.finish` makes losses and coefficients of; `gradient` takes the coefficients::
+`fold` computes sums over the classes. `xent.backends.mlx.finish` computes losses and coefficients from them, and
+`gradient` computes, from the coefficients::
 
     p     = softmax(x)     one operation, the only pass with exponentials
     dL/dz = [ p_c (alpha + beta log p_c) - gamma t_c - delta w_c ] dx/dz
-    dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without;   s is in the coefficients
+    dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without;   the coefficients include s
 
-At the target of a class index p_y alpha - gamma is computed as gamma (p_y - 1) + (alpha - gamma) p_y.
+For a class index, the target's element p_y alpha - gamma is computed as gamma (p_y - 1) + (alpha - gamma) p_y.
 """
 
 import mlx.core as mx
@@ -22,7 +23,7 @@ _ADDED = 4096  # classes
 
 
 class Block:
-    """R rows of raw logits z (R, C) over the range of classes that the facts are about."""
+    """R rows of raw logits z (R, C), for a range of C classes."""
 
     def __init__(self, z: mx.array, facts: RowFacts) -> None:
         self.z, self.facts = z, facts
@@ -35,10 +36,10 @@ class Block:
             self._shares = self._given * facts.class_weight
         self._p: mx.array | None = None
         self._sum_of_p: mx.array | None = None
-        """(R,) where MLX's softmax is so far from 1 that it matters."""
+        """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
     def fold(self, asked: Asked) -> Sums:
-        """Return what the rows add up to, over these classes."""
+        """Return the sums of the rows over these classes."""
         facts, x = self.facts, self.x
         peak = x.max(-1)
         below = peak[:, None] - x
@@ -69,13 +70,13 @@ class Block:
         return 1 if self.facts.inside is None else self.facts.inside.astype(self.acc)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
-        """Return the gradient with respect to z, from what whole rows have for largest x and log_sum."""
+        """Return the gradient with respect to z. `peak` and `log_sum` are those of whole rows."""
         exact = self._p is None or self._target_apart() or self.facts.inside is not None
         log_p = (self.x - peak[:, None]) - log_sum[:, None] if self._p is None or given.beta is not None else None
         p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
         if self._shares is None and given.rest is None and given.beta is None and not exact:
-            # Where p_y is near 1 the whole row is small: p_y - 1 comes before any product is rounded.
+            # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded.
             grad = p.at[self._place()].add(-1) * given.gamma[:, None]
         else:
             grad = p * given.alpha[:, None]
@@ -88,7 +89,7 @@ class Block:
         return self._finished(grad, given.delta)
 
     def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
-        """Return the gradient with respect to z, 0 in dead rows, from that with respect to x that lacks delta."""
+        """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
         if delta is not None:
             weight = self.facts.class_weight
             grad = grad - (delta[:, None] if weight is None else delta[:, None] * weight)
@@ -99,7 +100,7 @@ class Block:
         return grad.astype(self.z.dtype)
 
     def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
-        """Return the target's element of the gradient (R,), before delta."""
+        """Return the target's element of the gradient (R,), without the delta term."""
         log_p = -(self._below_target(peak) + log_sum)
         p = exp(log_p)
         found = given.gamma * expm1(log_p)
@@ -110,7 +111,7 @@ class Block:
         return found if given.beta is None else found + product(p, given.beta * log_p)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
-        """Return x, and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
+        """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
         x, facts = self.z.astype(self.acc), self.facts
         if facts.target_logits is not None and self.target is not None:
             known = facts.target_logits
@@ -120,7 +121,7 @@ class Block:
         return activate(x, facts, lambda values: values[:, None])
 
     def _index(self) -> mx.array:
-        """Return the targets (R, 1) of rows that have class indices."""
+        """Return the class indices (R, 1) of the targets."""
         assert self.target is not None
         return self.target
 
@@ -129,7 +130,7 @@ class Block:
         return mx.arange(len(self.z)), self._index()[:, 0]
 
     def _at_target(self, values: mx.array) -> mx.array:
-        """Return each row's element (R,) of (R, C) values; any element where the target is not among the classes."""
+        """Return the target's element (R,) of values (R, C); an arbitrary one if the target is not in the range."""
         return mx.take_along_axis(values, self._index(), -1)[:, 0]
 
     def _below_target(self, peak: mx.array) -> mx.array:
@@ -137,40 +138,40 @@ class Block:
         return peak - self._at_target(self.x)
 
     def _here(self, values: mx.array) -> mx.array:
-        """Return (R,) values of the target, 0 where it is not among the classes."""
+        """Return values (R,) of the target, with 0 where the target is not in the range of classes."""
         return values if self.facts.inside is None else mx.where(self.facts.inside, values, 0)
 
     def _classes(self, below: mx.array) -> Gap:
-        """Return all classes by their weights."""
+        """Return the gap of all classes, with class weights."""
         weight = self.facts.class_weight
         return Gap(_class_sum(below), float(below.shape[-1])) if weight is None else _gap(weight, below)
 
     def _best(self) -> tuple[mx.array, mx.array]:
-        """Return the largest logit before the softcap, which keeps the order but may make ties, and its class."""
+        """Return the largest scaled logit and its class. A softcap is not applied, because rounding could make ties."""
         z = self.z
         if self.facts.terms.scale:
             z = mx.sign(self.facts.number("logit_scale")).astype(z.dtype) * z
         return z.max(-1), mx.argmax(z, axis=-1).astype(mx.int32) + self.facts.first
 
     def _target_apart(self) -> bool:
-        """Whether `_softmax` leaves the target out of p, since its own comes better from log_sum."""
+        """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
         return self.target is not None and self.acc != mx.float64 and device_type() == "gpu"
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
-        """Return p (R, C), 0 for the target where `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
+        """Return p (R, C), with 0 for the target if `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
         if self.acc != mx.float64 and device_type() == "cpu":
             p = mx.softmax(self.x, axis=-1, precise=True)
             log_sum = -mx.log(p.max(-1))
             if p.shape[-1] <= _ADDED:
                 return p, log_sum
-            # The sum by which MLX divided is a long one too; that of p says by how much it was off.
+            # MLX's softmax divided by an inaccurate long sum. The sum of p shows the error.
             self._sum_of_p = _class_sum(p)
             return p, log_sum + mx.log(self._sum_of_p)
-        powers = exp(self.x - peak[:, None])  # rougher on a GPU in MLX's own softmax
+        powers = exp(self.x - peak[:, None])  # MLX's softmax is less accurate on a GPU
         if not self._target_apart():
             total = powers.sum(-1)
             return powers / total[:, None], mx.log(total)
-        # The others apart: a sum with the target's 1 would round away what a sure row has left.
+        # Sum the other classes separately: beside the target's 1, small probabilities would be rounded away.
         power = self._here(exp(-self._below_target(peak)))
         powers = powers.at[self._place()].multiply(0 if self.facts.inside is None else ~self.facts.inside)
         rest = powers.sum(-1)
@@ -193,12 +194,12 @@ class Block:
         return found + self._here(mx.square(mx.exp(-(self._below_target(peak) + log_sum))))
 
     def _level(self, below: mx.array, peak: mx.array) -> Gap:
-        """Return all classes, each with weight 1."""
+        """Return the gap of all classes, each with weight 1."""
         return Gap(mx.where(peak == -mx.inf, mx.inf, _class_sum(below)), float(below.shape[-1]))
 
 
 def _class_sum(values: mx.array) -> mx.array:
-    """Return the sum over the last axis, in parts on a CPU, where MLX adds one after the other and loses digits."""
+    """Return the sum over the last axis. On a CPU sum parts first, because MLX's sequential sum loses precision."""
     count = values.shape[-1]
     whole = count // _ADDED * _ADDED
     if count <= _ADDED or device_type() != "cpu":
@@ -208,5 +209,5 @@ def _class_sum(values: mx.array) -> mx.array:
 
 
 def _gap(weight: mx.array, below: mx.array) -> Gap:
-    """Return the gap of classes with weights (C,) or (R, C)."""
+    """Return the gap of classes with these weights, (C,) or (R, C)."""
     return Gap(_class_sum(product(weight, below)), _class_sum(weight))

@@ -1,6 +1,6 @@
-"""Values that are wrong: with XENT_CHECK_TARGETS=1 they are looked at, and raise; without, their rows are NaN.
+"""Checks of values, with XENT_CHECK_TARGETS=1. Without it, rows with invalid values are NaN.
 
-MLX computes later, and looking at a value computes it now. While `mx.compile` traces a function there are no values.
+MLX is lazy, so reading a value evaluates it. While `mx.compile` traces a function there are no values to check.
 """
 
 import os
@@ -15,7 +15,7 @@ __all__ = ["check_support", "check_targets", "check_temperature"]
 
 
 def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
-    """Raise IndexError for the first wrong target of those that a row uses."""
+    """Raise IndexError for the first invalid target that a row uses."""
     values = _values(target)
     if values is None:
         return
@@ -29,7 +29,7 @@ def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: i
 
 
 def check_temperature(temperature: mx.array, shift: int) -> None:
-    """Raise ValueError for the first temperature that is not > 0, of those that a row uses."""
+    """Raise ValueError for the first temperature that a row uses and that is not > 0."""
     values = _values(temperature)
     if values is None:
         return
@@ -39,7 +39,7 @@ def check_temperature(temperature: mx.array, shift: int) -> None:
 
 
 def check_support(support: Support, vocabulary: int) -> None:
-    """Raise ValueError for offsets that do not rise from 0 to the number of ids, IndexError for the first wrong id."""
+    """Raise ValueError if offsets do not increase from 0 to the number of ids, IndexError for the first invalid id."""
     ids, offsets = _values(support.ids), _values(support.offsets)
     if ids is None or offsets is None:
         return
@@ -60,7 +60,7 @@ def check_support(support: Support, vocabulary: int) -> None:
 
 
 def _values(array: mx.array) -> Any:
-    """Return an array's values, integers as int64 and floats as float64; None where nobody asks, or there are none."""
+    """Return an array's values as int64 or float64; None if checks are off, or while mx.compile traces."""
     if os.environ.get("XENT_CHECK_TARGETS") != "1":
         return None
     try:
@@ -73,7 +73,7 @@ def _values(array: mx.array) -> Any:
 
 
 def _first(wrong: Any, shift: int) -> list[int] | None:
-    """Return where an array is True first, after the first `shift` along the last axis."""
+    """Return the position of the first True, without the first `shift` entries of the last axis."""
     if shift:
         wrong[..., :shift] = False
     return [int(index) for index in np.argwhere(wrong)[0]] if wrong.any() else None

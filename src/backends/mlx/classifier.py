@@ -1,8 +1,8 @@
 """The classifier of a linear call: matrix products with a dense or a quantized weight.
 
-MLX rounds products of 16-bit arrays to 16 bits. Float32 products are made of float32 copies: of a dense weight's, a
-range of classes at a time; of a quantized weight's scales alone. NVIDIA's TF32, which MLX may multiply float32 in, has
-all digits that bfloat16 and float16 have.
+MLX rounds products of 16-bit arrays to 16 bits. For float32 products the arrays are converted to float32: of a dense
+weight a range of classes at a time, of a quantized weight only the scales. MLX may multiply float32 arrays in TF32 on
+NVIDIA GPUs. TF32 represents bfloat16 and float16 numbers exactly.
 """
 
 from dataclasses import dataclass
@@ -14,23 +14,23 @@ from xent.core.spec import QuantizedWeight
 
 __all__ = ["Classifier"]
 
-# On a CPU MLX allocates memory for some 16 ranges ahead of the one that it computes.
+# On a CPU, MLX allocates memory for about 16 ranges ahead of the one that it computes.
 _CONVERTED_BYTES = 8 * 2**20
 _MOST_RANGES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Classifier:
-    """Weight (V, D), dense or quantized, and bias (V,) or None; nothing here is differentiated by MLX."""
+    """Weight (V, D), dense or quantized, and bias (V,) or None. MLX does not differentiate these products."""
 
     weight: mx.array | QuantizedWeight
     bias: mx.array | None
     vocabulary: int
     exact: bool
-    """Whether logits are float32 at least."""
+    """Whether logits are computed in float32 or float64."""
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """Return (R, V) for hidden (R, D)."""
+        """Return logits (R, V) for hidden states (R, D)."""
         if self.exact and hidden.dtype.size < 4:
             return self._wide_logits(hidden.astype(mx.float32))
         if isinstance(self.weight, QuantizedWeight):
@@ -41,7 +41,7 @@ class Classifier:
         return mx.addmm(self.bias, hidden, self.weight.T)
 
     def input_gradient(self, grad_logits: mx.array) -> mx.array:
-        """Return (R, D) for the gradient of the logits (R, V)."""
+        """Return the gradient of hidden states (R, D) for the gradient of the logits (R, V)."""
         if isinstance(self.weight, QuantizedWeight):
             return self._product(grad_logits, transpose=False)
         return grad_logits @ self.weight
@@ -52,7 +52,7 @@ class Classifier:
         return found if self.bias is None else found + self.bias[target].astype(mx.float32)
 
     def _wide_logits(self, hidden: mx.array) -> mx.array:
-        """Return (R, V) float32 for hidden (R, D) float32; each range of classes waits for the one before."""
+        """Return float32 logits (R, V) for float32 hidden states (R, D), one range of classes after the other."""
         bias = None if self.bias is None else self.bias.astype(mx.float32)
         if isinstance(self.weight, QuantizedWeight):
             made = self._product(hidden, transpose=True)
@@ -73,7 +73,7 @@ class Classifier:
         return joined
 
     def _classes_converted(self) -> int:
-        """Return of how many classes the weight is converted at a time."""
+        """Return the number of classes whose weight is converted at one time."""
         row = 4 * self.weight.shape[1]
         return min(max(_CONVERTED_BYTES // row, -(-self.vocabulary // _MOST_RANGES)), self.vocabulary)
 
@@ -93,7 +93,7 @@ class Classifier:
         return made.astype(values.dtype)
 
     def _rows(self, target: mx.array) -> mx.array:
-        """Return the rows (R, D) of the weight that belong to these classes."""
+        """Return the rows (R, D) of the weight for these classes."""
         weight = self.weight
         if not isinstance(weight, QuantizedWeight):
             return weight[target]

@@ -1,4 +1,4 @@
-"""Which device MLX computes on. Its arrays have none: operations run on the default device of the moment."""
+"""The device of MLX. Its arrays have no device: operations run on the current default device."""
 
 import re
 from functools import cache
@@ -21,19 +21,19 @@ def device_type() -> str:
 
 
 def devices() -> tuple[str, ...]:
-    """Return the device types that can be used, the accelerator first."""
+    """Return the available device types, the accelerator first."""
     return ("gpu", "cpu") if mx.is_available(mx.gpu) else ("cpu",)
 
 
 def chunk_device() -> str:
-    """Return "mlx-cpu", "metal" or "mlx-cuda", which differ in how much a chunk should hold."""
+    """Return "mlx-cpu", "metal" or "mlx-cuda", the device names of `xent.core.chunks`."""
     if device_type() == "cpu":
         return "mlx-cpu"
     return "metal" if mx.metal.is_available() else "mlx-cuda"
 
 
 def has_fused_loss() -> bool:
-    """Whether `mlx.core.fast.cross_entropy` is one kernel on this device: elsewhere it rounds to the logits' dtype."""
+    """Whether `mlx.core.fast.cross_entropy` is one kernel on this device. Elsewhere it rounds to the logits' dtype."""
     if device_type() == "cpu":
         return False
     number = tuple(map(int, re.findall(r"\d+", version())[:3]))

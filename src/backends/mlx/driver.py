@@ -1,4 +1,4 @@
-"""From a call to MLX's graph and back: classes on the last axis, results in the caller's shapes."""
+"""The entry of the MLX driver: move classes to the last axis, run the rows, return results in the caller's shapes."""
 
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ __all__ = ["run"]
 
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
-    """Run a call with the row kernel of that backend; KeyError for one that registered none."""
+    """Run a call with the row kernel of that backend; KeyError if none is registered."""
     if isinstance(call, LinearCall) and call.heads is not None:
         if not is_float(call.target):
             check_targets(call.target, call.linear_weight.shape[0], call.loss.ignore_index, min(call.heads.shift))
@@ -52,7 +52,7 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
 
 
 def _check_dtypes(call: LinearCall) -> None:
-    """Raise TypeError where MLX would promote: a product in float32 costs what nobody asked for."""
+    """Raise TypeError for mixed dtypes, which MLX would promote to a slower float32 product."""
     arrays: dict[str, Any] = {"linear_weight": call.linear_weight, "linear_bias": call.linear_bias}
     if isinstance(call.linear_weight, QuantizedWeight):
         del arrays["linear_weight"]

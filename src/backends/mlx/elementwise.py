@@ -1,4 +1,4 @@
-"""What is done to single elements: exponentials of full precision, and the activation of raw logits."""
+"""Elementwise functions: exponentials with full precision, and the activation (scale and softcap) of raw logits."""
 
 import math
 from collections.abc import Callable
@@ -11,7 +11,7 @@ __all__ = ["activate", "exp", "expm1"]
 
 
 def exp(x: mx.array) -> mx.array:
-    """Return exp(x); MLX's own has no more than float32's precision even for float64."""
+    """Return exp(x). MLX's own has only float32 precision, also for float64."""
     return mx.power(mx.array(math.e, dtype=mx.float64), x) if x.dtype == mx.float64 else mx.exp(x)
 
 
@@ -21,9 +21,10 @@ def expm1(x: mx.array) -> mx.array:
 
 
 def activate(z: mx.array, facts: RowFacts, placed: Callable[[mx.array], mx.array]) -> tuple[mx.array, mx.array | None]:
-    """Return x = k tanh(s z / k), s z without softcap, and the softcap's slope, which 1 - tanh^2 would lose digits of.
+    """Return x = k tanh(s z / k), or s z without softcap, and the softcap's slope, None without softcap.
 
-    The slope lacks the factor s; it is None without softcap. `placed` makes (R,) values fit z.
+    The slope does not include the factor s. It is not computed as 1 - tanh^2, which would cancel. `placed` reshapes
+    values (R,) for broadcasting with z.
     """
 
     def given(name: str) -> mx.array:

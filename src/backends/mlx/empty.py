@@ -1,4 +1,4 @@
-"""A call of no rows. On NVIDIA some of MLX's operations crash on an empty array, so none is done."""
+"""A call of no rows, computed without operations on empty arrays: on NVIDIA GPUs some of them crash in MLX."""
 
 from collections.abc import Callable, Sequence
 
@@ -39,7 +39,7 @@ def run(inputs: Sequence[mx.array], spec: LossSpec, shape: tuple[int, ...]) -> t
 
 
 def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
-    """Return zeros, each time new ones: mx.compile fails over results that it finds to be the same."""
+    """Return a new array of zeros at each call: mx.compile fails if two results are the same array."""
     if shape and all(shape):
         return mx.zeros(shape, dtype)
     return mx.array([] if shape else [0], dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
+"""Facts: the data of each row that does not depend on logits, such as target, row weight and gradient factor."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ __all__ = ["Facts", "accumulation_dtype", "gather_facts", "is_float"]
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """N rows of V classes: what a row kernel gets, less the probabilities, and what only the driver needs."""
+    """The facts of N rows of V classes: those for a row kernel, and those that only the driver needs."""
 
     spec: LossSpec
     vocabulary: int
@@ -27,18 +27,18 @@ class Facts:
     probabilities: mx.array | None
     """(N, V) in the caller's dtype."""
     probability_rows: mx.array | None
-    """(N,) which row of `probabilities` belongs to each row; None where it is the row itself."""
+    """(N,) the index of each row in `probabilities`; None if it is the row's own index."""
     ignored: mx.array
     """(N,) bool: rows without a target."""
     invalid: mx.array | None
-    """(N,) bool: rows with a target outside [0, V), a temperature that is not > 0, or a support that describes none:
-    their loss and gradient are NaN. None for probabilities, whose rows have NaN from what is wrong itself."""
+    """(N,) bool: rows with a target outside [0, V), a temperature that is not > 0, or an invalid support. Their loss
+    and gradient are NaN. None for class probabilities."""
     deferred: mx.array | None
-    """0-d factor that a float16 gradient still lacks; the driver multiplies it in."""
+    """0-d factor that the driver multiplies into float16 gradients later, so that they do not underflow."""
     divisor: mx.array | None
-    """0-d, what "mean" divides by; None for the other reductions."""
+    """0-d, the divisor of "mean"; None for the other reductions."""
     support: Entries | None
-    """The classes that sums go over; None where they go over all."""
+    """The classes that a sampler allowed for each row; None for all classes."""
 
     @property
     def count(self) -> int:
@@ -47,15 +47,15 @@ class Facts:
 
     @cached_property
     def counted(self) -> mx.array:
-        """0-d, how many rows have a target; made once: mx.compile fails over a result that it finds made twice."""
+        """0-d, the number of rows with a target. Cached, because mx.compile fails if a result is computed twice."""
         return (~self.ignored).sum()
 
     def all_rows(self) -> RowFacts:
-        """Return what a row kernel is told about all rows, in one block."""
+        """Return the facts of all rows for a row kernel, as one block."""
         return replace(self.rows, probabilities=self.probability_block(0, self.count), alone=True)
 
     def block(self, start: int, stop: int, target_logits: mx.array | None = None) -> RowFacts:
-        """Return what a row kernel is told about rows [start, stop)."""
+        """Return the facts of rows [start, stop) for a row kernel."""
         rows, given = self.rows.part(start, stop), self.probability_block(start, stop)
         return replace(rows, probabilities=given, target_logits=target_logits)
 
@@ -66,7 +66,7 @@ class Facts:
         return self.probabilities[self.probability_rows[start:stop]]
 
     def factor(self, upstream: mx.array | None) -> mx.array | None:
-        """Return what a gradient still lacks for an upstream gradient, 0-d; None for 1 in both places."""
+        """Return the remaining 0-d factor of a gradient, for an upstream gradient. None means 1."""
         if upstream is None:
             return self.deferred
         factor = upstream.astype(self.rows.weight.dtype)
@@ -75,7 +75,7 @@ class Facts:
     def with_upstream(self, upstream: dict[str, mx.array | None], entropy: mx.array | None) -> "Facts":
         """Return the facts for the gradient of rows, from the upstream gradients of their losses and statistics.
 
-        `entropy` (N,) is that statistic, where it has one.
+        `entropy` (N,) is the statistic itself, if it has an upstream gradient.
         """
         acc, rows = self.rows.scale.dtype, self.rows
         flat = {name: one.reshape(-1).astype(acc) for name, one in upstream.items() if one is not None}
@@ -84,7 +84,7 @@ class Facts:
             return replace(self, rows=replace(rows, scale=scale))
         if entropy is not None:
             flat["H"] = entropy
-        scale = mx.where(rows.dead, 0, scale)  # rows of weight 0 have statistics
+        scale = mx.where(rows.dead, 0, scale)  # rows with weight 0 have statistics too
         return replace(self, rows=replace(rows, scale=scale, dead=self.ignored, upstream=flat))
 
 
@@ -101,7 +101,7 @@ def is_float(array: mx.array) -> bool:
 def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: int, dtype: mx.Dtype) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`; the classes of `target` are on its last axis.
 
-    Row t takes target and sample weight of t + shift along the last axis of the rows.
+    Row t has the target and sample weight t + shift along the last axis of the rows.
     """
     spec, acc = call.loss, accumulation_dtype(dtype)
     shift = call.shift if isinstance(call, LinearCall) else 0
@@ -161,14 +161,14 @@ def gather_facts(call: LogitsCall | LinearCall, target: mx.array, vocabulary: in
 def _scale(
     weight: mx.array, row_weight: mx.array | None, divisor: mx.array | None, dtype: mx.Dtype
 ) -> tuple[mx.array, mx.array | None]:
-    """Return the rows' factors of the gradient, and the factor that is deferred."""
+    """Return the gradient factors of the rows, and the deferred factor."""
     if divisor is None:
         return weight, None
     inverse = mx.where(divisor == 0, 0, 1 / divisor)
     if dtype != mx.float16:
         return weight * inverse, None
-    # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and row
-    # weights could push them over the largest: what is stored has rows of size 1.
+    # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row weights
+    # they could overflow. So the stored gradients have row factors of at most 1.
     largest = mx.nan_to_num(mx.abs(weight if row_weight is None else weight * row_weight)).max()
     size = mx.where(largest == 0, 1, largest)
     return weight / size, inverse * size
@@ -177,7 +177,7 @@ def _scale(
 def _bend(
     call: LogitsCall | LinearCall, shape: tuple[int, ...], shift: int, ignored: mx.array, acc: mx.Dtype
 ) -> mx.array:
-    """Return `xent.backends.mlx.kernels.RowFacts.bend`: both numbers over the temperature of the row."""
+    """Return `xent.backends.mlx.kernels.RowFacts.bend`: scale and softcap, divided by the row's temperature."""
     check_temperature(call.temperature, shift)
     given = mx.broadcast_to(call.temperature.astype(acc), shape)
     temperature = shifted(given, shift, 1).reshape(-1)

@@ -1,4 +1,4 @@
-"""What sums over whole rows mean: losses, statistics, and the coefficients of the gradient. All options end here.
+"""Compute losses, statistics and gradient coefficients from the sums over whole rows. Only this step handles options.
 
 With x, e, w, a as in `xent.cross_entropy`, m the largest x, log_sum = log sum_c exp(x_c - m), t_c = [c==y] and
 w_t = w_y for class indices, t_c = w_c q_c and w_t = 1 for class probabilities q::
@@ -12,7 +12,7 @@ where r, u, n and v are the upstream gradients of l / a, lse, nll and entropy H:
     gamma = r (1-e) w_t + n     delta = r e/V     beta = -v
     alpha = gamma sum_c t_c + delta sum_c w_c + 2 r zeta lse + u - v H
 
-The n of class probabilities with class weights is another call's, without the weights.
+For class probabilities with class weights, the term of n is computed by a second call without the weights.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ __all__ = ["Coefficients", "Gap", "Sums", "coefficients", "finish", "merge", "pr
 
 @dataclass(frozen=True, eq=False)
 class Gap:
-    """Classes with weights: how far their x are below the largest x."""
+    """A weighted sum over classes of how far x is below the largest x, and the sum of the weights."""
 
     below: mx.array
     """(R,) sum_c weight_c (peak - x_c)."""
@@ -40,42 +40,42 @@ class Gap:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """What R rows add up to over a range of classes. Differences to the peak lose nothing far from 0."""
+    """Sums of R rows over a range of classes. They use differences to the largest x, which keep their precision."""
 
     peak: mx.array
     """(R,) the largest x."""
     log_sum: mx.array
     """(R,) log sum_c exp(x_c - peak)."""
     target: Gap
-    """By t."""
+    """Gap with weights t."""
     classes: Gap | None = None
-    """By w, where there is label smoothing."""
+    """Gap with weights w, if there is label smoothing."""
     plain: Gap | None = None
-    """By q, where that is not t and the nll is asked for."""
+    """Gap with weights q, if that is not t and the nll is needed."""
     expected: mx.array | None = None
-    """(R,) sum_c p_c (peak - x_c), p over the range alone."""
+    """(R,) sum_c p_c (peak - x_c), with p normalised over the range."""
     best: tuple[mx.array, mx.array] | None = None
     """(R,) the largest logit_scale * z, and (R,) int32 its class."""
     squares: mx.array | None = None
-    """(R,) sum_c p_c^2, p over the range alone."""
+    """(R,) sum_c p_c^2, with p normalised over the range."""
     level: Gap | None = None
-    """By 1, infinite where the range has nothing but -inf."""
+    """Gap with weights 1; infinite if all logits of the range are -inf."""
 
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """What the gradient with respect to raw logits takes of a row, each (R,), the factor s of dx/dz in it."""
+    """The coefficients (R,) of the gradient with respect to raw logits. They include the factor s of dx/dz."""
 
     alpha: mx.array
     gamma: mx.array
     beta: mx.array | None
     delta: mx.array | None
     rest: mx.array | None
-    """alpha - gamma for class indices, before rounding: where p_y is near 1, the gradient is that and p_y - 1."""
+    """alpha - gamma for class indices, computed before rounding: if p_y is near 1, the difference would cancel."""
 
 
 def merge(one: Sums, other: Sums) -> Sums:
-    """Return the sums over two ranges of classes, `one` having the lower classes."""
+    """Combine the sums of two ranges of classes; `one` has the lower classes."""
     peak = mx.maximum(one.peak, other.peak)
     both = [(some, mx.where(some.peak == peak, 0, peak - some.peak)) for some in (one, other)]
     logs = [mx.where(some.peak == -mx.inf, -mx.inf, some.log_sum - lower) for some, lower in both]
@@ -105,7 +105,7 @@ def merge(one: Sums, other: Sums) -> Sums:
 
 
 def finish(sums: Sums, facts: RowFacts, asked: Asked) -> Found:
-    """Return what was found out about whole rows, without gradients."""
+    """Return the results of whole rows, without gradients."""
     log_sum, lse, weight = sums.log_sum, sums.peak + sums.log_sum, _target_weight(facts)
     surprise = sums.target.surprise(log_sum)
     loss = surprise if weight is None else product(weight, surprise)
@@ -127,7 +127,7 @@ def finish(sums: Sums, facts: RowFacts, asked: Asked) -> Found:
 def coefficients(facts: RowFacts, lse: mx.array | None, total: mx.array | float) -> Coefficients:
     """Return the coefficients for the upstream gradients in the facts.
 
-    `lse` (R,) is needed for the z term alone; `total` is sum_c t_c.
+    `lse` (R,) is needed only for the z-loss; `total` is sum_c t_c.
     """
 
     def scaled(values: mx.array) -> mx.array:
@@ -154,7 +154,7 @@ def coefficients(facts: RowFacts, lse: mx.array | None, total: mx.array | float)
 
 
 def product(weights: mx.array, values: mx.array) -> mx.array:
-    """Multiply; what has no weight is 0, even where the value is infinite."""
+    """Return weights * values; 0 for a weight of 0, also if the value is infinite."""
     return mx.where(weights == 0, 0, weights * values)
 
 

@@ -1,11 +1,11 @@
-"""A block of rows with class indices on a GPU, on `mlx.core.fast.cross_entropy`.
+"""A block of rows with class indices on a GPU, computed with `mlx.core.fast.cross_entropy`.
 
-With b the loss it returns, lse - x_y, and its gradient alpha (p - [c==y]) for the upstream gradient alpha of b::
+That function returns the loss b = lse - x_y; its gradient for an upstream gradient alpha is alpha (p - [c==y]). So::
 
     lse   = b + x_y
     dL/dx = alpha (p - [c==y]) + (alpha - gamma) [c==y] - delta w_c
 
-Where the target's logit was rounded and is known better, b and the target's p are corrected for it.
+If the target's logit is also given before rounding, b and the target's p are corrected for the difference.
 """
 
 import mlx.core as mx
@@ -19,13 +19,13 @@ __all__ = ["FusedBlock", "fuses", "needs_memory"]
 
 
 def fuses(z: mx.array, facts: RowFacts) -> bool:
-    """Whether the device has the fused operations for these rows; their exponentials are too rough for float32."""
+    """Whether the fused operations can compute these rows. For float32 their exponentials are not accurate enough."""
     served = facts.target is not None and facts.inside is None and "entropy" not in facts.upstream
     return served and z.dtype.size < 4 and has_fused_loss()
 
 
 def needs_memory(facts: RowFacts) -> bool:
-    """Whether the logits have to be in float32 on the way: they are as they come where nothing is done to them."""
+    """Whether a float32 copy of the logits is needed: only if scale, softcap or temperature change them."""
     return facts.terms.smoothing or facts.terms.softcap or facts.terms.scale
 
 
@@ -35,7 +35,7 @@ class FusedBlock(Block):
     _passed: tuple[mx.array, mx.array] | None = None
 
     def fold(self, asked: Asked) -> Sums:
-        """Return what the rows add up to; where alpha is known beforehand, the gradient is made in the same pass."""
+        """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
         facts = self.facts
         if asked.grad and not facts.terms.z_loss:
             surprise = self._pass(coefficients(facts, None, 1.0))[0]
@@ -75,7 +75,7 @@ class FusedBlock(Block):
         return made
 
     def _exact(self, surprise: mx.array) -> mx.array:
-        """Return lse - x_y (R,) for the target logits as they were before they were rounded to x_y."""
+        """Return lse - x_y (R,), corrected for the rounding of the target logits x_y."""
         target_logits = self.facts.target_logits
         if target_logits is None or needs_memory(self.facts):
             return surprise
@@ -83,7 +83,7 @@ class FusedBlock(Block):
         return surprise - above + mx.log1p(mx.exp(-surprise) * mx.expm1(above))
 
     def _pass(self, given: Coefficients) -> tuple[mx.array, mx.array]:
-        """Return lse - x_y (R,), and the gradient alpha (p - [c==y]) (R, V); once."""
+        """Return lse - x_y (R,) and the gradient alpha (p - [c==y]) (R, V), computed once."""
         if self._passed is None:
             (surprise,), (grad,) = mx.vjp(self._surprise, [self.x], [given.alpha])
             self._passed = surprise, grad

@@ -1,4 +1,4 @@
-"""Gathers the gradients of a linear call, those that are asked for, from the gradients of chunks of logits."""
+"""Accumulate the gradients of a linear call, as far as they are needed, from the gradients of chunks of logits."""
 
 from collections.abc import Collection
 
@@ -11,7 +11,7 @@ __all__ = ["GradientSums"]
 
 
 class GradientSums:
-    """The gradients of "input", "weight" and "bias" that `needs` names, added up over chunks."""
+    """The gradients of "input", "weight" and "bias" that `needs` names, accumulated over chunks."""
 
     def __init__(self, needs: Collection[str], classifier: Classifier, input: mx.array, chunks: int) -> None:
         self._classifier, self._input, self._parts = classifier, input, list[mx.array]()
@@ -25,14 +25,14 @@ class GradientSums:
             self._bias = mx.zeros((classifier.vocabulary,), wide)
 
     def add(self, grad_logits: mx.array, hidden: mx.array, dead: mx.array) -> list[mx.array]:
-        """Take the gradient of the logits (R, V), hidden states (R, D) and dead rows (R,); return what was made."""
+        """Add a chunk: gradient of logits (R, V), hidden states (R, D), dead rows (R,). Return the computed arrays."""
         made = []
         if self._needs_input:
             part = mx.where(dead[:, None], 0, self._classifier.input_gradient(grad_logits))
             self._parts.append(part.astype(kept_dtype(self._input.dtype)))
             made.append(self._parts[-1])
         if self._weight is not None:
-            # Hidden states of dead rows must not reach the weight's gradient, not even as 0 * NaN.
+            # NaN in hidden states of dead rows must not reach the gradient of the weight as 0 * NaN.
             self._weight.add(grad_logits, mx.where(dead[:, None], 0, hidden))
             made += self._weight.sums
         if self._bias is not None:
@@ -41,7 +41,7 @@ class GradientSums:
         return made
 
     def result(self) -> dict[str, mx.array]:
-        """Return the gradients by name, in the dtypes in which they wait for their upstream gradient."""
+        """Return the gradients by name, in the dtypes that they have until the upstream gradient is multiplied in."""
         made = {}
         if self._needs_input:
             made["input"] = mx.concatenate(self._parts).reshape(self._input.shape)

@@ -1,4 +1,4 @@
-"""What the gradient checks need to drive MLX: arrays in and out, gradients, and the yardstick computation."""
+"""The harness of the gradient checks for MLX: conversion of arrays, gradients, and the unfused computation."""
 
 import os
 from collections.abc import Callable
@@ -19,8 +19,8 @@ __all__ = ["MlxHarness"]
 class MlxHarness:
     """A `xent.backends.protocol.Harness` for one device.
 
-    On NVIDIA MLX multiplies float32 in TF32 unless told otherwise before the first product: that rounding, different in
-    each product, would be all that a check sees.
+    On NVIDIA GPUs MLX computes float32 products in TF32 unless this is turned off before the first product. Otherwise
+    that rounding, which differs between products, would hide all other errors.
     """
 
     processes = 1
@@ -32,15 +32,15 @@ class MlxHarness:
         self.kernels: tuple[str, ...] = ("MLX's own operations",)
 
     def watched(self) -> AbstractContextManager[set[str]]:
-        """Name MLX, of whose operations the plain row kernel is made."""
+        """Report MLX's own operations, which compute the rows here."""
         return nullcontext(set(self.kernels))
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return rows of several blocks, and several chunks."""
+        """Return cases with several blocks of rows, and with several chunks."""
         return long_cases(function, dtype, {"several blocks": 100_003})
 
     def passed(self) -> None:
-        """Do nothing: this backend is taken in any case."""
+        """Do nothing: "auto" uses this backend without a check."""
 
     def array(self, values: Any, dtype: str | None = None) -> mx.array:
         """Return a NumPy array as an MLX array."""
@@ -69,18 +69,18 @@ class MlxHarness:
 
         with mx.stream(getattr(mx, self.device)):
             (_, results), made = mx.value_and_grad(total, argnums=tuple(range(len(inputs))))(*inputs)
-            gradients = [made] if isinstance(made, mx.array) else list(made)  # of one input MLX returns no tuple
+            gradients = [made] if isinstance(made, mx.array) else list(made)  # for one input MLX returns no tuple
             mx.eval(results, gradients)
         return results, gradients
 
     def linear(self, input: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-        """Return the logits that the unfused computation holds."""
-        if 0 in input.shape:  # on NVIDIA MLX crashes over such a product
+        """Return the logits of the unfused computation."""
+        if 0 in input.shape:  # on NVIDIA GPUs MLX crashes for an empty product
             return mx.zeros((*input.shape[:-1], weight.shape[0]), input.dtype)
         return input @ weight.T if bias is None else mx.addmm(bias, input, weight.T)
 
     def unfused_divergence(self, logits: mx.array, **options: Any) -> mx.array:
-        """Compute a divergence in float32 (float64 for float64), as its formula is written."""
+        """Compute a divergence in float32 (float64 for float64), directly by its formula."""
         return unfused_divergence(logits, **options)
 
     def unfused_loss(
@@ -98,7 +98,7 @@ class MlxHarness:
         sample_weight: mx.array | None = None,
         normalizer: Any = None,
     ) -> mx.array:
-        """Compute the loss in float32 (float64 for float64), the way careful training scripts do."""
+        """Compute the loss in float32 (float64 for float64), as careful training scripts do."""
         wide = mx.float64 if logits.dtype == mx.float64 else mx.float32
         x = logits.astype(wide) * logit_scale
         if softcap is not None:
@@ -143,7 +143,7 @@ class MlxHarness:
         temperature: mx.array | None = None,
         allowed: mx.array | None = None,
     ) -> dict[str, mx.array]:
-        """Compute lse, nll and entropy in float32 (float64 for float64), the way trainers do."""
+        """Compute lse, nll and entropy in float32 (float64 for float64), as trainers do."""
         x = logits.astype(mx.float64 if logits.dtype == mx.float64 else mx.float32) * logit_scale
         if softcap is not None:
             x = softcap * mx.tanh(x / softcap)

@@ -1,8 +1,9 @@
-"""What the MLX driver asks of a device's row kernel.
+"""The interface of a device's row kernel in the MLX driver.
 
-MLX arrays are values: a kernel returns its results, and "in place" means that the gradient may take the memory of
-logits that nobody else holds. The driver never hands over an empty block, slices the facts to the block's rows, ties
-the blocks to each other, and makes losses and statistics of what a kernel returns. A kernel evaluates nothing.
+MLX arrays are immutable: a kernel returns its results, and "in place" means that the gradient may reuse the memory of
+logits that nothing else refers to. The driver slices the facts to the rows of a block, never passes an empty block,
+makes each block depend on the one before, and computes losses and statistics from the results of a kernel. A kernel
+does not evaluate arrays.
 """
 
 from __future__ import annotations
@@ -20,62 +21,62 @@ _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "to
 
 @dataclass(frozen=True)
 class Terms:
-    """Which terms the loss has. They are fixed for a call, so that a kernel may be built for each combination."""
+    """The terms of the loss. They are fixed for a call, so that a kernel can be compiled for each combination."""
 
     smoothing: bool
     z_loss: bool
     softcap: bool
     scale: bool
-    """Whether the logits are scaled, by something other than 1 as far as is known; so they are where rows are bent."""
+    """Whether logits have a scale other than 1, or one whose value is unknown, or one per row."""
 
 
 @dataclass(frozen=True, eq=False)
 class RowFacts:
-    """What is known about R rows of V raw logits. Floats are float32, or float64 for float64 logits."""
+    """The facts of R rows of V raw logits. Floats are float32, or float64 for float64 logits."""
 
     terms: Terms
     numbers: mx.array
     """(8,) label_smoothing e, z_loss, softcap k, logit_scale s, "spread" e / V, "total_weight" sum_c w_c (V without
     class weights), 0, 0.
 
-    Eight of them, because a Metal kernel gets fewer in another address space; an array, because a compiled function
-    would be traced again for every new value of a Python number.
+    There are eight because MLX passes smaller arrays to a Metal kernel in another address space. They are an array
+    because a compiled function would be traced again for each new value of a Python number.
     """
     target: mx.array | None
-    """(R,) int32 in [0, V), whatever the caller passed for ignored and invalid rows; None for probabilities."""
+    """(R,) int32 in [0, V); ignored and invalid rows have some valid class. None for class probabilities."""
     probabilities: mx.array | None
-    """(R, V) in the caller's float dtype; None for class indices. Class weights and smoothing are not in them."""
+    """(R, V) in the caller's float dtype, without class weights and smoothing; None for class indices."""
     weight: mx.array
-    """(R,) a_i; NaN where the target is out of range, so that the row's loss is NaN."""
+    """(R,) a_i; NaN if the target is out of range, so that the row's loss is NaN."""
     scale: mx.array
-    """(R,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    """(R,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: mx.array
-    """(R,) bool: rows whose loss and gradient are exactly 0, whatever their logits hold."""
+    """(R,) bool: rows whose loss and gradient are exactly 0, even if their logits are NaN."""
     class_weight: mx.array | None
     """(V,)"""
     target_logits: mx.array | None
-    """(R,) raw logits of the targets, taking the place of those in the block, which were rounded to its dtype."""
+    """(R,) raw logits of the targets, which replace those in the block, because these were rounded to its dtype."""
     finite: bool
-    """Whether dead rows hold finite logits, whose product with a scale of 0 is 0 without further ado."""
+    """Whether the logits of dead rows are known to be finite, so that a gradient factor of 0 makes their gradient 0."""
     alone: bool
-    """Whether the block is all there is, so that its gradient should be the one thing of its size that is made."""
+    """Whether the block is the whole call. Its gradient should then be the only array of its size."""
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
-    """(R,) upstream gradients of "lse", "nll" and "entropy", and with that "H", the entropy itself; in backward passes,
-    in which `scale` has the upstream gradient of the loss."""
+    """In backward passes: (R,) upstream gradients of "lse", "nll" and "entropy", and with the latter "H", the entropy
+    itself. `scale` includes the upstream gradient of the loss."""
     first: int = 0
     """The first class of the block in the vocabulary."""
     inside: mx.array | None = None
-    """(R,) bool: whether the target is among the block's classes; None where all classes are."""
+    """(R,) bool: whether the target is among the block's classes; None if the block has all classes."""
     bend: mx.array | None = None
-    """(R, 2): the logit_scale and the softcap of each row, which has a temperature, in place of those in `numbers`; the
-    order of a row's logits is that of `numbers`. NaN where the temperature is not > 0."""
+    """(R, 2): logit_scale and softcap of each row, which replace those in `numbers` if rows have temperatures. The sign
+    of the scale is that in `numbers`. NaN if the temperature is not > 0."""
 
     def of_rows(self, name: str) -> mx.array:
-        """Return "logit_scale" or "softcap", (R,) where rows have their own, else 0-d."""
+        """Return "logit_scale" or "softcap": (R,) if rows have their own, otherwise 0-d."""
         return self.number(name) if self.bend is None else self.bend[:, ("logit_scale", "softcap").index(name)]
 
     def number(self, name: str) -> mx.array:
-        """Return the number of an option, 0-d."""
+        """Return the value of an option, 0-d."""
         place = _NUMBERS.index(name)
         return self.numbers[place : place + 1].reshape(())
 
@@ -87,7 +88,7 @@ class RowFacts:
         return replace(self, **cut, upstream={name: value[start:stop] for name, value in self.upstream.items()})
 
     def classes(self, first: int, count: int) -> RowFacts:
-        """Return the facts for blocks of classes [first, first + count), targets counted from there."""
+        """Return the facts for blocks of classes [first, first + count); targets are relative to `first`."""
         some = slice(first, first + count)
         weight = None if self.class_weight is None else self.class_weight[some]
         probabilities = None if self.probabilities is None else self.probabilities[:, some]
@@ -100,7 +101,7 @@ class RowFacts:
 
 @dataclass(frozen=True)
 class Asked:
-    """Which results the driver wants from a forward pass besides the loss."""
+    """The results that the driver needs from a forward pass besides the loss."""
 
     grad: bool = False
     norm: bool = False
@@ -110,11 +111,11 @@ class Asked:
     log_sum_sq_probs: bool = False
     mean_logit: bool = False
     dead: bool = False
-    """Whether the results besides loss and gradient are wanted of dead rows too."""
+    """Whether results other than loss and gradient are needed for dead rows too."""
 
     @classmethod
     def of(cls, stats: Collection[str], grad: bool) -> Asked:
-        """Return what statistics and the gradient take, and the norm, of which later gradients are made."""
+        """Return the results that these statistics and the gradient need. The norm is for gradients computed later."""
         named = {name: name in stats for name in ("nll", "entropy", "log_sum_sq_probs", "mean_logit")}
         predictions = "predictions" in stats or "accuracy" in stats
         return cls(grad, norm=True, predictions=predictions, dead=bool(stats), **named)
@@ -122,30 +123,30 @@ class Asked:
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a forward pass found out about R rows; None where nobody asked. Floats in the dtype of `RowFacts.weight`.
+    """The results of a forward pass for R rows, in the dtype of `RowFacts.weight`. Those not requested are None.
 
-    Only `loss` and `grad` have to be 0 in dead rows; the driver masks the others.
+    Only `loss` and `grad` must be 0 in dead rows; the driver masks the others.
     """
 
     loss: mx.array
-    """(R,) l_i, z term included."""
+    """(R,) l_i, including the z-loss."""
     grad: mx.array | None = None
-    """(R, V), the logits' dtype: the gradient with respect to the raw logits, `scale` in it in place of a_i."""
+    """(R, V), the logits' dtype: the gradient with respect to the raw logits, with factor `scale` instead of a_i."""
     norm: mx.array | None = None
-    """(R, 2): the largest x, and log sum_c exp(x_c - largest); apart, as their sum would round."""
+    """(R, 2): the largest x, and log sum_c exp(x_c - largest). Their sum, lse, would be rounded."""
     nll: mx.array | None = None
-    """(R,) lse - x_y; sum_c q_c (lse - x_c) for probabilities q as the caller gave them."""
+    """(R,) lse - x_y; for class probabilities q, without smoothing, sum_c q_c (lse - x_c)."""
     entropy: mx.array | None = None
     """(R,) -sum_c p_c log p_c."""
     predictions: mx.array | None = None
-    """(R,) int32: the class of the largest logit_scale * z, before the softcap, the lowest among equals."""
+    """(R,) int32: the class of the largest logit_scale * z, before the softcap; among equals the lowest."""
     log_sum_sq_probs: mx.array | None = None
     """(R,) log sum_c p_c^2."""
     mean_logit: mx.array | None = None
     """(R,) the mean of x_c over classes."""
 
     def arrays(self) -> list[mx.array]:
-        """Return all that was found out, for the next block to wait for."""
+        """Return all results, for the next block to depend on."""
         return [value for value in vars(self).values() if value is not None]
 
 
@@ -154,17 +155,17 @@ class Kernels:
     """The row kernel of a device, as two functions of an (R, V) block of raw logits with R, V >= 1, of any strides."""
 
     forward: Callable[[mx.array, RowFacts, Asked], Found]
-    """Take a block: losses, and what else is asked for."""
+    """Compute the losses and the requested results of a block."""
     backward: Callable[[mx.array, RowFacts, mx.array], mx.array]
-    """Return the gradient (R, V) of a block from `Found.norm` (R, 2), for the `scale` that the facts have now."""
+    """Compute the gradient (R, V) of a block from `Found.norm` (R, 2), for the present `scale` of the facts."""
 
 
 KERNELS: dict[str, Kernels] = {}
-"""By backend: its row kernel. The module that has the kernel registers it, and the backend imports that module."""
+"""Backend -> its row kernel. The module of the kernel registers it, and the backend imports that module."""
 
 
 def joined(parts: Sequence[Found]) -> Found:
-    """Return the per-row results of blocks one after the other, without gradients."""
+    """Concatenate the per-row results of blocks, without gradients."""
     named = {}
     for name in vars(parts[0]):
         values = [getattr(part, name) for part in parts]

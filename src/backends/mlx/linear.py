@@ -1,7 +1,7 @@
-"""Linear calls in MLX: make a chunk's logits, turn them into their gradient, multiply it back.
+"""The loop of linear calls over chunks in MLX: compute logits, replace them by their gradient, multiply it back.
 
-MLX evaluates what is needed in an order of its own. So that one chunk's logits are alive at a time, the hidden states
-of each chunk are tied to all that the chunk before was made into.
+MLX chooses the order of evaluation. To keep only one chunk of logits in memory, the hidden states of each chunk are
+made to depend (`mx.depends`) on all results of the chunk before.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ __all__ = ["Chunks", "differentiable"]
 
 
 def differentiable(call: LinearCall) -> dict[str, mx.array]:
-    """Return what may have a gradient: "input", "weight" unless it is quantized, and "bias" if there is one."""
+    """Return the arrays that may have a gradient: "input", "weight" unless it is quantized, and "bias" if given."""
     frozen = isinstance(call.linear_weight, QuantizedWeight)
     inputs = {"input": call.input, "weight": None if frozen else call.linear_weight, "bias": call.linear_bias}
     return {name: array for name, array in inputs.items() if array is not None}
@@ -33,7 +33,8 @@ def differentiable(call: LinearCall) -> dict[str, mx.array]:
 class Chunks:
     """The rows of a call, a chunk at a time.
 
-    `call` has no gradients; `trained` is whether the classifier is expected to get one.
+    The arrays of `call` are not differentiated by MLX; `trained` says whether the classifier is expected to need a
+    gradient.
     """
 
     def __init__(self, call: LinearCall, facts: Facts, kernels: Kernels, trained: bool) -> None:
@@ -43,13 +44,13 @@ class Chunks:
         self._exact, vocabulary = facts.spec.exact, facts.vocabulary
         itemsize = max(self._input.dtype.size, 4 * self._exact)
         self._classifier = Classifier(call.linear_weight, call.linear_bias, vocabulary, self._exact)
-        # The bits of an exact call do not depend on who asks for gradients.
+        # The bits of an exact call must not depend on which gradients are needed.
         few = trained and not self._exact
         step = rows_per_chunk(facts.count, vocabulary, itemsize, call.workspace, chunk_device(), few)
         self._parts = [(start, min(start + step, facts.count)) for start in range(0, facts.count, step)]
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
-        """Return what is found out about all rows, and the gradients that `needs` names."""
+        """Return the results of all rows, and the gradients that `needs` names."""
         asked = Asked.of(self._facts.spec.stats, grad=bool(needs))
         sums, every, tie = self._sums(needs), list[Found](), list[mx.array]()
         for start, stop in self._parts:
@@ -61,7 +62,7 @@ class Chunks:
         return joined(every), sums.result()
 
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
-        """Return the gradients that `needs` names, from logits made again."""
+        """Return the gradients that `needs` names; compute the logits again."""
         assert found.norm is not None
         sums, tie = self._sums(needs), [found.norm]
         for start, stop in self._parts:
@@ -71,7 +72,7 @@ class Chunks:
         return sums.result()
 
     def of_target(self, facts: Facts, found: Found) -> mx.array:
-        """Return the gradient (N, V) of class probabilities, from logits made again."""
+        """Return the gradient (N, V) of class probabilities; compute the logits again."""
         assert found.norm is not None
         made, tie = list[mx.array](), [found.norm]
         for start, stop in self._parts:
@@ -106,19 +107,19 @@ class Chunks:
         return GradientSums(needs, self._classifier, self._input, len(self._parts))
 
     def _chunk(self, facts: Facts, start: int, stop: int, tie: list[mx.array]) -> tuple[mx.array, mx.array, RowFacts]:
-        """Return hidden states (R, D), logits (R, V) and facts of rows [start, stop), made once `tie` is."""
+        """Return hidden states (R, D), logits (R, V) and facts of rows [start, stop), computed after `tie`."""
         hidden = self._hidden[start:stop]
         if tie:
             hidden = mx.depends(hidden, tie)
-        # Statistics are due for every row with a target, even one of weight 0.
+        # Every row with a target has statistics, even with weight 0.
         counted = bool(facts.spec.stats)
         idle = (facts.ignored if counted else facts.rows.dead)[start:stop]
         hidden = mx.where(idle[:, None], 0, hidden)
         target, target_logits = facts.rows.target, None
         if target is not None and hidden.dtype.size < 4 and not self._exact:
-            # Most of the loss's error would be the rounding of this one logit.
+            # The rounding of the target's logit would be most of the error of the loss.
             target_logits = self._classifier.target_logits(hidden, target[start:stop])
-        # The logits of a dead row are the bias, which may hold -inf.
+        # The logits of a dead row equal the bias, which may be -inf.
         finite = not counted and self._classifier.bias is None and facts.rows.bend is None
         rows = replace(facts.block(start, stop, target_logits), finite=finite)
         return hidden, self._classifier.logits(hidden), rows

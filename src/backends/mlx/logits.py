@@ -1,4 +1,4 @@
-"""Calls on logits in MLX: one block, the logits that exist."""
+"""Calls on logits in MLX, computed as one block."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -15,17 +15,17 @@ __all__ = ["Logits"]
 
 
 class Logits:
-    """The rows of logits (..., V) without gradient, as `xent.backends.mlx.linear.Chunks` has those of a classifier."""
+    """The rows of logits (..., V), with the methods of `xent.backends.mlx.linear.Chunks`."""
 
     def __init__(self, logits: mx.array, facts: Facts, kernels: Kernels) -> None:
         self._shape, self._facts, self._kernels = logits.shape, facts, kernels
         self._block = logits.reshape(facts.count, facts.vocabulary)
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
-        """Return what is found out about all rows, and the gradient if it is needed."""
+        """Return the results of all rows, and the gradient if it is needed."""
         asked = Asked.of(self._facts.spec.stats, grad=bool(needs))
         found = self._kernels.forward(self._block, self._facts.all_rows(), asked)
-        # The gradient is handed over alone: what nobody else holds gives its memory to what is made of it.
+        # Return the gradient without other references to it, so that MLX can reuse its memory.
         return replace(found, grad=None), {} if found.grad is None else {"logits": found.grad.reshape(self._shape)}
 
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:

@@ -1,7 +1,7 @@
-"""The options of a call as a row kernel takes them: which terms there are, and their numbers as one array.
+"""The options of a call in the form for a row kernel: the terms of the loss, and one array of numbers.
 
-An option may be a 0-d array instead of a Python number. A function that `mx.compile` compiled takes the value it has at
-each call then, where a new Python number would have it traced again.
+An option may be a 0-d array instead of a Python number. A compiled function then uses the value at each call, while a
+new Python number would cause it to be traced again.
 """
 
 from typing import Any
@@ -15,9 +15,9 @@ __all__ = ["numbers_of", "scalar", "softcap_of", "terms_of"]
 
 
 def terms_of(spec: LossSpec, bent: bool) -> Terms:
-    """Return which terms the loss has; one whose number is in an array is there, whatever the number.
+    """Return the terms of the loss. A term whose number is in an array is included for every value.
 
-    `bent`: whether rows have a scale of their own.
+    `bent`: whether each row has its own scale.
     """
     return Terms(
         smoothing=_differs(spec.label_smoothing, 0),
@@ -39,7 +39,7 @@ def numbers_of(spec: LossSpec, vocabulary: int, class_weight: mx.array | None, d
 
 
 def softcap_of(spec: LossSpec, dtype: mx.Dtype) -> Any:
-    """Return the softcap, a number or an array that is bounded as a number is; 0 for none."""
+    """Return the softcap as a number or array, bounded by `LARGEST`; 0 for none."""
     cap: Any = 0.0 if spec.softcap is None else spec.softcap
     return mx.minimum(cap.astype(dtype), LARGEST) if isinstance(cap, mx.array) else cap
 

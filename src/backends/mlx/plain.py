@@ -1,7 +1,7 @@
-"""The row kernel made of MLX's own operations, in blocks small enough that what is computed on the way takes little.
+"""The row kernel made of MLX's own operations, in blocks that are small, so that intermediate arrays are too.
 
-On a GPU MLX has one fused operation for the loss of class indices, and one for its gradient, which takes the logits'
-memory: `fused`. Everything else, and everything on the CPU, is `block`.
+On a GPU MLX has a fused operation for the loss of class indices and one for its gradient, which reuses the logits'
+memory: see `fused`. All other cases, and the CPU, use `block`.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ __all__ = ["backward", "forward"]
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
-    """Take a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
+    """Compute a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
     parts, grad, tie = [], None, list[mx.array]()
     for start, z, some in _parts(logits, facts, asked.grad and not asked.entropy):
         block = _block(z, some, tie)
@@ -38,7 +38,7 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     """Return a block's gradient: see `xent.backends.mlx.kernels.Kernels.backward`."""
     if "nll" in facts.upstream and facts.probabilities is not None and facts.class_weight is not None:
-        # The nll of class probabilities knows no class weights.
+        # The nll of class probabilities does not include class weights.
         upstream = dict(facts.upstream)
         alone = {"nll": upstream.pop("nll")}
         plain = replace(facts, scale=mx.zeros_like(facts.scale), class_weight=None, upstream=alone)
@@ -58,10 +58,10 @@ KERNELS["mlx"] = Kernels(forward, backward)
 
 
 def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
-    """Yield (first row, logits, facts) of parts so small that what is computed on the way takes little memory.
+    """Yield (first row, logits, facts) of parts that are so small that intermediate arrays take little memory.
 
-    A block is left in one piece if it is small, or if it is the whole call and nothing is computed on the way: then a
-    gradient of several pieces would be made twice, in pieces and put together.
+    A block is not split if it is small, or if it is the whole call and has no intermediate arrays: then the pieces of
+    the gradient and their concatenation would take twice the memory.
     """
     count, vocabulary = logits.shape
     step = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1)
@@ -77,7 +77,7 @@ def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple
 def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.array) -> mx.array | None:
     """Return the gradient with a block's rows written to it.
 
-    That happens in its own memory, as long as nothing else waits for it: blocks wait for blocks.
+    MLX does so in place if nothing else refers to the gradient; blocks are made to depend on each other for that.
     """
     if block is None or block.shape == like.shape:
         return block
@@ -87,6 +87,6 @@ def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.
 
 
 def _block(z: mx.array, facts: RowFacts, tie: list[mx.array]) -> Block:
-    """Return a block of rows that are looked at once `tie` is computed."""
+    """Return a block of rows that is computed after `tie`."""
     kind = FusedBlock if fuses(z, facts) else Block
     return kind(mx.depends(z, tie) if tie else z, facts)

@@ -1,4 +1,4 @@
-"""What is found out about the rows, and how it becomes the loss and the statistics that the caller gets."""
+"""Compute the loss and the statistics from the results of the rows, and attach their gradients."""
 
 import mlx.core as mx
 
@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 
 def _reduced(values: mx.array, facts: Facts) -> mx.array:
-    """Return per-row values (N,) as the spec's reduction has them: 0-d, or as they are for "none"."""
+    """Reduce per-row values (N,) by the reduction of the spec: to 0-d, or for "none" return them unchanged."""
     if facts.spec.reduction == "none":
         return values
     total = values.sum()
@@ -31,12 +31,12 @@ def run(
     facts: Facts,
     shape: tuple[int, ...],
 ) -> tuple[mx.array, Stats]:
-    """Return the loss and the statistics that the spec names, per-row ones in `shape`.
+    """Return the loss and the statistics that the spec names; those per row have the shape `shape`.
 
-    `given` is what may have a gradient, and so may `target`, class probabilities (..., V). The gradients of a mean or
-    sum that may be asked for are made with the loss. Others, and those of reduction "none", are made from logits that
-    are looked at again; so is that of the target. With "none" the statistics that are sums over classes have gradients
-    too.
+    `given` has the arrays that may have a gradient; `target`, class probabilities (..., V), may have one too. For a
+    mean or sum, the gradients that are expected are computed with the loss. Other gradients, those of reduction "none",
+    and that of the target are computed later from the logits. With "none" the statistics lse, nll and entropy have
+    gradients too.
     """
     reduces = facts.spec.reduction != "none"
     expected = _expected(given) if reduces else []
@@ -47,7 +47,7 @@ def run(
         kept.clear()
         if not reduces:
             now, first = facts.with_upstream(upstream, found.entropy), _expected(given)
-        # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
+        # Gradients that were not expected are computed separately, so that MLX evaluates them only if needed.
         for names in (first, *([name] for name in given if name not in first)):
             if not made.keys() >= set(names):
                 made |= rows.backward(now, found, names)
@@ -100,7 +100,7 @@ def _statistics(found: Found, facts: Facts) -> dict[str, mx.array]:
 
 
 def _truth(facts: Facts) -> mx.array:
-    """Return the class that each row should have, (N,); the most probable for probabilities."""
+    """Return the target class of each row, (N,); for class probabilities the most probable class."""
     if facts.rows.target is not None:
         return facts.rows.target
     given = facts.probability_block(0, facts.count)

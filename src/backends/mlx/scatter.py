@@ -1,4 +1,4 @@
-"""The gradient of a support's logits, put where those logits are."""
+"""Scatter the gradient of a support's entries to a gradient of whole rows of logits."""
 
 import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""Row t predicts a later target: what belongs to targets, moved to the rows that predict them."""
+"""Shift values of targets to the rows that predict them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ __all__ = ["shifted"]
 
 
 def shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
-    """Return values[..., t + shift] at t, `fill` where there is none."""
+    """Return an array with values[..., t + shift] at t, and `fill` past the end."""
     if not shift:
         return values
     kept = values[..., shift:]

@@ -1,8 +1,8 @@
-"""The classes that each row may take, as MLX arrays whose values nobody has seen: who owns each, and sums by rows.
+"""Supports (the classes that a sampler allowed for each row) as lazy MLX arrays, and sums over them.
 
-M entries lie one after the other, row by row. How many a row has is a value, so there is no array of rows by entries:
-a sum over each row is a scan over all entries that starts anew with each row. It takes log2 of the longest row passes,
-in an order that does not depend on the device.
+The M entries of all rows are one list, row after row. The number of entries of a row is not known, because MLX is lazy.
+So a sum over each row is a segmented scan over all entries, in log2(longest row) passes and in an order that does not
+depend on the device.
 """
 
 from collections.abc import Callable
@@ -22,43 +22,43 @@ _Combine = Callable[[mx.array, mx.array], mx.array]
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """M >= 1 entries, of which N rows have some each."""
+    """M >= 1 entries of N rows."""
 
     ids: mx.array
     """(M,) int32 in [0, V)."""
     owner: mx.array
-    """(M,) int32 in [0, N): the row that an entry belongs to."""
+    """(M,) int32 in [0, N): the row of each entry."""
     owned: mx.array
-    """(M,) bool: whether it belongs to a row at all; those of targets that `shift` drops do not."""
+    """(M,) bool: whether the entry belongs to a row; those of targets that `shift` drops do not."""
     first: mx.array
-    """(M,) int32: the first entry of the same list."""
+    """(M,) int32: the first entry of the same row."""
     last: mx.array
     """(N,) int32 in [0, M): the last entry of each row."""
     count: mx.array
-    """(N,) int32: how many each row has."""
+    """(N,) int32: the number of entries of each row."""
     wrong: mx.array
-    """(N,) bool: rows of a support that describes none."""
+    """(N,) bool: rows of an invalid support."""
     longest: int
-    """How many entries a row may have at most."""
+    """The largest possible number of entries of a row."""
 
     def sums(self, values: mx.array) -> mx.array:
         """Return the sums (..., N) over each row of values (..., M)."""
         return self._total(values, mx.add, 0)
 
     def largest(self, values: mx.array) -> mx.array:
-        """Return the largest (..., N) of each row of values (..., M), -inf where there are none."""
+        """Return the largest value of each row, (..., N), for values (..., M); -inf for empty rows."""
         return self._total(values, mx.maximum, -mx.inf)
 
     def lowest(self, values: mx.array) -> mx.array:
-        """Return the lowest (N,) of each row of integers (M,), the largest there is where there are none."""
+        """Return the lowest integer of each row, (N,), for values (M,); the largest integer for empty rows."""
         return self._total(values, mx.minimum, mx.iinfo(values.dtype).max)
 
     def of(self, values: mx.array) -> mx.array:
-        """Return what (N,) values the entries' rows have, (M,)."""
+        """Repeat values (N,) per row for each entry, (M,)."""
         return values[self.owner]
 
     def within(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
-        """Return which entries belong to rows [start, stop), and to which of these, (M,) each."""
+        """Return (mask of the entries in rows [start, stop), their row minus start), (M,) each."""
         inside = self.owned & (self.owner >= start) & (self.owner < stop)
         return inside, mx.where(inside, self.owner - start, 0)
 
@@ -73,7 +73,7 @@ class Entries:
 
 
 def gather_entries(support: Support, shape: tuple[int, ...], vocabulary: int, shift: int) -> Entries:
-    """Return the entries of a support of targets of this shape; row t has those of the target t + shift."""
+    """Return the entries of a support for targets of this shape; row t has the entries of target t + shift."""
     check_support(support, vocabulary)
     rows, given = int(np.prod(shape)), len(support.ids)
     ids, offsets = support.ids.astype(mx.int64), support.offsets.astype(mx.int64)
@@ -82,7 +82,7 @@ def gather_entries(support: Support, shape: tuple[int, ...], vocabulary: int, sh
     total, counts = len(ids), offsets[1:] - offsets[:-1]
     broken = (offsets[0] != 0) | (offsets[-1] != given) | ((counts < 0) | (counts > vocabulary)).any()
     starts, stops = (mx.clip(part, 0, total).astype(mx.int32) for part in (offsets[:-1], offsets[1:]))
-    # As many lists end before an entry as there are before its own.
+    # The index of an entry's row is the number of rows that end before it.
     ends = mx.zeros((total + 1,), mx.int32).at[stops].add(mx.ones((rows,), mx.int32))
     place = mx.minimum(mx.cumsum(ends)[:total], rows - 1)
     outside = (ids < 0) | (ids >= vocabulary)

@@ -1,9 +1,9 @@
-"""Rows that may take some classes only: the row algebra over the entries of a support, in MLX's own operations.
+"""Rows with a support (the classes that a sampler allowed), in MLX's own operations.
 
-Each of M entries has one logit; the call reads these `picks` from its logits, chunk by chunk. Sums over the vocabulary
-are sums over a row's entries, of which `finish` makes results as always. The gradient with respect to the logits is 0
-elsewhere. A target that is not among its row's entries has loss inf, which has no gradient. Targets are class indices,
-and there is no label smoothing.
+The logits (M,) of the support's entries, called picks, are gathered from the logits chunk by chunk. Sums over the
+vocabulary are sums over a row's entries; `finish` computes results from them as usual. The gradient of all other logits
+is 0. If the target is not among its row's entries, the loss is inf and has no gradient. Targets are class indices, and
+there is no label smoothing.
 """
 
 from collections.abc import Collection
@@ -22,13 +22,13 @@ __all__ = ["Source", "Supported"]
 
 
 class Source(Protocol):
-    """The rows of a call, as far as its logits at the entries of a support go."""
+    """The rows of a call: access to its logits at the entries of a support."""
 
     def pick(self, entries: Entries) -> mx.array:
-        """Return the raw logits (M,) of the entries; anything for an entry that no row owns."""
+        """Return the raw logits (M,) of the entries; arbitrary values for entries that belong to no row."""
 
     def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
-        """Return the gradients that `needs` names, from those of the picks (M,); 0 for an entry that no row owns."""
+        """Return the gradients that `needs` names, from those of the picks (M,), which are 0 for entries of no row."""
 
 
 class Supported:
@@ -40,7 +40,7 @@ class Supported:
         self._picks = source.pick(self._entries)
 
     def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
-        """Return what is found out about all rows; gradients are left to `backward`, which reads no logits."""
+        """Return the results of all rows. `backward` computes gradients; it does not need the logits again."""
         asked = Asked.of(self._facts.spec.stats, grad=False)
         found = finish(self._fold(asked), self._facts.rows, asked)
         if found.mean_logit is not None:
@@ -64,7 +64,7 @@ class Supported:
         total = rest + power_y
         log_sum = mx.log(total)
         if below.dtype != mx.float64:
-            log_sum = mx.where(power_y == 1, mx.log1p(rest), log_sum)  # beside 1, a sure row's rest would be lost
+            log_sum = mx.where(power_y == 1, mx.log1p(rest), log_sum)  # 1 + rest would be rounded to 1
 
         def filled(values: mx.array) -> mx.array:
             return mx.where(entries.wrong, mx.nan, mx.where(empty, 0, values))
@@ -101,7 +101,7 @@ class Supported:
         return mx.where(entries.owned & ~entries.of(rows.dead), made, 0)
 
     def _relative(self, rows: RowFacts) -> tuple[mx.array, mx.array, mx.array | None]:
-        """Return the largest x (N,), how far x is below that (M,), and the softcap's slope (M,) or None."""
+        """Return the largest x (N,), the difference (M,) of each x to it, and the softcap's slope (M,) or None."""
         entries, z = self._entries, self._picks.astype(rows.weight.dtype)
         if rows.terms.softcap:
             x, slope = activate(z, rows, entries.of)
@@ -112,28 +112,28 @@ class Supported:
         below = entries.of(best) - key
         if not rows.terms.scale:
             return best, below, None
-        # A difference of logits is rounded once, however far they are from 0.
+        # Subtract raw logits first: a difference is rounded once, also for logits far from 0.
         size = mx.abs(rows.of_rows("logit_scale"))
         return size * best, below * (entries.of(size) if size.ndim else size), None
 
     def _hits(self) -> mx.array:
-        """Return which entries are the targets of their rows, (M,)."""
+        """Return the mask (M,) of the entries that are the target of their row."""
         target = self._facts.rows.target
         assert target is not None
         return self._entries.owned & (self._entries.ids == self._entries.of(target))
 
     def _members(self) -> mx.array:
-        """Return which rows have their target among their entries, (N,)."""
+        """Return the mask (N,) of the rows whose target is among their entries."""
         return self._entries.largest(self._hits().astype(mx.float32)) > 0
 
     def _key(self) -> mx.array:
-        """Return the picks, negated where that is their order (M,)."""
+        """Return the picks (M,), negated if the logit scale is negative, so that they have the order of x."""
         if not self._facts.rows.terms.scale:
             return self._picks
         return mx.sign(self._facts.rows.number("logit_scale")).astype(self._picks.dtype) * self._picks
 
     def _best(self) -> tuple[mx.array, mx.array]:
-        """Return the largest logit before the softcap and its class, the lowest among equals; 0 for no entries."""
+        """Return the largest logit before the softcap and its class, the lowest among equals; 0 for empty rows."""
         entries, key = self._entries, self._key()
         key = mx.where(mx.isnan(key), mx.inf, key)
         best = entries.largest(key)

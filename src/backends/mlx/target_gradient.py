@@ -1,12 +1,12 @@
-"""The gradient of class probabilities: the loss is linear in its targets.
+"""The gradient with respect to class probabilities. The loss is linear in them.
 
-With x, w, e and a as in `xent.cross_entropy`, D what the reduction divides by, and upstream gradients u of the loss and
+With x, w, e and a as in `xent.cross_entropy`, the divisor D of the reduction, and upstream gradients u of the loss and
 n of the statistic nll::
 
-    dL/dq_ic = (u a_i / D (1-e) w_c + n_i) (-log p_ic)      exactly 0 where the factor is
+    dL/dq_ic = (u a_i / D (1-e) w_c + n_i) (-log p_ic)      exactly 0 if the first factor is 0
 
-It takes the norm that the row kernel left, and logits, which a linear loss makes again. MLX evaluates it where it is
-asked for, and nowhere else.
+It is computed from the norm of the forward pass and the logits, which a linear loss computes again. MLX evaluates it
+only if it is needed.
 """
 
 import mlx.core as mx
@@ -21,7 +21,7 @@ __all__ = ["of_block", "placed"]
 
 
 def of_block(logits: mx.array, facts: RowFacts, norm: mx.array) -> list[mx.array]:
-    """Return the gradient of the targets of a block of raw logits (R, V), in parts (r, V) that follow each other."""
+    """Return the gradient of the targets of a block of raw logits (R, V), as a list of consecutive parts (r, V)."""
     step = rows_per_block(logits.shape[1], facts.weight.dtype.size, device_type(), 1)
     made: list[mx.array] = []
     for start in range(0, len(logits), step):
@@ -44,9 +44,9 @@ def _of_rows(z: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
 
 
 def placed(parts: list[mx.array], facts: Facts) -> mx.array:
-    """Return the gradients of all rows' targets (N, V), each in the place of the target that its row has."""
+    """Return the gradients (N, V) in the order of the targets, from those in the order of rows."""
     made = mx.concatenate(parts)
     if facts.probability_rows is None:
         return made
-    # Rows without a target add their zeros to a row of someone else.
+    # Rows without a target have an arbitrary index and add zeros to that row.
     return mx.zeros_like(made).at[facts.probability_rows].add(made)

@@ -1,12 +1,12 @@
-"""What a call can know about the transformations that MLX is tracing it for.
+"""Find out from MLX's graph which arrays of a call are differentiated.
 
-MLX says neither whether `mx.grad` is at work nor for which arrays, and what is not needed is simply never evaluated.
-That is not enough here: to have one chunk alive at a time, the next chunk has to wait for the gradients made from this
-one, and must not wait for gradients that nobody wants. So the graph is asked. `mx.grad` and its relatives hand over
-copies of the arrays that they follow; an array is differentiated if it is traced and comes from such a copy other than
-through `mx.stop_gradient`.
+MLX does not tell a function whether `mx.grad` is active, or for which arrays; it simply does not evaluate results that
+are not needed. This is not enough here: to keep only one chunk in memory, each chunk must depend on the gradients of
+the chunk before, but not on gradients that are not needed. So the graph is inspected. `mx.grad` and similar functions
+pass copies of the differentiated arrays. An array is differentiated if it is traced and depends on such a copy, other
+than through `mx.stop_gradient`.
 
-A wrong answer costs time, never a gradient: what was not foreseen is computed when it is asked for.
+A wrong answer costs time, but no gradient is missing: gradients that were not expected are computed when needed.
 """
 
 import io
@@ -24,9 +24,9 @@ _OUTPUT = re.compile(r'^(\d+) -> "([^"]*)"$', re.MULTILINE)
 
 
 def is_traced(array: mx.array) -> bool:
-    """Whether a transformation follows this array: `mx.compile` runs a function's Python for such arrays alone."""
+    """Whether a transformation traces this array: only then does `mx.compile` run the Python of a compiled function."""
     runs, probe = _probe()
-    # Where the probe was compiled inside of a transformation, Python runs once more for the first array outside of one.
+    # If the probe was compiled inside of a transformation, its Python runs once for the first array outside of one.
     for _ in range(2):
         runs.clear()
         probe(array.reshape(-1)[:0].astype(mx.float32))
@@ -37,26 +37,26 @@ def is_traced(array: mx.array) -> bool:
 
 
 def is_differentiated(array: mx.array) -> bool:
-    """Whether a gradient with respect to this array may be asked for."""
+    """Whether a gradient with respect to this array may be needed."""
     if not is_traced(array):
         return False
     text = _drawing(array)
-    copied = 'label ="Copy"' in text  # reading the whole of a large model's graph takes several times as long
+    copied = 'label ="Copy"' in text  # parsing the whole graph of a large model takes several times as long
     return copied and ('label ="StopGradient"' not in text or "Copy" in _ancestors(text))
 
 
 def is_one(scalar: mx.array) -> bool:
-    """Whether a 0-d array is known to be 1 without computing anything, as the gradient of a loss itself is."""
+    """Whether a 0-d array is known to be 1 without evaluation, as the upstream gradient of the loss itself is."""
     if _PRIMITIVE.search(_drawing(scalar)):
         return False
     try:
         return bool(scalar.item() == 1)
-    except (RuntimeError, ValueError):  # the argument of a function that mx.compile traces, which has no value yet
+    except (RuntimeError, ValueError):  # an argument of a traced function has no value yet
         return False
 
 
 def is_zero(array: mx.array) -> bool:
-    """Whether an array is known to be 0 everywhere, as the gradient of what nobody used is."""
+    """Whether an array is known to be 0 everywhere, as the upstream gradient of an unused result is."""
     if not {name for _, name in _PRIMITIVE.findall(_drawing(array))} <= {"Broadcast", "ExpandDims", "Full"}:
         return False
     try:
@@ -67,7 +67,7 @@ def is_zero(array: mx.array) -> bool:
 
 @cache
 def _probe() -> tuple[list[None], Callable[[mx.array], mx.array]]:
-    """Return a list that grows whenever Python runs for a call of the compiled function beside it."""
+    """Return (list, compiled function). The list grows whenever a call runs the function's Python code."""
     runs: list[None] = []
 
     def run(array: mx.array) -> mx.array:
@@ -80,14 +80,14 @@ def _probe() -> tuple[list[None], Callable[[mx.array], mx.array]]:
 
 
 def _drawing(array: mx.array) -> str:
-    """Return MLX's own description of the graph that an array comes from; the array is called "array" in it."""
+    """Return MLX's text of the graph that computes an array; the array is named "array" in it."""
     drawing = io.StringIO()
     mx.export_to_dot(drawing, array=array)
     return drawing.getvalue()
 
 
 def _ancestors(text: str) -> Iterable[str]:
-    """Yield the operations that "array" comes from, stopping where `mx.stop_gradient` cuts the graph."""
+    """Yield the operations that "array" depends on, not those behind `mx.stop_gradient`."""
     names = dict(_PRIMITIVE.findall(text))
     makers = {output: maker for maker, output in _OUTPUT.findall(text)}
     inputs: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""The classifier's gradient, added up over chunks without losing what a low-precision sum would round off."""
+"""The gradient of the classifier, accumulated over chunks with bounded rounding error."""
 
 import mlx.core as mx
 
@@ -11,18 +11,19 @@ _SLICE_BYTES = 32 * 2**20
 
 
 def kept_dtype(dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype in which a gradient waits for its upstream: float16 could overflow before 1/D is in it."""
+    """Return the dtype of a gradient before the upstream gradient is multiplied in; float16 could overflow."""
     return mx.float32 if dtype == mx.float16 else dtype
 
 
 class WeightGradient:
-    """Sums grad_logits^T @ hidden over chunks, on Apple's GPUs in slices of the vocabulary, put together at the end.
+    """The sum of grad_logits^T @ hidden over chunks.
 
-    `mx.addmm` rounds a sum once. On the CPU it adds in the sum's own memory, in float32 at least. On a GPU it never
-    does. There a bfloat16 gradient of few chunks is summed in bfloat16, which takes half the memory, most of what the
-    call takes, for up to twice the error; and slices keep small what is alive twice. Not on NVIDIA: a slice of the
-    logits' columns would be copied, transposed, before it is multiplied, which takes longer than the product. There the
-    sum is hidden^T @ grad_logits, the product of MLX's own gradient, and its transpose is what is returned.
+    `mx.addmm` rounds a sum once. On the CPU it accumulates in place, in float32 or float64. On a GPU it always writes a
+    new sum. There a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory and has up
+    to twice the error. On Apple GPUs the sum is in slices of the vocabulary, which are concatenated at the end, so that
+    only a slice exists twice. Not on NVIDIA GPUs: there MLX would copy and transpose a slice of the logits' columns
+    before the product, which takes longer than the product. There the sum is hidden^T @ grad_logits, as in MLX's own
+    gradient, and its transpose is returned.
     """
 
     def __init__(self, shape: tuple[int, int], dtype: mx.Dtype, chunks: int) -> None:
@@ -56,12 +57,12 @@ class WeightGradient:
         self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
 
     def result(self) -> mx.array:
-        """Return the sum (V, D) as it is; it is rounded to its own dtype once, after the upstream gradient is in it."""
+        """Return the sum (V, D), not yet rounded: that is done after the upstream gradient is multiplied in."""
         made = self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
         return made.T if self._transposed else made
 
 
 def _overflow(hidden: mx.array) -> mx.array:
-    """Return the power of two, 1 as a rule, over which float16 (R, D) can be added up with weights of up to 4."""
+    """Return the power of two, usually 1, by which float16 (R, D) is divided so that its sum does not overflow."""
     largest = mx.abs(hidden).max().astype(mx.float32)
     return mx.power(2.0, mx.ceil(mx.log2(mx.maximum(largest * len(hidden) / 2**14, 1))))

@@ -1,8 +1,9 @@
-"""The PyTorch driver: both functions on tensors of any device, with the steps of that device's backend.
+"""The PyTorch driver: the losses for tensors of any device, with the steps of that device's backend.
 
-How a call flows: `driver` makes the arguments ready (autocast, gradients asked for) -> `eager`, or for compilers,
-transforms and modes `autograd` and `ops` (what is saved, what backward returns) -> `logits` or `linear` (the loop over
-chunks) -> a `job`, the rows of the call: `plain_job` here, made of PyTorch's own operations.
+Data flow of a call: `driver` prepares the arguments (autocast, which gradients are needed) -> `eager` (autograd), or
+`autograd` and `ops` (custom operations) for compilers, transforms and modes -> `logits` or `linear` (the loop over
+chunks) -> a `job`, which computes the rows of the call. The job of this backend is `plain_job`, made of PyTorch's own
+operations.
 """
 
 from typing import TYPE_CHECKING
@@ -25,7 +26,7 @@ class TorchBackend:
     native_to: tuple[str, ...] = ("cpu",)
 
     def missing(self) -> str | None:
-        """Import PyTorch, which whoever passes a tensor has already done."""
+        """Import PyTorch. If the caller passes a tensor, it is imported already."""
         try:
             import torch  # noqa: F401
         except ImportError as error:
@@ -42,7 +43,7 @@ class TorchBackend:
         return BackendInfo(self.name, self.framework, True, None, {"torch": version()}, devices())
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse nothing: there is no option and no device that this backend leaves out."""
+        """Refuse nothing: this backend supports every option and every device."""
         return None
 
     def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
@@ -56,7 +57,7 @@ class TorchBackend:
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
         """Run a divergence with plain steps."""
-        from xent.backends.torch import plain_job  # noqa: F401  registers what scales gradients
+        from xent.backends.torch import plain_job  # noqa: F401  registers the scaling of gradients
         from xent.backends.torch.divergence import entry
 
         return entry.run(call, kernel=self.name)

@@ -1,7 +1,8 @@
-"""Autograd around the custom operations, for compilers, transforms and modes: what is saved, what backward returns.
+"""Autograd functions around the custom operations, for compilers, transforms and modes.
 
-A kept gradient is an output of its Function: whoever differentiates a gradient again arrives at that output, and at an
-error, instead of at a wrong number. `eager` has the same without operations.
+A gradient that the forward pass computes is an output of its Function. Differentiating it a second time then reaches
+that output and raises an error, instead of giving a wrong number. `eager` has the same functions without custom
+operations.
 """
 
 import inspect
@@ -30,13 +31,13 @@ __all__ = [
 
 
 def asks_for_gradient(*tensors: Tensor | None) -> list[bool]:
-    """Return of each tensor whether a gradient is asked for."""
+    """Return for each tensor whether it requires a gradient."""
     enabled = torch.is_grad_enabled()
     return [enabled and tensor is not None and tensor.requires_grad for tensor in tensors]
 
 
 def signed(function: Any) -> Any:
-    """Let `function` carry its signature, which torch.autograd.Function otherwise works out at every call."""
+    """Cache the signature of `function`, which torch.autograd.Function otherwise computes at every call."""
     function.__signature__ = inspect.signature(function)
     return function
 
@@ -80,13 +81,13 @@ class CrossEntropy(torch.autograd.Function):
 
 
 class CrossEntropyInplace(torch.autograd.Function):
-    """(logits, *options) -> (loss, *stats), the logits' memory ending up as their gradient."""
+    """(logits, *options) -> (loss, *stats). The gradient overwrites the logits."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, *options: Any) -> Any:
         _keep_options(ctx, options)
         ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
-        # Saved as they came, so that a gradient of the gradient finds its way back to them, and to an error.
+        # Save the logits themselves, so that a second derivative leads back to them and raises an error.
         if ctx.is_made:
             loss, stats = torch.ops.xent.cross_entropy_(logits.detach(), *options)
             ctx.save_for_backward(logits)
@@ -169,7 +170,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class _FirstOrder(torch.autograd.Function):
-    """(operation, *args) -> operation(*args), whose own backward raises."""
+    """(operation, *args) -> operation(*args). Its backward pass, a second derivative, raises."""
 
     @staticmethod
     @signed
@@ -183,7 +184,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, operation: Any, *args: Any) -> Any:
-        """Run it once for each upstream gradient of a batch, as torch.func.jacrev has one for each row."""
+        """Run the operation once per upstream gradient of a batch; torch.func.jacrev has one per row."""
         results = []
         for entry in range(info.batch_size):
             chosen = [
@@ -203,63 +204,64 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order(operation: Any, *args: Any) -> Any:
-    """Return operation(*args); differentiating it raises, as it does by itself in a compiled graph."""
+    """Return operation(*args). Differentiating the result raises; in a compiled graph PyTorch itself raises."""
     return operation(*args) if torch.compiler.is_dynamo_compiling() else _FirstOrder.apply(operation, *args)
 
 
 def _keep_options(ctx: Any, options: Any) -> None:
-    """Keep the constants; the tensors are saved apart."""
+    """Store the constants; the tensors are saved separately."""
     ctx.reduction, ctx.stats, ctx.kernel = reduction_of(options), stats_of(options), options[-1]
     ctx.constants = options[TENSORS:]
 
 
 def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
-    """Return the arguments of an operation that computes the gradient of logits."""
+    """Return the arguments of the operation that computes the gradient of logits."""
     logits, norm, entropy, *tensors = ctx.saved_tensors
     return logits, norm, None if upstream.entropy is None else entropy, *upstream, *tensors, *ctx.constants
 
 
 def refused(upstream: Tensor, like: Tensor) -> Tensor:
-    """Raise; where a tracer asks for a second derivative in case, return a stand-in that raises when it is computed."""
+    """Raise for a second derivative. While a tracer runs, which may not use it, return a tensor that raises later."""
     refused: Tensor = torch.ops.xent.second_derivative(upstream, like)
     return refused
 
 
 def differentiated(*kept_upstream: Tensor | None) -> bool:
-    """Return whether somebody differentiates a kept gradient.
+    """Return whether a gradient of the forward pass is being differentiated.
 
-    Not while Dynamo traces: there, outputs that nobody uses come with gradients too, and second derivatives of a
-    compiled graph are an error of PyTorch's own.
+    While Dynamo traces, return False: then unused outputs have upstream gradients too, and PyTorch itself raises for
+    second derivatives of a compiled graph.
     """
     return not torch.compiler.is_dynamo_compiling() and any(grad is not None for grad in kept_upstream)
 
 
 def _memory_is_needed(upstream: Tensor) -> bool:
-    """Whether this backward may run again, be differentiated, or makes one gradient for each of a batch of upstreams.
+    """Whether the stored gradient must not be overwritten.
 
-    A compiled graph reuses memory by itself.
+    That is so if this backward pass may run again, is differentiated, or has a batch of upstream gradients. Also in a
+    compiled graph, which reuses memory by itself.
     """
     return _is_transformed(upstream) or private.keeps_graph()
 
 
 def _is_transformed(upstream: Tensor) -> bool:
-    """Whether an operation in place would not see all of `upstream`: a graph, a batch, a tangent."""
+    """Whether `upstream` is recorded, batched or has a tangent, which an in-place operation would ignore."""
     if torch.compiler.is_compiling() or torch.is_grad_enabled() or private.transforms_possible():
         return True
     return private.forward_mode() or private.is_batched_gradient(upstream)
 
 
 def scaled(ctx: Any, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
-    """Return kept * upstream * deferred, rounded once, in kept's memory unless that is needed."""
+    """Return kept * upstream * deferred, rounded once; in place unless `kept` is still needed."""
     if not _memory_is_needed(upstream):
-        # The kept gradient is an output of its Function; what leaves backward must not drag that graph along.
+        # The kept gradient is an output of its Function. The result of backward must not refer to that graph.
         kept = kept.detach()
         torch.ops.xent.scale_(kept, upstream, deferred, ctx.kernel)
         return kept
     if not _is_transformed(upstream):
         made: Tensor = torch.ops.xent.scaled(kept, upstream, deferred, ctx.kernel)
         return made
-    # A 0-d factor would be rounded to kept's precision first.
+    # PyTorch would round a 0-d factor to the dtype of `kept` first.
     factor = upstream if deferred is None else upstream * deferred
     product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
     return product

@@ -1,11 +1,12 @@
-"""torch.func transforms inside of torch.compile: the eager Functions, as they are, in the compiled graph.
+"""torch.func transforms inside of torch.compile: put the eager Functions into the compiled graph without tracing them.
 
-Dynamo reads `requires_grad` of a transform's own argument as False, so that it would record a constant; before PyTorch
-2.11 it cannot trace a torch.autograd.Function there; and what it traces differentiates twice without an error. Allowed
-in the graph whole, the Functions run as in eager mode: in every call with backend "eager", and while AOT Autograd
-traces with others. They are disabled too, since Dynamo would trace into them where an error has broken the graph.
+Tracing them fails in three ways. Dynamo reads `requires_grad` of a transform's argument as False, so that it would
+record a constant. Before PyTorch 2.11 it cannot trace a torch.autograd.Function there. And what it traces can be
+differentiated twice without an error. With `allow_in_graph` the Functions run as in eager mode: at each call with
+backend "eager", and while AOT Autograd traces with other backends. They are also disabled for Dynamo, which would
+otherwise trace into them after a graph break.
 
-Imported by the first call that needs it: `allow_in_graph` imports all of Dynamo.
+Imported by the first call that needs it, because `allow_in_graph` imports all of Dynamo.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which devices PyTorch has here, and whether the caller wants targets looked at where that synchronises."""
+"""The devices of this PyTorch, and whether target values are checked on a device."""
 
 import os
 
@@ -13,11 +13,11 @@ def version() -> str:
 
 
 def devices() -> tuple[str, ...]:
-    """Return the device types that can be used, the accelerator first."""
+    """Return the available device types, the accelerator first."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return ("cpu",) if accelerator is None else (accelerator.type, "cpu")
 
 
 def looks_at_targets(device: torch.device) -> bool:
-    """Whether target values are checked before use: always on the CPU, elsewhere if XENT_CHECK_TARGETS=1."""
+    """Whether target values are checked before use: on the CPU always, elsewhere if XENT_CHECK_TARGETS=1."""
     return device.type == "cpu" or os.environ.get("XENT_CHECK_TARGETS") == "1"

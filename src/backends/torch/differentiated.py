@@ -1,7 +1,7 @@
-"""Autograd that is found when a call runs, not when it is traced: for exported programs, and for `compiled`.
+"""Autograd kernels of the custom operations, which decide at run time what is differentiated.
 
-An exported program holds the operations alone: tracing drops each torch.autograd.Function around them, and
-`requires_grad` of the example. So the operations have these functions for kernels of their own under autograd.
+They are needed for exported programs and for `compiled`. An exported program contains only the operations: tracing
+drops each torch.autograd.Function around them, and `requires_grad` of the example inputs.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ _SCALE = _NAMES.index("logit_scale")
 
 
 def cross_entropy(logits: Tensor, *options: Any) -> Any:
-    """Return what `CrossEntropy` does."""
+    """Apply `CrossEntropy`."""
     _refuse({"logits": logits}, options)
     logits, scale = scale_gradient.of_logits(logits, options[_SCALE])
     options = _with_scale(options, scale)
@@ -43,7 +43,7 @@ def cross_entropy(logits: Tensor, *options: Any) -> Any:
 
 
 def linear_cross_entropy(*args: Any) -> Any:
-    """Return what `LinearCrossEntropy` does; `needs` is found anew."""
+    """Apply `LinearCrossEntropy`, with `needs` read from the arguments."""
     names = ("input", "linear_weight", "linear_bias")
     source, weight, bias, _, *linear = args[:7]
     options = args[7:]
@@ -64,7 +64,7 @@ def _constant_target(options: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _with_target(results: Any, first: int, *args: Any) -> Any:
-    """Return the results of a Function with the gradient of the target; statistics are from `first` on."""
+    """Return the results of a Function with the gradient of the target added; statistics start at `first`."""
     options = args[-ARGUMENTS:]
     if not asks(options[0]):
         return results

@@ -1,4 +1,4 @@
-"""From a call to autograd and back: autocast, which gradients are asked for, results in the caller's shapes."""
+"""The entry of the PyTorch driver: autocast, which gradients are needed, and results in the caller's shapes."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import differentiated as _differentiated  # noqa: F401  registers their kernels under autograd
+from xent.backends.torch import differentiated as _differentiated  # noqa: F401  registers the autograd kernels
 from xent.backends.torch import eager, private, scale_gradient
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
 from xent.backends.torch.facts import check_targets
@@ -71,7 +71,10 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[Tensor, Stats]:
 
 
 def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet: bool) -> Any:
-    """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
+    """Return the loss, or (loss, Stats) if the spec names statistics.
+
+    `quiet`: the call is eager, with plain tensors, and no tracer, transform or mode is active.
+    """
     given = logits
     logits, options = _classes_last(logits, options, axis)
     if not _finds_gradients_later():
@@ -101,7 +104,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
         _check_inplace(given)
         loss, *stats = CrossEntropyInplace.apply(logits, *pack(options))
     else:
-        # A compiler plans memory by itself, and cannot see that an operation before this one saved the logits.
+        # A compiler plans memory itself, and could not detect that an earlier operation has saved the logits.
         loss, _, *stats = CrossEntropy.apply(logits, True, *pack(options))
     return _shaped(loss, stats, options.spec, logits.shape[:-1])
 
@@ -115,7 +118,7 @@ def run_linear(
     workspace: int | None,
     quiet: bool,
 ) -> Any:
-    """Return the loss, and Stats with it where there are names; `quiet`: nothing watches, and tensors are plain."""
+    """Return the loss, or (loss, Stats) if the spec names statistics; `quiet` as in `run_logits`."""
     compute = _compute_dtype(source, weight, bias)
     if not _finds_gradients_later():
         source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
@@ -146,7 +149,7 @@ def _constant_target(options: Options) -> Options:
 
 
 def _with_target(made: Any, options: Options, *sources: Any) -> Any:
-    """Return what was made without the target's gradient with it; `sources` are what the operation takes first."""
+    """Add the gradient of the target to results that lack it; `sources` are the first arguments of the operation."""
     spec = options.spec
     loss, stats = made if spec.stats else (made, Stats())
     loss, nll = with_target(loss, stats.nll if spec.reduction == "none" else None, *sources, *pack(options))
@@ -156,7 +159,7 @@ def _with_target(made: Any, options: Options, *sources: Any) -> Any:
 
 
 def _run_logits_in_shards(call: LogitsCall, options: Options, quiet: bool) -> tuple[Tensor, Stats]:
-    from xent.backends.torch.sharded import entry  # which needs torch.distributed
+    from xent.backends.torch.sharded import entry  # needs torch.distributed
 
     if call.inplace and quiet:
         _check_inplace(call.logits)
@@ -183,7 +186,7 @@ def _run_linear_in_shards(call: LinearCall, options: Options, quiet: bool) -> tu
 
 
 def _classes_last(logits: Tensor, options: Options, axis: int) -> tuple[Tensor, Options]:
-    """Return logits, and options with targets, that have the classes on the last axis."""
+    """Move the classes to the last axis in logits, and in the options' class probabilities."""
     if axis == logits.dim() - 1:
         return logits, options
     if options.target.is_floating_point():
@@ -192,7 +195,7 @@ def _classes_last(logits: Tensor, options: Options, axis: int) -> tuple[Tensor, 
 
 
 def _is_eager(*tensors: Any) -> bool:
-    """Whether the call runs at once, on tensors that are what their memory says, and nothing watches operations."""
+    """Whether the call is eager, with plain tensors, and no tracer, transform or mode is active."""
     if private.is_watched():
         return False
     for tensor in tensors:
@@ -208,12 +211,12 @@ def _compiles_a_transform() -> bool:
 
 
 def _finds_gradients_later() -> bool:
-    """Whether autograd is found when what is traced now runs: see `differentiated`."""
+    """Whether the traced program decides at run time what is differentiated: see `differentiated`."""
     return private.is_exporting() or _compiles_a_transform()
 
 
 def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size) -> Any:
-    """Give per-row results, which come flat, the shape of the rows."""
+    """Reshape flat per-row results (N,) to the shape of the rows."""
     each_row = spec.reduction == "none"
     if each_row:
         loss = loss.view(rows)
@@ -227,7 +230,7 @@ def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size)
 
 
 def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
+    """Return the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
     device = source.device.type
     autocast = device != "meta" and torch.is_autocast_enabled(device)
     if autocast and torch.float64 not in (source.dtype, weight.dtype):
@@ -246,7 +249,7 @@ def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch
 
 
 def _tensors(call: LogitsCall | LinearCall, *names: str) -> dict[str, Tensor]:
-    """Return those arguments that are tensors: a `normalizer` may be a number, and others None."""
+    """Return those of the named arguments that are tensors. A `normalizer` may be a number, others None."""
     found = {name: getattr(call, name) for name in names}
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 

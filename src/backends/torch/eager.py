@@ -1,8 +1,9 @@
-"""Autograd for eager calls that nothing watches: Functions around the driver, without custom operations.
+"""Autograd functions for eager calls without tracers, transforms or modes; they do not use custom operations.
 
-What backward needs goes through `save_for_backward`, so that saved-tensor hooks see it and a second backward without
-retain_graph raises. Gradients of a mean or sum are made with the loss; backward multiplies the upstream scalar in, into
-the kept memory itself when the graph is not retained, so that nothing of the gradient's size is allocated.
+All tensors for the backward pass are saved with `save_for_backward`, so that saved-tensor hooks see them, and a second
+backward pass without retain_graph raises. For "mean" and "sum" the forward pass computes the gradients; the backward
+pass multiplies them by the upstream scalar. It does so in place unless the graph is retained, so that it allocates no
+memory of the gradient's size.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ __all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "o
 
 
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss and the statistics of (..., V) logits."""
+    """Return the loss and the statistics of logits (..., V)."""
     if needs_grad:
         loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
         return loss, stats
@@ -45,7 +46,7 @@ def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list
 
 
 def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function with the tensor's device as the current one, and without autocast."""
+    """Call a function with the tensor's device as the current device, and without autocast."""
     device = tensor.device
     if private.any_autocast() or (device.type == "cuda" and device.index != torch.cuda.current_device()):
         return undisturbed(function, device, *args)
@@ -169,7 +170,7 @@ def _upstream(ctx: Any, of_loss: Tensor | None, of_stats: Any) -> jobs.Upstream:
 
 
 def is_simple(upstream: Tensor | None) -> bool:
-    """Whether an upstream gradient is what its memory says: no batch, no fake, no negated view, and nothing watches."""
+    """Whether an upstream gradient is a plain tensor (not batched, fake or a negated view), and nothing is traced."""
     return upstream is None or (
         type(upstream) in private.PLAIN_TYPES
         and not private.is_watched()
@@ -179,22 +180,22 @@ def is_simple(upstream: Tensor | None) -> bool:
 
 
 def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
-    """Return kept * upstream * deferred, rounded once, in kept's memory unless it is needed again."""
+    """Return kept * upstream * deferred, rounded once; in place unless `kept` is needed again."""
     if is_simple(upstream):
         inplace = not (torch.is_grad_enabled() or private.keeps_graph())
         with torch.no_grad():
             made: Tensor = on_device(kept, jobs.scale, kernel, kept.detach(), upstream, deferred, inplace)
         return made
     factor = upstream if deferred is None else upstream * deferred
-    # A 0-d factor would be rounded to kept's precision first.
+    # PyTorch would round a 0-d factor to the dtype of `kept` first.
     product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
     return product
 
 
 class _Once(torch.autograd.Function):
-    """(anchor, make) -> make(), whose own backward raises.
+    """(anchor, make) -> make(). Its backward pass, a second derivative, raises.
 
-    The anchor is an empty output of the loss's Function, by which PyTorch finds the way from here to its inputs.
+    The anchor is an empty output of the loss's Function. It connects the gradient to the inputs in the autograd graph.
     """
 
     @staticmethod
@@ -207,7 +208,7 @@ class _Once(torch.autograd.Function):
 
 
 def once(anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-    """Return a gradient; where PyTorch records backward, one that raises when it is differentiated."""
+    """Return make(); if PyTorch records the backward pass (create_graph=True), differentiating the result raises."""
     if not torch.is_grad_enabled():
         return make()
     made: Tensor = _Once.apply(anchor, make)

@@ -1,4 +1,4 @@
-"""What is known about each row before its logits are: target, weight in the loss, factor of the gradient."""
+"""Facts: the data of each row that does not depend on logits, such as target, row weight and gradient factor."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,45 +25,45 @@ class Facts:
     spec: LossSpec
     vocabulary: int
     target: Tensor | None
-    """(N,) int64 in [0, V), whatever the caller passed for ignored and invalid rows; None for probabilities."""
+    """(N,) int64 in [0, V); ignored and invalid rows have some valid class. None for class probabilities."""
     probabilities: Rows | None
     probability_rows: Tensor | None
-    """(N,) int64, the row of `probabilities` that belongs to each row; None where it is the row itself."""
+    """(N,) int64, the index of each row in `probabilities`; None if it is the row's own index."""
     ignored: Tensor | None
-    """(N,) bool: rows without a target; None where it is known that there are none."""
+    """(N,) bool: rows without a target; None if it is known that there are none."""
     dead: Tensor | None
-    """(N,) bool: rows whose loss and gradient are exactly 0; None where it is known that there are none."""
+    """(N,) bool: rows whose loss and gradient are exactly 0; None if it is known that there are none."""
     invalid: Tensor | None
-    """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None where there are none."""
+    """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None if there are none."""
     weight: Tensor
     """(N,) a_i."""
     scale: Tensor
-    """(N,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    """(N,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     deferred: Tensor | None
-    """0-d factor that a narrow gradient still lacks; backward multiplies it in."""
+    """0-d factor of the gradient that the backward pass multiplies in, so that float16 gradients do not underflow."""
     divisor: Tensor | float | None
-    """What "mean" divides by, 0-d where the host does not know it; None for the other reductions."""
+    """The divisor of "mean", a 0-d tensor if the host does not know it; None for the other reductions."""
     class_weight: Tensor | None
     """(V,)"""
     class_weight_total: Any
     """sum_c w_c."""
     bend: Tensor | None
-    """(N, 2) logit_scale and softcap of each row, 0 for no softcap; None where the spec's hold for all."""
+    """(N, 2) logit_scale and softcap (0: none) of each row; None if the numbers of the spec are for all rows."""
     support: Support | None
-    """The classes that each row may take; None for all."""
+    """The classes that a sampler allowed for each row; None for all classes."""
     upstream: Upstream | None
-    """Gradients of the statistics of each row, (N,); None where none came."""
+    """The upstream gradients of the statistics, (N,) each; None if there are none."""
 
     @property
     def idle(self) -> Tensor | None:
-        """(N,) bool: rows that need not be computed, None where it is known that there are none.
+        """(N,) bool: rows that can be skipped, None if it is known that there are none.
 
-        Statistics are due for every row with a target, dead or not.
+        Every row with a target has statistics, even if its loss and gradient are 0.
         """
         return self.ignored if self.spec.stats or self.dead is None else self.dead
 
     def select(self, rows: Tensor) -> "Facts":
-        """Return the facts of these rows alone, (M,) int64."""
+        """Return the facts of these rows, given as indices (M,) int64."""
         mapped = None
         dead = None if self.dead is None else self.dead[rows]
         if dead is not None and dead.device.type == "cpu" and not bool(dead.any()):
@@ -108,9 +108,9 @@ def gather_facts(
 ) -> Facts:
     """Return the facts of all rows of a call whose logits have `dtype`.
 
-    Row t takes target and sample weight of t + `shift` along the last axis of the target. `narrow`: gradients are
-    kept in float16's range. `weigh` returns the class weights (N,) of targets (N,) where not all of them are in the
-    options.
+    Row t has the target and sample weight t + `shift` along the last axis of the target. `narrow`: scale gradients so
+    that they stay in float16's range. `weigh` returns the class weights (N,) of targets (N,) if the options do not hold
+    the weights of all classes.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device = options.target.device
@@ -176,8 +176,8 @@ def gather_facts(
         elif divisor is not None:
             inverse = 1 / divisor if divisor else 0.0
         if narrow:
-            # 1/D of a batch would push float16 gradients under the smallest number before a loss scale lifts them, and
-            # row weights could push them over the largest: what is stored has rows of size 1.
+            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
+            # weights they could overflow. So the stored gradients have row factors of at most 1.
             largest = (weight if row_weight is None else weight * row_weight).abs().nan_to_num()
             size = largest.amax() if len(largest) else weight.new_ones(())
             size = torch.where(size == 0, 1, size)
@@ -188,7 +188,7 @@ def gather_facts(
     if upstream is not None:
         scale = torch.zeros_like(scale) if upstream.loss is None else scale * upstream.loss.to(acc).flatten()
         if any(given is not None for given in upstream[1:]):
-            # Rows without a weight in the loss have statistics, and these their gradients.
+            # Rows with weight 0 in the loss still have statistics, which have gradients.
             scale, dead = scale if dead is None else scale.masked_fill(dead, 0), ignored
             statistics = _each(upstream._replace(loss=None), partial(_of_rows, acc, invalid))
     class_weight = None if options.weight is None else options.weight.to(acc)
@@ -214,22 +214,23 @@ def gather_facts(
 
 
 def divisor_of(options: Options) -> tuple[float | None, Tensor | None]:
-    """Return what the caller divides a mean by: a number, or a 0-d tensor on the target's device, or neither."""
+    """Return the `normalizer` as (number, None) or (None, 0-d tensor on the target's device), or (None, None)."""
     given = options.normalizer
     if not isinstance(given, Tensor):
         return given, None
     if given.device.type == "cpu" != options.target.device.type:
-        # A copy between the two would synchronise; a number travels with the launch.
+        # Copying the tensor between devices would synchronise; a number is passed as an argument of the launch.
         return float(given), None
     return None, given
 
 
 def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | None:
-    """Return logit_scale and softcap of each position of the target, in `dtype`; None where plain numbers hold for all.
+    """Return logit_scale and softcap of each position of the target; None if numbers are given for all positions.
 
-    (N, 2), the softcap 0 where there is none; contiguous, or of row stride 0 where no row has a temperature. Entry i
-    belongs to position i of the target, as that of `sample_weight` does: row t uses t + shift. x = k tanh(s z / k) / T
-    is k' tanh(s' z / k') with k' = k / T and s' = s / T. Both are NaN for a temperature that is not > 0.
+    The result is (N, 2) in `dtype`, with softcap 0 for none. It is contiguous, or has row stride 0 without a
+    temperature per row. Entry i belongs to position i of the target, like that of `sample_weight`: row t uses entry
+    t + shift. x = k tanh(s z / k) / T equals k' tanh(s' z / k') with k' = k / T and s' = s / T. Both are NaN for a
+    temperature that is not > 0.
     """
     target, spec, temperature = options.target, options.spec, options.temperature
     if temperature is None and options.logit_scale is None and options.softcap is None:
@@ -245,10 +246,10 @@ def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | No
 
 
 def check_targets(options: Options, vocabulary: int, shift: int, first: bool = True) -> bool:
-    """Raise IndexError for the first wrong target of those that a row uses, where looking at them is allowed.
+    """Raise IndexError for the first invalid target that a row uses, if values may be read on this device.
 
-    So too for its temperature (ValueError) and the support (both), unless an earlier pass, not the `first`, did it.
-    Return whether all targets that a row uses are known to be classes, and none the ignore_index.
+    Temperature (ValueError) and support (ValueError, IndexError) are checked too, in the `first` pass only. Return
+    whether all targets that a row uses are known to be classes other than ignore_index.
     """
     if not looks_at_targets(options.target.device):
         return False
@@ -287,12 +288,12 @@ def _check_temperature(temperature: Tensor, shift: int) -> None:
 
 
 def _each(upstream: Upstream | None, function: Callable[[Tensor], Tensor]) -> Upstream | None:
-    """Return the function's result for each gradient that is there."""
+    """Apply the function to each upstream gradient that is not None."""
     return None if upstream is None else Upstream(*(None if one is None else function(one) for one in upstream))
 
 
 def _of_rows(dtype: torch.dtype, invalid: Tensor | None, upstream: Tensor) -> Tensor:
-    """Return the gradient of a statistic, (N,); NaN where the target is no class."""
+    """Return the upstream gradient of a statistic, (N,); NaN for rows whose target is not a class."""
     rows = upstream.to(dtype).flatten()
     return rows if invalid is None else rows.masked_fill(invalid, torch.nan)
 
@@ -300,7 +301,7 @@ def _of_rows(dtype: torch.dtype, invalid: Tensor | None, upstream: Tensor) -> Te
 def _divisor(
     options: Options, weight: Tensor, row_weight: Tensor | None, ignored: Tensor | None, invalid: Tensor | None
 ) -> Tensor | float:
-    """Return what "mean" divides by, as a number where the host knows it without waiting."""
+    """Return the divisor of "mean", as a number if the host knows it without synchronising."""
     number, tensor = divisor_of(options)
     if number is not None:
         return number

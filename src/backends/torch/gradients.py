@@ -1,4 +1,4 @@
-"""Gathers the gradients that were asked for from the gradients of chunks of logits."""
+"""Accumulate the gradients of input, classifier and bias from the gradients of chunks of logits."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ __all__ = ["Gradients", "no_gradients"]
 
 
 def no_gradients(linear: Linear) -> list[Tensor]:
-    """Return an empty tensor for each of the gradients of input, weight and bias."""
+    """Return three empty tensors, for the gradients of input, weight and bias."""
     weight = linear.weight
     return [
         linear.input.new_empty(0),
@@ -21,10 +21,10 @@ def no_gradients(linear: Linear) -> list[Tensor]:
 
 
 class Gradients:
-    """The gradients of input, classifier and bias, added up over chunks."""
+    """The gradients of input, classifier and bias, as far as they are needed, accumulated over chunks."""
 
     def __init__(self, linear: Linear, schedule: Schedule) -> None:
-        """Begin with nothing."""
+        """Start with no chunk."""
         self._linear, self._schedule = linear, schedule
         self._needs_input, self._needs_weight, self._needs_bias = linear.needs
         source, weight = linear.input, linear.weight
@@ -38,19 +38,19 @@ class Gradients:
             self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
 
     def add(self, part: Part, trained: Tensor, grad_logits: Tensor) -> None:
-        """Take the hidden states (R, D) of a part, 0 in rows without a gradient, and its gradient of the logits."""
+        """Add a part: hidden states (R, D), 0 in rows without a gradient, and the gradient of its logits (R, V)."""
         self.add_to_classifier(part, trained, grad_logits)
         self.add_to_input(part, grad_logits)
 
     def add_to_classifier(self, part: Part, trained: Tensor, grad_logits: Tensor) -> None:
-        """Add to the gradients of weight and bias alone."""
+        """Add a part to the gradients of weight and bias only."""
         if self._needs_weight:
             self._weight.add(grad_logits.t(), trained, part.last)
         if self._needs_bias:
             self._bias += grad_logits.sum(0, dtype=self._bias.dtype)
 
     def add_to_input(self, part: Part, grad_logits: Tensor) -> None:
-        """Write the gradient of a part's hidden states alone."""
+        """Write the gradient of a part's hidden states only."""
         if not self._needs_input:
             return
         if part.rows is None and self._input.dtype == grad_logits.dtype:
@@ -59,7 +59,7 @@ class Gradients:
             part.put(grad_logits @ self._linear.classifier, self._input)
 
     def of_input(self) -> Tensor | None:
-        """Return the gradient of the input after the last part; None if not asked for."""
+        """Return the gradient of the input after the last part; None if it is not needed."""
         if not self._needs_input:
             return None
         if self._schedule.left_out is not None:
@@ -67,7 +67,7 @@ class Gradients:
         return self._input.view(self._linear.input.shape)
 
     def of_classifier(self, vocabulary: int) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of so many classes of weight and bias after the last part; None if not asked for."""
+        """Return the gradients of the first `vocabulary` classes of weight and bias; None if they are not needed."""
         bias = self._linear.bias
         return (
             self._weight.result()[:vocabulary] if self._needs_weight else None,
@@ -75,7 +75,7 @@ class Gradients:
         )
 
     def result(self, vocabulary: int) -> list[Tensor]:
-        """Return the gradients of input, and of so many classes of weight and bias; empty if not asked for."""
+        """Return the gradients of input, weight and bias; an empty tensor for each that is not needed."""
         made = (self.of_input(), *self.of_classifier(vocabulary))
         missing = no_gradients(self._linear)
         return [empty if grad is None else grad for grad, empty in zip(made, missing, strict=True)]

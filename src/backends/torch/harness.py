@@ -1,4 +1,4 @@
-"""What the gradient checks need to drive PyTorch: arrays in and out, gradients, and the yardstick computation."""
+"""The harness of the gradient checks for PyTorch: conversion of arrays, gradients, and the unfused computation."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -29,15 +29,15 @@ class TorchHarness:
         self.kernels: tuple[str, ...] = ("PyTorch's own operations",)
 
     def watched(self) -> AbstractContextManager[set[str]]:
-        """Name PyTorch, of whose operations the plain row kernel is made."""
+        """Report PyTorch's own operations, which compute the rows here."""
         return nullcontext(set(self.kernels))
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return rows of several blocks, and several chunks."""
+        """Return cases with several blocks of rows, and with several chunks."""
         return long_cases(function, dtype, {"several blocks": 100_003})
 
     def passed(self) -> None:
-        """Do nothing: this backend is taken in any case."""
+        """Do nothing: "auto" uses this backend without a check."""
 
     def array(self, values: Any, dtype: str | None = None) -> Tensor:
         """Return a NumPy array as a tensor on the device."""
@@ -62,11 +62,11 @@ class TorchHarness:
         return tuple(result.detach() for result in results), list(torch.autograd.grad(outputs, leaves, grads))
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the logits that the unfused computation holds."""
+        """Return the logits of the unfused computation."""
         return F.linear(input, weight, bias)
 
     def unfused_divergence(self, logits: Tensor, **options: Any) -> Tensor:
-        """Compute a divergence in float32 (float64 for float64), as its formula is written."""
+        """Compute a divergence in float32 (float64 for float64), directly by its formula."""
         return unfused_divergence(logits, **options)
 
     def unfused_loss(
@@ -84,7 +84,7 @@ class TorchHarness:
         sample_weight: Tensor | None = None,
         normalizer: Any = None,
     ) -> Tensor:
-        """Compute the loss in float32 (float64 for float64), the way careful training scripts do."""
+        """Compute the loss in float32 (float64 for float64), as careful training scripts do."""
         x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)
@@ -128,7 +128,7 @@ class TorchHarness:
         temperature: Tensor | None = None,
         allowed: Tensor | None = None,
     ) -> dict[str, Tensor]:
-        """Compute lse, nll and entropy in float32 (float64 for float64), the way trainers do."""
+        """Compute lse, nll and entropy in float32 (float64 for float64), as trainers do."""
         x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
         if softcap is not None:
             x = softcap * torch.tanh(x / softcap)

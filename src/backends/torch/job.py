@@ -1,7 +1,7 @@
-"""The rows of one call, and the steps that a backend of the PyTorch driver implements.
+"""The interface that a backend of the PyTorch driver implements: a job computes the rows of one call.
 
-The driver knows matrix products, chunks and autograd. Everything that happens to a row between its logits and its loss
-is a job's: a backend registers what starts one (`STARTERS`).
+The driver contains autograd, the loop over chunks, and matrix products. The job contains everything between the logits
+of a row and its loss. A backend registers the function that starts a job (`STARTERS`).
 """
 
 from collections.abc import Callable
@@ -19,66 +19,67 @@ __all__ = ["STARTERS", "Job", "Starter", "Taken", "Upstream", "scale", "start"]
 
 
 class Taken(NamedTuple):
-    """A part's hidden states in the compute dtype, (R, D)."""
+    """Hidden states (R, D) of a part, in the compute dtype."""
 
     hidden: Tensor
     trained: Tensor
-    """The same, and 0 in rows without a gradient, so that nothing of theirs, not even NaN, reaches the classifier's."""
+    """The same, with 0 in rows without a gradient, so that a NaN there does not reach the classifier's gradient."""
     target_logits: Tensor | None
-    """(R,) float32; None for class probabilities, and where the compute dtype rounds no more than that."""
+    """(R,) float32; None for class probabilities, and if the compute dtype is float32 or float64."""
 
 
 class Upstream(NamedTuple):
-    """The gradients that came back to a call, (N,) each; None for what nobody used, which then costs nothing."""
+    """The upstream gradients of a call's results, (N,) each; None for results that were not used."""
 
     loss: Tensor | None = None
-    """Of the rows' losses; 0-d for a reduced loss."""
+    """The gradient of the rows' losses; 0-d for a reduced loss."""
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None
 
     @staticmethod
     def of(names: tuple[str, ...], loss: Tensor | None, stats: Any) -> "Upstream":
-        """Return the gradients of a loss and of the statistics of these names."""
+        """Combine the upstream gradients of a loss and of the statistics with these names."""
         given = {name: grad for name, grad in zip(names, stats, strict=True) if grad is not None}
         return Upstream(loss, **given)
 
 
 class Job(Protocol):
-    """N rows. They are taken in any order, in whole or in parts, and then `finish` says what came of them."""
+    """The computation of N rows, in any order, all at once or in parts. `finish` returns the results."""
 
     spec: LossSpec
     count: int
     deferred: Tensor | None
-    """0-d factor that the gradients of a `narrow` job still lack."""
+    """0-d factor of the gradients of a `narrow` job, which the backward pass multiplies in."""
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Put the rows that have to be computed first.
+        """Move the rows that must be computed to the front.
 
-        Returns the order (N,) int64, None where it is the call's, and their number: 0-d int64 where the host cannot see
-        it without waiting. `several`: whether leaving rows out can save anything where that is so.
+        Return the order (N,) int64, or None if it is that of the call, and the number of these rows: a 0-d int64 tensor
+        if the host cannot read it without waiting. `several`: whether there are several chunks, so that skipping rows
+        can save time although the host has to wait.
         """
 
     def learn(self, number: int) -> None:
-        """Be told the number of `partition` where it was a tensor. If it is `count`, the order is the call's again."""
+        """Receive the number of `partition` if it was a tensor. If it is `count`, the order is that of the call."""
 
     def logits(self, logits: Tensor, grad: Tensor | None, norm: Tensor | None) -> None:
-        """Fold and finish all rows of (..., V) logits of any strides; write the gradient of the reduced loss to `grad`.
+        """Fold and finish all rows of logits (..., V) of any strides. Write the gradient of the reduced loss to `grad`.
 
-        `grad` may be `logits`. `norm` (3, N) is filled with what `gradient` needs.
+        `grad` may be `logits`. Write to `norm` (3, N) the parts of the log-sum-exp that `gradient` needs.
         """
 
     def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
-        """Write the gradient of all rows; `norm` as `logits` left it.
+        """Write the gradient of all rows, with the `norm` from `logits`.
 
-        `entropy` (N,), as the forward pass found it, is there where one of the upstream gradients is the entropy's.
+        `entropy` (N,) is that of the forward pass. It is given if there is an upstream gradient of the entropy.
         """
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Return the hidden states of a part and its target logits."""
+        """Gather the hidden states of a part and compute the logits of its targets."""
 
     def chunk(self, logits: Tensor, part: Part, grad: Tensor | None, target_logits: Tensor | None) -> None:
-        """Do with a part's logits (R, V) what `logits` does with all; `target_logits` replace those of the targets."""
+        """Do the same as `logits` for the logits (R, V) of a part; `target_logits` replace those of the targets."""
 
     def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
         """Fold and finish all rows without their logits ever being there; False where the backend cannot.
@@ -95,24 +96,24 @@ class Job(Protocol):
         """Write the gradient (R, columns) of a part's logits without storing logits; 0 beyond the vocabulary."""
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the loss, reduced, and the statistics in the spec's order, per-row ones flat."""
+        """Return the reduced loss, and the statistics in the order of the spec, those per row as (N,)."""
 
 
 class Starter(Protocol):
-    """What a backend registers."""
+    """The function that a backend registers to start a job."""
 
     def __call__(
         self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> Job:
         """Start a job on logits of `dtype`.
 
-        Row t of a sequence has the target of row t + shift. `upstream`: gradients are for these, rather than for a
-        reduced loss. `narrow`: gradients pass through float16, and are kept in its range.
+        Row t of a sequence has the target at t + shift. With `upstream`, gradients are for these upstream gradients,
+        otherwise for the reduced loss. `narrow`: gradients are stored in float16 and scaled to stay in its range.
         """
 
 
 STARTERS: dict[str, tuple[Starter, Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]]] = {}
-"""By backend: what starts a job, and `scale`."""
+"""Backend -> (function that starts a job, its `scale`)."""
 
 
 def start(
@@ -123,10 +124,10 @@ def start(
     upstream: Upstream | None = None,
     narrow: bool = False,
 ) -> Job:
-    """Start a job on the backend that the options name; KeyError for one that registered nothing."""
+    """Start a job on the backend that the options name; KeyError if it is not registered."""
     return STARTERS[options.kernel][0](options, vocabulary, dtype, shift, upstream, narrow)
 
 
 def scale(kernel: str, grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors, rounded once; with `inplace` in its own memory."""
+    """Return a gradient times 0-d factors, rounded once; with `inplace` overwrite the gradient."""
     return STARTERS[kernel][1](grad, upstream, deferred, inplace)

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in PyTorch: fill chunks with the gradients of their logits, and multiply them back."""
+"""The loop of `linear_cross_entropy` over chunks: compute logits, replace them by their gradient, multiply it back."""
 
 from typing import NamedTuple
 
@@ -76,9 +76,9 @@ def _without_logits(linear: Linear, job: Job, norm: Tensor, entropy: Tensor | No
 
 
 def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> list[Tensor]:
-    """Compute the rows chunk by chunk, and if wanted the gradients that are asked for.
+    """Compute the rows chunk by chunk, and if `wanted` the gradients that are needed.
 
-    `wide`: logits are float32, so that none of them is rounded.
+    `wide`: store logits in float32, without rounding them to the compute dtype.
     """
     compute, device, vocabulary = linear.compute, linear.weight.device, len(linear.weight)
     step = linear.rows_per_chunk(4 + wanted * compute.itemsize if wide else None, wanted)
@@ -98,6 +98,6 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
         job.chunk(logits[:, :vocabulary], part, place, taken.target_logits)
         if gradients is not None:
             if taken.trained is not taken.hidden:
-                grad[:, vocabulary:] = 0  # NaN of a row that is left out, times 0
+                grad[:, vocabulary:] = 0  # a skipped row with NaN times the padding's 0 gave NaN
             gradients.add(part, taken.trained, grad)
     return no_gradients(linear) if gradients is None else gradients.result(vocabulary)

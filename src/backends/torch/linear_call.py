@@ -1,4 +1,4 @@
-"""The classifier's side of a linear loss: hidden states, weight, bias, and which gradients somebody asked for."""
+"""The arguments of a linear loss in the driver: hidden states, weight, bias, and which gradients are needed."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +19,7 @@ _TILE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, eq=False)
 class Linear:
-    """The arguments of a linear loss that are no options."""
+    """Hidden states and classifier of a linear loss."""
 
     input: Tensor
     weight: Tensor
@@ -28,28 +28,28 @@ class Linear:
     workspace: int | None
     compute: torch.dtype
     needs: tuple[bool, bool, bool]
-    """Gradients of input, weight, bias."""
+    """Whether gradients of input, weight and bias are needed."""
 
     @cached_property
     def hidden(self) -> Tensor:
-        """(N, D), in the caller's dtype."""
+        """Hidden states (N, D), in the caller's dtype."""
         return self.input.reshape(self.input.shape[:-1].numel(), self.input.shape[-1])
 
     @cached_property
     def classifier(self) -> Tensor:
-        """(V, D), in the compute dtype."""
+        """Weight (V, D), in the compute dtype."""
         return self.weight.to(self.compute)
 
     @cached_property
     def classifier_bias(self) -> Tensor | None:
-        """(V,), in the compute dtype."""
+        """Bias (V,), in the compute dtype."""
         return None if self.bias is None else self.bias.to(self.compute)
 
     @cached_property
     def columns(self) -> int:
-        """How many columns the logits of a chunk have: V, or more on CUDA where V is not a multiple of 16 bytes.
+        """The number of columns of a chunk: V, or on CUDA a multiple of 64 if rows of V are not multiples of 16 bytes.
 
-        Products of rows off boundaries are several times slower. The columns beyond V are 0 throughout.
+        Matrix products with unaligned rows are several times slower. The columns beyond V are 0.
         """
         vocabulary = len(self.weight)
         if self.weight.device.type != "cuda" or vocabulary % _ALIGNED == 0:
@@ -58,9 +58,9 @@ class Linear:
 
     @property
     def padded(self) -> "Linear":
-        """The same with rows of zeros below the classifier, and of the bias, so that it has `columns` classes.
+        """The same call with zeros appended to classifier and bias, so that there are `columns` classes.
 
-        Not cached: where it is the same, that would be a cycle of references, and hold its memory.
+        It is not cached: if nothing is appended, that would be a reference cycle and keep memory alive.
         """
         more = self.columns - len(self.weight)
         if not more:
@@ -72,9 +72,9 @@ class Linear:
         )
 
     def write_logits(self, hidden: Tensor, out: Tensor, classes: slice = slice(None)) -> None:
-        """Write the logits (R, C) of those classes to `out`, for hidden (R, D) in the compute dtype.
+        """Write the logits (R, C) of these classes to `out`, for hidden (R, D) in the compute dtype.
 
-        `out` may be float32 where that is wider.
+        `out` may be float32 if the compute dtype is narrower.
         """
         columns = self.classifier[classes].t()
         bias = None if self.classifier_bias is None else self.classifier_bias[classes]
@@ -93,20 +93,20 @@ class Linear:
                 out.add_(bias)
 
     def _write_tiles(self, hidden: Tensor, columns: Tensor, out: Tensor) -> None:
-        """Write hidden (R, D) @ columns (D, C) to `out`, in its dtype, without so large a copy of all columns."""
+        """Write hidden (R, D) @ columns (D, C) to `out`, in its dtype, converting some columns at a time."""
         step = max(_TILE_BYTES // max(columns.shape[0] * out.itemsize, 1), 1)
         for start in range(0, columns.shape[1], step):
             tile = slice(start, start + step)
             torch.mm(hidden, columns[:, tile].to(out.dtype), out=out[:, tile])
 
     def rows_per_chunk(self, itemsize: int | None = None, sums: bool = True) -> int:
-        """Return how many rows of logits are alive at one time, `itemsize` bytes each element.
+        """Return the number of rows of a chunk of logits, with `itemsize` bytes per element.
 
-        `sums`: whether gradients are added up over chunks.
+        `sums`: whether gradients are accumulated over chunks.
         """
         rounds = sums and self.needs[1] and rounds_sums(self.compute, self.weight.dtype, self.weight.device)
         size, device, columns = itemsize or self.compute.itemsize, self.weight.device.type, self.columns
         if self.workspace is None and device != "cpu":
-            # Wider logits get fewer rows, so that a chunk takes no more memory than in the compute dtype.
+            # With wider logits a chunk has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // self.compute.itemsize
         return rows_per_chunk(len(self.hidden), columns, size, self.workspace, device, rounds)

@@ -1,7 +1,7 @@
-"""`cross_entropy` in PyTorch: one pass over logits that exist, whatever their strides.
+"""`cross_entropy` in PyTorch: one pass over logits with any strides.
 
-Gradients of a mean or sum are made with the loss. In float16 they would leave its range before a loss scale is known,
-so there, as with "none", backward makes them, from the logits and each row's norm.
+For "mean" and "sum" the forward pass computes the gradient. With "none", and for float16, where the gradient could
+underflow before the loss scale is known, the backward pass computes it from the logits and the saved log-sum-exp.
 """
 
 import torch
@@ -15,18 +15,18 @@ __all__ = ["backward", "forward", "makes_gradient_first", "new_norm"]
 
 
 def makes_gradient_first(reduction: str, dtype: torch.dtype) -> bool:
-    """Whether the forward pass makes the gradient, rather than the backward pass."""
+    """Whether the forward pass computes the gradient, instead of the backward pass."""
     return reduction != "none" and dtype != torch.float16
 
 
 def new_norm(logits: Tensor) -> Tensor:
-    """Return memory for the norm of all rows, (3, N)."""
+    """Allocate `norm`, (3, N): the parts of the log-sum-exp of all rows."""
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     return torch.empty((3, logits.shape[:-1].numel()), dtype=dtype, device=logits.device)
 
 
 def forward(logits: Tensor, grad: Tensor | None, norm: Tensor | None, options: Options) -> tuple[Tensor, list[Tensor]]:
-    """Return loss and statistics; write the gradient of the reduced loss, and what backward needs, where asked."""
+    """Return loss and statistics. Write the gradient of the reduced loss to `grad` and the log-sum-exp to `norm`."""
     job = start(options, logits.shape[-1], logits.dtype)
     job.logits(logits, grad, norm)
     return job.finish()
@@ -35,7 +35,7 @@ def forward(logits: Tensor, grad: Tensor | None, norm: Tensor | None, options: O
 def backward(
     upstream: Upstream, logits: Tensor, norm: Tensor, entropy: Tensor | None, options: Options, inplace: bool = False
 ) -> Tensor:
-    """Return the gradient for `upstream`; `norm` and `entropy` as the forward pass left them."""
+    """Return the gradient for `upstream`, with `norm` and `entropy` from the forward pass."""
     grad = logits if inplace else gradient_like(logits)
     quiet = options._replace(spec=options.spec.without_stats())
     start(quiet, logits.shape[-1], logits.dtype, upstream=upstream).gradient(logits, grad, norm, entropy)

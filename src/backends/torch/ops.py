@@ -1,11 +1,12 @@
-"""The custom operations: what torch.compile, autocast, fake and meta tensors see of xent. Opaque, without autograd.
+"""The custom operations of xent, which torch.compile, autocast, fake and meta tensors see. They have no autograd.
 
-Autograd is added around them in `autograd`, by torch.autograd.Function rather than torch.library.register_autograd:
-that one does not work under torch.func, and cannot reuse the logits' memory. Each operation has a fake twin that gives
-shapes and dtypes alone. Eager calls that nothing watches go past them (`eager`).
+`autograd` adds autograd around them with torch.autograd.Function, because torch.library.register_autograd does not
+work under torch.func and cannot reuse the logits' memory. Each operation has a fake implementation for shapes and
+dtypes. Eager calls do not use the operations (`eager`).
 
-An operation returns `kept`, what its backward needs: the gradient itself where the forward pass makes it (empty where
-nobody asked for one), the (3, N) norm where backward does; and `deferred`, the factor that a kept gradient still lacks.
+An operation returns `kept`, the data for its backward pass: the gradient, if the forward pass computes it (empty if
+none is needed), otherwise the log-sum-exp parts `norm` (3, N). It also returns `deferred`, a factor by which the
+backward pass multiplies a kept gradient.
 """
 
 import math
@@ -40,11 +41,11 @@ _LINEAR = (
     "ScalarType compute"
 )
 _UPSTREAM = "Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy"
-"""The parts of a `xent.backends.torch.job.Upstream`."""
+"""The fields of a `xent.backends.torch.job.Upstream`."""
 
 
 def undisturbed(function: Callable[..., Any], device: torch.device, *args: Any) -> Any:
-    """Call `function` without autocast, with that device as the current one, where Triton launches."""
+    """Call `function` without autocast, and with that device as the current one, on which Triton launches."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return undisturbed(function, device, *args)
@@ -55,7 +56,7 @@ def undisturbed(function: Callable[..., Any], device: torch.device, *args: Any) 
 
 
 def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as an operation of every device, and `fake` for shapes."""
+    """Register the decorated function as an operation for all devices, and `fake` as its fake implementation."""
     name = schema.partition("(")[0]
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,9 +69,10 @@ def operation(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., 
 
 
 def fake_results(shape: torch.Size, acc: torch.dtype, device: torch.device, options: Any) -> Any:
-    """Return (loss, deferred, stats) without values; per-row results are flat.
+    """Return empty (loss, deferred, stats); results per row are (N,).
 
-    Sizes may be symbols, which `math.prod` keeps; `shape.numel()` would fix their values and compile anew for each.
+    Sizes may be symbolic. `math.prod` keeps them symbolic; `shape.numel()` would specialise them and cause
+    recompilations.
     """
     count = math.prod(shape)
 
@@ -130,7 +132,7 @@ def _fake_cross_entropy_(logits: Tensor, *options: Any) -> Any:
     _fake_cross_entropy_,
 )
 def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
-    """Overwrite the logits with their gradient, where the forward pass makes it."""
+    """Overwrite the logits with their gradient, if the forward pass computes it."""
     made = logits_driver.forward(logits, logits, None, unpack(args))
     torch.autograd.graph.increment_version(logits)
     return made
@@ -155,7 +157,7 @@ def _cross_entropy_backward_(logits: Tensor, norm: Tensor, entropy: Tensor | Non
 
 
 def fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
-    """Return the gradients of input, weight and bias without values; empty if not asked for or not wanted."""
+    """Return empty gradients of input, weight and bias; of size 0 if they are not needed or not `wanted`."""
     sources = (linear.input, linear.weight, linear.bias)
     return [
         source.new_empty(source.shape, dtype=kept_dtype(source.dtype))
@@ -200,7 +202,7 @@ def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
     lambda logits, loss, nll, target, *options: target.new_empty(target.shape),
 )
 def _target_gradient(logits: Tensor, loss: Tensor | None, nll: Tensor | None, *args: Any) -> Tensor:
-    """Return the gradient of class probabilities, for upstream gradients of the loss and of the rows' nll."""
+    """Return the gradient of class probabilities, for upstream gradients of the loss and of nll."""
     return target_gradient.of_logits(jobs.Upstream(loss, nll=nll), logits, unpack(args))
 
 
@@ -241,8 +243,8 @@ def _weighed_sum(grad: Tensor, values: Tensor) -> Tensor:
 
 @operation("second_derivative(Tensor upstream, Tensor like) -> Tensor", lambda upstream, like: torch.empty_like(like))
 def _second_derivative(upstream: Tensor, like: Tensor) -> Tensor:
-    """Raise where a gradient is differentiated: at once, or when a graph runs whose tracing asked for one in case.
+    """Raise for a second derivative: at once, or when a graph that contains this operation runs.
 
-    AOT Autograd traces the backward of whatever requires a gradient, though few will ever run it.
+    AOT Autograd traces the backward pass of everything that requires a gradient, even if it is never executed.
     """
     raise RuntimeError(NO_SECOND)

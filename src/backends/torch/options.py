@@ -1,7 +1,7 @@
-"""The options of a call, and the form in which custom operations take them: tensors, one tensor of numbers, constants.
+"""The options of a call, and their form as arguments of custom operations: tensors, one tensor of numbers, constants.
 
-Numbers travel to operations in one float64 tensor on the CPU. As Python floats they would be constants of a compiled
-graph, and a z-loss or smoothing that changes during training would recompile it at every change.
+Numbers are passed to operations in one float64 tensor on the CPU. As Python floats they would be constants of a
+compiled graph, and a z-loss or smoothing that changes during training would cause recompilations.
 """
 
 import math
@@ -35,37 +35,37 @@ SCHEMA = (
     "int ignore_index, bool has_softcap, bool has_divisor, str reduction, str[] stats, bool exact, "
     "bool accuracy_of_rows, str kernel"
 )
-ARGUMENTS = 18  # of `SCHEMA`
-TENSORS = 10  # the arguments of `SCHEMA` that are tensors come first
+ARGUMENTS = 18  # number of arguments of `SCHEMA`
+TENSORS = 10  # number of tensor arguments, the first ones of `SCHEMA`
 
 
 class Options(NamedTuple):
-    """What a call says beside its logits, or hidden states and classifier."""
+    """The arguments of a call other than its logits, or its hidden states and classifier."""
 
     target: Tensor
     weight: Tensor | None
     sample_weight: Tensor | None
     normalizer: Tensor | float | None
     temperature: Tensor | None
-    """The target's shape: divides each row's logits after scale and softcap."""
+    """The target's shape. Divides the logits of each row after scale and softcap."""
     support_ids: Tensor | None
     support_offsets: Tensor | None
     logit_scale: Tensor | None
-    """0-d, in place of the spec's number, which is NaN then."""
+    """0-d tensor, or None; the spec's number is NaN if it is given."""
     softcap: Tensor | None
-    """The same."""
+    """Likewise."""
     spec: LossSpec
     kernel: str
     """The backend whose steps are used."""
 
     @property
     def tensors(self) -> tuple[Any, ...]:
-        """All before `spec`; `normalizer` may be a number."""
+        """The fields before `spec`; `normalizer` may be a number."""
         return self[:-2]
 
 
 def without_tensors(spec: LossSpec, logit_scale: Tensor | None, softcap: Tensor | None) -> LossSpec:
-    """Return the options with NaN in place of those numbers that are tensors."""
+    """Return the options with NaN for those numbers that are passed as tensors."""
     if logit_scale is None and softcap is None:
         return spec
     scale = spec.logit_scale if logit_scale is None else math.nan
@@ -73,7 +73,7 @@ def without_tensors(spec: LossSpec, logit_scale: Tensor | None, softcap: Tensor 
 
 
 def read(options: Options, always: bool = False) -> Options:
-    """Return the options with checked numbers in place of tensors; `always`: also of those for which a device waits."""
+    """Replace 0-d tensors by validated numbers. With `always`, also those whose reading synchronises with a device."""
     spec, scale, cap = options.spec, options.logit_scale, options.softcap
     if scale is not None and (always or looks_at_targets(scale.device)):
         spec, scale = replace(spec, logit_scale=float(scale)), None
@@ -116,7 +116,7 @@ def pack(options: Options) -> tuple[Any, ...]:
 
 
 def unpack(arguments: Any) -> Options:
-    """Return the options of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
+    """Return the options for `SCHEMA`'s arguments. Numbers of compiled calls are validated here for the first time."""
     target, weight, sample_weight, normalizer, *sampling, scale, cap_tensor = arguments[: TENSORS - 1]
     numbers, ignore_index, has_softcap, has_divisor, reduction, stats, exact, accuracy_of_rows, kernel = arguments[
         TENSORS - 1 :
@@ -134,22 +134,22 @@ def unpack(arguments: Any) -> Options:
 
 
 def reduction_of(arguments: Any) -> str:
-    """Return the reduction that `SCHEMA`'s arguments name, without a look at the numbers."""
+    """Return the reduction in `SCHEMA`'s arguments, without reading the numbers."""
     return str(arguments[13])
 
 
 def stats_of(arguments: Any) -> list[str]:
-    """Return the statistics that `SCHEMA`'s arguments name."""
+    """Return the names of the statistics in `SCHEMA`'s arguments."""
     return list(arguments[14])
 
 
 def accuracy_is_per_row(arguments: Any) -> bool:
-    """Return whether the accuracy is each row's."""
+    """Return whether the accuracy is returned per row."""
     return bool(arguments[16])
 
 
 def _as_tensor(numbers: list[Any]) -> Tensor:
     if torch.compiler.is_compiling():
-        # Of the ways to make a tensor of a symbolic float, multiplication is one that does not turn it into a constant.
+        # A multiplication keeps a symbolic float symbolic; torch.tensor would turn it into a constant of the graph.
         return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * number for number in numbers])
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")

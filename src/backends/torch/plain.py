@@ -1,17 +1,17 @@
-"""The steps of a row in PyTorch's own operations: right on every device, and kept in cache on the CPU.
+"""The steps of a row in PyTorch's own operations, for every device, in blocks that fit into CPU caches.
 
-For a block of raw logits z, with x, e, w, a as in `xent.cross_entropy`, r the row's factor of the gradient and
-W = sum_c w_c (sum_c w_c q'_c for probabilities q', which then stand for the whole smoothed target)::
+For a block of raw logits z, let x, e, w and a be as in `xent.cross_entropy`, r the row's gradient factor, and
+W = sum_c w_c. For class probabilities, let q' be the whole smoothed target and W = sum_c w_c q'_c. Then::
 
-    log p = x - lse(x)                                   one fused call, which overwrites the place of the gradient
+    log p = x - lse(x)                                   one fused call, into the memory of the gradient
     l     = a [ (1-e) w_y (-log p_y) + (e/V) sum_c w_c (-log p_c) + zeta lse^2 ]
     dl/dx = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ]
     dx/dz = s (1 - tanh(s z / k)^2)   with softcap k,   s   without
 
-Gradients u of lse, n of nll and v of the entropy H add u p + n (p - [c==y]) - v p (log p + H) to dl/dx; for
-probabilities q, n (p sum_c q_c - q). With a temperature, s and k are each row's own.
+Upstream gradients u of lse, n of nll and v of the entropy H add u p + n (p - [c==y]) - v p (log p + H) to dl/dx; for
+probabilities q the second term is n (p sum_c q_c - q). With a temperature per row, s and k differ by row.
 
-Blocks are small, so that the passes over one after the first find it in cache.
+Blocks are small, so that a block is in cache after the first pass over it.
 """
 
 import math
@@ -41,7 +41,7 @@ class PlainPass:
         self._scratch: dict[str, Tensor] = {}
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
+        """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
         for block in self._blocks(logits, start, grad, target_logits):
             block.forward()
 
@@ -70,7 +70,7 @@ class PlainPass:
             )
 
     def scratch(self, name: str, like: Tensor) -> Tensor:
-        """Return memory of the block's shape in the accumulation dtype, the same at every call."""
+        """Return a buffer of the block's shape in the accumulation dtype, which is reused for every block."""
         held = self._scratch.get(name)
         if held is None or held.shape[0] < like.shape[0]:
             held = self._scratch[name] = torch.empty(like.shape, dtype=self._acc, device=like.device)
@@ -78,7 +78,7 @@ class PlainPass:
 
 
 class _Block:
-    """R rows, few enough to stay in cache. `work` holds x, then log p, then p, then the gradient."""
+    """A block of R rows. `work` holds x, then log p, then p, then the gradient."""
 
     def __init__(
         self, parent: PlainPass, z: Tensor, rows: slice, grad: Tensor | None, target_logits: Tensor | None
@@ -103,16 +103,16 @@ class _Block:
         self.log_p: Tensor | None = None
 
     def _of(self, values: Tensor) -> Tensor:
-        """Return the block's part of values whose first axis is the rows of the call."""
+        """Return the block's slice of values (N, ...) per row of the call."""
         return values if self.whole else values[self.rows]
 
     def _record(self, place: Tensor | None, values: Tensor) -> None:
-        """Write the block's values into its part of a result; None if nobody asked for the result."""
+        """Write the block's values to its slice of a result, unless the result is None (not requested)."""
         if place is not None:
             self._of(place).copy_(values)
 
     def forward(self) -> None:
-        """Record losses and statistics, then write the gradient if asked."""
+        """Record losses and statistics, then write the gradient if it is needed."""
         x, results = self._activations(), self.results
         needs_lse = self.spec.z_loss != 0 or results.norm is not None or results.lse is not None
         peak = x.amax(-1) if needs_lse or results.z_term is not None else None
@@ -134,7 +134,7 @@ class _Block:
         if results.log_sum_sq_probs is not None:
             self._record(results.log_sum_sq_probs, row_sum(self.work.square()).log())
         if self.log_p is not None:
-            # From p alone, -p log p would be off by p's rounding: of a p near 1, by more than is left of the entropy.
+            # log(p) of a rounded p near 1 would have an error larger than the entropy itself, so log p is kept.
             entropy = 0 - row_sum(self.work * self.log_p)
             self._record(results.entropy, entropy)
         if self.grad is not None:
@@ -152,7 +152,7 @@ class _Block:
         self._gradient(share, total, peak + log_sum, None if entropy is None else self._of(entropy))
 
     def _activations(self) -> Tensor:
-        """Return x (R, V), in `work` unless it is the raw logits; remember the softcap's slope if it will be needed."""
+        """Return x (R, V), in `work` unless it equals the raw logits. Store the softcap's slope if needed later."""
         scaled = self.facts.bend is not None or self.spec.logit_scale != 1
         plain = self.cap is None and not scaled
         if self.z.dtype == self.work.dtype and plain:
@@ -185,16 +185,16 @@ class _Block:
     def _exponentiate(self, keeps: bool) -> None:
         """Overwrite log p in `work` with p; keep log p if the entropy or its gradient needs it."""
         if keeps:
-            # p is 0 far above -1000, and 0 times infinity would be NaN.
+            # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
             self.log_p = torch.clamp(self.work, min=-1000, out=self.parent.scratch("log_p", self.z))
         self.work.exp_()
 
     def _predict(self, z: Tensor) -> None:
-        """Record the class of the largest logit before scale and softcap, which keep the order or reverse it."""
+        """Record the class of the largest x, from raw logits: scale and softcap keep their order or reverse it."""
         predictions, scale = self.results.predictions, self.spec.logit_scale
         if predictions is None:
             return
-        if math.isnan(scale):  # a tensor, not to be looked at
+        if math.isnan(scale):  # the scale is a tensor, whose value is not read here
             sign = self.scale[:, 0]
             highest = torch.where(sign > 0, z.argmax(-1), torch.where(sign < 0, z.argmin(-1), 0))
         else:
@@ -202,11 +202,11 @@ class _Block:
         self._record(predictions, torch.zeros_like(highest) if scale == 0 else highest)
 
     def _shares(self) -> tuple[Any, Any]:
-        """Return the target's share, and the sum of shares over classes, of what multiplies -log p.
+        """Return (share of the target, sum of shares). A share is the factor of -log p_c in the loss.
 
-        The target's share is (R, 1), (1-e) w_y, for indices, a number where classes have no weights; (R, V), w_c q'_c,
-        for probabilities. Smoothing's (e/V) w_c is in the sum, but not in the target's share, for indices. The sum is
-        (R, 1) or a number.
+        For class indices, the share of the target is (1-e) w_y, (R, 1), or a number without class weights. It does not
+        include the smoothing term (e/V) w_c, but the sum does. For class probabilities the shares are w_c q'_c, (R, V).
+        The sum is (R, 1) or a number.
         """
         facts, keep = self.facts, 1 - self.spec.label_smoothing
         if self.target is None:
@@ -221,12 +221,12 @@ class _Block:
         return each, each + self.spread * facts.class_weight_total
 
     def _probabilities(self) -> Tensor:
-        """Return the target's probabilities of the block's rows, (R, V), in the caller's dtype."""
+        """Return the target probabilities of the block's rows, (R, V), in the caller's dtype."""
         start = 0 if self.whole else self.rows.start
         return self.facts.probability_block(start, start + self.z.shape[0])
 
     def _losses(self, lse: Tensor | None) -> tuple[Any, Any]:
-        """Record the losses of log p in `work`; return the shares."""
+        """Record the losses, from log p in `work`; return the shares."""
         facts, results = self.facts, self.results
         log_p, weight = self.work, self._of(facts.weight)
         share, total = self._shares()
@@ -254,7 +254,7 @@ class _Block:
         return share, total
 
     def _gradient(self, share: Any, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:
-        """Turn p in `work` into the gradient with respect to z, and put it where it belongs."""
+        """Turn p in `work` into the gradient with respect to z, and write it to `grad`."""
         facts, spec, grad, work = self.facts, self.spec, self.grad, self.work
         assert grad is not None
         scale = self._of(facts.scale)[:, None]
@@ -288,7 +288,7 @@ class _Block:
             grad.copy_(work)
 
     def _multiply(self, alpha: Tensor, of_nll: Tensor | None, entropy: Tensor | None) -> None:
-        """Multiply p in `work` by alpha + beta log p, to which the statistics' gradients are added; all (R, 1)."""
+        """Multiply p in `work` by alpha + beta log p, with the statistics' gradients in both coefficients (R, 1)."""
         given = self.upstream
         if of_nll is not None:
             alpha = alpha + of_nll
@@ -308,5 +308,5 @@ class _Block:
 
 
 def _product(weights: Tensor, values: Tensor) -> Tensor:
-    """Multiply; what has no weight is 0, even where the value is infinite."""
+    """Return weights * values; 0 for a weight of 0, also if the value is infinite."""
     return (weights * values).masked_fill(weights == 0, 0)

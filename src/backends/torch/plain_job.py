@@ -1,4 +1,4 @@
-"""A job in PyTorch's own operations, on every device: `xent.backends.torch.job.Job`."""
+"""`PlainJob`: a `xent.backends.torch.job.Job` that works on every device, with PyTorch's own operations."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -21,14 +21,14 @@ __all__ = ["PlainJob", "RowPass"]
 
 
 class RowPass(Protocol):
-    """One pass over the rows of one call, made from facts and results: takes blocks of logits in any order."""
+    """One pass over the rows of a call, in blocks of logits in any order. It is created from facts and results."""
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take rows [start, start + R): record their losses, statistics and norm; write their gradient where asked.
+        """Compute rows [start, start + R): record losses, statistics and norm, and write the gradient if needed.
 
-        `logits` is an (R, V) block whose last axis is contiguous. `grad` is None, or where the gradient of the
-        (reduced) loss goes: an (R, V) block of the logits' dtype, which may be `logits` itself. `target_logits` (R,),
-        in the accumulation dtype, replace the targets' raw logits, which were rounded to a low precision.
+        `logits` is (R, V) with a contiguous last axis. `grad` is None or the memory for the gradient of the reduced
+        loss, (R, V) in the logits' dtype; it may be `logits` itself. `target_logits` (R,), in the accumulation dtype,
+        replace the targets' raw logits, which have been rounded to the dtype of `logits`.
         """
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
@@ -39,7 +39,7 @@ class PlainJob:
     """See `xent.backends.torch.job.Job`. The facts of all rows are gathered when it starts."""
 
     row_pass: Callable[[Facts, Results], RowPass] = PlainPass
-    """What takes blocks of rows that may be of any class; a device's own kernels in a subclass."""
+    """The row pass to use; a subclass replaces it by one with a device's own kernels."""
 
     def __init__(
         self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
@@ -64,7 +64,7 @@ class PlainJob:
         return self.row_pass(facts, results) if facts.support is None else SupportPass(facts, results)
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Put the rows to compute first."""
+        """Move the rows to compute to the front."""
         idle = self._facts.idle
         if idle is None:
             return None, self.count
@@ -81,20 +81,20 @@ class PlainJob:
         return self._order, (~idle).sum()
 
     def learn(self, number: int) -> None:
-        """Return to the call's order where all rows are computed; results so far are in it: the sort is stable."""
+        """Return to the call's order if all rows are computed. The results so far are in it, as the sort is stable."""
         self._number = number
         if number == self.count:
             self._order, self._ordered = None, self._facts
 
     def logits(self, logits: Tensor, grad: Tensor | None, norm: Tensor | None) -> None:
-        """Take all rows of (..., V) logits."""
+        """Compute all rows of logits (..., V)."""
         self._results = new_results(self._facts, norm)
         run = self._start_pass(self._facts, self._results)
         for start, block, out in logit_blocks(logits, grad):
             run.forward(block, start, out)
 
     def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
-        """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
+        """Write the gradient of all rows of logits (..., V), from their norm if it is given."""
         if norm is None:
             self.logits(logits, grad, None)
             return
@@ -104,7 +104,7 @@ class PlainJob:
             run.backward(block, start, out)
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Return the hidden states of a part, and its target logits where the compute dtype rounds them."""
+        """Gather the hidden states of a part, and compute its target logits if the compute dtype is 16-bit."""
         facts, rows = self._ordered, slice(part.start, part.stop)
         hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
         hidden = hidden.to(linear.compute)
@@ -117,7 +117,7 @@ class PlainJob:
         return Taken(hidden, trained, found)
 
     def chunk(self, logits: Tensor, part: Part, grad: Tensor | None, target_logits: Tensor | None) -> None:
-        """Take a part's logits (R, V)."""
+        """Compute the logits (R, V) of a part."""
         if self._results is None:
             self._results = new_results(self._ordered)
         if self._pass is None or self._taken is not self._ordered:

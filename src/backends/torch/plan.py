@@ -1,9 +1,9 @@
-"""Which kinds of calls have been validated and dispatched before: the next of a kind goes to the driver at once.
+"""A cache of validated kinds of calls. A repeated call of a known kind skips validation and dispatch.
 
-A kind is a key of everything that validation and dispatch look at: types, dtypes, devices and layouts of the arrays,
-whether their shapes fit each other, which gradients are asked for, the options' types and whether their values are
-allowed, autocast, and the environment. Row counts and option values are no part of it. What may differ and is not in
-the key is read anew at every call. Keys hold no arrays.
+The kind of a call is a key of everything that validation and dispatch read: types, dtypes, devices and layouts of the
+arrays, whether their shapes fit each other, which gradients are needed, the types of the options and whether their
+values are allowed, autocast, and environment variables. Row counts and option values are not in the key; they are read
+at every call. Keys contain no arrays.
 """
 
 import os
@@ -24,32 +24,32 @@ __all__ = ["Found", "find_linear", "find_logits", "forget", "keep", "run_linear"
 
 _MOST = 1024
 _kinds: dict[Hashable, str] = {}
-_environment = getattr(os.environ, "_data", None)  # on POSIX, 30 times as fast as os.environ.get
+_environment = getattr(os.environ, "_data", None)  # 30 times as fast as os.environ.get, on POSIX
 _VARIABLES = (b"XENT_BACKEND", b"XENT_CHECK_TARGETS") if os.name == "posix" else ("XENT_BACKEND", "XENT_CHECK_TARGETS")
 
 
 Sampling = tuple[Any, Any, Any]
-"""The arguments of the log-probability functions that the losses lack: temperature, support, entropy."""
+"""The arguments that only the log-probability functions have: (temperature, support, entropy)."""
 
 
 class Found(NamedTuple):
-    """What a look at a call gave: its key, its options, and the backend that served its kind, None for the first."""
+    """The result of a look-up: the key of the call, its options, and the backend of its kind, None if it is new."""
 
     key: Hashable
     spec: LossSpec
     device: torch.device
     kernel: str | None
     scales: tuple[Tensor | None, Tensor | None]
-    """Logit scale and softcap where they are tensors; the options have NaN in their place."""
+    """Logit scale and softcap if they are tensors; the options then have NaN for them."""
 
 
 def find_logits(
     logits: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any, axis: Any, inplace: Any, backend: Any,
     options: tuple[Any, ...], stats: Any, sampling: Sampling | None = None,
 ) -> Found | None:  # fmt: skip
-    """Look for the kind of a call of `xent.cross_entropy`; None where something watches, or a thing is out of line.
+    """Look up the kind of a call of `xent.cross_entropy`, or with `sampling` of `xent.log_probs`.
 
-    With `sampling`, of `xent.log_probs`.
+    Return None if a tracer, transform or mode is active, or if an argument needs full validation.
     """
     if private.is_watched() or type(axis) is not int or type(inplace) is not bool:
         return None
@@ -86,7 +86,7 @@ def find_linear(
     source: Any, linear_weight: Any, linear_bias: Any, target: Any, weight: Any, sample_weight: Any, normalizer: Any,
     shift: Any, workspace: Any, backend: Any, options: tuple[Any, ...], stats: Any, sampling: Sampling | None = None,
 ) -> Found | None:  # fmt: skip
-    """Look for the kind of a call of `xent.linear_cross_entropy`; with `sampling`, of `xent.linear_log_probs`."""
+    """Look up the kind of a call of `xent.linear_cross_entropy`, or with `sampling` of `xent.linear_log_probs`."""
     if private.is_watched() or type(shift) is not int or (workspace is not None and type(workspace) is not int):
         return None
     numbers, scales, bent = _scales(options, sampling)
@@ -115,15 +115,15 @@ def find_linear(
 
 
 def keep(found: Found, kernel: str) -> None:
-    """Remember which backend served the kind."""
-    if found.device.type in ("cpu", "cuda"):  # what serves others depends on what has been checked there
+    """Store the backend that served the kind."""
+    if found.device.type in ("cpu", "cuda"):  # on mps it may change: see `passed`
         if len(_kinds) >= _MOST:
             _kinds.clear()
         _kinds[found.key] = kernel
 
 
 def forget() -> None:
-    """Forget all kinds."""
+    """Clear the cache."""
     _kinds.clear()
 
 
@@ -169,7 +169,7 @@ def _options(
 
 
 def _facts(tensor: Any) -> tuple[Any, ...] | None:
-    """Return what of a tensor is in the key; None for what is no plain dense tensor."""
+    """Return a tensor's part of the key, or None if it is not a plain dense tensor."""
     if type(tensor) not in private.PLAIN_TYPES or tensor.is_nested or tensor.layout is not torch.strided:
         return None
     if tensor.is_neg():
@@ -181,7 +181,7 @@ def _shared(
     target: Any, probabilities: Any, rows: Any, vocabulary: int, weight: Any, sample_weight: Any, normalizer: Any,
     reduction: str,
 ) -> tuple[Any, ...] | None:  # fmt: skip
-    """Return what of the arrays that both functions have is in the key; None where one does not fit."""
+    """Return the part of the key for the arrays that both functions have, or None if one does not fit."""
     facts = _facts(target)
     if facts is None or vocabulary == 0:
         return None
@@ -211,7 +211,7 @@ def _shared(
 
 
 def _sampled(target: Any, sampling: Sampling | None) -> tuple[Any, ...] | None:
-    """Return what of temperature and support is in the key; None where one does not fit."""
+    """Return the part of the key for temperature and support, or None if one does not fit."""
     if sampling is None:
         return ()
     temperature, support, _ = sampling
@@ -232,7 +232,7 @@ def _sampled(target: Any, sampling: Sampling | None) -> tuple[Any, ...] | None:
 
 
 def _context(tensor: Tensor) -> tuple[Any, ...]:
-    """Return what of the surroundings is in the key."""
+    """Return the part of the key for autograd mode, autocast and environment variables."""
     if _environment is not None:
         return torch.is_grad_enabled(), *map(_environment.get, _VARIABLES)
     return torch.is_grad_enabled(), *map(os.environ.get, _VARIABLES)  # type: ignore[arg-type]
@@ -243,9 +243,9 @@ def _kind(spec: LossSpec, bent: Any) -> tuple[Any, ...]:
 
 
 def _scales(options: tuple[Any, ...], sampling: Sampling | None) -> tuple[Any, Any, tuple[Any, ...] | None]:
-    """Return the options with 1 in place of tensors; these, logit scale and softcap; and what of them is in the key.
+    """Return (options with 1 for tensors, the tensors among logit scale and softcap, their part of the key).
 
-    They are over the temperature if that is a number. Nothing is in the key, None, if one does not fit.
+    The tensors are divided by a temperature that is a number. The part of the key is None if one does not fit.
     """
     *others, softcap, logit_scale = options
     if not isinstance(softcap, Tensor) and not isinstance(logit_scale, Tensor):
@@ -261,14 +261,14 @@ def _scales(options: tuple[Any, ...], sampling: Sampling | None) -> tuple[Any, A
 
 
 def _spec(options: tuple[Any, ...], stats: Any, sampling: Sampling | None) -> LossSpec | None:
-    """Return the options that need no array, checked; None where the checks have something to say."""
+    """Return the options that need no array, validated; None if validation fails."""
     kind = type(stats)
     if kind is not tuple:
         if kind not in (list, set, frozenset):
             return None
         stats = tuple(stats)
     try:
-        if options[-1] == 0:  # 0.0 and -0.0, whose gradients' zeros have other signs, would be one key
+        if options[-1] == 0:  # 0.0 and -0.0 are equal keys, but give zeros of other signs in gradients
             return None
         if sampling is None:
             return _checked(*options, stats)

@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
-"""Types whose elements are all there is to them. A FakeTensor or DTensor does not override __torch_function__, so that
-`torch.overrides.has_torch_function` does not see it."""
+"""Plain tensor types. `torch.overrides.has_torch_function` does not detect subclasses such as FakeTensor and DTensor,
+which do not override __torch_function__."""
 
 
-_functorch: Any = getattr(torch._C, "_functorch", None)  # which type checkers do not know
+_functorch: Any = getattr(torch._C, "_functorch", None)  # type checkers do not know it
 _autograd: Any = getattr(torch._C, "_autograd", None)
 
 
@@ -57,7 +57,7 @@ _stack = _found(_functorch, "get_interpreter_stack", list)
 
 
 def transforms_of(tensor: Tensor) -> set[str]:
-    """Return the kinds of torch.func transforms that wrap a tensor, whose Python type is Tensor all the same.
+    """Return the kinds of torch.func transforms that wrap a tensor. Its Python type is Tensor nevertheless.
 
     "Grad", "Vmap", "Jvp", "Functionalize". Without these functions: PyTorch's own errors.
     """
@@ -70,8 +70,8 @@ def transforms_of(tensor: Tensor) -> set[str]:
 
 
 is_batched_gradient: Callable[[Tensor], bool] = _found(_functorch, "is_legacy_batchedtensor", lambda tensor: True)
-"""(tensor) -> whether torch.autograd.grad(is_grads_batched=True) batches it, which no transform shows. Without it: new
-gradients, never reused memory."""
+"""(tensor) -> whether torch.autograd.grad(is_grads_batched=True) batches it; other functions do not show that. Without
+it: new gradients, never reused memory."""
 
 keeps_graph: Callable[[], bool] = _found(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
@@ -82,13 +82,13 @@ any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", 
 _function_modes: Callable[[], int] = _found(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = _found(torch._C, "_len_torch_dispatch_stack", lambda: 1)
 jit_traces: Callable[[], bool] = _found(torch._C, "_is_tracing", _found(torch.jit, "is_tracing", lambda: False))
-"""() -> whether torch.jit.trace runs. Without it: the public function, in five times its time."""
+"""() -> whether torch.jit.trace runs. Without it: the public function, which takes five times as long."""
 
 is_exporting: Callable[[], bool] = _found(torch.compiler, "is_exporting", lambda: False)
 """() -> whether torch.export traces; public since PyTorch 2.7. Without it: exported programs give no gradients."""
 
 below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-"""() -> a context in which an operation goes past its kernel under autograd. Without it: no such kernels."""
+"""() -> a context in which an operation skips its autograd kernel. Without it: no such kernels."""
 
 _dynamo_traces: Callable[[], bool] = torch.compiler.is_dynamo_compiling  # public; half of is_compiling's time
 
@@ -100,17 +100,17 @@ def _no_groups(name: str) -> Any:
 
 
 def group_named(name: str) -> Any:
-    """Return the process group of that name, by which custom operations take one.
+    """Return the process group of that name. Custom operations take groups by name.
 
-    Functional collectives find theirs with the same function. Without it: RuntimeError, and no vocabulary in shards.
+    Functional collectives use the same function. Without it: RuntimeError, and no vocabulary in shards.
     """
-    from torch.distributed import distributed_c10d  # which a build of PyTorch may lack
+    from torch.distributed import distributed_c10d  # some builds of PyTorch lack it
 
     return _found(distributed_c10d, "_resolve_process_group", _no_groups)(name)
 
 
 def forward_mode() -> bool:
-    """Return whether a forward-mode level is open, in which any tensor may carry a tangent.
+    """Return whether a forward-mode level is active, in which any tensor may have a tangent.
 
     The public `forward_ad.unpack_dual` takes ten times as long and one tensor at a time. Without the number: True.
     """
@@ -118,9 +118,9 @@ def forward_mode() -> bool:
 
 
 def is_watched() -> bool:
-    """Return whether a tracer, a transform or a mode runs, so that it has to see the custom operations.
+    """Return whether a tracer, a transform or a mode is active, which has to see the custom operations.
 
-    That is: torch.compile and torch.export (also while AOT Autograd traces), torch.func, fake tensors, make_fx,
+    These are: torch.compile and torch.export (also while AOT Autograd traces), torch.func, fake tensors, make_fx,
     dispatch modes (selective checkpoints, FLOP counters), function modes (a default device), torch.jit.trace and
     forward mode. About 0.5 us.
     """

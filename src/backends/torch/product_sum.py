@@ -1,4 +1,4 @@
-"""A gradient that is added up over chunks, without losing what a low-precision sum would round off."""
+"""`ProductSum`: a gradient that is accumulated over chunks, with bounded rounding error for 16-bit dtypes."""
 
 import torch
 from torch import Tensor
@@ -13,27 +13,27 @@ _WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a gradient waits for backward: float16 could overflow before 1/D is in it."""
+    """Return the dtype in which a gradient is stored until the backward pass; float16 could overflow before 1/D."""
     return torch.float32 if dtype == torch.float16 else dtype
 
 
 def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) -> bool:
-    """Whether a sum of few products is rounded to the compute dtype each time."""
+    """Whether a sum of few products is stored in the compute dtype, and so rounded by each addition."""
     return device.type == "cuda" and compute == out == torch.bfloat16
 
 
 class ProductSum:
-    """Sums left @ right over chunks of rows: the classifier's gradient.
+    """The sum of left @ right over chunks of rows: the gradient of the classifier.
 
-    In float32 and float64 the products add onto the sum in place. Below that the sum is float32. On CUDA, from PyTorch
-    2.8 on, the products are added to it before they are rounded. Elsewhere each is rounded to the compute dtype first,
-    as the unfused computation's one product is: independent roundings of parts of a sum add up to no more than one of
-    the whole, unless the parts cancel.
+    In float32 and float64 the products are accumulated in place. For 16-bit dtypes the sum is float32. On CUDA, with
+    PyTorch 2.8 or later, products are added to it in float32. Elsewhere each product is rounded to the compute dtype
+    first, like the single product of the unfused computation. The errors of several roundings are independent and
+    smaller, so that the total error is not larger, unless the products cancel.
 
-    On CUDA a bfloat16 gradient of few chunks is summed in bfloat16: half the memory, which is most of what the call
-    takes. The sum is then rounded once a chunk. Where every chunk adds to every class, that makes 1.3 to 1.6 times the
-    error of the unfused computation with 4 chunks and up to 3 times with 16; where most classes are nobody's target,
-    1.2 times.
+    On CUDA a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory; this is most of
+    the memory of the call. The sum is then rounded once per chunk. If every chunk contributes to every class, the error
+    is 1.3 to 1.6 times that of the unfused computation with 4 chunks and up to 3 times with 16. If most classes are no
+    token's target, it is 1.2 times.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class ProductSum:
         device: torch.device,
         chunks: int | None,
     ) -> None:
-        """Begin a sum of so many products; None where it may not be rounded, however many they are."""
+        """Start a sum of this number of products; None if the sum must not be rounded, for any number of products."""
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
         on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
@@ -62,7 +62,7 @@ class ProductSum:
         elif self._fused:
             self._add_wide(left, right)
         elif self._compute == torch.float16:
-            # So few rows that the rounded product of one step stays in float16's range.
+            # Few rows per step, so that the rounded product stays in float16's range.
             for start in range(0, len(right), _FLOAT16_ROWS):
                 rows = slice(start, start + _FLOAT16_ROWS)
                 self._add_rounded(left[:, rows], right[rows])
@@ -88,9 +88,10 @@ class ProductSum:
             torch.addmm(self._sum, left, right, out_dtype=torch.float32, out=self._sum)
 
     def _add_rounded(self, left: Tensor, right: Tensor, kept: torch.dtype = torch.float32) -> None:
-        """Add a product in slices, so that its rounded form takes little memory, and what a CPU may need beside that.
+        """Add a product in slices, so that the rounded product takes little memory.
 
-        Without instructions for bfloat16 that is the whole product in float32. `kept`: the dtype of a sum that begins.
+        On a CPU without bfloat16 instructions a product also needs memory for its float32 result. `kept` is the dtype
+        of a new sum.
         """
         total, first = self._sum, self._sum is None
         if total is None:

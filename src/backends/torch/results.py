@@ -1,4 +1,4 @@
-"""What is found out about each row, and how it becomes the loss and the statistics that the caller gets."""
+"""The per-row results of a call, and the loss and statistics that are computed from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ __all__ = ["Results", "new_results", "scattered"]
 
 @dataclass(eq=False, slots=True)
 class Results:
-    """Per-row results, all (N,), which a row pass fills; None where nobody asks. Floats in the accumulation dtype."""
+    """Per-row results (N,), in the accumulation dtype, which a row pass fills. Those that are not needed are None."""
 
     loss: Tensor
     norm: Tensor | None = None
-    """(3, N): the largest logit x, log sum_c exp(x_c - largest), and a row unused; apart, as their sum would round."""
+    """(3, N): the largest x, log sum_c exp(x_c - largest), and an unused row. Their sum, lse, would be rounded."""
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None
@@ -27,7 +27,7 @@ class Results:
     z_term: Tensor | None = None
 
     def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
-        """Return the statistics in the order of the spec's names, per-row ones flat; `reduced` makes a loss of rows."""
+        """Return the statistics in the order of the spec, those per row as (N,); `reduced` reduces losses (N,)."""
         found = {name: getattr(self, f"_{name}")(facts) for name in facts.spec.stats}
         if "z_loss" in found:
             found["z_loss"] = reduced(found["z_loss"], facts)
@@ -89,7 +89,7 @@ def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
 
 
 def scattered(results: Results, rows: Tensor, count: int) -> Results:
-    """Return the first results, those of `rows`, as results of all `count` rows; others have 0."""
+    """Return results of `count` rows: the first of `results` are scattered to `rows`, the others are 0."""
 
     def spread(values: Tensor | None) -> Tensor | None:
         if values is None:
@@ -117,7 +117,7 @@ def _counted(values: Tensor | None, facts: Facts) -> Tensor:
 
 
 def _truth(facts: Facts) -> Tensor:
-    """Return the class that each row should have, (N,); the most probable for probabilities."""
+    """Return the target class of each row, (N,); for class probabilities the most probable class."""
     if facts.target is not None:
         return facts.target
     count, step = len(facts.weight), 256

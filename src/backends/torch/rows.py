@@ -1,4 +1,4 @@
-"""A (..., V) tensor seen as N rows of V, whatever its strides, without copying it as a whole."""
+"""Access to a tensor (..., V) of any strides as N rows of V, without copying it as a whole."""
 
 import math
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ _ALIGNED = 8  # elements, 16 bytes of the 16-bit dtypes
 
 
 class Rows:
-    """Rows of a tensor in row-major order of its leading axes, reachable in blocks.
+    """The rows of a tensor in row-major order of its leading axes, accessed in blocks.
 
-    Where the leading axes do not merge into one stride (a class axis in the middle, an expanded batch) the rows fall
-    into pieces of equal length, and a block never crosses from one piece into the next.
+    If the leading axes do not merge into one stride (a class axis in the middle, an expanded batch), the rows form
+    pieces of equal length, and a view never crosses from one piece into the next.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -40,7 +40,7 @@ class Rows:
                 start += block.shape[0]
 
     def block(self, start: int, stop: int) -> Tensor:
-        """Return rows [start, stop): a view if they lie in one piece, else a copy."""
+        """Return rows [start, stop): a view if they are in one piece, otherwise a copy."""
         length = self._pieces[0].shape[0]
         parts = []
         while start < stop:
@@ -52,7 +52,7 @@ class Rows:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return a copy of these rows, (M,) int64, without a look at their values."""
+        """Return a copy of these rows, given as indices (M,) int64. The host does not read the indices."""
         return self._tensor[torch.unravel_index(rows, self._tensor.shape[:-1])]
 
 
@@ -71,25 +71,25 @@ def _merges(tensor: Tensor) -> bool:
 
 
 def gradient_like(logits: Tensor) -> Tensor:
-    """Return memory for the gradient: with the logits' strides if those leave no gaps, else contiguous."""
+    """Allocate memory for the gradient: with the logits' strides if these leave no gaps, otherwise contiguous."""
     if is_dense(logits):
         return torch.empty_like(logits)
     if logits.shape[-1] % _ALIGNED and logits.stride(-1) == 1 and _has_small_gaps(logits):
-        # Rows off boundaries: kernels read and write whole vectors where the gradient's rows lie as the logits' do.
+        # Rows are not aligned to 16 bytes: vector loads and stores need the same alignment in logits and gradient.
         return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
     return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
 
 
 def _has_small_gaps(tensor: Tensor) -> bool:
-    """Whether no elements share memory and a tensor with the same strides takes little more than the elements."""
+    """Whether elements do not overlap, and a tensor with these strides takes little more memory than its elements."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return bool(4 * extent <= 5 * math.prod(tensor.shape)) and not overlaps(tensor)
 
 
 def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield (first row, block of logits, place of its gradient) with contiguous class axes.
+    """Yield (first row, block of logits, memory for its gradient), with contiguous class axes.
 
-    A block whose classes do not lie side by side is copied, and its gradient copied back afterwards.
+    If the classes of a row are not contiguous, the block is a copy, and its gradient is copied back afterwards.
     """
     vocabulary = logits.shape[-1]
     if logits.is_contiguous() and (grad is None or grad.is_contiguous()) and logits.numel():
@@ -115,7 +115,7 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order."""
+    """Whether the elements fill one range of memory without gaps or overlaps, in any order."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -127,7 +127,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def overlaps(tensor: Tensor) -> bool:
-    """Whether elements may share memory, as those of expanded tensors and sliding windows do."""
+    """Whether elements may overlap in memory, as in expanded tensors and sliding windows."""
     extent = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
@@ -138,11 +138,11 @@ def overlaps(tensor: Tensor) -> bool:
 
 
 def row_sum(block: Tensor) -> Tensor:
-    """Sum an (R, V) block over V so that a row's sum does not depend on R.
+    """Sum a block (R, V) over V, so that a row's sum does not depend on R.
 
-    On the CPU, PyTorch splits the sum of a single long row among threads, and the sums of several rows not; so a single
-    row is summed as two. On CUDA the order of additions depends on R and on the row's address; in float64 it is lost
-    when the sum is rounded.
+    On the CPU, PyTorch splits the sum of a single long row among threads, but not the sums of several rows; so a single
+    row is summed as two rows. On CUDA the order of additions depends on R and on the row's address; summing in float64
+    hides it, because the result is rounded to float32.
     """
     if block.device.type == "cuda":
         return block.sum(-1, dtype=torch.float64).to(block.dtype)
@@ -150,7 +150,7 @@ def row_sum(block: Tensor) -> Tensor:
 
 
 def shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
-    """Return values[..., t + shift] at t, `fill` where there is none."""
+    """Return an array with values[..., t + shift] at t, and `fill` past the end."""
     if not shift:
         return values
     kept = max(values.shape[-1] - shift, 0)

@@ -1,7 +1,7 @@
-"""The steps of a row whose classes are those that a sampler allowed, in PyTorch's own operations.
+"""The steps of a row with a support (the classes that a sampler allowed), in PyTorch's own operations.
 
-As in `plain`, with sums over the row's own classes: their logits are gathered, and what follows is as long as the list
-of their ids. It is computed in float64, so that sums one class after another lose nothing.
+They are like those of `plain`, with sums over the row's support: the logits of these classes are gathered, and all
+further arrays have one entry per (row, class) pair. They are float64, so that sequential sums lose no precision.
 """
 
 import math
@@ -16,7 +16,7 @@ from xent.backends.torch.support import Pairs, Support
 
 __all__ = ["SupportPass"]
 
-_PAIRS = 2**18  # so few that what is made of them stays in cache
+_PAIRS = 2**18  # per block, so that its arrays fit into CPU caches
 
 
 class SupportPass:
@@ -27,17 +27,17 @@ class SupportPass:
         assert facts.target is not None
         self._facts, self._results = facts, results
         self._support: Support = facts.support
-        # A GPU's host would wait for the number of pairs of each block.
+        # One block on a GPU, because the host waits for the number of pairs of each block.
         self._step = max(len(facts.weight), 1)
         if facts.weight.device.type == "cpu":
             self._step = max(_PAIRS * len(facts.weight) // max(len(facts.support.ids), 1), 1)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
-        """Take a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
+        """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
         self._take(logits, start, grad, target_logits, True)
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
-        """Write a block's gradient, computing the norm again."""
+        """Write a block's gradient; compute the log-sum-exp again."""
         self._take(logits, start, grad, target_logits, False)
 
     def _take(
@@ -78,7 +78,7 @@ class _Block:
         self._lse = safe + self._log_sum
         log_p = x - pairs.each_row(self._lse)
         self._p = log_p.exp()
-        # p is 0 far above -1000, and 0 times infinity would be NaN.
+        # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
         self._log_p = log_p.clamp(min=-1000)
         self._x = x
         has_target = pairs.sum(self._is_target.to(x.dtype)) > 0
@@ -147,15 +147,15 @@ class _Block:
         return values if dead is None else values.masked_fill(self._of_rows(dead), 0)
 
     def _predictions(self) -> Tensor:
-        """Return the class of the largest logit before scale and softcap; 0 where there is none above -inf."""
+        """Return the class of the largest x, found from raw logits; 0 if there is none above -inf."""
         pairs, scale = self._pairs, self._facts.spec.logit_scale
-        if math.isnan(scale):  # a tensor, not to be looked at
+        if math.isnan(scale):  # the scale is a tensor, whose value is not read here
             sign = pairs.each_row(self._wide(self._of_rows(self._facts.bend)[:, 0])).sign()
             values = torch.where(sign == 0, 0, sign * self._z)
         else:
             values = self._z if scale > 0 else -self._z if scale < 0 else torch.zeros_like(self._z)
         largest = pairs.largest(values)
-        # The lowest class, negated, is the largest.
+        # Among equal logits choose the lowest class: the largest after negation.
         lowest = torch.where(values == pairs.each_row(largest), -pairs.classes.to(values.dtype), -torch.inf)
         found = -pairs.largest(lowest)
         return torch.where(largest.isfinite() & found.isfinite(), found, 0).to(torch.int64)
@@ -163,7 +163,7 @@ class _Block:
     def write_gradient(self, grad: Tensor) -> None:
         """Write the gradient with respect to z, 0 for all other classes, to (R, V) `grad`."""
         facts, pairs, rows, upstream = self._facts, self._pairs, self._rows, self._facts.upstream
-        is_out = self._nll == torch.inf  # which has no gradient
+        is_out = self._nll == torch.inf  # the target is not in the support: no gradient
         scale, share = self._wide(facts.scale[rows]).masked_fill(is_out, 0), self._share()
         gamma = scale * share
         alpha = gamma + (2 * facts.spec.z_loss * scale * self._lse if facts.spec.z_loss else 0)

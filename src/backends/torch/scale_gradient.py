@@ -1,11 +1,12 @@
-"""The gradient of a logit scale that is trained, as CLIP's temperature is, without a pass over logits of its own.
+"""The gradient of a trained logit scale, such as CLIP's temperature.
 
-The loss knows raw logits z and their scale s as the product s z alone, with a softcap too. So with g = dL/dz::
+The loss depends on raw logits z and their scale s only through the product s z, also with a softcap. With g = dL/dz::
 
     dL/ds = (1/s) sum_ic g_ic z_ic
 
-and of logits z = h W^T + b the sum is sum(dL/dh * h) + sum(dL/db * b), or the same of W in place of h. Backward has
-these gradients anyway: what `of_logits` and `of_linear` return adds the gradient of s on the way to them.
+For logits z = h W^T + b the sum is sum(dL/dh * h) + sum(dL/db * b), or the same with W instead of h. The backward pass
+computes these gradients anyway. `of_logits` and `of_linear` pass the tensors through a Function whose backward pass
+receives them and returns the gradient of s.
 """
 
 from typing import Any
@@ -19,11 +20,11 @@ from xent.backends.torch.facts import accumulation_dtype
 __all__ = ["of_linear", "of_logits"]
 
 _LEAST = {torch.float64: 2.0**-300, torch.float32: 2.0**-60}
-"""Scales nearer to 0 are taken for this: x is 0 to the last bit either way, and g, which has the factor s, is not."""
+"""Scales closer to 0 are replaced by this. The rounded x is 0 in both cases, but g, which has the factor s, is not."""
 
 
 class _Follow(torch.autograd.Function):
-    """(values, scale) -> values, whose gradient makes the scale's."""
+    """(values, scale) -> values. The backward pass also computes the gradient of the scale."""
 
     @staticmethod
     def forward(values: Tensor, scale: Tensor) -> Tensor:
@@ -41,7 +42,7 @@ class _Follow(torch.autograd.Function):
 
 
 def of_logits(logits: Tensor, scale: Tensor | None, inplace: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return logits that the gradient of a trained scale follows, and the scale that the loss should use."""
+    """Return logits to be passed to the loss, so that a trained scale gets its gradient, and the scale for the loss."""
     if not asks_for_gradient(scale)[0]:
         return logits, scale
     if inplace:
@@ -56,11 +57,11 @@ def of_logits(logits: Tensor, scale: Tensor | None, inplace: bool = False) -> tu
 def of_linear(
     source: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return input, classifier and bias that the gradient follows, and the scale that the loss should use."""
+    """Return input, classifier, bias and scale to be passed to the loss, so that the scale gets its gradient."""
     if not asks_for_gradient(scale)[0]:
         return source, weight, bias, scale
     used = _used(scale, source.dtype)
-    if weight.requires_grad and not source.requires_grad:  # whose gradient is made in any case
+    if weight.requires_grad and not source.requires_grad:  # its gradient is computed anyway
         weight = _Follow.apply(weight, used)
     else:
         source = _Follow.apply(source, used)
@@ -68,7 +69,7 @@ def of_linear(
 
 
 def _used(scale: Any, dtype: torch.dtype) -> Tensor:
-    """Return the scale in the accumulation dtype, no nearer to 0 than gradients of `dtype` are told from 0."""
+    """Return the scale in the accumulation dtype, at least `_LEAST` away from 0 (not for float16 gradients)."""
     wide: Tensor = scale.to(accumulation_dtype(dtype))
     if dtype == torch.float16:
         return wide

@@ -1,9 +1,9 @@
-"""Which rows a linear loss computes, in which order and how many at a time: rows that need no work are left out.
+"""The schedule of a linear loss: which rows are computed, in which order, and how many per chunk.
 
-How many rows are left has to be known before a matrix product starts. On the CPU that is a look at memory. On CUDA the
-number comes from the device: rows to compute are put first, the first chunk starts without knowing how many there
-are, and only before the second does the host wait for the number, while the device has the first chunk to work on and
-never idles. One chunk alone, or a CUDA graph that is being captured, computes all rows and waits for nothing.
+Rows that need no work are skipped. The number of remaining rows must be known before a matrix product starts. On the
+CPU the host reads it from memory. On CUDA the number is on the device: the rows to compute are moved to the front, the
+first chunk starts without the number, and the host waits for it before the second chunk, while the device computes the
+first. A call with a single chunk, or in a CUDA graph, computes all rows and does not wait.
 """
 
 from collections.abc import Iterator
@@ -23,12 +23,12 @@ class Part:
     start: int
     stop: int
     rows: Tensor | None
-    """(R,) int64, which rows of the call these are; None where they are [start, stop) themselves."""
+    """(R,) int64, the indices of these rows in the call; None if they are [start, stop)."""
     last: bool
-    """Whether nothing follows for certain."""
+    """Whether this is known to be the last part."""
 
     def put(self, values: Tensor, place: Tensor) -> None:
-        """Write (R, ...) values to these rows of (N, ...) `place`."""
+        """Write values (R, ...) to these rows of `place` (N, ...)."""
         if self.rows is None:
             place[self.start : self.stop] = values
         else:
@@ -36,7 +36,7 @@ class Part:
 
 
 class Schedule:
-    """The rows of a job in the order in which they are computed, `step` at a time."""
+    """The rows of a job in the order of computation, in parts of `step` rows."""
 
     def __init__(self, job: Any, step: int) -> None:
         """`job` is a `xent.backends.torch.job.Job`."""
@@ -44,7 +44,7 @@ class Schedule:
         self._order, number = job.partition(job.count > step)
         self._awaited: tuple[torch.cuda.Event, Tensor] | None = None
         self.count: int = job.count
-        """How many rows are computed, as far as is known."""
+        """The number of rows to compute; an upper bound until the host knows it."""
         if isinstance(number, Tensor):
             self._await_count(number)
         else:
@@ -52,11 +52,11 @@ class Schedule:
 
     @property
     def left_out(self) -> Tensor | None:
-        """Which rows were never computed, (M,) int64; None for none. To be asked after the last part."""
+        """The indices (M,) int64 of the rows that were skipped, or None. Valid after the last part."""
         return None if self._order is None else self._order[self.count :]
 
     def __iter__(self) -> Iterator[Part]:
-        """Yield the parts, one at least once the count is known to be more than 0."""
+        """Yield the parts; at least one if any row has to be computed."""
         start = 0
         while start < self.count:
             stop = min(start + self.step, self.count)
@@ -66,7 +66,7 @@ class Schedule:
             self._learn_count()
 
     def chunks(self) -> int:
-        """Return how many parts there are, as far as is known."""
+        """Return the number of parts; an upper bound until the host knows it."""
         return -(-self.count // self.step)
 
     def _await_count(self, number: Tensor) -> None:
@@ -77,7 +77,7 @@ class Schedule:
         self._awaited = event, on_host
 
     def _learn_count(self) -> None:
-        """Wait for the number of rows that are computed, if it is on its way."""
+        """Wait for the number of rows to compute, if its copy to the host was started."""
         if self._awaited is None:
             return
         event, number = self._awaited
@@ -85,4 +85,4 @@ class Schedule:
         self._awaited, self.count = None, int(number)
         self._job.learn(self.count)
         if self.count == self._job.count:
-            self._order = None  # it is the call's: the partition is stable
+            self._order = None  # all rows in the call's order, because the partition is stable

@@ -1,4 +1,4 @@
-"""Which statistics carry gradients, and what comes back through them: lse, nll and entropy, with reduction "none"."""
+"""The statistics that have gradients (lse, nll and entropy, with reduction "none"), and their upstream gradients."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,16 +16,16 @@ def _carries(reduction: str, name: str) -> bool:
 
 
 def constant(reduction: str, names: Sequence[str], stats: Sequence[Tensor]) -> list[Tensor]:
-    """Return the statistics without gradients."""
+    """Return the statistics that have no gradients."""
     return [value for name, value in zip(names, stats, strict=True) if not _carries(reduction, name)]
 
 
 def found_entropy(reduction: str, names: Sequence[str], stats: Sequence[Tensor]) -> Tensor | None:
-    """Return the entropy (N,) if a gradient may come back through it."""
+    """Return the entropy (N,) if it may have an upstream gradient, otherwise None."""
     return stats[names.index("entropy")] if "entropy" in names and _carries(reduction, "entropy") else None
 
 
 def upstream_of(reduction: str, names: Sequence[str], of_loss: Tensor | None, of_stats: Sequence[Any]) -> Upstream:
-    """Return what came back to the outputs; gradients of others than these are none of ours."""
+    """Return the upstream gradients of the loss and of those statistics that have gradients."""
     given = {name: one for name, one in zip(names, of_stats, strict=True) if _carries(reduction, name)}
     return Upstream(of_loss, **given)

@@ -1,4 +1,4 @@
-"""The steps around the row kernel in PyTorch's own operations: target logits, sum of losses, scaling."""
+"""Steps before and after the row pass, in PyTorch's own operations: target logits, reduction, scaling of gradients."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ __all__ = ["reduced", "scale", "target_logits"]
 
 
 def reduced(values: Tensor, facts: Facts) -> Tensor:
-    """Return per-row values (N,) as the spec's reduction has them: 0-d, or as they are for "none"."""
+    """Reduce per-row values (N,) by the reduction of the spec: to 0-d, or for "none" return them unchanged."""
     if facts.spec.reduction == "none":
         return values
     total, divisor = values.sum(), facts.divisor
@@ -29,13 +29,13 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
 
 
 def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors of the accumulation dtype, rounded once; with `inplace` in its own memory."""
+    """Return a gradient times 0-d factors of the accumulation dtype, rounded once; with `inplace` overwrite it."""
     factor = upstream if deferred is None else upstream * deferred
     if factor.device.type == "cpu" or grad.dtype == factor.dtype or not grad.numel():
         if not inplace:
             return grad * factor
         return grad if factor.device.type == "cpu" and float(factor) == 1 else grad.mul_(factor)
-    # On an accelerator a 0-d factor is rounded to the gradient's precision first, and a 1-d one is not.
+    # On an accelerator PyTorch rounds a 0-d factor to the gradient's dtype first, but not a 1-d factor.
     out = grad if inplace else torch.empty_like(grad)
     step = rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)
     for (_, block), (_, place) in zip(Rows(grad).blocks(step), Rows(out).blocks(step), strict=True):

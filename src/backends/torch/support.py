@@ -1,7 +1,6 @@
-"""The classes that each row may take, where a sampler left some out: ragged rows, and sums over their parts.
+"""Supports (the classes that a sampler allowed for each row) as ragged rows, and sums over them.
 
-What is computed of a row is computed of its own classes alone, side by side with those of other rows: M pairs of a row
-and a class, never (N, V).
+All arrays have one entry per pair of a row and one of its classes, the rows one after the other: M pairs, not (N, V).
 """
 
 from dataclasses import dataclass, replace
@@ -15,32 +14,32 @@ from xent.backends.torch.rows import shifted
 __all__ = ["Pairs", "Support", "check_support", "support_of"]
 
 _SUMS = ("cpu", "cuda")
-"""Devices on which PyTorch sums ragged rows, and has float64. The rows of others are computed on the CPU."""
+"""Devices on which PyTorch can sum ragged rows and has float64. For other devices the rows are computed on the CPU."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """P pairs of a row and one of its classes, the rows in order; on the device where they are computed."""
+    """P pairs of a row and one of its classes, in the order of rows, on the device that computes them."""
 
     rows: Tensor
     """(P,) int64"""
     classes: Tensor
     """(P,) int64 in [0, V)."""
     offsets: Tensor
-    """(R + 1,) int64: where each row begins."""
+    """(R + 1,) int64: the start of each row."""
     wrong: Tensor | None
-    """(P,) bool: classes outside [0, V) before they were put into it; None where there are none."""
+    """(P,) bool: ids that were outside [0, V) and were clamped; None if there are none."""
 
     def each_row(self, values: Tensor) -> Tensor:
-        """Return values (R,) of rows as those of pairs, (P,)."""
+        """Repeat values (R,) per row for each pair, (P,)."""
         return values[self.rows]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Sum (P,) values over the classes of each row, (R,); always in the same order."""
+        """Sum values (P,) over the classes of each row, (R,), always in the same order."""
         return torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True, initial=0)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest of the values of each row, (R,); -inf for a row without classes."""
+        """Return the largest value of each row, (R,); -inf for a row without classes."""
         return torch.segment_reduce(values, "max", offsets=self.offsets, unsafe=True, initial=-torch.inf)
 
 
@@ -52,20 +51,20 @@ class Support:
     begin: Tensor
     length: Tensor
     known: int | None
-    """How many ids all rows have; None where only the device knows."""
+    """The number of ids of all rows; None if only the device knows it."""
     vocabulary: int
     broken: Tensor | None
-    """0-d bool: the offsets were none; None where that has been looked at."""
+    """0-d bool: whether the offsets are invalid; None if they have been checked."""
 
     def select(self, rows: Tensor) -> "Support":
-        """Return the support of these rows alone, (M,) int64."""
+        """Return the support of these rows, given as indices (M,) int64."""
         rows = rows.to(self.begin.device)
         return replace(self, begin=self.begin[rows], length=self.length[rows], known=None)
 
     def pairs(self, start: int, stop: int) -> Pairs:
         """Return the pairs of rows [start, stop).
 
-        On an accelerator the host waits for their number, unless these are all rows.
+        On an accelerator the host waits for the number of pairs, unless these are all rows.
         """
         length, whole = self.length[start:stop], stop - start == len(self.length)
         total = self.known if whole and self.known is not None else int(length.sum())
@@ -81,12 +80,12 @@ class Support:
 
 
 def support_of(ids: Tensor, offsets: Tensor, shape: torch.Size, shift: int, vocabulary: int, checked: bool) -> Support:
-    """Return the support of the rows of `shape`; row t has that of t + `shift`. `checked`: whether values are right."""
+    """Return the support of the rows of `shape`; row t has entry t + `shift`. `checked`: values are known valid."""
     if ids.device.type not in _SUMS:
         ids, offsets = ids.cpu(), offsets.cpu()
     ends = offsets.to(torch.int64)
     broken = None
-    if not checked:  # nothing may be read out of bounds, whatever they hold
+    if not checked:  # invalid values must not cause reads out of bounds
         rising = ends.clamp(0, len(ids)).cummax(0).values
         rising[0], rising[-1] = 0, len(ids)
         broken, ends = (rising != ends).any(), rising
@@ -96,7 +95,7 @@ def support_of(ids: Tensor, offsets: Tensor, shape: torch.Size, shift: int, voca
 
 
 def check_support(ids: Any, offsets: Any, vocabulary: int) -> None:
-    """Raise ValueError or IndexError for a support that describes none."""
+    """Raise ValueError or IndexError for an invalid support."""
     ends, classes = offsets.to(torch.int64), ids.to(torch.int64)
     sizes = ends.diff()
     falls = bool((sizes < 0).any())

@@ -1,8 +1,8 @@
-"""Gives a loss that is there already its gradient with respect to class probabilities.
+"""Add the gradient with respect to class probabilities to a loss that was computed without it.
 
-The loss comes from whatever computes such calls, with a target that asks for nothing. Here it passes through one more
-Function, whose backward hands the upstream gradients on and computes the target's. So no backend, no kernel and none of
-their own Functions knows of it.
+The loss is computed as usual, with a detached target. Then it passes through one more Function. Its backward pass
+passes the upstream gradients on and computes that of the target. So backends, kernels and other Functions need no code
+for it.
 """
 
 from typing import Any
@@ -15,30 +15,30 @@ from xent.backends.torch.options import ARGUMENTS
 
 __all__ = ["asks", "with_target"]
 
-_OF_LOGITS, _OF_LINEAR = 1, 7  # so many arguments of an operation come before the target
+_OF_LOGITS, _OF_LINEAR = 1, 7  # number of arguments of an operation before the target
 
 
 def asks(target: Tensor) -> bool:
-    """Return whether a gradient of the target is asked for."""
+    """Return whether the target requires a gradient."""
     return torch.is_grad_enabled() and target.requires_grad
 
 
 def with_target(loss: Tensor, nll: Tensor | None, *args: Any) -> tuple[Tensor, Tensor | None]:
-    """Return a loss, and the rows' nll where that carries a gradient, with the gradient of the target.
+    """Return the loss, and the rows' nll if it has gradients, with the gradient of the target added.
 
-    `args` are what `xent::linear_cross_entropy` takes, or `xent::cross_entropy` without `needs_grad`.
+    `args` are the arguments of `xent::linear_cross_entropy`, or those of `xent::cross_entropy` without `needs_grad`.
     """
     made = _Target.apply(loss, nll, *args)
     return (made, None) if nll is None else made
 
 
 def _first(args: Any) -> int:
-    """Return the place of the target."""
+    """Return the index of the target among the arguments."""
     return _OF_LOGITS if len(args) == _OF_LOGITS + ARGUMENTS else _OF_LINEAR
 
 
 class _Target(torch.autograd.Function):
-    """(loss, nll, *arguments of a loss) -> (loss, nll), or the loss alone where nll is None."""
+    """(loss, nll, *arguments of a loss) -> (loss, nll), or only the loss if nll is None."""
 
     @staticmethod
     @signed

@@ -1,13 +1,12 @@
-"""The gradient of class probabilities, block by block: the loss is linear in its targets.
+"""The gradient with respect to class probabilities, block by block. The loss is linear in them.
 
-With x, w, e and a as in `xent.cross_entropy`, D what the reduction divides by, and upstream gradients u of the loss and
+With x, w, e and a as in `xent.cross_entropy`, the divisor D of the reduction, and upstream gradients u of the loss and
 n of the statistic nll::
 
-    dL/dq_ic = (u a_i / D (1-e) w_c + n_i) (-log p_ic)      exactly 0 where the factor is
+    dL/dq_ic = (u a_i / D (1-e) w_c + n_i) (-log p_ic)      exactly 0 if the first factor is 0
 
-Neither the z-loss nor "mean"'s divisor depends on q. Nothing of this is in the kernels: the loss of such a call takes
-them as any other does, and its backward pass comes here for log p, which a linear loss computes again from float32
-logits.
+The z-loss and the divisor of "mean" do not depend on q. The kernels do not compute this gradient. The backward pass of
+such a call computes log p here; a linear loss computes it from float32 logits.
 """
 
 from typing import Any
@@ -26,7 +25,7 @@ __all__ = ["of_linear", "of_logits"]
 
 
 def of_logits(upstream: Upstream, logits: Tensor, options: Options) -> Tensor:
-    """Return the gradient of the target of (..., V) logits, contiguous, in the target's dtype."""
+    """Return the gradient of the target for logits (..., V), contiguous, in the target's dtype."""
     facts = _facts(upstream, logits.shape[-1], logits.dtype, options)
     made = options.target.new_empty(options.target.shape)
     grad, step = made.view(len(facts.weight), facts.vocabulary), _rows_per_block(facts, logits.device)
@@ -36,7 +35,7 @@ def of_logits(upstream: Upstream, logits: Tensor, options: Options) -> Tensor:
 
 
 def of_linear(upstream: Upstream, linear: Linear, options: Options) -> Tensor:
-    """Return the gradient of the target of hidden states and a classifier, from chunks of logits."""
+    """Return the gradient of the target for hidden states and a classifier, computed from chunks of logits."""
     vocabulary, device = len(linear.weight), linear.weight.device
     facts = _facts(upstream, vocabulary, linear.compute, options, linear.shift)
     made = options.target.new_zeros(options.target.shape)
@@ -54,7 +53,7 @@ def of_linear(upstream: Upstream, linear: Linear, options: Options) -> Tensor:
             if facts.probability_rows is None:
                 grad[rows] = found
             else:
-                # Rows without a target add their zeros to a row of someone else.
+                # Rows without a target have an arbitrary index and add zeros to that row.
                 grad.index_add_(0, facts.probability_rows[rows], found)
     return made
 
@@ -69,7 +68,7 @@ def _rows_per_block(facts: Facts, device: torch.device) -> int:
 
 
 def _block(facts: Facts, logits: Tensor, start: int) -> Tensor:
-    """Return the gradient (R, V) of the targets of the rows from `start` on, in the accumulation dtype."""
+    """Return the gradient (R, V) of the targets of R rows from `start` on, in the accumulation dtype."""
     spec, rows = facts.spec, slice(start, start + len(logits))
     x = logits.to(facts.weight.dtype)
     scale: Any = spec.logit_scale

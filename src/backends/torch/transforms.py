@@ -1,4 +1,4 @@
-"""Errors, in the caller's terms, where PyTorch's transforms would give a wrong number or speak of internals."""
+"""Clear errors for transforms of PyTorch that would give wrong numbers, or errors about internals."""
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ _NO_JIT = "torch.jit.trace cannot record xent's functions: use torch.compile or 
 
 
 def refuse_gradients(tensors: dict[str, Tensor], message: str = _NO_GRADIENT) -> None:
-    """Raise ValueError for a tensor that asks for a gradient."""
+    """Raise ValueError for a tensor that requires a gradient."""
     for name, tensor in tensors.items():
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(message.format(name))
@@ -38,8 +38,8 @@ def refuse_gradients(tensors: dict[str, Tensor], message: str = _NO_GRADIENT) ->
 def refuse_transforms(tensors: dict[str, Tensor]) -> None:
     """Raise NotImplementedError for forward mode, torch.vmap, torch.func.functionalize and torch.jit.trace.
 
-    In forward mode, and inside of functionalize, xent's operations would pass for constants. What Dynamo traces under a
-    transform is checked when it runs (`compiled`).
+    In forward mode, and inside of functionalize, the results of xent's operations would be treated as constants. Calls
+    that Dynamo traces under a transform are checked when they run (`compiled`).
     """
     traced, transformed = torch.compiler.is_dynamo_compiling(), private.transforms_active()
     if traced and transformed:

@@ -1,4 +1,4 @@
-"""The sum of a gradient times what it is the gradient of, over all elements, in blocks that fit into caches."""
+"""The dot product of a tensor and its gradient, in blocks that fit into caches."""
 
 import torch
 from torch import Tensor
@@ -10,9 +10,9 @@ __all__ = ["weighed_sum"]
 
 
 def weighed_sum(grad: Tensor, values: Tensor) -> Tensor:
-    """Return sum(grad * values) of two (..., V) tensors, 0-d, float32 (float64 for float64).
+    """Return sum(grad * values) of two tensors (..., V), 0-d, float32 (float64 for float64).
 
-    An element without a gradient adds nothing, even if it is infinite or NaN.
+    An element whose gradient is 0 adds 0, even if it is infinite or NaN.
     """
     wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
     total = torch.zeros((), dtype=wide, device=grad.device)

@@ -1,10 +1,11 @@
-"""One line for whoever trains with transformers: `patch(model)`, and the loss never builds the logits.
+"""The transformers integration: after `patch(model)` the model computes its loss without materialised logits.
 
-How data flows: `patching` gives the model's head the class of `heads`; the head returns logits of `deferred`, which
-keep a `recipe` of how they are made; `calls` says what the model may do to them, and `steps` records it; when a loss
-is taken, `loss` turns the recipe into one call of `xent.linear_cross_entropy`. Any other use follows the recipe and
-gets real logits. `changes` refuses those of weights that changed since, and `history` remembers what became of each for
-`explain` and one warning.
+Data flow: `patching` changes the class of the model's head to one of `heads`. That head returns deferred logits
+(`deferred`), which hold a `recipe`: the hidden states, the weight, and the operations that compute the logits from
+them. `calls` lists the operations that the model may apply to deferred logits, and `steps` records them in the recipe.
+When the model computes its loss, `loss` turns the recipe into one call of `xent.linear_cross_entropy`. Any other
+operation executes the recipe and gets real logits. `changes` raises an error if the weights have changed in between.
+`history` stores which of these happened, for `explain` and for one warning per model.
 """
 
 import transformers as _transformers  # noqa: F401  # pyright: ignore[reportMissingImports]

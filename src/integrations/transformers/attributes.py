@@ -1,4 +1,4 @@
-"""Which functions deferred logits answer themselves, without a value being computed."""
+"""The functions and attributes, such as the shape, that deferred logits answer without computing values."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["METADATA", "getter"]
 
 
 def getter(attribute: str) -> Any:
-    """Return what `__torch_function__` is given for an attribute."""
+    """Return the function that `__torch_function__` receives when an attribute is read."""
     return getattr(Tensor, attribute).__get__
 
 
@@ -30,4 +30,4 @@ METADATA: frozenset[Any] = frozenset(
         torch.is_complex,
     ]
 )
-"""What is answered from the tensor itself."""
+"""Functions that are called on the deferred tensor itself."""

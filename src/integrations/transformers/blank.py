@@ -1,7 +1,7 @@
-"""The memory behind deferred logits: one NaN, seen as a tensor of any shape.
+"""The memory behind deferred logits: a single NaN, expanded to a tensor of any shape.
 
-It is a custom operation so that torch.compile returns it from a graph as it is, where it would write out an
-expanded tensor of its own.
+It is a custom operation because torch.compile would materialise an expanded tensor that a graph returns; the result of
+a custom operation is returned unchanged.
 """
 
 import torch
@@ -22,6 +22,6 @@ torch.library.register_fake("xent::blank", _blank, lib=_LIBRARY)
 
 
 def blank(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return a tensor of that size on the device of `like` that takes the memory of one element, a NaN."""
+    """Return a tensor of that size, on the device of `like`, whose memory is a single NaN."""
     made: Tensor = torch.ops.xent.blank(like.detach(), size, dtype)
     return made

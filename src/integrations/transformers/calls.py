@@ -1,4 +1,4 @@
-"""Calls that deferred logits record; with all others real logits are computed. Importing this registers them."""
+"""The calls that deferred logits record; others compute real logits. Importing this module registers them."""
 
 import inspect
 from typing import Any

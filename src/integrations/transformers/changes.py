@@ -1,9 +1,9 @@
-"""Whether what deferred logits are made from is still what it was when the head was called.
+"""Detect whether hidden states or weights have changed since the head was called.
 
-Logits that are computed late must not be those of other weights. Most writes raise a tensor's version counter. Fused
-optimizers, `parameter.data` and whoever writes by address do not; for those an `Origin` keeps the number of optimizer
-steps so far, the address of each tensor, and a few elements of each weight. None of it synchronises with the device
-until somebody looks at the logits.
+Deferred logits that are computed later must not use changed weights. Most writes increment a tensor's version counter.
+Fused optimizers, `parameter.data` and writes by address do not. For those, an `Origin` stores the number of optimizer
+steps, the address of each tensor, and a few elements of each weight. Elements are compared only when the logits are
+read, because that synchronises with the device.
 """
 
 import weakref
@@ -19,41 +19,41 @@ from xent.integrations.transformers.history import Call
 __all__ = ["Origin", "change", "origin", "start_clock"]
 
 _SAMPLES = 32, 16
-"""About how many rows and columns of a weight are compared."""
+"""The approximate numbers of rows and columns of a weight that are compared."""
 
 _clocks: dict[torch.device, Tensor] = {}
-"""A tensor on each device whose version counter every optimizer step raises: torch.compile's graphs can read that."""
+"""One tensor per device. Every optimizer step increments its version counter, which compiled graphs can read."""
 
 _steps: "weakref.WeakKeyDictionary[Optimizer, dict[torch.device, int]]" = weakref.WeakKeyDictionary()
-"""Optimizer -> what the clocks showed after its last step."""
+"""Optimizer -> version counter of each device's clock after its last step."""
 
 
 @dataclass(frozen=True, eq=False)
 class Origin:
-    """Tensors that logits are made from, and what was known of them when the head was called."""
+    """The tensors from which logits are computed, and their state when the head was called."""
 
     inputs: tuple[Tensor, ...]
-    """Hidden states and others that no optimizer holds."""
+    """Hidden states, and other tensors that are no parameters."""
     weights: tuple[Tensor, ...]
     head: nn.Module | None
-    """The head, where FSDP2 takes its weights away and brings them back."""
+    """The head, if FSDP2 shards it in its own group; its weights are gathered only during its calls."""
     versions: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     addresses: tuple[int, ...] | None
-    """None where torch.compile made the logits."""
+    """None if a compiled graph created the logits."""
     samples: tuple[Tensor, ...]
     """Some elements of each weight."""
     device: torch.device
     time: int | None
-    """What the clock of that device showed; None where there was none yet, inside of torch.compile."""
+    """The version counter of that device's clock; None if torch.compile traced before the clock existed."""
     call: Call | None
-    """The head's call, where somebody wants to know what becomes of it."""
+    """The entry of this call of the head in the model's history, if it has one."""
 
 
 def origin(
     inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...], head: nn.Module | None = None, call: Call | None = None
 ) -> Origin:
-    """Return what is known of these tensors now."""
+    """Return the present state of these tensors."""
     tensors = (*inputs, *weights)
     compiling, device = torch.compiler.is_compiling(), tensors[0].device
     clock = _clocks.get(device) if compiling else start_clock(device)
@@ -72,7 +72,7 @@ def origin(
 
 
 def change(origin: Origin, compare_elements: bool) -> str | None:
-    """Return what happened since to the tensors, in words, or None. Comparing elements waits for the device."""
+    """Return in words how the tensors have changed since, or None. Comparing elements synchronises with the device."""
     tensors = tuple([_local(tensor) for tensor in (*origin.inputs, *origin.weights)])
     for tensor, dtype in zip(tensors, origin.dtypes, strict=True):
         if tensor.dtype != dtype:
@@ -97,7 +97,7 @@ def change(origin: Origin, compare_elements: bool) -> str | None:
 
 
 def _stepped_since(origin: Origin) -> str | None:
-    """Return the class of an optimizer that has changed a weight since."""
+    """Return the class name of an optimizer that has stepped on a weight since, or None."""
     device, time = origin.device, origin.time
     if time is None or _clocks[device]._version == time:
         return None
@@ -112,39 +112,39 @@ def _stepped_since(origin: Origin) -> str | None:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Advance the clocks; PyTorch calls this after every step of every optimizer."""
+    """Advance the clocks. PyTorch calls this after each step of each optimizer."""
     for clock in _clocks.values():
         torch.autograd.graph.increment_version(clock)
     if _clocks:
         _steps[optimizer] = {device: clock._version for device, clock in _clocks.items()}
 
 
-_hook: Any = torch.compiler.disable(_note_step)  # or torch.compile would trace it and leave it out
+_hook: Any = torch.compiler.disable(_note_step)  # otherwise torch.compile would trace the hook and drop its effect
 register_optimizer_step_post_hook(_hook)
 
 
 def start_clock(device: torch.device) -> Tensor:
-    """Return the clock of a device, which starts now if there is none."""
+    """Return the clock of a device. Create it if there is none."""
     if device not in _clocks:
-        with torch.inference_mode(False):  # whose tensors have no version counter
+        with torch.inference_mode(False):  # tensors of inference mode have no version counter
             _clocks[device] = torch.empty(0, device=device)
     return _clocks[device]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor; other tensors as they are."""
+    """Return the local shard of a DTensor; other tensors unchanged."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often a tensor has been written to; tensors of inference mode do not count that."""
-    if torch.compiler.is_compiling():  # which knows no Tensor.is_inference
+    """Return a tensor's version counter, which counts in-place writes; 0 in inference mode, which has no counter."""
+    if torch.compiler.is_compiling():  # Dynamo cannot trace Tensor.is_inference
         return tensor._version
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return a view of some elements, spread over rows and columns."""
+    """Return a strided view of about 32 x 16 elements of a weight."""
     counts = ([1] * weight.ndim + [*_SAMPLES])[-weight.ndim :]
     steps = [max(size // count, 1) for size, count in zip(weight.shape, counts, strict=True)]
     sizes = [-(-size // step) for size, step in zip(weight.shape, steps, strict=True)]
@@ -153,6 +153,6 @@ def _sample(weight: Tensor) -> Tensor:
 
 
 def _same(now: Tensor, before: Tensor) -> bool:
-    """Whether the elements are the same bits: NaN is NaN."""
+    """Whether the elements have the same bits; NaN equals NaN."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[before.element_size()]
     return torch.equal(now.contiguous().view(whole), before.view(whole))

@@ -1,13 +1,13 @@
-"""Logits that are not computed unless somebody looks at them.
+"""Deferred logits: a tensor subclass whose values are computed only if something reads them.
 
-A head returns `DeferredLogits` in the place of its product. What models do between head and loss (`steps`) gives
-other deferred logits, the loss (`loss`) is computed from the hidden states, and every other use, of any function, gets
-real logits: those that the model would have made. Whoever has looked once has made them real for good, so that writing
-to them, hooks and retained gradients mean what they always mean.
+A patched head returns `DeferredLogits` instead of the product. Operations that models apply between head and loss
+(`steps`) return other deferred logits. The loss (`loss`) is computed from the hidden states. Every other operation gets
+real logits, the same that the unpatched model would have computed. Real logits are computed once and kept, so that
+in-place writes, hooks and retained gradients behave as usual.
 
-Three layers keep that true. `__torch_function__` sees all calls from Python. `__torch_dispatch__` sees what calls
-PyTorch past it, from C++ or inside of an autograd.Function, and an edge in the autograd graph takes the gradients of
-such calls to hidden states and weight.
+Three mechanisms intercept operations. `__torch_function__` sees all calls from Python. `__torch_dispatch__` sees calls
+from C++ and from inside an autograd.Function. For the latter, a node in the autograd graph (`_Edge`) passes gradients
+on to hidden states and weight.
 """
 
 from collections.abc import Callable
@@ -27,32 +27,32 @@ from xent.integrations.transformers.recipe import Recipe, follow
 __all__ = ["KEYWORDS", "KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
 
 KNOWN: dict[Any, Callable[..., Any]] = {}
-"""What is recorded: the function, and who records it. `calls` registers them."""
+"""Recorded functions: function -> recorder. `calls` registers them."""
 KEYWORDS: dict[Any, frozenset[str]] = {}
-"""What these functions may be given by keyword and still be recorded; the others, nothing."""
+"""The keyword arguments with which a function may be recorded; for functions not listed, none."""
 LAYOUT: dict[str, Callable[..., Any]] = {}
-"""What a DTensor has that tensors do not: the attribute, and who answers or records it. `parallel` registers them."""
+"""Attributes that only DTensors have: attribute -> function that answers or records it. `parallel` registers them."""
 
 
 class DeferredLogits(torch.Tensor):
-    """(..., V) logits of a language model that become real when they are looked at; made by `defer` alone.
+    """Logits (..., V) of a language model that are computed when something reads them. Only `defer` creates them.
 
     Shape, dtype and device are known without computing anything.
     """
 
     _recipe: Recipe
     _tracked: bool
-    """Whether autograd follows the recipe: what torch.is_grad_enabled() was, if anything requires a gradient."""
+    """Whether autograd records the recipe: gradients were enabled, and some tensor of it requires a gradient."""
     _origins: tuple[Origin, ...]
-    """The tensors that the recipe began with, as they were at that time."""
+    """The tensors of the recipe, and their state when the head was called."""
     _view: tuple[Any, ...] | None
-    """(deferred, function, arguments), where these are a view of other deferred logits."""
+    """(deferred logits, function, arguments) if this is a view of other deferred logits."""
     _contiguous: bool
     _real: Tensor | None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer from shape, dtype and device; or record the call; or make it with real logits."""
+        """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
         kwargs = {} if kwargs is None else kwargs
         if func in METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
@@ -66,22 +66,22 @@ class DeferredLogits(torch.Tensor):
 
 
 class _DispatchedLogits(DeferredLogits):
-    """Deferred logits as they are outside of torch.compile, which cannot make tensors that dispatch."""
+    """Deferred logits outside of torch.compile, which cannot create tensors that have __torch_dispatch__."""
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the one that is switched off
+    def __torch_dispatch__(  # type: ignore[override]  # PyTorch declares the disabled implementation
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Make a call that came past Python with values; autograd is taken care of by the edge."""
+        """Execute a call from C++ with values. `_Edge` handles its gradients."""
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: _values(logits, func), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 class _LogitsInShards(_DispatchedLogits):
-    """Deferred logits in the place of a DTensor."""
+    """Deferred logits that replace a DTensor."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return what a DTensor has by that name."""
+        """Return an attribute that only DTensors have."""
         if name in LAYOUT:
             return LAYOUT[name](self)
         if name in ("_spec", "_local_tensor"):
@@ -97,7 +97,7 @@ def defer(
     view: tuple[Any, ...] | None = None,
     contiguous: bool = True,
 ) -> DeferredLogits:
-    """Return deferred logits of that size and dtype, which the recipe makes."""
+    """Return deferred logits of that size and dtype, to be computed by the recipe."""
     tensors = recipe.tensors()
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked:
@@ -112,13 +112,13 @@ def defer(
 
 
 def metadata(logits: DeferredLogits, name: str) -> Any:
-    """Return an attribute of the tensor itself."""
+    """Return an attribute of the deferred tensor itself, without `__torch_function__`."""
     with torch._C.DisableTorchFunctionSubclass():
         return getattr(logits, name)
 
 
 def is_open(logits: Any) -> bool:
-    """Whether these are deferred logits that nobody has looked at, and that nobody put under other autograd."""
+    """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
     if logits._view is not None and not is_open(logits._view[0]):
@@ -127,7 +127,7 @@ def is_open(logits: Any) -> bool:
 
 
 def real(logits: DeferredLogits, function: Any) -> Tensor:
-    """Return the real logits, the same tensor each time, for a function that looks at them."""
+    """Return the real logits, the same tensor each time. `function` is the function that reads them."""
     if logits._real is None:
         with torch.set_grad_enabled(logits._tracked):
             if logits._view is not None:
@@ -143,7 +143,7 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
 
 
 def _is_described() -> bool:
-    """Whether torch.compile looks at an argument of what it compiles, and wants the tensor as it lies in memory."""
+    """Whether torch.compile inspects an argument of a compiled function, which needs the deferred tensor itself."""
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
@@ -160,7 +160,7 @@ def _values(logits: DeferredLogits, function: Any) -> Tensor:
 
 
 def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
-    """Note who looks, and raise RuntimeError if the logits would not be what the model would have made."""
+    """Record which function reads the logits. Raise RuntimeError if the weights have changed since."""
     if torch.compiler.is_compiling():
         if logits._tracked:
             note_compiled("what is compiled looks at them")
@@ -172,9 +172,10 @@ def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
 
 
 def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None:
-    """Raise RuntimeError if following a recipe would no longer give what the model would have made.
+    """Raise RuntimeError if executing a recipe would no longer give the logits of the unpatched model.
 
-    Only where the logits are `looked_at`, after the model has returned them, it may wait for the device.
+    Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at` after the
+    model has returned.
     """
     if torch.compiler.is_compiling():
         return
@@ -191,7 +192,7 @@ def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None
 
 
 class _Edge(torch.autograd.Function):
-    """(recipe, origins, size, dtype, *tensors) -> blank deferred logits whose gradient goes to the tensors."""
+    """(recipe, origins, size, dtype, *tensors) -> deferred logits; backward passes their gradient to the tensors."""
 
     @staticmethod
     def forward(
@@ -229,7 +230,7 @@ class _Edge(torch.autograd.Function):
 
 
 class _Adopted(torch.autograd.Function):
-    """(deferred logits that another Function returned, their values) -> the values, under that Function's autograd."""
+    """(deferred logits that another Function returned, their values) -> the values, with that Function's node."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, values: Tensor) -> Tensor:

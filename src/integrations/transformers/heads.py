@@ -1,4 +1,4 @@
-"""Heads that defer their logits: torch.nn.Linear with another forward, and which modules of a model become one."""
+"""Heads that defer their logits: a subclass of torch.nn.Linear, and the search for a model's heads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from xent.integrations.transformers import calls as _calls  # noqa: F401  registers what is recorded
+from xent.integrations.transformers import calls as _calls  # noqa: F401  registers the recorded calls
 from xent.integrations.transformers import parallel
 from xent.integrations.transformers.changes import origin, start_clock
 from xent.integrations.transformers.deferred import defer
@@ -17,16 +17,16 @@ from xent.integrations.transformers.unfit import advice
 __all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "find_owner", "restore"]
 
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
-"""Whether torch.compile is known to make deferred logits in a graph; where it is not, graphs have real ones."""
+"""Whether this PyTorch's torch.compile supports deferred logits. If not, compiled graphs compute real logits."""
 
 _PLAIN = (Tensor, nn.Parameter)
 
 
 class DeferringHead:
-    """What a head needs besides torch.nn.Linear; goes in front of it among the bases of a class."""
+    """Mixin that makes a subclass of torch.nn.Linear defer its logits. It is the first base of the class."""
 
     def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return deferred logits where that can be done, or else logits; or what `task` makes of input and weights."""
+        """Return deferred logits if possible, otherwise logits. With a `task`, return task(input, weight, bias)."""
         if task is not None:
             return task(input, self.weight, self.bias)
         if parallel.is_running(self):
@@ -53,14 +53,15 @@ class DeferringHead:
 
 
 class DeferringLinear(DeferringHead, nn.Linear):
-    """torch.nn.Linear that defers its product."""
+    """torch.nn.Linear that returns deferred logits."""
 
 
 def _why_computed(head: Any, input: Tensor) -> str | None:
-    """Return why logits cannot be deferred here and now, or None: plain tensors, nobody waiting for the head's output.
+    """Return why this call must compute its logits, or None if it can defer them.
 
-    Without gradients nothing is deferred for a single position, which is generation, nor under torch.compile, which
-    cannot tell whether it is in inference mode, where the age of a tensor is unknown.
+    Logits are deferred for plain tensors, if no hook needs the head's output. Without gradients they are not deferred
+    for a single position, which means generation, nor under torch.compile: there, inference mode, in which tensors have
+    no version counter, cannot be detected.
     """
     compiling, weight, bias = torch.compiler.is_compiling(), head.weight, head.bias
     if not compiling and (torch.jit.is_tracing() or torch._C._are_functorch_transforms_active()):  # type: ignore[attr-defined]
@@ -103,45 +104,45 @@ def _why_computed(head: Any, input: Tensor) -> str | None:
 
 
 def _is_sharded(head: Any) -> bool:
-    """Whether FSDP2 was told to shard this module: it has hooked it then, and puts its weight together for a time."""
+    """Whether `fully_shard` was applied to this module: FSDP2 then has hooks on it, which gather its weight."""
     return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
 
 
 def _shares_group(head: Any) -> bool:
-    """Whether FSDP2 gathers other modules with this one, so that it cannot be called again by itself."""
+    """Whether this module is in an FSDP2 group with others, so that it cannot be called again separately."""
     return len(head._get_fsdp_state()._modules) > 1
 
 
 def _is_taken_away(head: Any) -> bool:
-    """Whether FSDP2 has the weight in one piece until the end of this call, and no other call can bring it back."""
+    """Whether FSDP2 reshards the weight after this call, and the head cannot be called again to gather it."""
     if not _is_sharded(head) or not _shares_group(head):
         return False
     return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
 
 
 def _is_flat(head: Any) -> bool:
-    """Whether FSDP1 wraps this module by itself, and takes its weight away at the end of its call."""
+    """Whether FSDP1 wraps this module alone, and so reshards its weight at the end of its call."""
     parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
     return bool(parts) and all(part.module is head for part in parts)
 
 
 def find_owner(model: nn.Module) -> Any:
-    """Return the model of transformers, or of PEFT, inside of wrappers; or raise ValueError."""
+    """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
     owner: Any = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
-        owner = owner.module  # DistributedDataParallel and its like
+        owner = owner.module  # a wrapper such as DistributedDataParallel
     if not hasattr(owner, "get_output_embeddings"):
         raise ValueError(
             f"model must be a transformers model with a language-model head, got {type(model).__name__}, which has no "
-            "get_output_embeddings(); for other models call xent.linear_cross_entropy in the place of head and loss"
+            "get_output_embeddings(); for other models call xent.linear_cross_entropy instead of head and loss"
         )
     return owner
 
 
 def find_heads(owner: Any) -> list[nn.Module]:
-    """Return the linear layers that make the model's logits, or raise ValueError saying what was found instead.
+    """Return the linear layers that compute the model's logits; raise ValueError if there are none.
 
-    With PEFT there may be several: the head, copies of it that are trained, and the small weights that LoRA adds.
+    With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
     """
     head = owner.get_output_embeddings()
     found = [] if head is None else [module for module in head.modules() if _is_linear(module)]
@@ -166,7 +167,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def defer_logits(head: Any) -> bool:
-    """Make a head defer its logits; return whether it did not do so before."""
+    """Make a head defer its logits; return whether this changed the head."""
     start_clock(head.weight.device)
     parallel.take_over(head)
     changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
@@ -178,7 +179,7 @@ def defer_logits(head: Any) -> bool:
 
 
 def _deferring(kind: type) -> Any:
-    """Return the class of a head that is a `kind` and defers its logits; `kind` itself if it does."""
+    """Return the subclass of `kind` that defers its logits; `kind` itself if it already does."""
     if issubclass(kind, DeferringHead):
         return kind
     if kind not in _CLASSES:
@@ -191,7 +192,7 @@ _CLASSES: dict[type, Any] = {nn.Linear: DeferringLinear}
 
 def _make_deferring(kind: type) -> Any:
     def reduce(self: Any, protocol: Any) -> Any:
-        """Pickle by the name of the class that was found, since nobody can import this one."""
+        """Pickle with the original class, because the generated class cannot be imported."""
         _, _, *state = super(made, self).__reduce_ex__(protocol)
         return _new, (kind,), *state
 
@@ -201,7 +202,7 @@ def _make_deferring(kind: type) -> Any:
 
 
 def _new(kind: type) -> Any:
-    """Return what a pickled head of that class is filled into."""
+    """Return an empty head for unpickling: an instance of the deferring subclass of `kind`."""
     made = _deferring(kind)
     return made.__new__(made)
 
@@ -215,11 +216,11 @@ def restore(head: Any) -> None:
     elif "_xent_restores" in vars(kind):
         head.__class__ = kind._xent_restores
     elif issubclass(kind, DeferringHead):
-        head._xent_restored = True  # a class that somebody else made of ours
+        head._xent_restored = True  # another library's subclass of DeferringLinear: its class cannot be restored
     _rebind(head)
 
 
 def _rebind(head: Any) -> None:
-    """Let accelerate, which moves weights and inputs around a forward that it keeps, keep that of the class."""
+    """Update `_old_forward`, the forward that accelerate's hooks call, to that of the head's present class."""
     if "_old_forward" in vars(head):
         head._old_forward = type(head).forward.__get__(head)

@@ -1,7 +1,7 @@
-"""What became of the logits of patched models: what `explain` says, and what is warned of once a model.
+"""The history of each patched model: whether its logits were computed, for `explain` and for one warning per model.
 
-A step that is not fused gives the right numbers and takes the memory that patch was called to save. The first one is
-said, with the function and the line that looked at the logits.
+A step that is not fused computes the right numbers, but takes the memory that `patch` should save. The first such
+training step emits a warning with the function that read the logits and the line that called it.
 """
 
 import sys
@@ -31,25 +31,25 @@ __all__ = [
 ]
 
 _INSIDE = ("torch", __name__.rpartition(".")[0])
-"""Packages whose lines are nobody's decision."""
+"""Packages that are skipped in a stack trace, because the user's line is above them."""
 
 _histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
-"""Patched model -> its history, which its heads and their copies hold as well."""
+"""Patched model -> its history. Its heads, and copies of them, refer to the same history."""
 
 _compiled: set[str] = set()
-"""What was said of compiled models; with an empty text if one was compiled at all."""
+"""The reasons in warnings about compiled models. It contains "" if any patched model was compiled."""
 
 
 @dataclass
 class Outcome:
-    """What became of the logits of one forward pass."""
+    """Whether the logits of one forward pass were computed, and why."""
 
     fused: str | None = None
-    """What was recorded between head and loss, if the loss was computed without them."""
+    """If the loss was computed without logits: the operations between head and loss, in words."""
     computed: str | None = None
-    """Why they were computed, if they were."""
+    """If the logits were computed: the reason."""
     seen: bool = False
-    """Whether there was one."""
+    """Whether there was such a forward pass."""
 
 
 class History:
@@ -60,20 +60,20 @@ class History:
         self.training, self.evaluation = Outcome(), Outcome()
         self.calls = 0
         self.went_past = False
-        """Whether the last step of training came without a call of the head."""
+        """Whether the last training step did not call the head."""
         self._calls_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._warned = False
 
     def __deepcopy__(self, memo: Any) -> "History":
-        """Return the same: PEFT trains a copy of the head, and a copy of the model is no other model."""
+        """Return the same object: PEFT copies the head, and its copy belongs to the same model."""
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle the name alone."""
+        """Pickle only the name."""
         return History, (self.name,)
 
     def warn(self, reason: str, what: str = "takes the memory of its logits, as without xent") -> None:
-        """Say, once, why training is not fused."""
+        """Warn once that training is not fused, and why."""
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -84,7 +84,7 @@ class History:
             )
 
     def goes_past(self, optimizer: Optimizer) -> bool:
-        """Whether this optimizer has stepped twice without a call of the head in between, or once without any."""
+        """Whether the head was not called since this optimizer's last step, or never, if this is its first step."""
         before = self._calls_before.get(optimizer, 0)
         self._calls_before[optimizer] = self.calls
         self.went_past = before == self.calls and not _compiled
@@ -92,12 +92,12 @@ class History:
 
 
 class Call:
-    """One call of a head, which all logits made from it know."""
+    """One call of a head. All deferred logits that result from it refer to this object."""
 
     def __init__(self, history: History, training: bool, caller: FrameType | None) -> None:
         self._history = history
         self._training = training
-        # The frame itself would keep its tensors alive.
+        # A reference to the frame would keep its tensors alive.
         self._caller = None if caller is None else (id(caller), caller.f_code)
         self._outcome = Outcome(seen=True)
         history.calls += 1
@@ -107,21 +107,21 @@ class Call:
             history.evaluation = self._outcome
 
     def note_fused(self, recorded: str) -> None:
-        """Note that a loss was computed without the logits."""
+        """Record that a loss was computed without logits."""
         self._outcome.fused = recorded
 
     def note_computed(self, reason: str) -> None:
-        """Note that the logits were computed."""
+        """Record that the logits were computed, and why."""
         self._outcome.computed = reason
         if self._training and self._outcome.fused is None:
             self._history.warn(reason)
 
     def note_look(self, function: Any) -> None:
-        """Note that the logits were computed for a function, and where that was called."""
+        """Record that a function read the logits, and the line that called it."""
         self.note_computed(f"{_name(function)} looked at them {_place(_caller())}")
 
     def is_running(self) -> bool:
-        """Whether the function that called the head has not returned yet."""
+        """Whether the function that called the head is still on the stack."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if (id(frame), frame.f_code) == self._caller:
@@ -131,7 +131,7 @@ class Call:
 
 
 def register(model: nn.Module, heads: Iterable[Any]) -> None:
-    """Begin the history of a model that is patched, or go on with that of its heads, as of a model inside of it."""
+    """Start the history of a patched model. If its heads have one, as those of an inner model do, share it."""
     heads = list(heads)
     known = [vars(head)["_xent_history"] for head in heads if "_xent_history" in vars(head)]
     history = known[0] if known else History(type(model).__name__)
@@ -142,7 +142,7 @@ def register(model: nn.Module, heads: Iterable[Any]) -> None:
 
 
 def forget(model: nn.Module, heads: Iterable[Any]) -> None:
-    """End the history of a model that is not patched any more."""
+    """Delete the history of a model that is no longer patched."""
     _histories.pop(model, None)
     for head in heads:
         vars(head).pop("_xent_history", None)
@@ -154,14 +154,14 @@ def history_of(model: nn.Module) -> History | None:
 
 
 def begin_call(head: nn.Module) -> Call | None:
-    """Return what a call of the head is noted in; nothing for a head that was never patched."""
+    """Return the record of a new call of the head; None for a head that was never patched."""
     history: History | None = vars(head).get("_xent_history")
     return None if history is None else Call(history, head.training and torch.is_grad_enabled(), _caller())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_compiled(reason: str) -> int:
-    """Note, while torch.compile traces, that it does, and say once why what it compiles computes logits."""
+    """Record, while torch.compile traces, that a model is compiled. Warn once per reason for computed logits."""
     if reason not in _compiled:
         _compiled.update(("", reason))
         if reason:
@@ -174,7 +174,7 @@ def note_compiled(reason: str) -> int:
 
 
 def why_unused(model: Any) -> str:
-    """Return why nothing has called the heads of a patched model."""
+    """Return why the heads of a patched model were not called."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is not None and not any("_xent_history" in vars(part) for part in head.modules()):
         return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
@@ -186,7 +186,7 @@ def why_unused(model: Any) -> str:
 
 
 def _place(where: Any) -> str:
-    """Return file and line of a frame or a function, as "at FILE:LINE"; nothing where Python does not know them."""
+    """Return "at FILE:LINE" for a frame or a function, or "" if Python does not know them."""
     where = inner(where)
     if isinstance(where, FrameType):
         return f"at {where.f_code.co_filename}:{where.f_lineno} in {where.f_code.co_name}"
@@ -195,7 +195,7 @@ def _place(where: Any) -> str:
 
 
 def _caller() -> FrameType | None:
-    """Return the frame nearest to here that belongs neither to PyTorch nor to this package."""
+    """Return the innermost frame that belongs neither to PyTorch nor to this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -206,9 +206,9 @@ def _caller() -> FrameType | None:
 
 
 def _name(function: Any) -> str:
-    """Return what a function is called: `Tensor.max`, `Tensor.T` for the getter of an attribute."""
+    """Return a function's name for messages: `Tensor.max`, or `Tensor.T` for the getter of an attribute."""
     function = inner(function)
-    owner = getattr(function, "__self__", None)  # of a getter: the attribute
+    owner = getattr(function, "__self__", None)  # the attribute, if the function is its getter
     name = getattr(function, "__name__", type(function).__name__)
     if name == "__get__" and owner is not None:
         name = getattr(owner, "__name__", name)
@@ -218,7 +218,7 @@ def _name(function: Any) -> str:
 
 
 def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Say if a step of training went past the head, which is how a replaced forward or head shows."""
+    """Warn if a training step did not call the head: a sign that the forward or the head was replaced."""
     unused = {history for history in set(_histories.values()) if history.goes_past(optimizer)}
     for model, history in list(_histories.items()) if unused else ():
         if history in unused:

@@ -1,4 +1,4 @@
-"""The loss of deferred logits, computed from the hidden states; and transformers' loss function for real ones."""
+"""The loss of deferred logits, computed from hidden states, and a loss function of transformers for real logits."""
 
 from typing import Any
 
@@ -14,9 +14,9 @@ __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
 
 
 def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
-    """Return `xent.linear_cross_entropy` of deferred logits and targets of their rows' shape.
+    """Return `xent.linear_cross_entropy` of deferred logits (..., V) and targets (...).
 
-    NotImplemented, for logits that are real, or that went through what the function has no option for.
+    Return NotImplemented for real logits, and for operations on the logits that the function has no option for.
     """
     scaling = sum_up(logits._recipe.steps) if is_open(logits) else None
     if scaling is None:
@@ -58,7 +58,7 @@ def cross_entropy(
 ) -> Any:
     """Return torch.nn.functional.cross_entropy of deferred logits (N, V) or (V,), or NotImplemented.
 
-    It has PyTorch's dtype: that of the logits, or float32 under autocast.
+    The result has the dtype that PyTorch's has: that of the logits, or float32 under autocast.
     """
     if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
         return NotImplemented
@@ -80,7 +80,7 @@ def cross_entropy(
     )
     if loss is NotImplemented:
         return loss
-    rounds = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is None  # autocast takes it in float32
+    rounds = input.dtype.itemsize < 4 and autocast_dtype(input.device.type) is None  # autocast: float32
     return loss.to(input.dtype) if rounds or loss.dtype.itemsize < input.dtype.itemsize else loss
 
 
@@ -93,28 +93,28 @@ def causal_lm_loss(
     shift_labels: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute transformers' loss of a causal language model with `xent.cross_entropy`, from logits that exist.
+    """Compute transformers' loss of a causal language model from logits, with `xent.cross_entropy`.
 
-    With ``model.loss_function = causal_lm_loss`` a model keeps its logits, and what is saved is the float32 copy of
-    them and of their gradient. `patch` does without the logits as well, and needs no loss function.
+    Set ``model.loss_function = causal_lm_loss``. The model still computes all logits; this saves their float32 copy and
+    the float32 copy of their gradient. `patch` saves the logits as well, and needs no loss function.
 
     Parameters
     ----------
     logits : tensor (..., T, V), float
-        Scores, after everything that the model does to them.
+        The final logits of the model, after its scale or softcap.
     labels : integer tensor (..., T), optional
-        The tokens; position t is to predict token t + 1. Not looked at where ``shift_labels`` is given.
+        The tokens; position t predicts token t + 1. Ignored if ``shift_labels`` is given.
     vocab_size : int
         V.
     num_items_in_batch : int or 0-d tensor, optional
-        What the sum over tokens is divided by: their number over all micro-batches and ranks. Without it, the number
-        of tokens here that are not ignored.
+        The divisor of the sum over tokens: the token count over all micro-batches and ranks. By default, the number of
+        tokens of this call that are not ignored.
     ignore_index : int
-        Labels with this value do not count.
+        Labels with this value are ignored.
     shift_labels : integer tensor (..., T), optional
-        What each position is to predict, already shifted.
+        The target of each position, already shifted.
     **kwargs
-        Whatever else the model passes to its loss function; as in transformers, not looked at.
+        Other arguments that the model passes to its loss function. They are ignored, as in transformers.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def causal_lm_loss(
     Raises
     ------
     ValueError
-        No labels, or labels for another number of positions than the logits have.
+        There are no labels, or their number of positions differs from that of the logits.
 
     Examples
     --------

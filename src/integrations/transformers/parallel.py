@@ -1,8 +1,8 @@
-"""Heads with their classes in shards over the ranks of a mesh: PyTorch's ColwiseParallel, and transformers' plans.
+"""Tensor-parallel heads, whose classes are in shards: PyTorch's ColwiseParallel, and transformers' plans.
 
-The weight of such a head is a DTensor. PyTorch gives the head hooks: one makes DTensors of hidden states, one
-redistributes the logits. They stay, and deferred logits record what the second one does. transformers replaces the
-head's forward by one that does the same. That forward is taken off the head, and called where logits are computed.
+The weight of such a head is a DTensor. PyTorch adds two hooks to the head: one converts hidden states to DTensors, one
+redistributes the logits. The hooks stay, and deferred logits record the redistribution. transformers instead replaces
+the head's forward by one that does both. `patch` removes that forward and calls it only if logits are computed.
 """
 
 import inspect
@@ -32,11 +32,11 @@ __all__ = [
 
 @dataclass
 class _Kept:
-    """What transformers put in the place of a head's forward."""
+    """The forward that transformers gave to a head."""
 
     forward: Any
     why: str | None
-    """Why its logits cannot be deferred, or None."""
+    """Why the logits of this forward cannot be deferred, or None."""
     running: bool = False
 
 
@@ -46,18 +46,18 @@ def in_shards(tensor: Any) -> bool:
 
 
 def is_of_plan(forward: Any) -> bool:
-    """Whether a forward is one that transformers' tensor parallelism puts in the place of a module's own."""
+    """Whether a forward was installed by transformers' tensor parallelism."""
     module, name = getattr(forward, "__module__", None), getattr(forward, "__qualname__", "")
     return str(module).startswith("transformers.") and name.endswith("install_forward.<locals>.tp_forward")
 
 
 def is_of_tensor_parallelism(hook: Any) -> bool:
-    """Whether a forward hook is one of PyTorch's ParallelStyle."""
+    """Whether a forward hook belongs to a ParallelStyle of PyTorch."""
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor.")
 
 
 def take_over(head: Any) -> None:
-    """Take transformers' forward off a head, so that the one of its class is called."""
+    """Remove transformers' forward from a head, so that the forward of its class is called."""
     forward = vars(head).get("forward")
     if not is_of_plan(forward):
         return
@@ -73,7 +73,7 @@ def take_over(head: Any) -> None:
         f"its tensor-parallel plan gives the head transformers' {name}, and logits are deferred for "
         '"colwise_gather_output" and "replicate"'
     )
-    if gathers or name == "TensorParallelLayer":  # which changes nothing
+    if gathers or name == "TensorParallelLayer":  # the base class, which changes nothing
         why = None
     del head.forward
     head._xent_kept = _Kept(forward, why)
@@ -87,18 +87,18 @@ def give_back(head: Any) -> None:
 
 
 def gathered(head: Any) -> bool:
-    """Whether transformers' forward makes a plain tensor of logits that are in shards."""
+    """Whether transformers' forward gathers logits in shards into a plain tensor."""
     return getattr(head, "_xent_kept", None) is not None and in_shards(head.weight)
 
 
 def is_running(head: Any) -> bool:
-    """Whether transformers' forward calls the head now, to compute logits."""
+    """Whether the head is being called by transformers' forward, to compute logits."""
     kept: _Kept | None = getattr(head, "_xent_kept", None)
     return kept is not None and kept.running
 
 
 def compute(head: Any, input: Tensor) -> Tensor:
-    """Return the logits that the head makes where it is not patched."""
+    """Return the logits of the unpatched head."""
     kept: _Kept | None = getattr(head, "_xent_kept", None)
     if kept is None or kept.running:
         return F.linear(input, head.weight, head.bias)
@@ -111,7 +111,7 @@ def compute(head: Any, input: Tensor) -> Tensor:
 
 
 def why_computed(head: Any, input: Any) -> str | None:
-    """Return why the logits of a head cannot be deferred for the way in which it is parallelised, or None."""
+    """Return why the head's tensor parallelism does not allow deferred logits, or None."""
     kept: _Kept | None = getattr(head, "_xent_kept", None)
     if kept is not None and kept.why is not None:
         return kept.why
@@ -131,7 +131,7 @@ def why_computed(head: Any, input: Any) -> str | None:
 
 
 def whole(input: Any) -> Tensor:
-    """Return hidden states, the same on every rank, as a plain tensor whose gradient is the sum over ranks."""
+    """Return replicated hidden states as a plain tensor, whose gradient is summed over ranks."""
     made: Tensor = input.to_local(grad_placements=input.placements) if in_shards(input) else input
     return made
 
@@ -141,7 +141,7 @@ def _is_replicated(*placements: Any) -> bool:
 
 
 def _placements(logits: Any) -> Any:
-    """Return the placements that the DTensor would have."""
+    """Return the placements of the DTensor that the unpatched head would return."""
     from torch.distributed.tensor import Replicate, Shard
 
     shown = Replicate() if _has(logits._recipe, "gather") else Shard(metadata(logits, "ndim") - 1)
@@ -154,7 +154,7 @@ def _device_mesh(logits: Any) -> Any:
 
 def _redistribute(logits: Any) -> Any:
     def redistribute(device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
-        """Record that shards are gathered, or that nothing changes."""
+        """Record a gather of the shards, or nothing if the placements stay the same."""
         recipe = logits._recipe
         same = device_mesh is None or device_mesh == _device_mesh(logits)
         if is_open(logits) and same and not set(kwargs) - {"async_op"} and placements and len(placements) == 1:
@@ -170,7 +170,7 @@ def _redistribute(logits: Any) -> Any:
 
 def _to_local(logits: Any) -> Any:
     def to_local(**kwargs: Any) -> Any:
-        """Record that gathered logits become a plain tensor; a shard of them is computed."""
+        """Record the conversion of gathered logits to a plain tensor; for logits in shards compute them."""
         if is_open(logits) and not kwargs and _has(logits._recipe, "gather"):
             return _then(logits, logits._recipe.then("to_local"))
         values: Any = real(logits, to_local)
@@ -181,7 +181,7 @@ def _to_local(logits: Any) -> Any:
 
 def _full_tensor(logits: Any) -> Any:
     def full_tensor(**kwargs: Any) -> Any:
-        """Record that shards are gathered into a plain tensor."""
+        """Record a gather of the shards into a plain tensor."""
         from torch.distributed.tensor import Replicate
 
         if is_open(logits) and not kwargs:

@@ -1,4 +1,4 @@
-"""patch and unpatch: one model, or all that are made from now on."""
+"""patch and unpatch: for one model, or for all models that are created later."""
 
 import contextlib
 import functools
@@ -16,7 +16,7 @@ __all__ = ["Patch", "patch", "unpatch"]
 
 
 class Patch:
-    """What `patch` returns: used in a `with` statement, it undoes the patch at the end, unless there was one before."""
+    """The result of `patch`. As a context manager it undoes the patch at the end, unless there was one before."""
 
     def __init__(self, model: Any, changed: bool) -> None:
         self._model = model
@@ -37,31 +37,31 @@ class Patch:
 def patch(model: nn.Module | None = None) -> Patch:
     """Compute a transformers model's loss from its hidden states, without its logits.
 
-    The head returns logits that are computed only if somebody looks at them. Scaling and soft-capping between head
-    and loss are taken into the loss. ``outputs.logits``, generation and metrics get the logits that the model would
-    have made; so does any function that xent does not know. Nothing else of the model changes: not its class, its
-    parameters nor its checkpoints. The first training step that computes logits all the same warns, and `explain` says
-    what made it do so.
+    The head then returns deferred logits, which are computed only if something reads them. A scale or a softcap between
+    head and loss becomes part of the loss. ``outputs.logits``, generation, metrics, and every function that xent does
+    not know get the logits of the unpatched model. Nothing else of the model changes: not its class, its parameters or
+    its checkpoints. If a training step computes logits all the same, the first one emits a warning, and `explain` says
+    why.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, optional
         A model with a language-model head, or a PEFT, DDP or FSDP2 wrapper around one. Without it, every model that is
-        made later, by its class or by ``from_pretrained``; models whose head cannot be patched stay as they are.
-        A PEFT adapter on the head itself is found only if the model is patched after the adapter was added. So is a
-        tensor-parallel plan of transformers: its head keeps its classes in shards, and its logits are not gathered.
+        created later is patched, by its class or by ``from_pretrained``; models whose head cannot be patched stay
+        unchanged. Patch a model after adding a PEFT adapter to the head itself, and after loading it with a
+        tensor-parallel plan of transformers. With a plan the classes stay in shards and the logits are not gathered.
 
     Returns
     -------
     Patch
-        To be used in a ``with`` statement, or not at all.
+        A context manager that undoes the patch. It may be ignored.
 
     Raises
     ------
     ValueError
-        The model has no head that can be deferred. It is left as it was.
+        The model has no head whose logits can be deferred. It is unchanged.
     ImportError
-        transformers is older than 5, or has none of the places that this hooks into.
+        transformers is older than 5, or does not have the classes that are patched.
 
     Examples
     --------
@@ -86,17 +86,17 @@ def patch(model: nn.Module | None = None) -> Patch:
 
 
 def unpatch(model: nn.Module | None = None) -> None:
-    """Undo `patch`: give a model its own head back; without a model, leave those alone that are made from now on.
+    """Undo `patch`: restore the head of a model. Without a model, stop patching models that are created later.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel, optional
-        The model that was patched. One that was not stays as it is.
+        The patched model. A model that is not patched stays unchanged.
 
     Raises
     ------
     ValueError
-        The model has no head that could have been patched.
+        The model has no head that can be patched.
     """
     if model is None:
         kind = _hook_points()[0]
@@ -110,7 +110,7 @@ def unpatch(model: nn.Module | None = None) -> None:
 
 
 def _patch_all() -> bool:
-    """Patch models when they are made; return whether that was not done before."""
+    """Patch all models when they are created; return whether this was off before."""
     kind = _hook_points()[0]
     post_init = kind.post_init
     if hasattr(post_init, "_xent_wraps"):
@@ -119,7 +119,7 @@ def _patch_all() -> bool:
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
         post_init(self)
-        with contextlib.suppress(ValueError):  # no head, or one that computes its logits as before
+        with contextlib.suppress(ValueError):  # no head, or one that cannot be patched
             patch(self)
 
     post_init_and_patch._xent_wraps = post_init  # type: ignore[attr-defined]
@@ -128,14 +128,14 @@ def _patch_all() -> bool:
 
 
 def _smooth() -> None:
-    """Have the Trainer's label smoothing take deferred logits as they are; real logits go the way they went."""
+    """Make the Trainer's label smoothing accept deferred logits. Its result for real logits does not change."""
     kind = _hook_points()[1]
     if not hasattr(kind.__call__, "_xent_wraps"):
         kind.__call__ = smooth_from_hidden_states(kind.__call__)
 
 
 def _hook_points() -> tuple[Any, Any]:
-    """Return the classes that are hooked into, or raise ImportError."""
+    """Return the classes of transformers that are patched; raise ImportError if they do not exist."""
     transformers: Any = importlib.import_module("transformers")
     version = transformers.__version__
     with contextlib.suppress(ImportError, AttributeError):
@@ -146,5 +146,5 @@ def _hook_points() -> tuple[Any, Any]:
             return model, smoother
     raise ImportError(
         f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
-        "call xent.linear_cross_entropy in the place of head and loss"
+        "call xent.linear_cross_entropy instead of head and loss"
     )

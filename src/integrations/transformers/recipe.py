@@ -1,7 +1,7 @@
-"""How deferred logits are made: the products they are a sum of, and what was done to them between head and loss.
+"""The recipe of deferred logits: the matrix products to sum, and the operations between head and loss.
 
-A recipe can be followed, which gives the logits exactly as the model would have made them, or summed up, which gives
-the arguments of `xent.linear_cross_entropy` that mean the same loss.
+`follow` executes a recipe: it computes the logits exactly as the unpatched model does. `sum_up` turns its operations
+into the options of `xent.linear_cross_entropy` that give the same loss.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Product:
 class Step:
     """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype.
 
-    "gather" and "to_local" redistribute a DTensor with the classes in shards and make a plain tensor of it.
+    "gather" gathers a DTensor whose classes are in shards; "to_local" converts a DTensor to a plain tensor.
     """
 
     name: str
@@ -40,24 +40,25 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """sum of products + bias, under autocast to that dtype if there is one, + offset, then the steps in order."""
+    """(sum of products + bias) under autocast to `autocast` if that is not None, + offset, then the steps in order."""
 
     products: tuple[Product, ...]
     bias: Tensor | None
     steps: tuple[Step, ...]
     autocast: torch.dtype | None
     head: nn.Module | None
-    """The head, where FSDP2 shards it alone: its weight is there during its own call, and it is called with a task."""
+    """The head, if FSDP2 shards it in its own group. Its weight is gathered only during its call, so that every
+    computation with it is passed to the head as a task."""
     offset: Tensor | None = None
-    """(V,), or with axes of length 1 in front: what a model adds to its logits, such as final_logits_bias."""
+    """(V,) or (1, ..., 1, V): a constant that the model adds to its logits, such as final_logits_bias."""
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return hidden states and weights of all products, and bias and offset if there are such."""
+        """Return hidden states and weights of all products, then bias and offset if they are not None."""
         parts = [part for product in self.products for part in (product.hidden, product.weight)]
         return (*parts, *[tensor for tensor in (self.bias, self.offset) if tensor is not None])
 
     def with_tensors(self, tensors: tuple[Tensor, ...]) -> "Recipe":
-        """Return the recipe with others in the place of `tensors()`."""
+        """Return the recipe with its `tensors()` replaced by these."""
         left = iter(tensors)
         products = tuple([Product(next(left), next(left), product.scale) for product in self.products])
         bias, offset = (None if tensor is None else next(left) for tensor in (self.bias, self.offset))
@@ -70,17 +71,17 @@ class Recipe:
 
     @property
     def is_dtensor(self) -> bool:
-        """Whether following the recipe gives a DTensor."""
+        """Whether executing the recipe gives a DTensor."""
         return self.in_shards and not any(step.name == "to_local" for step in self.steps)
 
     def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
-        """Return the recipe for other rows, which `change` takes from hidden states."""
+        """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
         return replace(
             self, products=tuple([replace(product, hidden=change(product.hidden)) for product in self.products])
         )
 
     def on_classes(self, stop: int) -> "Recipe":
-        """Return the recipe for the classes in front of `stop`."""
+        """Return the recipe for the first `stop` classes."""
         products = tuple([replace(product, weight=product.weight[:stop]) for product in self.products])
         bias, offset = (None if tensor is None else tensor[..., :stop] for tensor in (self.bias, self.offset))
         return replace(self, products=products, bias=bias, offset=offset)
@@ -91,7 +92,7 @@ class Recipe:
 
 
 def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Tensor]) -> Tensor:
-    """Return what `task` makes of products and bias, under the autocast of the recipe, with weights that are there."""
+    """Return task(products, bias), under the autocast of the recipe and with gathered weights."""
     device = recipe.products[0].hidden.device.type
     same = autocast_dtype(device) == recipe.autocast
     with nullcontext() if same else torch.autocast(device, recipe.autocast, enabled=recipe.autocast is not None):
@@ -106,7 +107,7 @@ def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Ten
 
 
 def follow(recipe: Recipe) -> Tensor:
-    """Return the logits, by the operations that the model called, in their order and their dtypes."""
+    """Compute the logits with the operations that the model called, in their order and dtypes."""
 
     def products(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
         first, *others = products
@@ -135,7 +136,7 @@ def follow(recipe: Recipe) -> Tensor:
 
 
 def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-    """Return a product; a DTensor, as PyTorch's ColwiseParallel makes it, where the weight is one."""
+    """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
     if not hasattr(weight, "placements"):
         return F.linear(hidden, weight, bias)
     from torch.distributed.tensor import DTensor, Replicate
@@ -157,10 +158,10 @@ def _to_local(logits: Any) -> Tensor:
 
 
 def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
-    """Return (logit_scale, softcap) that do what the steps do, or None where there are none such.
+    """Return the (logit_scale, softcap) that are equivalent to the steps, or None if there are none.
 
-    Scales in front of a tanh multiply to s and those behind it to k, and k * tanh(s * z) is the softcap k of
-    k * s * z: k * tanh((k * s) * z / k).
+    Let s be the product of the factors before a tanh, and k that of the factors after it. Then k * tanh(s * z) equals
+    k * tanh((k * s) * z / k): scale k * s and softcap k.
     """
     scale, bound = 1.0, None
     for step in steps:
@@ -180,7 +181,7 @@ def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
 
 
 def describe(recipe: Recipe) -> str:
-    """Return, in words, what is done to the product of hidden states and weight."""
+    """Return in words the operations that follow the product of hidden states and weight."""
     words = {"mul": "multiplied by {}", "div": "divided by {}", "tanh": "tanh", "to": "converted to {}"}
     said = [step for step in recipe.steps if step.name in words]
     mesh: Any = getattr(recipe.products[0].weight, "device_mesh", None)
@@ -196,5 +197,5 @@ def describe(recipe: Recipe) -> str:
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
-    """Return the dtype that autocast computes matrix products in on a device type, or None where it is off."""
+    """Return the dtype of matrix products under autocast on a device type, or None if autocast is off."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -1,7 +1,7 @@
-"""What somebody put in the place of a model's forward, TRL's trainers among them.
+"""Detect models whose forward was replaced, for example by TRL's trainers.
 
-TRL's `add_fused_lm_head` gives a model a forward that takes log-probabilities from the hidden states and never calls
-the head. It finds the function that computes them in its own module, where `xent.integrations.trl.patch` puts xent's.
+TRL's `add_fused_lm_head` replaces the forward of a model by one that computes log-probabilities from hidden states and
+does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs xent's.
 """
 
 from types import FunctionType
@@ -13,22 +13,22 @@ __all__ = ["inner", "replaced_forward", "trl_computes_with"]
 
 _TRL_MODULE, _TRL_FUNCTION = "trl.trainer.utils", "_ChunkedLogProbFunction"
 _KEPT = ("forward", "_original_forward", "_old_forward")
-"""Attributes of a module that hold a forward which is not its class's; accelerate keeps what it wraps in the others."""
+"""Attributes of a module that may hold a forward other than its class's; accelerate stores the wrapped one in them."""
 
 
 def replaced_forward(model: nn.Module) -> tuple[nn.Module, Any] | None:
-    """Return the first module whose forward was replaced, and that forward; None if there is none."""
+    """Return the first module whose forward was replaced, and the new forward; None if there is none."""
     for module in model.modules():
         forward = vars(module).get("forward")
-        if forward is not None and not hasattr(module, "_old_forward"):  # that of accelerate calls the old one
+        if forward is not None and not hasattr(module, "_old_forward"):  # accelerate's forward calls the old one
             return module, forward
     return None
 
 
 def trl_computes_with(model: nn.Module) -> str | None:
-    """Return whose function TRL's forward of a model calls for log-probabilities, "xent" or "trl"; or None.
+    """Return which library computes the log-probabilities in TRL's forward of a model: "xent" or "trl".
 
-    None is for a model whose forward is not TRL's.
+    Return None if the model's forward is not TRL's.
     """
     for module in model.modules():
         for name in _KEPT:
@@ -40,6 +40,6 @@ def trl_computes_with(model: nn.Module) -> str | None:
 
 
 def inner(function: Any) -> Any:
-    """Return the function of a functools.partial or a method."""
+    """Return the function inside of a functools.partial or a method."""
     function = getattr(function, "func", function)
     return getattr(function, "__func__", function)

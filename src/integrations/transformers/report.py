@@ -1,4 +1,4 @@
-"""explain: whether a model takes the fused path, in words."""
+"""`explain`: report in words whether a model uses the fused path."""
 
 from typing import Any
 
@@ -18,19 +18,19 @@ _TRL = {
         "xent.integrations.trl.patch()",
     }.items()
 }
-"""What is said of a model whose forward TRL replaced, by whose function that calls."""
+"""Texts for a model whose forward TRL replaced, by the library that computes its log-probabilities."""
 
 
 def explain(model: nn.Module) -> str:
     """Say whether training and evaluation of a model compute their loss without logits, and if not, why not.
 
-    It reports what the last forward pass of each kind did: what was recorded between head and loss, or which function
-    looked at the logits, and the line of the code that called it. It runs nothing.
+    The report is about the last forward pass in training and in evaluation: the operations between head and loss, or
+    the function that read the logits and the line of code that called it. `explain` itself does not run the model.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model, patched or not, or a wrapper around one.
+        A patched or unpatched model, or a wrapper around one.
 
     Returns
     -------
@@ -86,7 +86,7 @@ def explain(model: nn.Module) -> str:
     if history is None:
         return f"{lines[0]} Nothing was noted of it, because patch was not called with it."
     for kind, outcome in (("Training", history.training), ("Evaluation", history.evaluation)):
-        if outcome.seen or trl is None:  # the head is not called where TRL's forward is
+        if outcome.seen or trl is None:  # TRL's forward does not call the head
             lines.append(f"{kind}: {_words(outcome)}")
     if trl is not None:
         lines.append(trl)

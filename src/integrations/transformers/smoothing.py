@@ -1,4 +1,4 @@
-"""The label smoothing of transformers' Trainer, for deferred logits."""
+"""The label smoothing of transformers' Trainer for deferred logits."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ __all__ = ["smooth_from_hidden_states"]
 
 
 def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
-    """Return LabelSmoother.__call__ that computes the loss of deferred logits from hidden states."""
+    """Return a LabelSmoother.__call__ that computes the loss of deferred logits from hidden states."""
 
     @functools.wraps(smooth)
     def smoothed(self: Any, model_output: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Any:
@@ -21,7 +21,7 @@ def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
         loss: Any = NotImplemented
         if is_open(logits) and labels.shape == logits.shape[:-1]:
             counted = labels[..., 1:] if shift_labels else labels
-            given = kwargs.get("num_items_in_batch")  # not in the first releases of transformers 5
+            given = kwargs.get("num_items_in_batch")  # the first releases of transformers 5 do not pass it
             count = counted.ne(self.ignore_index).sum() if given is None else given
             loss = deferred_loss(
                 logits,

@@ -1,7 +1,7 @@
-"""What happens to deferred logits on the way to a loss, recorded call by call.
+"""Recorders: the functions that record a call on deferred logits in their recipe.
 
-A recorder gets the function and its arguments, and returns deferred logits, or NotImplemented for a call that it
-cannot record.
+A recorder gets the called function and its arguments. It returns deferred logits, or NotImplemented if it cannot record
+the call.
 """
 
 import math
@@ -34,14 +34,14 @@ __all__ = [
 
 
 def multiply(function: Any, logits: Any, factor: Any) -> Any:
-    """Record a factor that is a number."""
+    """Record a multiplication by a number."""
     if not is_open(logits):
         logits, factor = factor, logits
     return _scaled(logits, "mul", factor)
 
 
 def divide(function: Any, logits: Any, divisor: Any) -> Any:
-    """Record a divisor that is a number."""
+    """Record a division by a number."""
     return _scaled(logits, "div", divisor)
 
 
@@ -52,12 +52,12 @@ def _scaled(logits: Any, name: str, factor: Any) -> Any:
 
 
 def tanh(function: Any, logits: Any) -> Any:
-    """Record a hyperbolic tangent, of which a soft cap is made."""
+    """Record a tanh, which is part of a softcap."""
     return _same_rows(logits, logits._recipe.then("tanh")) if is_open(logits) else NotImplemented
 
 
 def add(function: Any, logits: Any, other: Any) -> Any:
-    """Record a sum of two heads, which LoRA makes, or of logits and one number a class, as in final_logits_bias."""
+    """Record the sum of two heads (LoRA), or of logits and one constant per class (final_logits_bias)."""
     if not is_open(logits):
         logits, other = other, logits
     if not is_open(logits) or not isinstance(other, Tensor):
@@ -66,7 +66,7 @@ def add(function: Any, logits: Any, other: Any) -> Any:
 
 
 def _add_head(logits: DeferredLogits, other: DeferredLogits) -> Any:
-    """Record the head, and a scaled product of two small weights."""
+    """Record the sum of the head's product and LoRA's scaled low-rank product."""
     if not is_open(other):
         return NotImplemented
     mine, theirs = logits._recipe, other._recipe
@@ -84,7 +84,7 @@ def _add_head(logits: DeferredLogits, other: DeferredLogits) -> Any:
 
 
 def _add_offset(logits: DeferredLogits, offset: Tensor) -> Any:
-    """Record a tensor (V,), or with axes of length 1 in front, before any scale."""
+    """Record the addition of a tensor (V,) or (1, ..., 1, V), if no other operation was recorded before."""
     recipe, classes = logits._recipe, logits.shape[-1]
     fits = offset.ndim <= logits.ndim and offset.shape[-1:] == (classes,) and offset.numel() == classes
     kind = torch.float32 if recipe.autocast is not None else logits.dtype
@@ -97,12 +97,12 @@ def _add_offset(logits: DeferredLogits, offset: Tensor) -> Any:
 
 
 def to_float(function: Any, logits: Any) -> Any:
-    """Record float32."""
+    """Record a conversion to float32."""
     return _in_dtype(logits, torch.float32)
 
 
 def to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
-    """Record another dtype; a device only if it is that of the logits."""
+    """Record a conversion to another dtype; a device is allowed if it is that of the logits."""
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     for argument in args:
         if isinstance(argument, torch.dtype):
@@ -117,7 +117,7 @@ def to(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _in_dtype(logits: Any, dtype: torch.dtype) -> Any:
-    """Record a dtype that holds every value of the present one."""
+    """Record a conversion to a dtype that can represent every value of the present one."""
     if not is_open(logits):
         return NotImplemented
     if dtype == logits.dtype:
@@ -128,14 +128,14 @@ def _in_dtype(logits: Any, dtype: torch.dtype) -> Any:
 
 
 def make_contiguous(function: Any, logits: Any) -> Any:
-    """Return the logits, or others with their values where they would leave gaps in memory."""
+    """Return the logits, or a contiguous copy if they would not be contiguous."""
     if not is_open(logits):
         return NotImplemented
     return logits if logits._contiguous else _same_rows(logits, logits._recipe)
 
 
 def clone(function: Any, logits: Any) -> Any:
-    """Record nothing: the values are the same."""
+    """Return new deferred logits with the same recipe."""
     return _same_rows(logits, logits._recipe) if is_open(logits) else NotImplemented
 
 
@@ -150,7 +150,7 @@ def _same_rows(
 
 
 def reshape(function: Any, logits: Any, *size: Any) -> Any:
-    """Record other leading axes; a view only if memory would allow one."""
+    """Record a reshape of the leading axes. Tensor.view is recorded only if the strides would allow a view."""
     if len(size) == 1 and isinstance(size[0], (tuple, list, torch.Size)):
         size = tuple(size[0])
     if not is_open(logits) or not size or (function is Tensor.view and not _rows_in_place(logits)):
@@ -165,13 +165,13 @@ def reshape(function: Any, logits: Any, *size: Any) -> Any:
 
 
 def _rows_in_place(logits: DeferredLogits) -> bool:
-    """Whether the rows would lie in memory one after the other, with or without classes left out at their ends."""
+    """Whether the rows would have a constant stride in memory, also if the last classes were sliced off."""
     base = logits if logits._view is None else logits._view[0]
     return logits._contiguous or (base._contiguous and base.shape[:-1] == logits.shape[:-1])
 
 
 def flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
-    """Record other leading axes."""
+    """Record a flattening of leading axes."""
     if not is_open(logits) or end_dim % max(logits.ndim, 1) == logits.ndim - 1:
         return NotImplemented
     contiguous = logits._contiguous or not _rows_in_place(logits)
@@ -180,7 +180,7 @@ def flatten(function: Any, logits: Any, start_dim: int = 0, end_dim: int = -1) -
 
 
 def take(function: Any, logits: Any, index: Any) -> Any:
-    """Record slices of rows, and of the first classes; or the choice of rows by one mask."""
+    """Record an index: slices of rows and of the first classes, or one boolean mask of rows."""
     if not is_open(logits):
         return NotImplemented
     if isinstance(index, Tensor) and not isinstance(index, DeferredLogits):
@@ -221,7 +221,7 @@ def _of_rows(
     recipe: Any = None,
     classes: int | None = None,
 ) -> DeferredLogits:
-    """Return a view of deferred logits, whose hidden states `change` takes from theirs; a copy to get contiguous."""
+    """Return deferred logits with `change` applied to the hidden states. They are a view, unless the call copies."""
     recipe = (logits._recipe if recipe is None else recipe).on_rows(change)
     size = (*recipe.products[0].hidden.shape[:-1], logits.shape[-1] if classes is None else classes)
     is_view = logits._contiguous or not contiguous
@@ -230,16 +230,16 @@ def _of_rows(
 
 
 def register_hook(function: Any, logits: Any, hook: Any) -> Any:
-    """Let FSDP, which waits in this way for the backward pass to gather weights, wait for that of the recipe too.
+    """Register FSDP's backward hook, which gathers weights, on the tensors of the recipe too.
 
-    A loss that is taken later, outside of what FSDP wraps, has gradients that do not come through these logits.
+    If the loss is computed outside of the module that FSDP wraps, its gradients do not pass through these logits.
     """
     owner = getattr(hook, "func", hook)
     if not is_open(logits) or not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
         return NotImplemented
     recipe = logits._recipe
     hooked_modules = getattr(getattr(hook, "__self__", None), "_modules", ())
-    if recipe.head is None or recipe.head not in hooked_modules:  # a head on its own is hooked when it is called again
+    if recipe.head is None or recipe.head not in hooked_modules:  # a head in its own group is hooked later
         logits._recipe = recipe.with_tensors(tuple([_hooked(tensor, hook) for tensor in recipe.tensors()]))
         logits._view = None
     with torch._C.DisableTorchFunctionSubclass():
@@ -247,7 +247,7 @@ def register_hook(function: Any, logits: Any, hook: Any) -> Any:
 
 
 def base_of(function: Any, logits: Any) -> Any:
-    """Return what logits are that are no view of others: the memory of deferred ones is always a view."""
+    """Return None as the base of logits that are not a view of others, although their memory is an expanded view."""
     return None if is_open(logits) and logits._view is None else NotImplemented
 
 

@@ -1,4 +1,4 @@
-"""What to write for a model whose head cannot be patched: there is a loss for each kind of logits."""
+"""Advice for a model whose head cannot be patched: which function of xent computes its loss."""
 
 from typing import Any
 
@@ -16,11 +16,11 @@ _FITS = {
     "ForSemanticSegmentation": "xent.cross_entropy(logits, labels, axis=1) of logits in the size of the labels",
     "ForQuestionAnswering": "xent.cross_entropy(outputs.start_logits, start_positions), and the same of the end",
 }
-"""transformers' loss_type of a model -> the call that computes its loss."""
+"""The `loss_type` of a transformers model -> the call that computes its loss."""
 
 
 def advice(model: Any) -> str:
-    """Return what fits a model of transformers, in a sentence or two."""
+    """Return one or two sentences that name the function to use for this model."""
     head, kind = model.get_output_embeddings(), getattr(model, "loss_type", None)
     if kind in _FITS:
         few = " Where classes are few, little memory is saved." if head is None else ""

@@ -1,6 +1,7 @@
-"""For whoever trains with TRL: `patch()`, and its trainers take log-probabilities and divergences from xent.
+"""The TRL integration: after `patch()`, TRL's trainers compute log-probabilities and divergences with xent.
 
-`functions` has objects with the signatures of TRL's own, and `patching` puts them where TRL's trainers find theirs.
+`functions` has objects with the signatures of TRL's kernels. `patching` installs them where TRL's trainers look theirs
+up.
 """
 
 from xent.integrations.trl.functions import (

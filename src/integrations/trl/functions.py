@@ -1,7 +1,7 @@
-"""TRL's kernels by their signatures and their results, computed by xent.
+"""Replacements of TRL's kernels, with the same signatures and results, computed by xent.
 
-The signatures are those of `trl.kernels` in TRL 1.16. What a name means there (which operations lie before a mean, what
-a tie counts, which dtype comes back) is what it means here. TRL need not be installed.
+The signatures are those of `trl.kernels` in TRL 1.16. Each result has TRL's definition: which operations precede a
+mean, how a tie is counted, which dtype is returned. TRL need not be installed.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ import xent
 __all__ = ["OUTPUTS", "ChunkedDivergenceFunction", "ChunkedLogProbFunction", "selective_log_softmax_and_entropy"]
 
 OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
-"""What TRL can ask for beside log-probabilities, in the order in which it gets them."""
+"""The optional outputs beside log-probabilities, in TRL's order."""
 
 _STATS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "accuracy"}
 """TRL's name -> the name in `xent.Stats`."""
@@ -26,7 +26,7 @@ _IGNORED = -100
 class ChunkedLogProbFunction:
     """Log-probabilities from hidden states, with the signature of `trl.kernels.ChunkedLogProbFunction`.
 
-    It is no autograd function itself: `apply` calls `xent.linear_log_probs`.
+    This class is not an autograd function: `apply` calls `xent.linear_log_probs`.
     """
 
     @staticmethod
@@ -41,7 +41,7 @@ class ChunkedLogProbFunction:
         logit_scale: float = 1.0,
         outputs: Collection[str] = OUTPUTS,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the log-probability of each target, and what `outputs` names.
+        """Compute the log-probability of each target, and the values that `outputs` names.
 
         Parameters
         ----------
@@ -62,7 +62,7 @@ class ChunkedLogProbFunction:
         logit_scale : float
             Multiplies the logits.
         outputs : collection of str
-            Names out of "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1". Others are ignored, as in TRL.
+            Names among "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1". Others are ignored, as in TRL.
 
         Returns
         -------
@@ -73,14 +73,14 @@ class ChunkedLogProbFunction:
         mean_logits : tensor (N,), float32
             The mean over classes of the logits after scale, softcap and temperature. No gradient.
         is_top1 : tensor (N,), bool
-            Whether the target is the first of the largest logits.
+            Whether the target has the largest logit; among equal logits the first counts.
 
-            Each but the first is None where `outputs` does not name it.
+            Each but the first is None if `outputs` does not name it.
 
         Raises
         ------
         TypeError, ValueError, IndexError
-            As `xent.linear_log_probs` does.
+            As in `xent.linear_log_probs`.
 
         Examples
         --------
@@ -122,7 +122,7 @@ class ChunkedLogProbFunction:
 def selective_log_softmax_and_entropy(
     logits: Tensor, index: Tensor, temperature: float = 1.0, row_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute log-probabilities and entropy from logits, by the signature of the function in `trl.kernels`.
+    """Compute log-probabilities and entropy from logits, with the signature of the function in `trl.kernels`.
 
     Parameters
     ----------
@@ -143,7 +143,7 @@ def selective_log_softmax_and_entropy(
     Raises
     ------
     TypeError, ValueError, IndexError
-        As `xent.log_probs` does.
+        As in `xent.log_probs`.
 
     Examples
     --------
@@ -161,7 +161,7 @@ def selective_log_softmax_and_entropy(
 class ChunkedDivergenceFunction:
     """The divergence of a student from a teacher, with the signature of TRL's function for its distillation trainer.
 
-    It is no autograd function itself: `apply` calls `xent.linear_divergence`.
+    This class is not an autograd function: `apply` calls `xent.linear_divergence`.
     """
 
     @staticmethod
@@ -186,7 +186,7 @@ class ChunkedDivergenceFunction:
         student_hidden, student_weight, student_bias : tensors (N, D), (V, D) and (V,), or None for no bias
             The student's hidden states and classifier.
         teacher_hidden, teacher_weight, teacher_bias : tensors (N, D'), (V, D') and (V,), or None for no bias
-            The teacher's, which get no gradient.
+            The teacher's hidden states and classifier, which get no gradient.
         beta : float in [0, 1]
             0 for KL(teacher || student), 1 for KL(student || teacher), between for the generalised Jensen-Shannon
             divergence.
@@ -202,12 +202,12 @@ class ChunkedDivergenceFunction:
         divergence : tensor (N,), float32
             Differentiable with respect to the student.
         entropy : tensor (N,), float32
-            Of the student's distribution. No gradient.
+            The entropy of the student's distribution. No gradient.
 
         Raises
         ------
         TypeError, ValueError
-            As `xent.linear_divergence` does.
+            As in `xent.linear_divergence`.
 
         Examples
         --------
@@ -242,11 +242,11 @@ class ChunkedDivergenceFunction:
 
 
 def _usable(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Return the weight in the dtype of the product, and in memory that backward still finds.
+    """Return the weight in the dtype of the product, as a tensor that the backward pass can still read.
 
     Outside of autocast a product has the dtype of the hidden states, as in TRL: with cast_lm_head_to_fp32 these are
-    float32, and the weight is not. DeepSpeed's ZeRO-3 gathers a parameter for the call alone and gives it the memory of
-    an empty tensor afterwards; a view keeps what was gathered.
+    float32, and the weight is not. DeepSpeed's ZeRO-3 gathers a parameter only for the call and replaces its memory by
+    an empty tensor afterwards; a view keeps the gathered memory alive.
     """
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)

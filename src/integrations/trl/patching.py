@@ -1,7 +1,8 @@
-"""patch and unpatch: xent's functions in the places where TRL's trainers look theirs up.
+"""patch and unpatch: install xent's functions in the modules in which TRL's trainers look up their kernels.
 
-TRL's modules import the kernels by name, so that a trainer finds what its module has under that name. A version of TRL
-that has none there, or one with other arguments, is refused: it would go on with its own kernels in silence.
+TRL's modules import the kernels by name, so that a trainer calls the object that its module has under that name. For a
+version of TRL without that name, or with other parameters, `patch` raises an error: such a version would silently
+continue to use its own kernels.
 """
 
 import importlib
@@ -22,13 +23,13 @@ __all__ = ["Patch", "patch", "unpatch"]
 
 @dataclass(frozen=True)
 class _Place:
-    """A name in a module of TRL, and what goes there."""
+    """A name in a module of TRL, and xent's function for it."""
 
     module: str
     name: str
     function: Any
     needs_triton: bool = False
-    """Whether TRL has the name only where there is Triton."""
+    """Whether TRL defines the name only if Triton is installed."""
 
 
 _PLACES = (
@@ -38,11 +39,11 @@ _PLACES = (
 )
 
 _replaced: dict[_Place, Any] = {}
-"""What TRL had in each place."""
+"""TRL's original object of each place."""
 
 
 class Patch:
-    """What `patch` returns: used in a `with` statement, it undoes the patch at the end, unless there was one before."""
+    """The result of `patch`. As a context manager it undoes the patch at the end, unless there was one before."""
 
     def __init__(self, changed: bool) -> None:
         self._changed = changed
@@ -59,22 +60,22 @@ class Patch:
 
 
 def patch() -> Patch:
-    """Have TRL's trainers compute log-probabilities, entropies and divergences with xent.
+    """Make TRL's trainers compute log-probabilities, entropies and divergences with xent.
 
-    SFT, DPO, KTO, GRPO, RLOO and the asynchronous GRPO trainer take log-probabilities from hidden states through one
-    function of TRL's, on every device; that becomes `xent.linear_log_probs`. The distillation trainer's divergence
-    becomes `xent.linear_divergence`. What trainers compute from logits on GPUs becomes `xent.log_probs`. It holds for
-    trainers that are there already, and for all that are made later.
+    The trainers for SFT, DPO, KTO, GRPO, asynchronous GRPO and RLOO compute log-probabilities from hidden states with
+    one function of TRL, on every device; `xent.linear_log_probs` replaces it. `xent.linear_divergence` replaces the
+    divergence of the distillation trainer. `xent.log_probs` replaces the function for logits on GPUs. The patch applies
+    to existing trainers and to those that are created later.
 
     Returns
     -------
     Patch
-        To be used in a ``with`` statement, or not at all.
+        A context manager that undoes the patch. It may be ignored.
 
     Raises
     ------
     ImportError
-        This version of TRL has the functions elsewhere, or with other arguments. Nothing is changed.
+        This version of TRL has the functions in other modules, or with other parameters. Nothing is changed.
 
     Examples
     --------
@@ -93,16 +94,16 @@ def patch() -> Patch:
 
 
 def unpatch() -> None:
-    """Undo `patch`: give TRL its own functions back. Without a patch there is nothing to do."""
+    """Undo `patch`: restore TRL's functions. Without a patch it does nothing."""
     for place, theirs in _replaced.items():
         module = importlib.import_module(place.module)
-        if getattr(module, place.name) is place.function:  # or somebody else has replaced it since
+        if getattr(module, place.name) is place.function:  # otherwise something else has replaced it since
             setattr(module, place.name, theirs)
     _replaced.clear()
 
 
 def _find(place: _Place) -> Any:
-    """Return what TRL has in a place, or raise ImportError."""
+    """Return TRL's object of a place; raise ImportError if it does not exist or has other parameters."""
     try:
         module = importlib.import_module(place.module)
     except ModuleNotFoundError as error:
@@ -142,5 +143,5 @@ def _version() -> str:
 
 
 def _has_triton() -> bool:
-    """Whether TRL found Triton, without which it has no kernel for logits that could be replaced."""
+    """Whether TRL found Triton. Without Triton it has no kernel for logits to replace."""
     return bool(importlib.import_module("transformers.utils").is_triton_available())

@@ -1,12 +1,12 @@
-"""Runs the Metal kernels that MLX would compile, on the CPU, by Metal's rules: where there is no Apple GPU.
+"""An emulator that runs the Metal kernels on the CPU by Metal's rules, for machines without an Apple GPU.
 
-`capture` asks MLX for the source that it would hand to Metal's compiler, header, signature and all; `frontend` checks
-its address spaces and conversions; `build` translates and compiles it; `memory` gives each buffer pages of its own,
-with nothing on either side; `launch` runs the grid; `kernels` takes the place of `mx.fast.metal_kernel`, `shaders` that
-of `torch.mps.compile_shader`, and `install` puts them there.
+`capture` gets the complete source that MLX would pass to Metal's compiler. `frontend` checks its address spaces and
+conversions. `build` translates and compiles it. `memory` gives each buffer its own pages between guard pages. `launch`
+runs the grid. `kernels` replaces `mx.fast.metal_kernel`, `shaders` replaces `torch.mps.compile_shader`, and `install`
+installs both.
 
-In C++, `fibers.h` are the threads, `schedule.h` says which runs next, `state.h` has their threadgroup and its memory,
-and `runtime.cpp` the barriers, collectives and faults that a kernel meets. `include/` is Metal's standard library, as
-far as it is used, for running; `frontend_include/` is the same for checking types. What an Apple GPU's compiler and
-clock make of a kernel, no emulator says.
+In C++, `fibers.h` implements the threads, `schedule.h` chooses the next thread, `state.h` has the threadgroup and its
+memory, and `runtime.cpp` has barriers, collective operations and faults. `include/` is the part of Metal's standard
+library that is used, for execution; `frontend_include/` is the same for type checks. The emulator cannot show what
+Apple's compiler accepts, nor the speed of a kernel.
 """

@@ -1,4 +1,4 @@
-"""From a kernel's Metal source to a shared library: translated where C++ differs, compiled, and kept by content."""
+"""Translate a kernel's Metal source to C++ and compile it to a shared library, cached by content."""
 
 import ctypes
 import fcntl
@@ -25,7 +25,7 @@ _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name.*;$")
 
 
 class Workshop:
-    """Compiles kernels into a folder, which several processes may share; the same source is compiled once."""
+    """Compiles kernels into a folder that several processes may share. Equal sources are compiled once."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._compiler = folder, os.environ.get("CXX", "g++")
@@ -59,7 +59,7 @@ class Workshop:
 
     @cache  # noqa: B019
     def _header(self) -> Path:
-        """Return Metal's standard library, with the compiler's own form of it beside."""
+        """Return the precompiled header of Metal's standard library."""
         text = '#include "emulator/mlx.h"\n'
         made = self._make("header", text, ["-x", "c++-header"], suffix=".h.gch")
         plain = made.with_suffix("")
@@ -92,7 +92,7 @@ class Workshop:
 
 
 def translate(source: Source) -> str:
-    """Return a kernel as C++: threadgroup memory under the emulator's eyes, and an entry that runs one thread."""
+    """Return a kernel as C++, with checked threadgroup memory, and an entry point that runs one thread."""
     numbers: list[str] = []
 
     def declare(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""What MLX would hand to Metal: the whole source of a kernel, and how the launch binds its arguments."""
+"""Capture what MLX would pass to Metal: the complete source of a kernel, and how a launch binds its arguments."""
 
 import re
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""What execution on a CPU cannot see: address spaces and implicit conversions, by clang's front end for OpenCL C++.
+"""Check address spaces and implicit conversions, which execution on a CPU cannot, with clang's OpenCL C++ front end.
 
-OpenCL's __global, __constant, __local and __private are Metal's device, constant, threadgroup and thread, with the same
-rules, but for one: OpenCL takes a pointer without an address space as one to any, and Metal refuses it.
+OpenCL's __global, __constant, __local and __private correspond to Metal's device, constant, threadgroup and thread,
+with the same rules, except that OpenCL allows pointers without an address space and Metal does not.
 """
 
 import re
@@ -29,12 +29,12 @@ _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name\(.*?\)\]\] \[\[kernel\
 
 
 class FrontendError(Exception):
-    """A kernel that Metal's compiler would refuse or warn about."""
+    """A kernel that Metal's compiler would reject or warn about."""
 
 
 @cache
 def check(source: Source) -> None:
-    """Raise FrontendError if a kernel mixes address spaces or narrows a value without saying so."""
+    """Raise FrontendError if a kernel mixes address spaces or has an implicit narrowing conversion."""
     text = _DECLARATION.sub(r"\1threadgroup \2* const \3 = threadgroup_memory<\2, (\4)>();", source.text)
     text = _INSTANTIATION.sub("template", text)
     name = f"{source.name}.clcpp"

@@ -1,4 +1,4 @@
-"""Puts the emulator in the place of an Apple GPU, for the whole process."""
+"""Install the emulator in place of an Apple GPU, for the whole process."""
 
 from pathlib import Path
 
@@ -12,9 +12,9 @@ __all__ = ["install"]
 
 
 def install(folder: Path) -> Emulator:
-    """Let backend "metal" run, its kernels in the emulator, compiled ones in `folder`.
+    """Make backend "metal" available, with its kernels run by the emulator and compiled into `folder`.
 
-    The emulator computes when it is called, and has no graph: `mx.compile` cannot trace it.
+    The emulator computes eagerly, without a graph, so `mx.compile` cannot trace it.
     """
     from xent.backends.metal import machine, torch_machine
 

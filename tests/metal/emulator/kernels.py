@@ -1,4 +1,4 @@
-"""What stands in for `mx.fast.metal_kernel`: the same constructor and call, run by the emulator at once."""
+"""The replacement of `mx.fast.metal_kernel`: the same constructor and call, executed by the emulator at once."""
 
 import itertools
 from collections.abc import Callable
@@ -19,17 +19,17 @@ metal_kernel = mx.fast.metal_kernel  # MLX's own
 
 
 class Emulator:
-    """Makes kernels that run in the emulator. `seed` orders the threads of the next launch, and counts launches."""
+    """Creates kernels that run in the emulator. `seed` determines the order of threads, and grows by launch."""
 
     def __init__(self, folder: Path) -> None:
         self.workshop = Workshop(folder)
         self.sources: list[Source] = []
         self.seed = itertools.count()
         self.limit: Callable[[Source], int] = lambda source: 1024
-        """How many threads a kernel's pipeline allows; 0 for a source that Apple's compiler refuses."""
+        """The number of threads that a kernel's pipeline allows; 0 simulates a source that Apple's compiler rejects."""
 
     def check_limit(self, source: Source, threads: int) -> None:
-        """Raise what MLX raises when it evaluates a launch with too many threads, or of what does not compile."""
+        """Raise the error that MLX raises for a launch with too many threads, or for a source that does not compile."""
         limit = self.limit(source)
         if not limit:
             raise RuntimeError("[metal::Device] Unable to build metal library from source")

@@ -14,7 +14,7 @@ __all__ = ["EmulatorError", "Output", "launch", "run"]
 
 
 class EmulatorError(Exception):
-    """A kernel did what Metal forbids or leaves undefined. No error of MLX's, for which there is another way."""
+    """A kernel did something that Metal forbids or leaves undefined. This is not an error that MLX would raise."""
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,10 @@ def run(
     threadgroup: tuple[int, ...],
     seed: int,
 ) -> list[Any]:
-    """Run a kernel and return its outputs; memory it leaves unwritten is NaN.
+    """Run a kernel and return its outputs; memory that it does not write is NaN.
 
-    The seed draws the order of threads, and which inputs end where their pages end. Outputs begin where pages begin,
-    as what MLX allocates does.
+    The seed determines the order of threads, and which inputs end at the end of their pages. Outputs start at the start
+    of a page, like MLX's allocations.
     """
     if min(grid) < 1 or min(threadgroup) < 1:
         raise EmulatorError(f"empty grid: {grid} threads in threadgroups of {threadgroup}")
@@ -68,7 +68,7 @@ def run(
 
 
 def _values(name: str, inputs: dict[str, Any]) -> Any | None:
-    """Return what MLX binds to a parameter: an input, or what it says about one. None for an output."""
+    """Return the value that MLX binds to a parameter: an input, or a property of one. None for an output."""
     if name in inputs:
         return inputs[name]
     array, _, about = name.rpartition("_")
@@ -92,7 +92,7 @@ def launch(
     seed: int,
     only: tuple[int, ...] | None = None,
 ) -> None:
-    """Run a kernel over buffers, or only the threadgroup at one place of the grid."""
+    """Run a kernel over buffers, for the whole grid or for one threadgroup."""
     entry = workshop.kernel(source)
     addresses = [buffers[p.name].address if p.name in buffers else None for p in source.parameters]
     error, stray = ctypes.create_string_buffer(1024), ctypes.c_uint64()

@@ -1,4 +1,4 @@
-"""Buffers with nothing on either side: each lies in pages of its own between pages that may not be touched."""
+"""Buffers with guard pages on both sides, so that accesses out of bounds fault."""
 
 import ctypes
 import mmap
@@ -10,7 +10,7 @@ import numpy as np
 __all__ = ["Buffer"]
 
 _PAGE = mmap.PAGESIZE
-_GUARD = 2**30  # addresses, no memory
+_GUARD = 2**30  # bytes of address space, without memory
 _MAP_NORESERVE = 0 if sys.platform == "darwin" else 0x4000
 _POISON = 0xFF  # NaN in every float dtype, -1 in integers
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -21,11 +21,11 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class Buffer:
-    """`size` bytes that begin at a page's first byte, or end at a page's last.
+    """`size` bytes that start at the first byte of a page, or end at the last byte of a page.
 
-    In the one place a read before the buffer faults, in the other a read behind it, and there it is aligned to no more
-    than its elements, as a slice of an array may be. What is left of the pages holds poison, which must stay. Pages
-    without poison are zero, and take no memory before they are written to.
+    In the first case an access before the buffer faults, in the second an access after it. In the second case the
+    buffer is aligned only to its elements, like a slice of an array. The rest of the pages contains poison, which must
+    not change. Pages without poison are zero, and take no memory before they are written to.
     """
 
     def __init__(self, name: str, size: int, at_end: bool = False, poisoned: bool = True) -> None:
@@ -43,7 +43,7 @@ class Buffer:
         self.address = self._inner + self._before
 
     def fill(self, values: Any, start: int = 0, read_only: bool = False) -> None:
-        """Take a NumPy array's bytes, from byte `start` on."""
+        """Copy the bytes of a NumPy array to byte `start` and following."""
         values = np.ascontiguousarray(values)
         assert start + values.nbytes <= self.size
         ctypes.memmove(self.address + start, values.ctypes.data, values.nbytes)
@@ -51,18 +51,18 @@ class Buffer:
             self._protect(mmap.PROT_READ)
 
     def array(self, dtype: Any, shape: tuple[int, ...], start: int = 0) -> Any:
-        """Return a copy of what lies from byte `start` on as a NumPy array."""
+        """Return a copy of the bytes from `start` on as a NumPy array."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         return np.frombuffer(ctypes.string_at(self.address + start, size), dtype).reshape(shape).copy()
 
     def overwritten(self) -> str | None:
-        """Say whether bytes around the buffer were written to."""
+        """Return whether bytes around the buffer were written to."""
         whole = np.frombuffer(ctypes.string_at(self._inner, self._pages), np.uint8)
         around = np.concatenate([whole[: self._before], whole[self._before + self.size :]])
         return None if (around == _POISON).all() else f"the bytes around {self.name} were written to"
 
     def explain(self, address: int) -> str | None:
-        """Say where an address lies that was touched without leave, if it is near this buffer."""
+        """Describe the position of an invalid address relative to this buffer, if it is near."""
         if not self._start <= address < self._start + self._pages + 2 * _GUARD:
             return None
         offset = address - self.address
@@ -71,7 +71,7 @@ class Buffer:
         return f"byte {offset} of {self.name} was touched, which has {self.size} bytes"
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Release the pages."""
         _libc.munmap(self._start, self._pages + 2 * _GUARD)
 
     def _protect(self, how: int) -> None:

@@ -1,6 +1,6 @@
-"""What stands in for `torch.mps.compile_shader`: the same library and call for CPU tensors, run at once.
+"""The replacement of `torch.mps.compile_shader`: the same library and call for CPU tensors, executed at once.
 
-Tensors that share memory, as logits and a gradient that takes their place do, are bound to the same pages.
+Tensors that share memory, such as logits and a gradient in place, are bound to the same pages.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ _SCALARS = {"constant long&": (int, np.int64), "constant float&": (float, np.flo
 
 
 class ShaderLibrary:
-    """The kernels of a source, as attributes; SyntaxError if Apple's compiler is played to refuse it."""
+    """The kernels of a source, as attributes; SyntaxError if a rejection by Apple's compiler is simulated."""
 
     def __init__(self, emulator: Emulator, text: str) -> None:
         assert text.isascii()  # which is how PyTorch hands it on
@@ -49,13 +49,13 @@ class ShaderKernel:
 
     @property
     def max_threads_per_threadgroup(self) -> int:
-        """How many threads its pipeline allows."""
+        """The number of threads that the pipeline allows."""
         declared = re.search(r"max_total_threads_per_threadgroup\((\d+)\)", self.source.text)
         limit = self.emulator.limit(self.source)
         return min(limit, int(declared[1])) if declared else limit
 
     def __call__(self, *arguments: Any, threads: Sequence[int], group_size: Sequence[int]) -> None:
-        """Run it; memory that it wrote has changed in the tensors when it returns."""
+        """Run the kernel; its writes are in the tensors when it returns."""
         bound = [parameter for parameter in self.source.parameters if parameter.attribute.startswith("buffer")]
         assert [parameter.attribute for parameter in bound] == [f"buffer({index})" for index in range(len(bound))]
         assert len(threads) == len(group_size)
@@ -78,7 +78,7 @@ class ShaderKernel:
 
 @dataclass(eq=False)
 class _Place:
-    """Where a tensor begins in a buffer."""
+    """The position of a tensor in a buffer."""
 
     buffer: Buffer
     address: int
@@ -88,7 +88,7 @@ class _Place:
 
 
 class _Memory:
-    """Buffers for the stretches of memory that some tensors take."""
+    """Buffers for the ranges of memory of some tensors."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         stretches = sorted({_stretch(tensor) for tensor in tensors})
@@ -103,7 +103,7 @@ class _Memory:
         self._tensors: dict[int, list[tuple[Tensor, bool]]] = {}
 
     def place(self, parameter: Parameter, argument: Any, at_end: bool) -> _Place:
-        """Return where the kernel finds an argument."""
+        """Return the address of an argument for the kernel."""
         if not isinstance(argument, Tensor):
             kind, dtype = _SCALARS[parameter.type]
             assert type(argument) is kind, f"{parameter.name} is {parameter.type} and gets {argument!r}"
@@ -121,7 +121,7 @@ class _Memory:
         return _Place(self._buffers[first], self._buffers[first].address + start - first)
 
     def copy_back(self, source: Source) -> None:
-        """Write what the kernel wrote; EmulatorError for memory that is an input alone, or beyond the tensors."""
+        """Copy the kernel's writes back; EmulatorError for writes to inputs, or outside of the tensors."""
         for first, stop in self._stretches:
             if first not in self._buffers:
                 continue
@@ -139,13 +139,13 @@ class _Memory:
             _bytes(first, stop)[:] = made
 
     def close(self) -> None:
-        """Give the pages back."""
+        """Release the pages."""
         for buffer in (*self._buffers.values(), *self._scalars):
             buffer.close()
 
 
 def _stretch(tensor: Tensor) -> tuple[int, int]:
-    """Return the addresses from a tensor's first element to behind its last."""
+    """Return the address range from a tensor's first element to the end of its last."""
     extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (
         extent + 1
@@ -158,7 +158,7 @@ def _bytes(start: int, stop: int) -> Any:
 
 
 def _elements(tensor: Tensor, start: int) -> Any:
-    """Return the offsets of all bytes of a tensor from an address on."""
+    """Return the offsets of all bytes of a tensor, relative to an address."""
     elements = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         elements = elements[..., None] + torch.arange(size) * stride

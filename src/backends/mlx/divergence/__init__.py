@@ -1,7 +1,7 @@
 """Divergences in the MLX driver.
 
-`entry` is the call, from the backends to autograd and back; `facts` is what is known about the rows, `rows` the row
-algebra, and `harness` the yardstick of the checks.
+`entry` runs a call, `facts` has the data of the rows, `rows` computes them, and `harness` has the unfused computation
+for the checks.
 """
 
 __all__: list[str] = []

@@ -1,7 +1,7 @@
-"""Divergences on MLX arrays, with MLX's own operations on every device: chunks of rows, both sides' logits at a time.
+"""Divergences of MLX arrays, with MLX's own operations on every device, in chunks of rows.
 
-Gradients reach MLX through `autograd.with_gradients`, as those of the losses do: what is expected is made with a mean
-or sum, the rest when it is asked for.
+Gradients are attached with `autograd.with_gradients`, as for the losses. Those that are expected for a mean or sum are
+computed with it, others when they are needed.
 """
 
 from collections.abc import Collection
@@ -26,11 +26,11 @@ __all__ = ["run"]
 
 _WORKSPACE = {"mlx-cpu": 64 * 2**20, "metal": 512 * 2**20, "mlx-cuda": 1280 * 2**20}
 _FEWEST_ROWS = 64
-_PASSES = 4  # arrays of a chunk's size that are alive beside its logits
+_PASSES = 4  # arrays of a chunk's size that exist beside its logits
 
 
 def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
-    """Run a call; loss and statistics in the caller's shapes."""
+    """Run a call; return loss and statistics in the caller's shapes."""
     given = _differentiable(call)
     if 0 in call.rows:
         return empty.run(list(given.values()), LossSpec(reduction=call.reduction, stats=call.stats), call.rows)
@@ -44,7 +44,7 @@ def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
         kept.clear()
         facts = rows.facts if reduces else rows.facts.of_rows(upstream["loss"])
         first = expected if reduces else [name for name, array in given.items() if is_differentiated(array)]
-        # What was not expected is made apart: if nobody needs it after all, it is never evaluated.
+        # Gradients that were not expected are computed separately, so that MLX evaluates them only if needed.
         for names in (first, *([name] for name in given if name not in first)):
             if names and not made.keys() >= set(names):
                 made |= rows.computed(facts, names)[1]
@@ -59,7 +59,7 @@ def run(call: DivergenceCall) -> tuple[mx.array, Stats]:
 
 
 def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
-    """Return what may have a gradient: "logits" with classes last; or "input", a dense "weight", and "bias"."""
+    """Return the arrays that may have a gradient: "logits" with classes last; or "input", a dense "weight", "bias"."""
     student, teacher = call.student, call.teacher
     if isinstance(teacher, LinearLogits):
         _check_dtypes("teacher.", teacher)
@@ -78,7 +78,7 @@ def _check_dtypes(prefix: str, side: LinearLogits) -> None:
 
 
 class _Rows:
-    """The rows of a call without gradients, computed a chunk at a time."""
+    """The rows of a call, without autograd, computed a chunk at a time."""
 
     def __init__(self, call: DivergenceCall) -> None:
         self._call, self._count = call, int(np.prod(call.rows))
@@ -94,7 +94,7 @@ class _Rows:
         workspace = call.workspace or max(_WORKSPACE[device], _FEWEST_ROWS * size)
         step = rows_per_chunk(self._count, size, 1, workspace, device)
         self.entropies: mx.array | None = None
-        """(N,), where asked for, once the rows were computed."""
+        """(N,), if requested, after the rows were computed."""
         self._parts = [slice(start, min(start + step, self._count)) for start in range(0, self._count, step)]
 
     def computed(self, facts: DivergenceFacts, needs: Collection[str]) -> tuple[mx.array, dict[str, mx.array]]:
@@ -120,7 +120,7 @@ class _Rows:
             factor = (facts.scale[part] * self._student.scale)[:, None]
             grad = mx.where(dead[:, None], 0, derivative * (factor if slope is None else factor * slope))
             if sums is None:
-                # float16 is left until the upstream gradient is in it.
+                # A gradient is rounded to float16 only after the upstream gradient is multiplied in.
                 narrow = self._call.array.dtype == mx.float16
                 grads.append(grad if narrow else grad.astype(self._call.array.dtype))
                 tie.append(grads[-1])
@@ -135,7 +135,7 @@ class _Rows:
 
     def _divergence(self, x: mx.array, part: slice, dead: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
         if self._known is not None:
-            # Entries for no class are put where no class is.
+            # Padding entries get the id V, which is not a class.
             ids, vocabulary = self._known.ids[part], self._call.vocabulary
             ids = mx.where((ids < 0) | dead[:, None], vocabulary, ids)
             known = KnownClasses(ids, self._known.log_q[part], self._known.tail, self._known.tolerance)
@@ -146,7 +146,7 @@ class _Rows:
 
 
 class _Side:
-    """Where the raw logits of one side come from."""
+    """The raw logits of one side: stored, or computed from hidden states and a classifier."""
 
     def __init__(self, source: StoredLogits | LinearLogits, call: DivergenceCall) -> None:
         self.softcap, self.scale = source.softcap, source.logit_scale
@@ -159,14 +159,14 @@ class _Side:
             self.classifier = Classifier(source.weight, source.bias, call.vocabulary, True)
 
     def block(self, part: slice, dead: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """Return hidden states or logits of a part, 0 in dead rows, and logits (R, V), made once `tie` is."""
+        """Return hidden states or logits of a part, 0 in dead rows, and logits (R, V), computed after `tie`."""
         rows = mx.depends(self._rows[part], tie) if tie else self._rows[part]
         rows = mx.where(dead[:, None], 0, rows)
         return rows, rows if self.classifier is None else self.classifier.logits(rows)
 
 
 def _activated(z: mx.array, softcap: float | None, scale: float) -> tuple[mx.array, mx.array | None]:
-    """Return x, and with a softcap its slope, which 1 - tanh^2 would lose to cancellation."""
+    """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
     x = z if scale == 1 else z * scale
     if softcap is None:
         return x, None

@@ -1,4 +1,4 @@
-"""What is known about each row of a divergence in MLX before its logits are."""
+"""Data of each row of a divergence in MLX that does not depend on logits."""
 
 import os
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ class DivergenceFacts:
     """N rows; all in the accumulation dtype."""
 
     weight: mx.array
-    """(N,) a_i; NaN in rows whose teacher cannot be one."""
+    """(N,) a_i; NaN in rows with invalid teacher values."""
     scale: mx.array
-    """(N,) factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    """(N,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: mx.array
     """(N,) bool: rows whose loss and gradient are exactly 0."""
     divisor: mx.array | None
     deferred: mx.array | None
-    """0-d factor that gradients in float16 still lack."""
+    """0-d factor that is multiplied into float16 gradients later, so that they do not underflow."""
 
     def of_rows(self, upstream: mx.array | None) -> "DivergenceFacts":
         """Return the facts for the upstream gradient (...) of the rows' losses; None for 1."""
@@ -37,7 +37,7 @@ class DivergenceFacts:
         return replace(self, scale=self.scale * upstream.reshape(-1).astype(self.scale.dtype))
 
     def factor(self, upstream: mx.array | None) -> mx.array | None:
-        """Return what a gradient still lacks for the upstream gradient of a reduced loss; None for 1 in both places."""
+        """Return the remaining factor of a gradient, for the upstream gradient of a reduced loss. None means 1."""
         if upstream is None:
             return self.deferred
         factor = upstream.astype(self.scale.dtype)
@@ -45,7 +45,7 @@ class DivergenceFacts:
 
 
 def gather_facts(call: DivergenceCall, known: KnownClasses | None) -> DivergenceFacts:
-    """Return the facts of all rows, of which there is one at least."""
+    """Return the facts of all rows; there is at least one."""
     acc, count = accumulation_dtype(call.array.dtype), int(np.prod(call.rows))
     weight = mx.ones((count,), acc)
     if call.sample_weight is not None:
@@ -61,7 +61,7 @@ def gather_facts(call: DivergenceCall, known: KnownClasses | None) -> Divergence
     inverse = None if divisor is None else mx.where(divisor == 0, 0, 1 / divisor)
     narrow = isinstance(call.student, LinearLogits) and call.array.dtype == mx.float16
     if inverse is not None and narrow:
-        # 1/D would push float16 gradients under the smallest number before a loss scale lifts them.
+        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in.
         deferred = inverse
     elif inverse is not None:
         scale = weight * inverse
@@ -80,14 +80,14 @@ def known_classes(call: DivergenceCall) -> KnownClasses | None:
     count, acc = int(np.prod(call.rows)), accumulation_dtype(call.array.dtype)
     given = teacher.ids.reshape(count, teacher.ids.shape[-1]).astype(mx.int64)
     log_q = teacher.log_probs.reshape(given.shape).astype(acc)
-    # Below all classes, and apart from each other: what stands for no class.
+    # Padding entries get distinct negative numbers.
     none = -1 - mx.arange(given.shape[1], dtype=mx.int64)
     ids = mx.where(log_q == -mx.inf, none, mx.where((given < 0) | (given >= call.vocabulary), call.vocabulary, given))
     return KnownClasses(ids, log_q, teacher.tail, mass_tolerance(dtype_name(teacher.log_probs)))
 
 
 def _impossible(call: DivergenceCall, known: KnownClasses, dead: mx.array) -> mx.array:
-    """Return which rows say what no teacher can, (N,) bool, dead ones apart; raise if XENT_CHECK_TARGETS is 1."""
+    """Return the rows (N,) with invalid teacher values, except dead ones; raise if XENT_CHECK_TARGETS is 1."""
     outside = (known.ids == call.vocabulary).any(-1)
     ordered = mx.sort(known.ids, axis=-1)
     repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)

@@ -1,4 +1,4 @@
-"""The yardstick of divergences: what a careful training script writes, in MLX's differentiable operations."""
+"""The unfused divergence for the checks, as a careful training script computes it with MLX's operations."""
 
 import math
 from typing import Any
@@ -26,7 +26,7 @@ def unfused_divergence(
     normalizer: Any = None,
 ) -> mx.array:
     """See `xent.backends.protocol.Harness.unfused_divergence`."""
-    if not logits.size:  # on NVIDIA MLX crashes over some operations
+    if not logits.size:  # on NVIDIA GPUs some operations of MLX crash for empty arrays
         found = logits.sum().astype(mx.float64 if logits.dtype == mx.float64 else mx.float32)
         return logits.sum(-1).astype(found.dtype) if reduction == "none" else found
     log_p = _log_probs(logits, softcap, logit_scale, temperature)

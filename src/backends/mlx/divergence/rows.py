@@ -16,15 +16,15 @@ _ADDED = 32
 
 @dataclass(frozen=True, eq=False)
 class KnownClasses:
-    """What a teacher says about R rows: K classes of each and their log-probabilities in the accumulation dtype."""
+    """A top-k teacher's classes and log-probabilities for R rows, in the accumulation dtype."""
 
     ids: mx.array
-    """(R, K) int32 in [0, V]; V where an entry stands for no class."""
+    """(R, K) int32 in [0, V]; V for padding entries."""
     log_q: mx.array
-    """(R, K); -inf where an entry stands for no class."""
+    """(R, K); -inf for padding entries."""
     tail: str
     tolerance: float
-    """By how much rounding may lift the mass above 1."""
+    """How far rounding may raise the sum of probabilities above 1."""
 
 
 def entropy(x: mx.array) -> mx.array:
@@ -71,7 +71,7 @@ def from_top_k(x: mx.array, teacher: KnownClasses) -> tuple[mx.array, mx.array]:
         _, shares = _softmax(others)
         log_p_left = mx.where(empty, -mx.inf, _log_sum_exp(others) - _log_sum_exp(x))
         left = mx.maximum(1 - mass, 0)
-        # What rounding leaves, where no class could have it.
+        # The remaining mass is only rounding if no other class can have it.
         left = mx.where(empty & (left <= teacher.tolerance), 0, left)
         cells = _sum(mx.where(known, _gaps(q, p_k, log_p_k - log_q), 0))
         rest = _gaps(left, _exp(log_p_left), log_p_left - mx.log(left))
@@ -84,18 +84,18 @@ def from_top_k(x: mx.array, teacher: KnownClasses) -> tuple[mx.array, mx.array]:
 
 
 def _exp(x: mx.array) -> mx.array:
-    """Return e^x for x <= 0. On the CPU MLX's own is off by up to 14 roundings far from 0, and by one near it."""
+    """Return e^x for x <= 0. On the CPU MLX's own has an error of up to 14 units in the last place far from 0."""
     if x.dtype == mx.float64 or device_type() != "cpu":
         return exp64(x)
     near = mx.maximum(x, -100)
     whole = mx.round(near * (1 / math.log(2)))
-    # ln 2 in two parts, the first of so few bits that the product is exact.
+    # ln 2 is split in two parts; the first has few bits, so that the product with it is exact.
     rest = near - whole * 0.693359375 + whole * 2.12194440e-4
     return mx.where(x < -87, 0, (1 + mx.expm1(rest)) * mx.power(mx.array(2.0, mx.float32), whole))
 
 
 def _sum(values: mx.array) -> mx.array:
-    """Return the sum over the last axis; in parts on a CPU, where MLX adds one after the other and loses digits."""
+    """Return the sum over the last axis. On a CPU sum parts first, because MLX's sequential sum loses precision."""
     count = values.shape[-1]
     if count <= _ADDED or device_type() != "cpu":
         return values.sum(-1)
@@ -105,13 +105,13 @@ def _sum(values: mx.array) -> mx.array:
 
 
 def _log_sum_exp(x: mx.array) -> mx.array:
-    """Return log sum_c exp(x_c), (R,); MLX's own is of float32 on the CPU, whatever the dtype."""
+    """Return log sum_c exp(x_c), (R,). On the CPU MLX's own is computed in float32 for every dtype."""
     largest = mx.max(x, axis=-1, keepdims=True)
     return largest[:, 0] + mx.log(_sum(_exp(x - largest)))
 
 
 def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return log p and p, which is nearer to the truth than the exponential of its rounded logarithm."""
+    """Return log p and p; p is more accurate than the exponential of the rounded log p."""
     y = x - mx.max(x, axis=-1, keepdims=True)
     e = _exp(y)
     total = _sum(e)[:, None]
@@ -119,20 +119,20 @@ def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def _put(values: mx.array, ids: mx.array, new: mx.array) -> mx.array:
-    """Return (R, V) values with (R, K) new ones at those classes; class V is none."""
+    """Return values (R, V) with new ones (R, K) at the classes `ids`; id V is ignored."""
     wide = mx.concatenate([values, mx.zeros((len(values), 1), values.dtype)], axis=-1)
     return mx.put_along_axis(wide, ids, new.astype(values.dtype), axis=-1)[:, : values.shape[-1]]
 
 
 def _gaps(w: mx.array, o: mx.array, u: mx.array) -> mx.array:
-    """Return w (e^u - 1 - u) for o = w e^u, as o - w - w u where e^u is large; o where w is 0."""
+    """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
     near = mx.minimum(u, 1)
     gap = mx.where(u > 1, o - w - w * u, w * mx.maximum(mx.expm1(near) - near, 0))
     return mx.where(w == 0, o, gap)
 
 
 def _pulled(p: mx.array, u: mx.array) -> mx.array:
-    """Return p (sum_c p_c u_c - u); 0 where p is. See the same in PyTorch for the class that u is relative to."""
+    """Return p (sum_c p_c u_c - u), 0 where p is 0; see `_pulled` in `xent.backends.torch.divergence.plain`."""
     u = u - mx.take_along_axis(u, mx.argmax(p, axis=-1, keepdims=True), -1)
     mean = _sum(mx.where(p == 0, 0, p * u))[:, None]
     return mx.where(p == 0, 0, p * (mean - u))

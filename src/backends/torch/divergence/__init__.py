@@ -1,8 +1,8 @@
 """Divergences in the PyTorch driver.
 
-How a call flows: `entry` (from the backends) -> `call`, the call as it runs -> `autograd`, and `ops` below it
-(`compiled` for transforms inside of torch.compile) -> `loop`, the chunks of rows, with `facts` -> what a backend
-registered in `steps`: `plain` here. `harness` is the yardstick of the checks.
+Data flow: `entry` (called by the backends) -> `call`, the arguments in one tuple -> `autograd` and `ops` (`compiled`
+for transforms inside of torch.compile) -> `loop` over chunks of rows, with `facts` -> the function that a backend
+registered in `steps`, here `plain`. `harness` has the unfused computation for the checks.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Autograd around the operations of divergences: gradients of a mean or sum come with the loss, as in `autograd`."""
+"""Autograd around the operations of divergences. As for losses, "mean" and "sum" compute gradients with the loss."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from xent.backends.torch.divergence.call import SCHEMA
 __all__ = ["DivergenceFunction"]
 
 _ARGUMENTS = SCHEMA.count(",") + 1
-_TENSORS = 9  # the arguments of `SCHEMA` that are tensors come first
+_TENSORS = 9  # number of tensor arguments, the first ones of `SCHEMA`
 
 
 class DivergenceFunction(torch.autograd.Function):

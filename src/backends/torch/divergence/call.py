@@ -1,4 +1,4 @@
-"""One divergence as the PyTorch driver runs it, and as a custom operation takes it."""
+"""The arguments of a divergence in the PyTorch driver, and their form as arguments of a custom operation."""
 
 from typing import Any, NamedTuple
 
@@ -16,20 +16,20 @@ SCHEMA = (
     "int? workspace, ScalarType compute, bool entropy, str kernel"
 )
 """`numbers`: beta; softcap and scale of the student, then of the teacher; the temperature; the normalizer.
-`has`: which of the softcaps and the normalizer are given."""
+`has`: whether the two softcaps and the normalizer are given."""
 
 
 class Divergence(NamedTuple):
-    """The arguments of a divergence; classes are on the last axis."""
+    """The arguments of a divergence. Classes are on the last axis."""
 
     student: Tensor
-    """(..., V) logits, or with a `weight` (..., D) hidden states."""
+    """Logits (..., V), or with a `weight` hidden states (..., D)."""
     weight: Tensor | None
     bias: Tensor | None
     teacher: Tensor
-    """(..., V) logits; with a `teacher_weight` (..., D') hidden states; with a `tail` (..., K) ids."""
+    """Logits (..., V); with a `teacher_weight` hidden states (..., D'); with a `tail` ids (..., K)."""
     teacher_weight: Tensor | None
-    """(V, D'); with a `tail` (..., K) log-probabilities."""
+    """(V, D'); with a `tail` log-probabilities (..., K)."""
     teacher_bias: Tensor | None
     sample_weight: Tensor | None
     normalizer: Tensor | float | None
@@ -39,17 +39,17 @@ class Divergence(NamedTuple):
     teacher_softcap: float | None
     teacher_scale: float
     temperature: float
-    """In the softcaps and scales already; here only to be checked."""
+    """Already included in the softcaps and scales; stored only to be checked."""
     needs: tuple[bool, bool, bool]
-    """Gradients of student, weight, bias."""
+    """Whether gradients of student, weight and bias are needed."""
     tail: str
-    """What becomes of a top-k teacher's mass that is left; "" for other teachers."""
+    """How a top-k teacher's mass on other classes is treated; "" for other teachers."""
     reduction: str
     workspace: int | None
     compute: torch.dtype
-    """Of the student's logits, or of the products that its gradient passes through."""
+    """The dtype of the student's logits, or of the matrix products of its gradients."""
     entropy: bool
-    """Whether the student's entropy is asked for."""
+    """Whether the student's entropy is returned."""
     kernel: str
     """The backend whose steps are used."""
 
@@ -70,7 +70,7 @@ class Divergence(NamedTuple):
 
     @property
     def makes_gradient_first(self) -> bool:
-        """Whether the forward pass makes the gradient. float16 logits would leave their range before a loss scale."""
+        """Whether the forward pass computes the gradient. Not for float16 logits, where it could underflow."""
         return self.reduction != "none" and (self.weight is not None or self.compute != torch.float16)
 
 
@@ -98,7 +98,7 @@ def pack(call: Divergence) -> tuple[Any, ...]:
 
 
 def unpack(arguments: Any) -> Divergence:
-    """Return the call of `SCHEMA`'s arguments, the numbers of compiled calls being checked for the first time."""
+    """Return the call for `SCHEMA`'s arguments. Numbers of compiled calls are validated here for the first time."""
     tensors, (normalizer, numbers, needs, has, *rest) = arguments[:7], arguments[7:]
     tail, reduction, workspace, compute, entropy, kernel = rest
     beta, softcap, scale, teacher_softcap, teacher_scale, temperature, divisor = numbers.tolist()
@@ -130,12 +130,12 @@ def unpack(arguments: Any) -> Divergence:
 
 
 def reduction_of(arguments: Any) -> str:
-    """Return the reduction that `SCHEMA`'s arguments name."""
+    """Return the reduction in `SCHEMA`'s arguments."""
     return str(arguments[12])
 
 
 def _as_tensor(numbers: list[Any]) -> Tensor:
     if torch.compiler.is_compiling():
-        # Of the ways to make a tensor of a symbolic float, multiplication is one that does not turn it into a constant.
+        # A multiplication keeps a symbolic float symbolic; torch.tensor would turn it into a constant of the graph.
         return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * number for number in numbers])
     return torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -1,6 +1,6 @@
 """torch.func transforms of a divergence inside of torch.compile: the eager Function in the graph, as in `compiled`.
 
-Imported by the first call that needs it: `allow_in_graph` imports all of Dynamo.
+Imported by the first call that needs it, because `allow_in_graph` imports all of Dynamo.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _NAMES = ("student", "weight", "bias", "teacher", "teacher_weight", "teacher_bia
 
 
 def _divergence(*args: Any) -> Any:
-    """Return what `DivergenceFunction` does; `needs` is found anew."""
+    """Apply `DivergenceFunction`, with `needs` read from the arguments."""
     named = dict(zip(_NAMES, args, strict=False))
     constant = {"teacher": args[3], "teacher.log_probs": args[4], "sample_weight": args[6], "normalizer": args[7]}
     refuse_gradients(

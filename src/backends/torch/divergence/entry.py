@@ -1,4 +1,4 @@
-"""Divergences from a call to autograd and back: autocast, which gradients are asked for, results in caller's shapes."""
+"""The entry of a divergence: autocast, which gradients are needed, and results in the caller's shapes."""
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ __all__ = ["run"]
 def run(call: DivergenceCall, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
     named = _constants(call)
-    # A classifier may be a parameter that is being trained elsewhere; what is computed from one may not.
+    # The teacher's classifier may be a parameter that requires a gradient, which is ignored; nothing else may.
     computed = {name: value for name, value in named.items() if name not in ("teacher.weight", "teacher.bias")}
     refuse_gradients(computed, NO_TEACHER_GRADIENT)
     refuse_transforms(named)
@@ -45,7 +45,7 @@ def run(call: DivergenceCall, kernel: str) -> tuple[Tensor, Stats]:
 
 
 def _constants(call: DivergenceCall) -> dict[str, Tensor]:
-    """Return the tensors that get no gradient, by the names that they have for the caller."""
+    """Return the tensors that get no gradient, by the caller's names of them."""
     found = {"sample_weight": call.sample_weight, "normalizer": call.normalizer}
     teacher = call.teacher
     if isinstance(teacher, StoredLogits):
@@ -103,7 +103,7 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
 
 
 def _autocast_of(source: Tensor) -> torch.dtype | None:
-    """Return autocast's dtype where it is on."""
+    """Return the dtype of autocast, or None if it is off."""
     device = source.device.type
     if device == "meta" or source.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
@@ -111,7 +111,7 @@ def _autocast_of(source: Tensor) -> torch.dtype | None:
 
 
 def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's as for F.linear, else the one that all share."""
+    """Return the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
     autocast = None if weight.dtype == torch.float64 else _autocast_of(source)
     if autocast is not None:
         return autocast

@@ -1,4 +1,4 @@
-"""What is known about each row of a divergence before its logits are: weight, factor of the gradient, top-k classes."""
+"""Data of each row of a divergence that does not depend on logits: weight, gradient factor, top-k classes."""
 
 from dataclasses import dataclass
 
@@ -16,14 +16,14 @@ __all__ = ["RowFacts", "TopK", "gather_facts", "gather_top_k"]
 
 @dataclass(frozen=True, eq=False)
 class TopK:
-    """What a teacher says about R rows: K classes of each and their log-probabilities in the accumulation dtype."""
+    """A top-k teacher's classes and log-probabilities for R rows, in the accumulation dtype."""
 
     ids: Tensor
-    """(R, K) int64 in [0, V), 0 where an entry stands for no class."""
+    """(R, K) int64 in [0, V); 0 for padding entries."""
     log_q: Tensor
-    """(R, K); -inf where an entry stands for no class."""
+    """(R, K); -inf for padding entries."""
     tolerance: float
-    """By how much rounding may lift the mass above 1."""
+    """How far rounding may raise the sum of probabilities above 1."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,11 +31,11 @@ class RowFacts:
     """R rows of a call; all tensors (R,), in the accumulation dtype or bool."""
 
     weight: Tensor
-    """a_i; NaN in rows whose teacher cannot be one."""
+    """a_i; NaN in rows with invalid teacher values."""
     scale: Tensor
-    """Factor of the gradient: a_i, over the divisor for "mean", times the upstream gradient where it is known."""
+    """Gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: Tensor | None
-    """Rows whose loss and gradient are exactly 0; None where it is known that there are none."""
+    """Rows whose loss and gradient are exactly 0; None if it is known that there are none."""
 
     def of(self, part: Part) -> "RowFacts":
         """Return the facts of a part's rows."""
@@ -46,7 +46,7 @@ class RowFacts:
 def gather_facts(
     call: Divergence, upstream: Tensor | None, top_k: TopK | None
 ) -> tuple[RowFacts, Tensor | None, Tensor | None]:
-    """Return the facts of all rows, the mean's divisor, and the factor that gradients still lack.
+    """Return the facts of all rows, the divisor of the mean, and the deferred factor of gradients.
 
     `upstream` is the gradient of the rows' losses, or of the reduced loss.
     """
@@ -66,7 +66,7 @@ def gather_facts(
     if divisor is not None or narrow:
         inverse = weight.new_ones(()) if divisor is None else torch.where(divisor == 0, 0, 1 / divisor)
         if narrow:
-            # 1/D would push float16 gradients under the smallest number before a loss scale lifts them.
+            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in.
             largest = weight.abs().nan_to_num()
             size = largest.amax() if count else weight.new_ones(())
             size = torch.where(size == 0, 1, size)
@@ -80,7 +80,7 @@ def gather_facts(
 
 
 def gather_top_k(call: Divergence) -> TopK | None:
-    """Return the classes of a top-k teacher, None for other teachers. Ids out of range are left to `gather_facts`."""
+    """Return the classes of a top-k teacher, None for other teachers. `gather_facts` checks the range of ids."""
     if not call.tail:
         return None
     assert call.teacher_weight is not None
@@ -100,10 +100,10 @@ def _divisor(call: Divergence, weight: Tensor) -> Tensor:
 
 
 def _impossible(call: Divergence, top_k: TopK, dead: Tensor) -> Tensor:
-    """Return which rows say what no teacher can, (N,) bool, dead ones apart; raise where looking is allowed."""
+    """Return the rows (N,) with invalid teacher values, except dead ones. Raise an error if values may be read."""
     known = top_k.log_q != -torch.inf
     outside = known & ((top_k.ids < 0) | (top_k.ids >= call.vocabulary))
-    # Entries for no class get numbers of their own, below all classes.
+    # Padding entries get distinct negative numbers.
     numbered = torch.where(known, top_k.ids, -1 - torch.arange(top_k.ids.shape[1], device=top_k.ids.device))
     ordered = numbered.sort(-1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]).any(-1)

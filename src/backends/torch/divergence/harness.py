@@ -1,4 +1,4 @@
-"""The yardstick of divergences: what a careful training script writes, in PyTorch's differentiable operations."""
+"""The unfused divergence for the checks, as a careful training script computes it with PyTorch's operations."""
 
 import math
 from typing import Any
@@ -70,7 +70,7 @@ def _from_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, tail: str) -> Tensor:
     rows = (q * (safe - log_p.gather(-1, ids))).sum(-1)
     if tail != "bucket":
         return rows
-    # Two arrays of numbers that rounding may leave at 0 or below: only the classes left are added up.
+    # Sum over the other classes directly: 1 minus the sum of the K classes could round to 0 or below.
     counts = torch.zeros_like(log_p).scatter_add(-1, ids, known.to(log_p.dtype))
     p_left = torch.where(counts > 0, 0, log_p.exp()).sum(-1)
     mass = (1 - q.sum(-1)).clamp(min=0)

@@ -1,4 +1,4 @@
-"""A divergence in PyTorch: the logits of both sides for a chunk of rows, and the student's gradient in their place."""
+"""The loop of a divergence over chunks of rows: compute the logits of both sides, then the gradient in their place."""
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ __all__ = ["backward", "empty_gradients", "forward"]
 _WORKSPACE = 1280 * 2**20  # bytes, on an accelerator
 _WORKSPACE_CPU = 128 * 2**20
 _FEWEST_ROWS = 256
-_WIDENED_BYTES = 32 * 2**20  # of a classifier that is widened piece by piece
+_WIDENED_BYTES = 32 * 2**20  # of the part of a classifier that is converted to float32 at one time
 
 
 def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor], Tensor | None]:
-    """Return the loss, the factor that gradients still lack, the gradients of a reduced loss, and the entropy (N,).
+    """Return the loss, the deferred factor of gradients, the gradients of a reduced loss, and the entropy (N,).
 
-    The last two where they are asked for.
+    Gradients and entropy are computed only if they are needed.
     """
     run = _Run(call, None)
     gradients = run.chunks(call.makes_gradient_first and any(call.needs))
@@ -37,18 +37,18 @@ def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor], Tens
 
 
 def backward(upstream: Tensor, call: Divergence) -> list[Tensor]:
-    """Return the gradients for `upstream`, that of the rows' losses or of the reduced loss."""
+    """Return the gradients for `upstream`, the gradient of the rows' losses or of the reduced loss."""
     return _Run(call, upstream).chunks(True)
 
 
 def empty_gradients(call: Divergence) -> list[Tensor]:
-    """Return an empty tensor for each of the gradients of student, weight and bias."""
+    """Return three empty tensors, for the gradients of student, weight and bias."""
     like = call.student if call.weight is None else call.weight
     return [call.student.new_empty(0), like.new_empty(0), (like if call.bias is None else call.bias).new_empty(0)]
 
 
 class _Run:
-    """The rows of one call, to be computed once. It is its schedule's job."""
+    """The computation of the rows of one call. For its schedule it is the job."""
 
     def __init__(self, call: Divergence, upstream: Tensor | None) -> None:
         self.call = call
@@ -59,7 +59,7 @@ class _Run:
         self.entropy = torch.zeros_like(self.loss) if call.entropy and upstream is None else None
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Put the rows to compute first: see `xent.backends.torch.job.Job.partition`."""
+        """Move the rows to compute to the front: see `xent.backends.torch.job.Job.partition`."""
         dead = self.facts.dead
         if dead is None:
             return None, self.count
@@ -71,10 +71,10 @@ class _Run:
         return dead.argsort(stable=True), (~dead).sum()
 
     def learn(self, number: int) -> None:
-        """Have nothing to remember: parts name their rows."""
+        """Do nothing: each part contains its row indices."""
 
     def chunks(self, wanted: bool) -> list[Tensor]:
-        """Compute all rows, and the gradients that are asked for if `wanted`."""
+        """Compute all rows, and if `wanted` the gradients that are needed."""
         call, device = self.call, self.call.student.device
         student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(_linear_of(call), True)
         teacher = self._teacher()
@@ -114,13 +114,13 @@ class _Run:
         return _Classifier(Linear(*arrays, 0, None, call.teacher_weight.dtype, (False, False, False)), False)
 
     def _step(self, student: "_Stored | _Classifier", teacher: "_Stored | _Classifier | TopK", wanted: bool) -> int:
-        """Return how many rows are computed at a time."""
+        """Return the number of rows of a chunk."""
         call, device = self.call, self.call.student.device.type
         size = student.bytes_per_row(call.accumulation)
         size += 0 if isinstance(teacher, TopK) else teacher.bytes_per_row(call.accumulation)
         if call.weight is not None and wanted and call.compute.itemsize == 2:
             size += call.vocabulary * 2
-        if not size:  # all logits exist already
+        if not size:  # all logits are in memory already
             most = rows_per_block(call.vocabulary, call.accumulation.itemsize, device, torch.get_num_threads())
             return (
                 most if device == "cpu" or student.copies or getattr(teacher, "copies", False) else max(self.count, 1)
@@ -136,18 +136,18 @@ class _Run:
 
 
 class _Stored:
-    """Logits (..., V) that exist."""
+    """Logits (..., V) in memory."""
 
     def __init__(self, logits: Tensor, vocabulary: int) -> None:
         self._rows = Rows(logits)
         self.copies = vocabulary > 1 and logits.stride(-1) != 1
-        """Whether a block is a copy, since the classes of a row do not lie side by side."""
+        """Whether a block is a copy, because the classes of a row are not contiguous."""
 
     def bytes_per_row(self, acc: torch.dtype) -> int:
         return 0
 
     def make_room(self, rows: int, acc: torch.dtype) -> None:
-        """Need none."""
+        """Do nothing: no memory is needed."""
 
     def block(self, part: Part) -> Tensor:
         found = self._rows.block(part.start, part.stop) if part.rows is None else self._rows.take(part.rows)
@@ -155,7 +155,7 @@ class _Stored:
 
 
 class _Classifier:
-    """Logits (R, V) of hidden states and a classifier, in float32 at least, made chunk by chunk in the same memory."""
+    """Logits (R, V) of hidden states and a classifier, float32 or float64. Each chunk overwrites the one before."""
 
     copies = False
 
@@ -165,11 +165,11 @@ class _Classifier:
         self._is_student = is_student
 
     def bytes_per_row(self, acc: torch.dtype) -> int:
-        """Return how many bytes a row of logits takes."""
+        """Return the bytes of a row of logits."""
         return self._linear.columns * self._wide(acc).itemsize
 
     def make_room(self, rows: int, acc: torch.dtype) -> None:
-        """Get memory for so many rows."""
+        """Allocate memory for `rows` rows."""
         weight = self._linear.weight
         self.room = torch.empty(rows, self._linear.columns, dtype=self._wide(acc), device=weight.device)
 
@@ -195,7 +195,7 @@ class _Classifier:
 
 
 class _GradientOfLogits:
-    """The gradient of logits that exist."""
+    """The gradient of logits in memory."""
 
     def __init__(self, call: Divergence) -> None:
         self._call = call
@@ -225,7 +225,7 @@ class _GradientOfLogits:
 
 
 class _GradientOfClassifier:
-    """The gradients of hidden states, classifier and bias, added up over chunks."""
+    """The gradients of hidden states, classifier and bias, accumulated over chunks."""
 
     def __init__(self, call: Divergence, padded: Linear, schedule: Schedule, rows: int) -> None:
         self._call = call
@@ -243,7 +243,7 @@ class _GradientOfClassifier:
         grad = (student.room if self._memory is None else self._memory)[: part.stop - part.start]
         hidden = student.hidden(part)
         if facts.dead is not None:
-            hidden = hidden.masked_fill(facts.dead[:, None], 0)  # what a row of weight 0 holds may be NaN
+            hidden = hidden.masked_fill(facts.dead[:, None], 0)  # rows with weight 0 may hold NaN
             grad[:, self._call.vocabulary :] = 0
         self._gradients.add(part, hidden, grad)
 
@@ -262,7 +262,7 @@ def _top_k_of(teacher: TopK, part: Part) -> TopK:
 
 
 def _write_widened(linear: Linear, hidden: Tensor, out: Tensor) -> None:
-    """Write logits in a wider dtype than the classifier's, which is widened a piece at a time."""
+    """Write logits in a wider dtype than the classifier's, converting a part of the classifier at a time."""
     wide, step = hidden.to(out.dtype), max(_WIDENED_BYTES // max(hidden.shape[1] * out.itemsize, 1), 1)
     for first in range(0, out.shape[1], step):
         classes = slice(first, first + step)

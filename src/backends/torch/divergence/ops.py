@@ -1,6 +1,6 @@
-"""The custom operations of divergences: what torch.compile, autocast, fake and meta tensors see of them.
+"""The custom operations of divergences, which torch.compile, autocast, fake and meta tensors see.
 
-As in `ops`; one pair of operations serves logits, and hidden states with a classifier.
+They are like those of `ops`. The same two operations are for logits and for hidden states with a classifier.
 """
 
 import math
@@ -54,7 +54,7 @@ def _fake_gradient(call: Divergence, source: Tensor) -> Tensor:
 def _fake_forward(*args: Any) -> Any:
     call, each_row = _fake_call(args), reduction_of(args) == "none"
     acc, device = call.accumulation, call.student.device
-    # Sizes may be symbols, which `math.prod` keeps.
+    # Sizes may be symbolic; `math.prod` keeps them symbolic.
     count = math.prod(call.rows)
     loss = torch.empty((count,) if each_row else (), dtype=acc, device=device)
     gradients = _fake_gradients(call, call.makes_gradient_first)

@@ -1,11 +1,11 @@
-"""The steps of a divergence's rows in PyTorch's own operations: right on every device, and kept in cache on the CPU.
+"""The steps of a divergence's rows in PyTorch's own operations, for every device, in blocks that fit into CPU caches.
 
-With u = log o - log w, a divergence sum_c w (log w - log o) of distributions w and o is added up as the sum of ::
+With u = log o - log w, a divergence sum_c w (log w - log o) of distributions w and o is computed as the sum of ::
 
     w (e^u - 1 - u) = o - w - w u    >= 0
 
-It is the same, as both sum to 1. But no term is negative, and an error of either log-normaliser, which is common to a
-row's u, enters by its square: so close distributions lose no digits, and equal ones give exactly 0.
+The sums are equal, because w and o each sum to 1. No term is negative, and an error of either log-sum-exp, which is
+common to all u of a row, enters only squared. So close distributions lose no precision, and equal ones give exactly 0.
 """
 
 import torch
@@ -17,7 +17,7 @@ from xent.core.chunks import rows_per_block
 
 __all__ = ["plain_rows"]
 
-_PASSES = 6  # arrays of a block's size that are alive at one time
+_PASSES = 6  # arrays of a block's size that exist at one time
 
 
 def plain_rows(
@@ -69,15 +69,15 @@ def _block(
 
 
 def _entropy(call: Divergence, z: Tensor, dead: Tensor | None, acc: torch.dtype) -> Tensor:
-    """Return the student's entropy (R,), before a gradient takes the logits' place."""
+    """Return the student's entropy (R,), before the gradient overwrites the logits."""
     log_p = torch.log_softmax(_activated(z.to(acc), call.softcap, call.logit_scale, False)[0], -1)
-    # p is 0 far above -1000, and 0 times infinity would be NaN.
+    # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
     found = 0 - (log_p.exp() * log_p.clamp(min=-1000)).sum(-1)
     return found if dead is None else found.masked_fill(dead, 0)
 
 
 def _activated(z: Tensor, softcap: float | None, scale: float, slope: bool) -> tuple[Tensor, Tensor | None]:
-    """Return x, and 1 - tanh^2 where a slope is wanted and is not 1."""
+    """Return x, and with `slope` 1 - tanh^2; None instead if there is no softcap."""
     x = z if scale == 1 else z * scale
     if softcap is None:
         return x, None
@@ -86,8 +86,8 @@ def _activated(z: Tensor, softcap: float | None, scale: float, slope: bool) -> t
 
 
 def _between(beta: float, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence (R,) of full distributions, and its derivative (R, V) with respect to x where wanted."""
-    # A softmax is nearer to the truth than the exponential of its rounded logarithm.
+    """Return the divergence (R,) of full distributions, and if `wanted` its derivative (R, V) with respect to x."""
+    # A softmax is more accurate than the exponential of the rounded log-softmax.
     p, q = torch.softmax(x, -1), torch.softmax(t, -1)
     log_p, log_q = torch.log_softmax(x, -1), torch.log_softmax(t, -1)
     if beta == 0:
@@ -95,7 +95,7 @@ def _between(beta: float, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, T
     apart = log_q - log_p
     if beta == 1:
         return _gaps(p, q, apart).sum(-1), _pulled(p, apart) if wanted else None
-    # log m - log p = log((1 - beta) + beta e^apart), and log m - log q alike, from the larger of p and q.
+    # log m - log p = log((1 - beta) + beta e^apart), and similarly log m - log q; start from the larger of p and q.
     share = torch.where(apart > 0, apart.new_full((), 1 - beta), apart.new_full((), beta))
     common = torch.log1p(share * torch.expm1(-apart.abs()))
     from_p, from_q = common + apart.clamp(min=0), common - apart.clamp(max=0)
@@ -105,17 +105,17 @@ def _between(beta: float, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, T
 
 
 def _gaps(w: Tensor, o: Tensor, u: Tensor) -> Tensor:
-    """Return w (e^u - 1 - u) for o = w e^u, as o - w - w u where e^u is large; o where w is 0."""
+    """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
     near = u.clamp(max=1)
     gap = torch.where(u > 1, o - w - w * u, w * (torch.expm1(near) - near).clamp(min=0))
     return torch.where(w == 0, o, gap)
 
 
 def _pulled(p: Tensor, u: Tensor) -> Tensor:
-    """Return p (sum_c p_c u_c - u); 0 where p is.
+    """Return p (sum_c p_c u_c - u); 0 where p is 0.
 
-    u is taken relative to that of the most probable class: where that has nearly all probability, what it differs from
-    the mean by is much smaller than either.
+    u of the most probable class is subtracted from u first: if that class has nearly all probability, its u differs
+    from the mean by much less than either is, and the difference would cancel.
     """
     u = u - u.gather(1, p.argmax(-1, keepdim=True))
     mean = torch.where(p == 0, 0, p * u).sum(-1, keepdim=True)
@@ -123,7 +123,7 @@ def _pulled(p: Tensor, u: Tensor) -> Tensor:
 
 
 def _from_top_k(tail: str, x: Tensor, teacher: TopK, wanted: bool) -> tuple[Tensor, Tensor | None]:
-    """Return the divergence (R,) from K classes of each row, and its derivative (R, V) where wanted."""
+    """Return the divergence (R,) from K classes of each row, and if `wanted` its derivative (R, V)."""
     log_p = torch.log_softmax(x, -1)
     known = teacher.log_q != -torch.inf
     inside = known & (teacher.ids >= 0) & (teacher.ids < log_p.shape[1])
@@ -138,12 +138,12 @@ def _from_top_k(tail: str, x: Tensor, teacher: TopK, wanted: bool) -> tuple[Tens
         if not wanted:
             return found, None
         return found, (torch.softmax(x, -1) * mass[:, None]).scatter_add_(1, ids, -q)
-    # Entries for no class have +inf, which leaves what they point to as it is.
+    # Padding entries have +inf, which does not change the class that they point to.
     removed = torch.where(known, -torch.inf, torch.inf).to(log_p.dtype)
     others = log_p.scatter_reduce(1, ids, removed, "amin")
     log_p_left = others.logsumexp(-1)
     left = (1 - mass).clamp(min=0)
-    # What rounding leaves, where no class could have it.
+    # The remaining mass is only rounding if no other class can have it.
     left = left.masked_fill((log_p_left == -torch.inf) & (left <= teacher.tolerance), 0)
     p_k = torch.where(known, log_p_k.exp(), 0)
     cells = torch.where(known, _gaps(q, p_k, log_p_k - log_q), 0).sum(-1)

@@ -1,4 +1,4 @@
-"""What a backend registers for divergences: the steps of a block of rows whose logits are there."""
+"""The function that a backend registers for divergences: it computes a block of rows from logits of both sides."""
 
 from typing import Protocol
 
@@ -12,7 +12,7 @@ __all__ = ["STEPS", "Steps"]
 
 
 class Steps(Protocol):
-    """Takes a block of rows."""
+    """Computes a block of rows."""
 
     def __call__(
         self,
@@ -24,15 +24,13 @@ class Steps(Protocol):
         grad: Tensor | None,
         entropy: Tensor | None,
     ) -> None:
-        """Write the weighted losses (R,) to `loss` and the gradient with respect to `z` to `grad`, where asked.
+        """Write the weighted losses (R,) to `loss`, and if not None the gradient to `grad` and entropies to `entropy`.
 
-        `entropy` (R,), where asked, gets the student's, 0 in dead rows.
-
-        `z` (R, V) are the student's raw logits and `teacher` (R, V) those of the teacher, both with contiguous rows, in
-        any float dtypes. `loss` and `entropy` have the accumulation dtype. `grad` (R, V), with contiguous rows, may be
-        `z` itself.
+        `z` (R, V) are the student's raw logits and `teacher` (R, V) those of the teacher, both with contiguous rows and
+        of any float dtypes. `loss` and `entropy` (R,) have the accumulation dtype; the student's entropy is 0 in dead
+        rows. `grad` (R, V), with contiguous rows, is the gradient with respect to `z`, and may be `z` itself.
         """
 
 
 STEPS: dict[str, Steps] = {"torch": plain_rows, "metal": plain_rows}
-"""By backend. Metal has no kernels for divergences: PyTorch's own operations serve them there."""
+"""Backend -> its steps. Metal has no kernels for divergences and uses PyTorch's own operations."""
