@@ -62,6 +62,7 @@ def triton_rows(
         **student,
         "TEACHER_SCALED": call.teacher_scale != 1,
         "TEACHER_CAPPED": call.teacher_softcap is not None,
+        "ALIGNED": all(_is_aligned(matrix) for matrix in (z, teacher, grad) if matrix is not None),
         "BLOCK": block,
     }
     weights = (float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
@@ -69,6 +70,12 @@ def triton_rows(
     # What is relative to one class is 0 for it to the last bit where code for one class rounds as that for many does.
     fusion: dict[str, int] = {"enable_fp_fusion": False} if exact else {}
     launch(divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps, **fusion)
+
+
+def _is_aligned(matrix: Tensor) -> bool:
+    """Whether all rows begin and end on boundaries of 16 bytes, of 8 elements at least."""
+    pitch = matrix.stride(0) * matrix.itemsize
+    return matrix.shape[1] % 8 == 0 and pitch % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _bits(ids: Tensor, log_q: Tensor, vocabulary: int) -> Tensor:

@@ -1,8 +1,8 @@
 """Divergence and gradient of rows whose logits of both sides are there, in one launch, a program a row.
 
-The first look adds up the exponentials of both sides, relative to the largest logit so far. The second, from the row's
-end, which the caches still hold, adds up the divergence and writes the gradient; mixtures need a third for it, as
-KL(p || m) is in every class's gradient and m is not known before the first is over. With d = t - x::
+The first look adds up the exponentials of both sides, relative to the largest logit of the first block. The second,
+from the row's end, which the caches still hold, adds up the divergence and writes the gradient; mixtures need a third
+for it, as KL(p || m) is in every class's gradient and m is not known before the first is over. With d = t - x::
 
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
@@ -19,6 +19,10 @@ from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, slope
 
 __all__ = ["divergence_kernel", "read"]
+
+# Sums between these are relative to a logit near the largest.
+NEAR = tl.constexpr(0.5)
+FAR_ABOVE = tl.constexpr(1e8)
 
 
 @triton.jit
@@ -70,6 +74,7 @@ def divergence_kernel(
     CAPPED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows of both sides and of the gradient begin and end on boundaries of 16 bytes
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring."""
@@ -78,6 +83,9 @@ def divergence_kernel(
     place = student  # or where the gradient goes
     if grad is not None:
         place = grad + here * grad_row
+    if ALIGNED:
+        z_row, t_row, place = tl.multiple_of(z_row, 16), tl.multiple_of(t_row, 16), tl.multiple_of(place, 16)
+        vocabulary = vocabulary // 8 * 8  # as it is, and the compiler knows
     is_dead = False
     if dead is not None:
         is_dead = tl.load(dead + here) != 0
@@ -92,37 +100,69 @@ def divergence_kernel(
                 nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
                 tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
     else:
-        m_p, m_q = -float("inf"), -float("inf")
+        # Relative to the largest logits of the first block, unless that is far from the largest of all.
+        _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+        _t, t = read(t_row, 0, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED)
+        m_p, m_q = finite(tl.max(x, 0)), finite(tl.max(t, 0))
         s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
+        best, best_t = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
         offset = 0.0
-        top = 0.0  # the teacher's logit of the student's most probable class so far
+        top = 0.0  # the teacher's logit of the student's most probable class
+        if REVERSE:
+            # The mean of d in the first block: what is added up is small, and so is its rounding.
+            e = exp(x - m_p)
+            some = tl.sum(e, 0)
+            offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
         for first in range(0, last + 1, BLOCK):
             _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
             _t, t = read(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
             )
-            # A row of -inf so far has nothing to rescale; NaN passes into the sums.
-            largest_p = tl.maximum(m_p, tl.max(x, 0))
-            largest_q = tl.maximum(m_q, tl.max(t, 0))
-            shrink = exp(m_p - finite(largest_p))
-            e = exp(x - finite(largest_p))
-            s_p = s_p * shrink + e
-            s_q = s_q * exp(m_q - finite(largest_q)) + exp(t - finite(largest_q))
+            e = exp(x - m_p)
+            s_p += e
+            s_q += exp(t - m_q)
             if REVERSE:
-                if first == 0:
-                    # The mean of d in the first block: what is added up is small, and so is its rounding.
-                    some = tl.sum(e, 0)
-                    offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
-                mean = mean * shrink + tl.where(e == 0, 0.0, e * (t - x - offset))
+                mean += tl.where(e == 0, 0.0, e * (t - x - offset))
             elif EXACT and not FORWARD:
-                block_top = tl.max(tl.where(x == largest_p, t, -float("inf")), 0)
-                top = tl.where(largest_p > m_p, block_top, top)
-            m_p, m_q = largest_p, largest_q
-        m_p, m_q = finite(m_p), finite(m_q)
+                best_t = tl.where(x > best, t, best_t)
+                best = tl.maximum(best, x)
+        if EXACT and not FORWARD and not REVERSE:
+            top = tl.max(tl.where(best == tl.max(best, 0), best_t, -float("inf")), 0)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
+        if ((z_p >= NEAR) & (z_p < FAR_ABOVE) & (z_q >= NEAR) & (z_q < FAR_ABOVE)) == 0:
+            m_p, m_q = -float("inf"), -float("inf")
+            s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            mean = tl.zeros([BLOCK], tl.float32)
+            offset = 0.0
+            top = 0.0
+            for first in range(0, last + 1, BLOCK):
+                _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                _t, t = read(
+                    t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                )
+                # A row of -inf so far has nothing to rescale; NaN passes into the sums.
+                largest_p = tl.maximum(m_p, tl.max(x, 0))
+                largest_q = tl.maximum(m_q, tl.max(t, 0))
+                shrink = exp(m_p - finite(largest_p))
+                e = exp(x - finite(largest_p))
+                s_p = s_p * shrink + e
+                s_q = s_q * exp(m_q - finite(largest_q)) + exp(t - finite(largest_q))
+                if REVERSE:
+                    if first == 0:
+                        # The mean of d in the first block: what is added up is small, and so is its rounding.
+                        some = tl.sum(e, 0)
+                        offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
+                    mean = mean * shrink + tl.where(e == 0, 0.0, e * (t - x - offset))
+                elif EXACT and not FORWARD:
+                    block_top = tl.max(tl.where(x == largest_p, t, -float("inf")), 0)
+                    top = tl.where(largest_p > m_p, block_top, top)
+                m_p, m_q = largest_p, largest_q
+            m_p, m_q = finite(m_p), finite(m_q)
+            z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
         # log q - log p = (t - m_q) - (x - m_p) - shift, where the likeliest classes' differences are exact
         shift = tl.log(z_q) - tl.log(z_p)
+        share_p, share_q = tl.div_rn(1.0, z_p), tl.div_rn(1.0, z_q)
         pull = 0.0
         if REVERSE:
             pull = tl.sum(mean, 0) / z_p
@@ -143,7 +183,7 @@ def divergence_kernel(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
             )
             x_apart, t_apart = x - m_p, t - m_q
-            p, q = exp(x_apart) / z_p, exp(t_apart) / z_q
+            p, q = exp(x_apart) * share_p, exp(t_apart) * share_q
             if entropy is not None:
                 surprise += tl.where(p == 0, 0.0, p * (m_p - x))
             if FORWARD:
@@ -172,7 +212,7 @@ def divergence_kernel(
                     _t, t = read(
                         t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
                     )
-                    p = exp(x - m_p) / z_p
+                    p = exp(x - m_p) * share_p
                     apart = (t - m_q) - (x - m_p) - shift
                     g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0) - offset, pull)
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
