@@ -69,7 +69,9 @@ def triton_rows(
     sides = (z, z.stride(0), teacher, teacher.stride(0))
     # What is relative to one class is 0 for it to the last bit where code for one class rounds as that for many does.
     fusion: dict[str, int] = {"enable_fp_fusion": False} if exact else {}
-    launch(divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps, **fusion)
+    launch(
+        divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps, maxnreg=64, **fusion
+    )
 
 
 def _is_aligned(matrix: Tensor) -> bool:

@@ -72,22 +72,25 @@ def planned(names: list[str] | None = None) -> list[Work]:
 
 def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
     """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
+    everywhere: list[AnyCase] = []
+    reaching: list[AnyCase] = []
     if function.endswith("divergence"):
-        cases = divergence_cases(function, dtype)
-        return [], cases if dtype not in _NARROW else cases[_NARROW.index(dtype) :: 2]
-    everywhere = option_cases(function, dtype) + shape_cases(function, dtype)
-    return _in_turn(everywhere, dtype), harness.reaching(function, dtype)
+        reaching += divergence_cases(function, dtype)[:: 1 if dtype not in _NARROW else 2]
+    else:
+        everywhere += _in_turn(option_cases(function, dtype) + shape_cases(function, dtype), dtype)
+        reaching += harness.reaching(function, dtype)
+    # The kernels of float16 are those of bfloat16 but for a conversion, and are compiled again.
+    return (everywhere[::2], reaching[::2]) if dtype == _NARROW[-1] else (everywhere, reaching)
 
 
 def _in_turn(cases: list[Case], dtype: str) -> list[Case]:
-    """Return all cases; in 16-bit dtypes, for which as much would be compiled again, one reduction of each in turn."""
+    """Return all cases; in 16-bit dtypes one reduction of each in turn."""
     if dtype not in _NARROW:
         return cases
     named: dict[str, list[Case]] = {}
     for case in cases:
         named.setdefault(case.name, []).append(case)
-    start = _NARROW.index(dtype)
-    return [same[(start + place) % len(same)] for place, same in enumerate(named.values())]
+    return [same[place % len(same)] for place, same in enumerate(named.values())]
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
