@@ -20,7 +20,7 @@ from xent.core.check.shapes import shape_cases
 __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table"]
 
 _FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
-_NARROW = ("bfloat16", "float16")
+_DTYPES = ("float32", "bfloat16", "float16")
 _CASES_OF_A_PROCESS = 8  # at a time; neighbours run the same compiled kernels
 AnyCase = Case | DivergenceCase
 Judged = tuple[list[Comparison], list[str]]
@@ -71,26 +71,32 @@ def planned(names: list[str] | None = None) -> list[Work]:
 
 
 def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
-    """Return the cases that every backend has, and those that reach the kernels and loops of this device."""
-    everywhere: list[AnyCase] = []
-    reaching: list[AnyCase] = []
+    """Return the cases that every backend has, and those that reach the kernels and loops of this device.
+
+    The tests' matrix has all cases in all dtypes. Here kernels are compiled for each dtype, option and reduction, which
+    takes most of the time: each option has float32 and bfloat16, with other reductions in each, and float16 has a part.
+    """
     if function.endswith("divergence"):
-        reaching += divergence_cases(function, dtype)[:: 1 if dtype not in _NARROW else 2]
-    else:
-        everywhere += _in_turn(option_cases(function, dtype) + shape_cases(function, dtype), dtype)
-        reaching += harness.reaching(function, dtype)
-    # The kernels of float16 are those of bfloat16 but for a conversion, and are compiled again.
-    return (everywhere[::2], reaching[::2]) if dtype == _NARROW[-1] else (everywhere, reaching)
+        cases = divergence_cases(function, dtype)
+        return [], cases if dtype == "float64" else cases[_DTYPES.index(dtype) % 2 :: 2 if dtype != "float16" else 4]
+    everywhere = option_cases(function, dtype) + shape_cases(function, dtype)
+    reaching = harness.reaching(function, dtype)
+    if dtype == "bfloat16":
+        return _in_turn(everywhere, 1), reaching
+    if dtype == "float16":
+        return _in_turn(everywhere, 1)[::4], reaching[::2]
+    return (_in_turn(everywhere, 2), reaching[::2]) if dtype == "float32" else (everywhere, reaching)
 
 
-def _in_turn(cases: list[Case], dtype: str) -> list[Case]:
-    """Return all cases; in 16-bit dtypes one reduction of each in turn."""
-    if dtype not in _NARROW:
-        return cases
+def _in_turn(cases: list[Case], each: int) -> list[Case]:
+    """Return so many reductions of each case, in turn."""
     named: dict[str, list[Case]] = {}
     for case in cases:
         named.setdefault(case.name, []).append(case)
-    return [same[place % len(same)] for place, same in enumerate(named.values())]
+    chosen = []
+    for place, same in enumerate(named.values()):
+        chosen += [same[(place + more) % len(same)] for more in range(min(each, len(same)))]
+    return chosen
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
