@@ -218,10 +218,16 @@ def _rolled(run: _Run, values: Any, sign: int) -> Any:
 
 
 def _exact(run: _Run) -> Results:
-    """Compute the results on logits that are wide from their product on."""
-    wide = [run.harness.array(run.harness.numpy(array), run.wide) for array in run.arrays]
-    logits = run.harness.linear(*wide, *(None,) * (3 - len(wide)))
-    return dict(zip(run.case.results, map(run.harness.numpy, _of_logits(run, logits, {})), strict=True))
+    """Compute results from logits that are wide from their product on, and their gradients, rounded at the end."""
+    harness = run.harness
+
+    def unfused(*given: Any) -> tuple[Any, ...]:
+        return _of_logits(run, harness.linear(*given, *(None,) * (3 - len(given))), {})
+
+    wide = tuple(harness.array(harness.numpy(array), run.wide) for array in run.arrays)
+    results, gradients = harness.gradients(unfused, wide, run.upstream)
+    rounded = [harness.array(harness.numpy(grad), run.case.dtype) for grad in gradients]
+    return run.named((results, rounded))
 
 
 def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
