@@ -127,7 +127,7 @@ def divergence_kernel(
             elif EXACT and not FORWARD:
                 best_t = tl.where(x > best, t, best_t)
                 best = tl.maximum(best, x)
-        if EXACT and not FORWARD and not REVERSE:
+        if EXACT and not (FORWARD or REVERSE):
             top = tl.max(tl.where(best == tl.max(best, 0), best_t, -float("inf")), 0)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
         if ((z_p >= NEAR) & (z_p < FAR_ABOVE) & (z_q >= NEAR) & (z_q < FAR_ABOVE)) == 0:
