@@ -5,10 +5,12 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
 
+from tests.cases import DTYPES
 from tests.targets import Target
 from xent.__main__ import main
 from xent.backends import TABLE
@@ -57,7 +59,7 @@ def test_long_cases_are_named_with_their_reason() -> None:
 class Watched:
     """A harness whose device has two kernels, of which one runs."""
 
-    dtypes, kernels, processes = ("float32",), ("first", "second"), 1
+    dtypes, kernels, processes = ("float64",), ("first", "second"), 1
 
     def __init__(self) -> None:
         self.has_passed = False
@@ -79,8 +81,24 @@ def work(harness: Any, monkeypatch: pytest.MonkeyPatch) -> Work:
     monkeypatch.setattr(report, "option_cases", lambda *names: option_cases(*names)[:2])
     monkeypatch.setattr(report, "shape_cases", lambda *names: [])
     backend: Any = type("Backend", (), {"name": "some"})()
-    kinds = [(function, "float32") for function in FUNCTIONS[:2]]
+    kinds = [(function, "float64") for function in FUNCTIONS[:2]]
     return Work(backend, "chip", harness, {kind: report.cases_of(harness, *kind) for kind in kinds})
+
+
+@pytest.mark.parametrize("function", [*FUNCTIONS, "divergence", "linear_divergence"])
+def test_every_case_is_checked_in_some_dtype(function: str) -> None:
+    """In float64 all are; in the others each option, with other reductions in each."""
+    harness = Watched()
+    every = {dtype: [*map(str, chain(*report.cases_of(harness, function, dtype)))] for dtype in DTYPES}
+    alike = {dtype: {text.replace(dtype, "any") for text in every[dtype]} for dtype in DTYPES}
+    for dtype in ("float32", "bfloat16", "float16"):
+        assert alike[dtype] <= alike["float64"], dtype
+    if not function.endswith("divergence"):
+        options = {case.name for case in report.cases_of(harness, function, "float64")[0]}
+        for dtype in ("float32", "bfloat16"):
+            assert {case.name for case in report.cases_of(harness, function, dtype)[0]} == options
+    if function in FUNCTIONS[:2]:
+        assert alike["float32"] != alike["bfloat16"]
 
 
 def test_the_last_sentence_says_which_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +109,7 @@ def test_the_last_sentence_says_which_kernels_ran(monkeypatch: pytest.MonkeyPatc
     lines = list(check_all([planned_work], told.append))
     assert [line.cases for line in lines] == [3, 3]
     assert len(told) == 6
-    assert told[2] == "some on chip: cross_entropy-2x40000-float32-mean-long"
+    assert told[2] == "some on chip: cross_entropy-2x40000-float64-mean-long"
     expected = "All 6 cases passed; some on chip ran first with 512 threads (not reached: second)."
     assert summary([planned_work], lines) == expected
     assert harness.has_passed

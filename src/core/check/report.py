@@ -81,22 +81,19 @@ def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence
         return [], cases if dtype == "float64" else cases[_DTYPES.index(dtype) % 2 :: 2 if dtype != "float16" else 4]
     everywhere = option_cases(function, dtype) + shape_cases(function, dtype)
     reaching = harness.reaching(function, dtype)
+    if dtype == "float32":
+        return _in_turn(everywhere, 0), reaching[::2]
     if dtype == "bfloat16":
         return _in_turn(everywhere, 1), reaching
-    if dtype == "float16":
-        return _in_turn(everywhere, 1)[::4], reaching[::2]
-    return (_in_turn(everywhere, 2), reaching[::2]) if dtype == "float32" else (everywhere, reaching)
+    return (_in_turn(everywhere, 2)[::4], reaching[::2]) if dtype == "float16" else (everywhere, reaching)
 
 
-def _in_turn(cases: list[Case], each: int) -> list[Case]:
-    """Return so many reductions of each case, in turn."""
+def _in_turn(cases: list[Case], start: int) -> list[Case]:
+    """Return one reduction of each case, another for each next one."""
     named: dict[str, list[Case]] = {}
     for case in cases:
         named.setdefault(case.name, []).append(case)
-    chosen = []
-    for place, same in enumerate(named.values()):
-        chosen += [same[(place + more) % len(same)] for more in range(min(each, len(same)))]
-    return chosen
+    return [same[(start + place) % len(same)] for place, same in enumerate(named.values())]
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
