@@ -112,6 +112,7 @@ def gradient_kernel(
     else:
         whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
         z_y = tl.load(logits + begin + y).to(tl.float32)
+        tl.debug_barrier()  # the gradient may take the logits' memory
         m = tl.load(norm + row)
         others = tl.load(norm + count + row)
         total = tl.load(norm + 2 * count + row)
