@@ -79,7 +79,7 @@ def make_tables(records: Sequence[Record]) -> Iterator[Table]:
     if any(_peak(record) for record in records):
         yield _table("Peak memory above the inputs, MiB", records, _peak)
     if any(record.loss_error is not None for record in records):
-        yield _table("Relative error of the loss", records, _loss_error)
+        yield _table("Error of the loss, in nats; of a log-probability the largest", records, _loss_error)
     if any(_gradient_error(record) for record in records):
         yield _table("Largest relative error of a gradient; x: multiple of the unfused error", records, _gradient_error)
 

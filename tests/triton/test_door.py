@@ -113,6 +113,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "odd width": ({"width": 60}, {}),
     "a softcap that hardly bends": ({}, {"softcap": LARGEST_SOFTCAP + 1.0}),
     "a classifier apart": ({"apart": True}, {}),
+    "odd width between even pitches": ({"width": 60, "pitch": 64}, {}),
 }
 
 
@@ -122,8 +123,9 @@ def test_what_the_product_kernel_takes(hopper: SimpleNamespace, monkeypatch: pyt
     monkeypatch.setattr(product, "_fold", lambda hidden, *_: launched.append(len(hidden)))
     shape, options = REFUSED.get(name, ({}, {}))
     dtype, width, classes = shape.get("dtype", torch.bfloat16), shape.get("width", 64), shape.get("classes", 300)
-    hidden = torch.empty(1700, width, dtype=dtype).as_subclass(Cuda)
-    weight = torch.empty(classes, width + 1 if "apart" in shape else width, dtype=dtype)[:, :width]
+    pitch = shape.get("pitch", width)
+    hidden = torch.empty(1700, pitch, dtype=dtype)[:, :width].as_subclass(Cuda)
+    weight = torch.empty(classes, width + 1 if "apart" in shape else pitch, dtype=dtype)[:, :width]
     assert serves(hidden, weight, LossSpec(**options)) == (name == "")
     if not name:
         target, sums = torch.zeros(1700, dtype=torch.int32), torch.empty(2, 1700)

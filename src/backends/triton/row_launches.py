@@ -153,4 +153,5 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
         },
         num_warps=max(min(size * logits.itemsize // 1024, 8), 1),
         maxnreg=64,
+        **place.options(),
     )

@@ -35,6 +35,8 @@ def serves(hidden: Tensor, classifier: Tensor, spec: LossSpec) -> bool:
         return False
     if (spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP) or len(classifier) < _CLASSES:
         return False
+    if hidden.shape[1] * hidden.itemsize % 16 != 0:  # a copy of such rows could not be copied again
+        return False
     return can_be_copied(copyable(hidden)) and can_be_copied(classifier)
 
 
@@ -122,7 +124,7 @@ def gradient_product(
         gradient_product_kernel,
         hopper_multiprocessors(hidden.device.index),
         (
-            *_factors(copyable(hidden), classifier),
+            *_factors(copyable(hidden), copyable(classifier)),
             classes,
             coefficients,
             grad,
