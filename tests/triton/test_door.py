@@ -125,8 +125,8 @@ def test_what_the_product_kernel_takes(hopper: SimpleNamespace, monkeypatch: pyt
     dtype, width, classes = shape.get("dtype", torch.bfloat16), shape.get("width", 64), shape.get("classes", 300)
     pitch = shape.get("pitch", width)
     hidden = torch.empty(1700, pitch, dtype=dtype)[:, :width].as_subclass(Cuda)
-    weight = torch.empty(classes, width + 1 if "apart" in shape else pitch, dtype=dtype)[:, :width]
-    assert serves(hidden, weight, LossSpec(**options)) == (name == "")
+    weight = torch.empty(classes, width + 1 if "apart" in shape else pitch, dtype=dtype)[:, :width].as_subclass(Cuda)
+    assert serves(weight, LossSpec(**options)) == (name == "")
     if not name:
         target, sums = torch.zeros(1700, dtype=torch.int32), torch.empty(2, 1700)
         fold_product(hidden, weight, LossSpec(), target, *sums, None, 1)

@@ -206,13 +206,23 @@ def test_gradients_without_logits(target: Target, stand_ins: list[str], options:
     ],
 )
 @pytest.mark.parametrize("with_loss", [True, False])
+@pytest.mark.parametrize("leaves_out", [True, False])
 def test_gradients_of_statistics_without_logits(
-    target: Target, stand_ins: list[str], name: str, statistics: tuple[str, ...], with_loss: bool
+    target: Target,
+    stand_ins: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    statistics: tuple[str, ...],
+    with_loss: bool,
+    leaves_out: bool,
 ) -> None:
-    """Of rows of weight 0 too, in two chunks, with ignored rows of NaN."""
+    """Of rows of weight 0 too, in two chunks, with an ignored row of NaN that is left out or, as in a graph, is not."""
+    if not leaves_out:
+        monkeypatch.setattr(job.TritonJob, "partition", lambda self, several: (None, self.count))
     torch.manual_seed(0)
     rows, width, vocabulary = 9, 64, 320
     leaves = [torch.randn(rows, width), torch.randn(vocabulary, width) / 8]
+    leaves[0][2] = torch.nan
     leaves = [leaf.to(target.device, torch.bfloat16).requires_grad_() for leaf in leaves]
     classes = torch.randint(vocabulary, (rows,), device=target.device)
     classes[2] = -100

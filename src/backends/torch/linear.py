@@ -26,7 +26,7 @@ class Forward(NamedTuple):
     """Of a reduced loss; empty tensors where nobody asks for them."""
     stats: list[Tensor]
     norm: Tensor | None
-    """(3, N), which spares `backward` the logits; None where it needs them."""
+    """(3, N): with it `backward` needs no stored logits. None if this backend or call has no such way."""
 
 
 def forward(linear: Linear, options: Options) -> Forward:
@@ -61,7 +61,7 @@ def backward(
 
 
 def _without_logits(linear: Linear, job: Job, norm: Tensor, entropy: Tensor | None) -> list[Tensor]:
-    """Compute the gradients chunk by chunk, of which those of the logits alone take memory."""
+    """Compute the gradients chunk by chunk. A chunk stores the gradient of its logits, but not the logits."""
     step = linear.rows_per_chunk()
     schedule = Schedule(job, step)
     gradients = Gradients(linear.padded, schedule)

@@ -1,4 +1,4 @@
-"""What the gradient of a row's logits is made of, found from the row's sums before there are logits."""
+"""Per-row coefficients of the gradient of the logits, computed from the row's sums without the logits."""
 
 import triton.language as tl
 
@@ -45,7 +45,7 @@ def coefficients_kernel(
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """Find those of one row, of losses that are not reduced."""
+    """Compute the coefficients of one row of a loss with reduction "none"."""
     TILTED: tl.constexpr = entropy_upstream is not None
     STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     here = tl.program_id(0).to(tl.int64)

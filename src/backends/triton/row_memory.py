@@ -18,9 +18,9 @@ def fetch(row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def fetch_if(wanted, row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Return what `fetch` does of a row that is wanted, else -inf.
+    """Return the same as `fetch` if the row is wanted, else -inf.
 
-    A branch would have to wait for everything that decides it; these loads wait for `wanted` alone.
+    The loads can start as soon as `wanted` is known, before a branch that depends on more.
     """
     lanes = first + tl.arange(0, BLOCK)
     return tl.load(row + lanes, mask=(lanes < whole) & wanted, other=-float("inf"), eviction_policy=POLICY)

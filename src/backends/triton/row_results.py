@@ -29,9 +29,10 @@ def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq,
 
 @triton.jit
 def take_ticket(counter):
-    """Return how many programs had stored their row's loss before this one, which has.
+    """Return how many programs stored their row's loss before this program, which has stored its own.
 
-    To acquire what the others stored would empty the L1 cache, which holds the row: the last program does that alone.
+    An atomic with acquire semantics would empty the L1 cache, which holds the row. Only the last program acquires, in
+    `see_all`.
     """
     tl.debug_barrier()
     return tl.atomic_add(counter, 1.0, sem="release")

@@ -147,7 +147,7 @@ def rows_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (vocabulary + off - 1) // BLOCK * BLOCK  # where the last block begins
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
-    # Loads that the row begins with are under way before it is known that it is computed.
+    # The first loads need the target alone: they start before the branch, which needs all facts of the row.
     wanted = ~ignored
     first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
     lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)

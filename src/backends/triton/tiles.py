@@ -30,11 +30,11 @@ class Sums(NamedTuple):
 
 
 def stores_no_logits(linear: Linear, facts: Facts) -> bool:
-    """Whether a Hopper GPU's products find the sums of rows and the gradients of their logits."""
+    """Whether the products for Hopper GPUs compute the sums of rows and the gradients of their logits."""
     if facts.probabilities is not None or facts.support is not None or facts.spec.label_smoothing != 0:
         return False
     apart = linear.classifier_bias is not None or facts.bend is not None
-    return not apart and serves(linear.hidden.to(linear.compute), linear.classifier, facts.spec)
+    return not apart and serves(linear.classifier, facts.spec)
 
 
 def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
@@ -60,7 +60,7 @@ def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
     )
     hidden = linear.hidden.to(linear.compute)
     found = sums
-    # Exact calls have the same bits whatever else is asked for, which takes a second product then.
+    # An exact call has the same bits whatever statistics it returns. Those that the product lacks take a second one.
     if stores_no_logits(linear, facts) and (spec.exact or all(memory is None for memory in sums[3:])):
         fold_product(hidden, linear.classifier, spec, classes, peaks, totals, sums.mixed, linear.workspace)
         if all(memory is None for memory in sums[3:]):

@@ -1,8 +1,8 @@
 """The gradient of logits on Hopper, in Gluon, from hidden states and each row's sums: a product that stores no logits.
 
-Tiles are made as in `product_kernel`. When a tile is complete a consumer turns its logits, in registers and in float32,
-into their gradients, and writes these alone. What a row's gradient is made of was found beforehand
-(`coefficients_kernel`): for a class c that is not the target,
+Tiles are computed as in `product_kernel`. When a tile is complete, a consumer turns its float32 logits, which are in
+registers, into gradients, and stores only these. `coefficients_kernel` has computed each row's coefficients. For a
+class c that is not the target,
 
     g_c = e^(x_c - m) (factor + tilt log2(e) (x_c - m)) dx_c/dz_c.
 """

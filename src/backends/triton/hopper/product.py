@@ -1,7 +1,7 @@
-"""Whether Hopper's products serve a linear loss, and how they are launched.
+"""Which linear losses the two matrix products for Hopper GPUs serve, and how they are launched.
 
-`fold_product` finds the sums of rows, `gradient_product` the gradients of their logits; neither stores a logit. They
-know no bias and no temperature of each row.
+`fold_product` computes the sums of rows, `gradient_product` the gradients of their logits. Neither stores a logit. They
+support no bias and no per-row temperature.
 """
 
 from typing import Any
@@ -29,15 +29,14 @@ _SUMS_BYTES = 32 * 2**20  # of all chunks of a launch
 _JOINED = 32  # rows
 
 
-def serves(hidden: Tensor, classifier: Tensor, spec: LossSpec) -> bool:
-    """Whether the kernels take hidden (N, D) and classifier (V, D), both of the compute dtype."""
-    if hidden.device.type != "cuda" or not hopper_multiprocessors(hidden.device.index):
+def serves(classifier: Tensor, spec: LossSpec) -> bool:
+    """Whether the kernels take a classifier (V, D), and hidden states (N, D) of its dtype and any strides."""
+    if classifier.device.type != "cuda" or not hopper_multiprocessors(classifier.device.index):
         return False
     if (spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP) or len(classifier) < _CLASSES:
         return False
-    if hidden.shape[1] * hidden.itemsize % 16 != 0:  # a copy of such rows could not be copied again
-        return False
-    return can_be_copied(copyable(hidden)) and can_be_copied(classifier)
+    # Hidden states may have to be made contiguous: then their rows are D elements apart.
+    return can_be_copied(classifier) and classifier.shape[1] * classifier.itemsize % 16 == 0
 
 
 def fold_product(
@@ -50,10 +49,10 @@ def fold_product(
     mixed: Tensor | None,
     workspace: int | None,
 ) -> None:
-    """Write the largest x (N,) of each row without its target, the sum of e = e^(x - largest), and that of e log e.
+    """Write each row's largest x without its target, the sum of e = e^(x - largest), and the sum of e log e, (N,) each.
 
-    Takes the targets, `classes` (N,) int32. No logit is rounded or stored. `mixed` may be None. A row's bits do not
-    depend on the other rows.
+    `classes` (N,) int32 are the targets. `mixed`, for the sum of e log e, may be None. Logits stay in registers, in
+    float32. The bits of a row do not depend on the other rows.
     """
     hidden, (count, _) = copyable(hidden), hidden.shape
     chunks = _walk(count, classifier)[2]
