@@ -1,8 +1,8 @@
 """The results and gradients of one case, three times: of the reference, of a backend, and of the framework unfused.
 
 The unfused log-probabilities of hidden states begin with the framework's own float32 product: what is allowed to a
-log-probability is the error of float32 logits. Their gradients are allowed what those of a loss are, the error of
-logits of the case's dtype.
+log-probability is the error of float32 logits. Their gradients are allowed the error of float32 logits whose gradient is
+rounded to the case's dtype.
 """
 
 from collections.abc import Collection
@@ -218,16 +218,16 @@ def _rolled(run: _Run, values: Any, sign: int) -> Any:
 
 
 def _exact(run: _Run) -> Results:
-    """Compute results from logits that are wide from their product on, and their gradients, rounded at the end."""
-    harness = run.harness
-
-    def unfused(*given: Any) -> tuple[Any, ...]:
-        return _of_logits(run, harness.linear(*given, *(None,) * (3 - len(given))), {})
-
-    wide = tuple(harness.array(harness.numpy(array), run.wide) for array in run.arrays)
-    results, gradients = harness.gradients(unfused, wide, run.upstream)
-    rounded = [harness.array(harness.numpy(grad), run.case.dtype) for grad in gradients]
-    return run.named((results, rounded))
+    """Compute with logits that are wide from their product on. Their gradient is rounded to the case's dtype."""
+    harness, dtype = run.harness, run.case.dtype
+    wide = [harness.array(harness.numpy(array), run.wide) for array in run.arrays]
+    logits = harness.linear(*wide, *(None,) * (3 - len(wide)))
+    results, (wide_grad,) = harness.gradients(lambda given: _of_logits(run, given, {}), (logits,), run.upstream)
+    grad = harness.numpy(harness.array(harness.numpy(wide_grad), dtype))
+    hidden, classifier = map(harness.numpy, wide[:2])
+    rows = grad.reshape(-1, grad.shape[-1])
+    products = (grad @ classifier, rows.T @ hidden.reshape(len(rows), -1), rows.sum(0))
+    return run.named((results, [harness.array(product, dtype) for product in products[: len(wide)]]))
 
 
 def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
