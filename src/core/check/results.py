@@ -220,14 +220,17 @@ def _rolled(run: _Run, values: Any, sign: int) -> Any:
 def _exact(run: _Run) -> Results:
     """Compute with logits that are wide from their product on. Their gradient is rounded to the case's dtype."""
     harness, dtype = run.harness, run.case.dtype
-    wide = [harness.array(harness.numpy(array), run.wide) for array in run.arrays]
-    logits = harness.linear(*wide, *(None,) * (3 - len(wide)))
-    results, (wide_grad,) = harness.gradients(lambda given: _of_logits(run, given, {}), (logits,), run.upstream)
-    grad = harness.numpy(harness.array(harness.numpy(wide_grad), dtype))
-    hidden, classifier = map(harness.numpy, wide[:2])
-    rows = grad.reshape(-1, grad.shape[-1])
-    products = (grad @ classifier, rows.T @ hidden.reshape(len(rows), -1), rows.sum(0))
-    return run.named((results, [harness.array(product, dtype) for product in products[: len(wide)]]))
+
+    def product(*given: Any) -> Any:
+        return harness.linear(*given, *(None,) * (3 - len(given)))
+
+    def rounded(values: Any) -> Any:
+        return harness.array(harness.numpy(values), dtype)
+
+    wide = tuple(harness.array(harness.numpy(array), run.wide) for array in run.arrays)
+    results, (grad,) = harness.gradients(lambda logits: _of_logits(run, logits, {}), (product(*wide),), run.upstream)
+    _, gradients = harness.gradients(product, wide, harness.array(harness.numpy(rounded(grad)), run.wide))
+    return run.named((results, list(map(rounded, gradients))))
 
 
 def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
