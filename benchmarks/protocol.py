@@ -3,7 +3,8 @@
 Requests are the frozen dataclasses of this module. Replies are plain objects; one with the key "absent", "skipped" or
 "error" contains only the reason. On the CPU a process measures one contender (Open, FirstCall, Time, WriteTruth). On a
 GPU it measures all of them (Describe, OpenCase, Prepare, Turn). With several GPUs there is one process per GPU, and all
-get the same requests (Join first). A training step is measured in one process per variant (OpenTraining, Steps).
+get the same requests (Join first). Training steps are measured in one process, whose variants share a model
+(OpenTraining, FirstStep, PeakStep, Steps).
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from typing import Any, get_args
 from benchmarks.cases import Case
 
 __all__ = [
+    "OUT_OF_MEMORY",
     "Describe",
     "FirstCall",
+    "FirstStep",
     "Join",
     "Open",
     "OpenCase",
     "OpenTraining",
+    "PeakStep",
     "Prepare",
     "Request",
     "Steps",
@@ -30,6 +34,9 @@ __all__ = [
     "decode",
     "encode",
 ]
+
+OUT_OF_MEMORY = "out of memory"
+"""The reason with which a training process skips a step that needs more memory than there is."""
 
 
 @dataclass(frozen=True)
@@ -119,27 +126,54 @@ class Join:
 
 @dataclass(frozen=True)
 class OpenTraining:
-    """Create the model of a variant, "plain" or "patched", train it for some steps, and measure the peak of one.
+    """Create a model and its optimizer, in place of those before. Reply: {"held_bytes": int}, weights and optimizer."""
 
-    Reply: {"loss": float, "step": int or null, "total": int or null}, see `benchmarks.training.worker`.
-    """
-
-    variant: str
     model: str
-    length: int
     device: str
     dtype: str
     checkpointing: bool
 
 
 @dataclass(frozen=True)
-class Steps:
-    """Train this number of steps and synchronise once, at the end. Reply: {"seconds": float} of one step."""
+class FirstStep:
+    """Make a forward and a backward pass, without changing the weights. Reply: {"loss": float}."""
 
+    variant: str
+    length: int
+
+
+@dataclass(frozen=True)
+class PeakStep:
+    """Make a training step. Reply: {"peak": int or null, "seconds": float}; the peak includes weights and optimizer."""
+
+    variant: str
+    length: int
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Make this number of training steps and synchronise once, at the end. Reply: {"seconds": float} of one step."""
+
+    variant: str
+    length: int
     steps: int
 
 
-Request = Open | FirstCall | Time | WriteTruth | Describe | OpenCase | Prepare | Turn | Join | OpenTraining | Steps
+Request = (
+    Open
+    | FirstCall
+    | Time
+    | WriteTruth
+    | Describe
+    | OpenCase
+    | Prepare
+    | Turn
+    | Join
+    | OpenTraining
+    | FirstStep
+    | PeakStep
+    | Steps
+)
 _REQUESTS: dict[str, type[Request]] = {kind.__name__: kind for kind in get_args(Request)}
 
 

@@ -1,0 +1,121 @@
+"""The search for the longest sequence whose training step fits into a memory limit, with as few steps as possible.
+
+The peak of a step is nearly linear in the length. The search extrapolates from two lengths, makes a step at the
+predicted one, and corrects itself with its peak. It ends when the next length would be less than 3% longer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Longest", "Search", "Trial"]
+
+_MOST_TRIALS = 6
+_TOLERANCE = 0.03
+_MOST_GROWTH = 8
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A step at a length: its peak, None when memory did not suffice, and its seconds."""
+
+    length: int
+    peak: int | None
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest length that was seen to fit, None if no length did; `at_least` if the search did not end."""
+
+    length: int | None
+    at_least: bool
+
+
+class Search:
+    """The trials so far, and what follows from them. Lengths are multiples of `multiple`."""
+
+    def __init__(self, limit: int, multiple: int, first: Trial, hint: int | None) -> None:
+        """`first` was made before. `hint` is a length that another variant reached, tried before a longer one."""
+        self._limit, self._multiple, self._hint = limit, multiple, hint
+        self._complete = False
+        self.trials = [first]
+
+    def run(self, measure: Callable[[int], Trial], most_seconds: Callable[[], float]) -> None:
+        """Make trials that are not expected to take more than `most_seconds`, which is asked before each."""
+        while len(self.trials) < _MOST_TRIALS:
+            length = self._next(most_seconds())
+            if length is None:
+                return
+            self.trials.append(measure(length))
+        self._complete = self._bounds()[1] is not None
+
+    @property
+    def longest(self) -> Longest:
+        """Return the result so far."""
+        best, _ = self._bounds()
+        return Longest(best and best.length, best is not None and not self._complete)
+
+    def _bounds(self) -> tuple[Trial | None, Trial | None]:
+        """Return the longest trial that fits and the shortest one that does not."""
+        trials = sorted(self.trials, key=lambda trial: trial.length)
+        fitting = [trial for trial in trials if trial.peak is not None and trial.peak <= self._limit]
+        over = [trial for trial in trials if trial not in fitting]
+        return fitting[-1] if fitting else None, over[0] if over else None
+
+    def _next(self, most_seconds: float) -> int | None:
+        """Return the length of the next trial, or None at the end."""
+        best, over = self._bounds()
+        length = self._predicted(best, over)
+        if over is not None:
+            length = min(length, over.length - self._multiple)
+        if best is None:
+            return self._rounded(length) or None
+        enough = best.length + max(self._multiple, _TOLERANCE * best.length)
+        self._complete = self._rounded(length) < enough
+        affordable = self._rounded(min(length, self._length_within(most_seconds)))
+        return affordable if affordable >= enough else None
+
+    def _rounded(self, length: float) -> int:
+        return max(0, math.floor(length / self._multiple) * self._multiple)
+
+    def _predicted(self, best: Trial | None, over: Trial | None) -> float:
+        """Return the length whose peak should be the limit: the peak of a model is convex and almost linear."""
+        if best is not None and over is not None:
+            if over.peak is None:
+                return (best.length + over.length) / 2
+            # A second trial that does not fit shows that the peaks are not convex: aim lower.
+            too_long = sum(trial.length >= over.length for trial in self.trials)
+            return self._on_line(best, over) * (1 - _TOLERANCE) ** (too_long - 1)
+        known = self._known()
+        if best is None:
+            return self._on_line(*known[:2]) if len(known) > 1 else min(trial.length for trial in self.trials) / 2
+        length = self._on_line(*known[-2:]) if len(known) > 1 else 2.0 * best.length
+        length = min(length, _MOST_GROWTH * best.length)
+        if self._hint is not None and self._hint > (1 + _TOLERANCE) * best.length:
+            length = min(length, self._hint)
+        return length
+
+    def _known(self) -> list[Trial]:
+        """Return the trials with a peak, the shortest first."""
+        return sorted((trial for trial in self.trials if trial.peak is not None), key=lambda trial: trial.length)
+
+    def _on_line(self, first: Trial, second: Trial) -> float:
+        """Return where the line through two trials meets the limit, infinity if it falls."""
+        assert first.peak is not None
+        assert second.peak is not None
+        slope = (second.peak - first.peak) / (second.length - first.length)
+        return first.length + (self._limit - first.peak) / slope if slope > 0 else math.inf
+
+    def _length_within(self, seconds: float) -> float:
+        """Return the length of a step of these seconds; its exponent, at most 2, is that of the two longest steps."""
+        if seconds <= 0:
+            return 0.0
+        known = self._known()
+        exponent, longest = 2.0, known[-1]
+        if len(known) > 1:
+            ratio = math.log(longest.seconds / known[-2].seconds) / math.log(longest.length / known[-2].length)
+            exponent = min(max(ratio, 1.0), 2.0)
+        return longest.length * (seconds / longest.seconds) ** (1 / exponent)

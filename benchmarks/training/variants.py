@@ -1,0 +1,105 @@
+"""The variants: how a model of transformers computes its loss, unchanged or with a fused loss in place of its head.
+
+A variant is a context manager. Within it the returned function computes the loss of tokens and labels; afterwards the
+model is as before, so that all variants share one model. Only the head and the loss differ: norms, attention and the
+rest are those of transformers. A variant that cannot run raises `Absent` with the reason.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.contenders.entry import Absent
+from benchmarks.contenders.fused import find_peer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["VARIANTS"]
+
+_Loss = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+def _own_loss(model: Any) -> _Loss:
+    return lambda tokens, labels: model(tokens, labels=labels).loss
+
+
+def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
+    hidden: Tensor = model.get_decoder()(tokens, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _refuse_cpu(model: Any, name: str) -> None:
+    if model.device.type == "cpu":
+        raise Absent(f"{name} has no kernels for the CPU")
+
+
+@contextmanager
+def _plain(model: Any) -> Iterator[_Loss]:
+    yield _own_loss(model)
+
+
+@contextmanager
+def _xent(model: Any) -> Iterator[_Loss]:
+    from xent.integrations.transformers import patch
+
+    with patch(model):
+        yield _own_loss(model)
+
+
+@contextmanager
+def _liger(model: Any) -> Iterator[_Loss]:
+    """Patch the instance as Liger-Kernel's documentation says, with its fused loss and none of its other kernels."""
+    apply = find_peer("liger_kernel.transformers", f"apply_liger_kernel_to_{model.config.model_type}")
+    _refuse_cpu(model, "Liger-Kernel")
+    kernels = [name for name in inspect.signature(apply).parameters if name != "model"]
+    apply(**{name: name == "fused_linear_cross_entropy" for name in kernels}, model=model)
+    try:
+        yield _own_loss(model)
+    finally:
+        del model.forward  # that of the instance; the class has its own
+
+
+@contextmanager
+def _cce(model: Any) -> Iterator[_Loss]:
+    """Call the function on the hidden states, as `cce_patch` does, which the package on PyPI does not contain."""
+    function = find_peer("cut_cross_entropy", "linear_cross_entropy")
+    _refuse_cpu(model, "Cut Cross Entropy")
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    head = model.get_output_embeddings()
+    yield lambda tokens, labels: function(
+        _hidden_states(model, tokens), head.weight, labels, shift=True, softcap=softcap
+    )
+
+
+@contextmanager
+def _torch(model: Any) -> Iterator[_Loss]:
+    """Call PyTorch's chunked operator on the hidden states."""
+    import torch
+    from torch.nn import functional
+
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise Absent(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    if getattr(model.config, "final_logit_softcapping", None) is not None:
+        raise Absent("torch's linear_cross_entropy has no softcap")
+    options = torch.nn.LinearCrossEntropyOptions()
+    head = model.get_output_embeddings()
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        hidden = _hidden_states(model, tokens)[:, :-1].flatten(0, 1)
+        return functional.linear_cross_entropy(hidden, head.weight, labels[:, 1:].flatten(), options=options)
+
+    yield loss
+
+
+VARIANTS: Mapping[str, Callable[[Any], AbstractContextManager[_Loss]]] = {
+    "plain": _plain,
+    "xent": _xent,
+    "Liger": _liger,
+    "CCE": _cce,
+    "torch": _torch,
+}
+"""Every variant by its name, the most important ones first."""
