@@ -1,7 +1,7 @@
 """The search for the longest sequence whose training step fits into a memory limit, with as few steps as possible.
 
-The peak of a step is nearly linear in the length. The search extrapolates from two lengths, makes a step at the
-predicted one, and corrects itself with its peak. It ends when the next length would be less than 3% longer.
+The peak of a step is convex and nearly linear in the length. The search extrapolates from two lengths, makes a step at
+the predicted one, and corrects itself with its peak. It ends when the next length would be less than 3% longer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 __all__ = ["Longest", "Search", "Trial"]
 
-_MOST_TRIALS = 6
+_MOST_TRIALS = 12
 _TOLERANCE = 0.03
 _MOST_GROWTH = 8
 
@@ -82,21 +82,32 @@ class Search:
         return max(0, math.floor(length / self._multiple) * self._multiple)
 
     def _predicted(self, best: Trial | None, over: Trial | None) -> float:
-        """Return the length whose peak should be the limit: the peak of a model is convex and almost linear."""
+        """Return the length whose peak should be the limit."""
         if best is not None and over is not None:
-            if over.peak is None:
-                return (best.length + over.length) / 2
-            # A second trial that does not fit shows that the peaks are not convex: aim lower.
-            too_long = sum(trial.length >= over.length for trial in self.trials)
-            return self._on_line(best, over) * (1 - _TOLERANCE) ** (too_long - 1)
+            return self._between(best, over)
         known = self._known()
         if best is None:
             return self._on_line(*known[:2]) if len(known) > 1 else min(trial.length for trial in self.trials) / 2
-        length = self._on_line(*known[-2:]) if len(known) > 1 else 2.0 * best.length
-        length = min(length, _MOST_GROWTH * best.length)
+        length = float(_MOST_GROWTH * best.length)
+        if len(known) > 1:
+            length = min(length, self._on_line(*known[-2:]))
         if self._hint is not None and self._hint > (1 + _TOLERANCE) * best.length:
-            length = min(length, self._hint)
-        return length
+            return min(length, self._hint)
+        return length if len(known) > 1 else 2.0 * best.length
+
+    def _between(self, best: Trial, over: Trial) -> float:
+        """Return where the line meets the limit. Each further trial at the same end halves the other one (Illinois)."""
+        if over.peak is None:
+            return (best.length + over.length) / 2
+        assert best.peak is not None
+        fits = [trial.peak is not None and trial.peak <= self._limit for trial in self.trials]
+        halvings = next(count for count, fit in enumerate(reversed(fits)) if fit != fits[-1]) - 1
+        room, excess = float(self._limit - best.peak), float(over.peak - self._limit)
+        if fits[-1]:
+            excess *= 0.5**halvings
+        else:
+            room *= 0.5**halvings
+        return best.length + room / (room + excess) * (over.length - best.length)
 
     def _known(self) -> list[Trial]:
         """Return the trials with a peak, the shortest first."""

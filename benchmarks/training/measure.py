@@ -173,11 +173,14 @@ def _measure_longest(trainer: Trainer, plan: Plan, result: Result, hint: int | N
 
     def trial(length: int) -> Trial:
         try:
-            return Trial(length, **trainer.ask(PeakStep(result["variant"], length)))
+            reply = trainer.ask(PeakStep(result["variant"], length))
         except NotMeasured as failure:
             if str(failure) != OUT_OF_MEMORY:
                 raise
             return Trial(length, None, 0.0)
+        if reply["peak"] is None:
+            raise NotMeasured("skipped", "the peak of memory is unknown")
+        return Trial(length, **reply)
 
     seconds = statistics.median(result["rounds"]) if result["rounds"] else 0.0
     search = Search(int(plan.limit * _GIB), plan.multiple, Trial(plan.tokens, result["peak"], seconds), hint)

@@ -24,6 +24,7 @@ class Shape:
     rounds: int = 3
 
 
+_MOST_POSITIONS = 2**20
 _TINY: Mapping[str, Any] = {
     "vocab_size": 257,
     "hidden_size": 32,
@@ -34,12 +35,16 @@ _TINY: Mapping[str, Any] = {
     "head_dim": 16,
     "tie_word_embeddings": True,
 }
-# Sliding windows need a mask of length x length, which would dominate the memory of long sequences.
-_GEMMA: Mapping[str, Any] = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": None}
+# A sliding window shorter than the sequence needs a mask of length x length, even if no layer has a window.
+_GEMMA: Mapping[str, Any] = {
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": None,
+    "sliding_window": _MOST_POSITIONS,
+}
 
 SHAPES: dict[str, Shape] = {
     "tiny-llama": Shape("LlamaConfig", _TINY, tokens=64, limit=0.01),
-    "tiny-gemma": Shape("Gemma2Config", {**_TINY, **_GEMMA, "layer_types": ["full_attention"]}, tokens=64, limit=0.01),
+    "tiny-gemma": Shape("Gemma2Config", {**_TINY, **_GEMMA}, tokens=64, limit=0.01),
     "tiny-qwen": Shape("Qwen3Config", _TINY, tokens=64, limit=0.01),
     "mid": Shape(
         "LlamaConfig",
@@ -95,7 +100,6 @@ SHAPES: dict[str, Shape] = {
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
             "head_dim": 256,
-            "layer_types": ["full_attention"] * 26,
             "tie_word_embeddings": True,
         },
         limit=32.0,
@@ -117,7 +121,7 @@ SHAPES: dict[str, Shape] = {
 }
 """Tiny ones for a test; "mid" for a CPU; a Llama with the sizes of GPT-2; and three models of 1 to 4 billion weights.
 
-Gemma-2 is measured with full attention in every layer and without the softcap of attention, which SDPA does not have.
+Gemma-2 is measured without sliding windows and without the softcap of attention, which SDPA does not have.
 """
 
 
@@ -129,10 +133,15 @@ def make_model(name: str, device: str, dtype: str, checkpointing: bool) -> Any:
     torch.manual_seed(0)
     shape = SHAPES[name]
     config = getattr(transformers, shape.config)(
-        **shape.fields, max_position_embeddings=2**20, pad_token_id=0, bos_token_id=1, eos_token_id=2, use_cache=False
+        **shape.fields,
+        max_position_embeddings=_MOST_POSITIONS,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
     )
-    # Gemma-2 has no SDPA in transformers, because of the softcap of attention that its configuration here leaves out.
-    transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa = True
+    # transformers 5 refuses SDPA for Gemma-2 because of the softcap of attention, which the configuration above lacks.
+    transformers.Gemma2PreTrainedModel._supports_sdpa = True
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation="sdpa"

@@ -88,6 +88,7 @@ class Training:
         return {"held_bytes": self._held_bytes}
 
     def _train(self, request: FirstStep | PeakStep | Steps) -> dict[str, Any]:
+        gc.collect()  # what a failed step left
         tokens, labels = self._batch(request.length)
         with VARIANTS[request.variant](self._network) as loss_of:
             if isinstance(request, FirstStep):
