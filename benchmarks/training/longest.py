@@ -7,7 +7,7 @@ the predicted one, and corrects itself with its peak. It ends when the next leng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 __all__ = ["Longest", "Search", "Trial"]
@@ -37,8 +37,8 @@ class Longest:
 class Search:
     """The trials so far, and what follows from them. Lengths are multiples of `multiple`."""
 
-    def __init__(self, limit: int, multiple: int, first: Trial, hint: int | None) -> None:
-        """`first` was made before. `hint` is a length that another variant reached, tried before a longer one."""
+    def __init__(self, limit: int, multiple: int, first: Trial, hint: Trial | None) -> None:
+        """`first` was made before. `hint` is the longest one of another variant: its length is tried before others."""
         self._limit, self._multiple, self._hint = limit, multiple, hint
         self._complete = False
         self.trials = [first]
@@ -55,12 +55,17 @@ class Search:
     @property
     def longest(self) -> Longest:
         """Return the result so far."""
-        best, _ = self._bounds()
-        return Longest(best and best.length, best is not None and not self._complete)
+        best = self.best
+        return Longest(None if best is None else best.length, best is not None and not self._complete)
+
+    @property
+    def best(self) -> Trial | None:
+        """Return the longest trial that fits."""
+        return self._bounds()[0]
 
     def _bounds(self) -> tuple[Trial | None, Trial | None]:
         """Return the longest trial that fits and the shortest one that does not."""
-        trials = sorted(self.trials, key=lambda trial: trial.length)
+        trials = _sorted(self.trials)
         fitting = [trial for trial in trials if trial.peak is not None and trial.peak <= self._limit]
         over = [trial for trial in trials if trial not in fitting]
         return fitting[-1] if fitting else None, over[0] if over else None
@@ -88,11 +93,9 @@ class Search:
         known = self._known()
         if best is None:
             return self._on_line(*known[:2]) if len(known) > 1 else min(trial.length for trial in self.trials) / 2
-        length = float(_MOST_GROWTH * best.length)
-        if len(known) > 1:
-            length = min(length, self._on_line(*known[-2:]))
-        if self._hint is not None and self._hint > (1 + _TOLERANCE) * best.length:
-            return min(length, self._hint)
+        length = min(self._on_line(*known[-2:]), _MOST_GROWTH * best.length) if len(known) > 1 else math.inf
+        if self._hint is not None and self._hint.length > (1 + _TOLERANCE) * best.length:
+            return min(length, self._hint.length)
         return length if len(known) > 1 else 2.0 * best.length
 
     def _between(self, best: Trial, over: Trial) -> float:
@@ -111,7 +114,7 @@ class Search:
 
     def _known(self) -> list[Trial]:
         """Return the trials with a peak, the shortest first."""
-        return sorted((trial for trial in self.trials if trial.peak is not None), key=lambda trial: trial.length)
+        return _sorted(trial for trial in self.trials if trial.peak is not None)
 
     def _on_line(self, first: Trial, second: Trial) -> float:
         """Return where the line through two trials meets the limit, infinity if it falls."""
@@ -124,9 +127,15 @@ class Search:
         """Return the length of a step of these seconds; its exponent, at most 2, is that of the two longest steps."""
         if seconds <= 0:
             return 0.0
-        known = self._known()
-        exponent, longest = 2.0, known[-1]
-        if len(known) > 1:
-            ratio = math.log(longest.seconds / known[-2].seconds) / math.log(longest.length / known[-2].length)
+        timed = _sorted(self._known() + ([] if self._hint is None else [self._hint]))
+        longest = timed[-1]
+        shorter = [trial for trial in timed if trial.length < longest.length]
+        exponent = 2.0
+        if shorter:
+            ratio = math.log(longest.seconds / shorter[-1].seconds) / math.log(longest.length / shorter[-1].length)
             exponent = min(max(ratio, 1.0), 2.0)
-        return longest.length * (seconds / longest.seconds) ** (1 / exponent)
+        return float(longest.length * (seconds / longest.seconds) ** (1 / exponent))
+
+
+def _sorted(trials: Iterable[Trial]) -> list[Trial]:
+    return sorted(trials, key=lambda trial: trial.length)

@@ -23,6 +23,8 @@ Result = dict[str, Any]
 """The line of a variant in the file of results."""
 
 _GIB = 2**30
+_MOST_WAIT = 120.0
+"""Seconds after which a request counts as hanging."""
 _NO_TIME = "no time left"
 # Make glibc return freed memory to the system; otherwise it would be missing in the measured peak.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -69,7 +71,7 @@ class Plan:
     def results(self) -> list[Result]:
         """Return the results before the measurement, one for each variant."""
         facts = {**vars(self.model), "tokens": self.tokens, "limit": self.limit}
-        missing = {"status": "skipped", "reason": _NO_TIME, "peak": None, "rounds": []}
+        missing: Result = {"status": "skipped", "reason": _NO_TIME, "peak": None, "rounds": []}
         return [{**facts, "variant": name, **missing} for name in self.variants]
 
 
@@ -102,7 +104,7 @@ class Trainer:
         if left <= 0:
             raise NoTimeLeft
         try:
-            return process.ask(request, None if left == float("inf") else left)
+            return process.ask(request, min(left, _MOST_WAIT))
         except NotMeasured:
             if self._deadline.left() <= 0:
                 raise NoTimeLeft from None
@@ -133,11 +135,11 @@ def measure(trainer: Trainer, plan: Plan, results: Sequence[Result], save: Calla
         return
     _measure_steps(trainer, plan, results, save)
     if plan.limit:
-        hint = None
+        hint: Trial | None = None
         for result in results:
             if result["status"] == "measured" or result["reason"] == OUT_OF_MEMORY:
-                _measure_longest(trainer, plan, result, hint)
-                hint = max(filter(None, (hint, result["longest"])), default=None)
+                best = _measure_longest(trainer, plan, result, hint)
+                hint = max(filter(None, (hint, best)), key=lambda trial: trial.length, default=None)
                 save()
 
 
@@ -168,8 +170,8 @@ def _measure_steps(trainer: Trainer, plan: Plan, results: Sequence[Result], save
         left.reverse()
 
 
-def _measure_longest(trainer: Trainer, plan: Plan, result: Result, hint: int | None) -> None:
-    """Add the longest sequence and the trials. `hint` is the longest one of another variant."""
+def _measure_longest(trainer: Trainer, plan: Plan, result: Result, hint: Trial | None) -> Trial | None:
+    """Add the longest sequence and the trials, and return the longest one that fits; `hint` is another variant's."""
 
     def trial(length: int) -> Trial:
         try:
@@ -191,3 +193,4 @@ def _measure_longest(trainer: Trainer, plan: Plan, result: Result, hint: int | N
     finally:
         result |= {"longest": search.longest.length, "at_least": search.longest.at_least}
         result["trials"] = [vars(each) for each in search.trials]
+    return search.best

@@ -17,7 +17,7 @@ def search(
     def trial(length: int) -> Trial:
         return Trial(length, peak(length), (length / 1000) ** 2)
 
-    result = Search(LIMIT, 64, trial(first), hint)
+    result = Search(LIMIT, 64, trial(first), None if hint is None else trial(hint))
     result.run(trial, lambda: seconds)
     return result
 
@@ -68,6 +68,11 @@ def test_steps_that_take_too_long_are_not_tried() -> None:
     found = search(lambda length: 1000 + 2 * length, seconds=9.1)
     assert max(trial.length for trial in found.trials) == 3008 == found.longest.length
     assert found.longest.at_least
+
+
+def test_steps_as_long_as_the_hint_are_affordable() -> None:
+    found = search(lambda length: 1000 + 2 * length, hint=4480, seconds=20.1)
+    assert [trial.length for trial in found.trials] == [1024, 4480]
 
 
 def test_no_time_means_no_step() -> None:
