@@ -49,6 +49,7 @@ WITHOUT_KERNELS = (
     "torch/test_compile.py",
     "torch/test_distributed.py",
     "torch/test_heads.py",
+    "torch/test_longest.py",
     "torch/test_modules.py",
     "torch/test_plan.py",
     "torch/test_private.py",

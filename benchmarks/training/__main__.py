@@ -30,6 +30,7 @@ _DEFAULT_OUT = Path(__file__).resolve().parents[1] / "out"
 _MODELS = {"cuda": ("llama-3.2-1b", "gemma-2-2b", "qwen3-4b"), "cpu": ("mid",)}
 _QUICK = ("tiny-llama", "tiny-gemma", "tiny-qwen")
 _MULTIPLE = 256
+_PATIENCE = {"cuda": 120.0, "cpu": float("inf")}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plans = [(plan, plan.results()) for plan in _plans(options)]
     results = [result for _, of_plan in plans for result in of_plan]
     path = options.out / f"training-{options.device}.jsonl"
-    with Trainer(deadline) as trainer:
+    with Trainer(deadline, _PATIENCE[options.device]) as trainer:
         machine = _facts(trainer, options.device)
 
         def save() -> None:

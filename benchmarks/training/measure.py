@@ -23,8 +23,6 @@ Result = dict[str, Any]
 """The line of a variant in the file of results."""
 
 _GIB = 2**30
-_MOST_WAIT = 120.0
-"""Seconds after which a request counts as hanging."""
 _NO_TIME = "no time left"
 # Make glibc return freed memory to the system; otherwise it would be missing in the measured peak.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**20), "MALLOC_TRIM_THRESHOLD_": str(2**20)}
@@ -76,10 +74,13 @@ class Plan:
 
 
 class Trainer:
-    """The measuring process. If a variant ends it, the next request starts another one with the same model."""
+    """The measuring process. If a variant ends it, the next request starts another one with the same model.
 
-    def __init__(self, deadline: Deadline) -> None:
-        self._deadline = deadline
+    A request without an answer after `patience` seconds counts as failed.
+    """
+
+    def __init__(self, deadline: Deadline, patience: float) -> None:
+        self._deadline, self._patience = deadline, patience
         self._stack = ExitStack()
         self._process: Process | None = None
         self._model: OpenTraining | None = None
@@ -100,11 +101,11 @@ class Trainer:
         return self._ask(self._process, request)
 
     def _ask(self, process: Process, request: Request) -> dict[str, Any]:
-        left = self._deadline.left()
-        if left <= 0:
+        wait = min(self._deadline.left(), self._patience)
+        if wait <= 0:
             raise NoTimeLeft
         try:
-            return process.ask(request, min(left, _MOST_WAIT))
+            return process.ask(request, None if wait == float("inf") else wait)
         except NotMeasured:
             if self._deadline.left() <= 0:
                 raise NoTimeLeft from None

@@ -108,7 +108,7 @@ class FakeTrainer(Trainer):
     """Answers without a process. `fails` are the failures by variant and length."""
 
     def __init__(self, fails: dict[tuple[str, int], Exception]) -> None:
-        super().__init__(Deadline(None))
+        super().__init__(Deadline(None), 1.0)
         self.fails = fails
         self.asked: list[Request] = []
 
@@ -190,7 +190,7 @@ def test_process_that_ends_is_replaced_with_the_same_model(monkeypatch: pytest.M
 
     monkeypatch.setattr(measuring, "Process", FakeProcess)
     model = OpenTraining("tiny-llama", "cpu", "float32", True)
-    with Trainer(Deadline(None)) as trainer:
+    with Trainer(Deadline(None), 1.0) as trainer:
         trainer.open(model)
         with pytest.raises(NotMeasured, match="ended"):
             trainer.ask(Steps("CCE", 8, 1))
@@ -212,5 +212,5 @@ def test_nothing_is_asked_after_the_deadline(monkeypatch: pytest.MonkeyPatch) ->
             pass
 
     monkeypatch.setattr(measuring, "Process", FakeProcess)
-    with Trainer(Deadline(0)) as trainer, pytest.raises(NoTimeLeft):
+    with Trainer(Deadline(0), 1.0) as trainer, pytest.raises(NoTimeLeft):
         trainer.ask(PeakStep("xent", 8))
