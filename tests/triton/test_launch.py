@@ -13,7 +13,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from xent.backends.triton import launch as launching
 from xent.backends.triton.hopper.door import descriptor
-from xent.backends.triton.launch import _kind, cdiv, launch, next_power_of_2
+from xent.backends.triton.launch import _examined, cdiv, launch, next_power_of_2
 
 ARGUMENTS: list[Any] = [
     None,
@@ -31,9 +31,7 @@ ARGUMENTS: list[Any] = [
 
 def kind_of(argument: Any) -> Any:
     """Return what `launch` has in its key."""
-    if argument is None or isinstance(argument, torch.Tensor):
-        return None if argument is None else argument.dtype
-    return _kind(argument)
+    return _examined((argument,))[0]
 
 
 def compiled_for(argument: Any) -> Any:
@@ -57,8 +55,15 @@ class Compiled(triton.compiler.CompiledKernel):
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
 
+    function = packed_metadata = None
+
+    def run(self, *given: Any) -> None:  # type: ignore[override]
+        *grid, stream, _, _, _, _, _ = given[:9]
+        assert stream == "the stream"
+        self.launches.append((tuple(grid), given[9:]))
+
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *arguments: self.launches.append((grid[:3], arguments))
+        return lambda *arguments: self.launches.append(("looked at", grid, arguments))
 
 
 class Kernel(triton.JITFunction):
@@ -83,7 +88,7 @@ class Kernel(triton.JITFunction):
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Return a GPU's place taker, whose `index` is that of the current one."""
     device = SimpleNamespace(index=0)
-    active = SimpleNamespace(get_current_device=lambda: device.index)
+    active = SimpleNamespace(get_current_device=lambda: device.index, get_current_stream=lambda index: "the stream")
     monkeypatch.setattr(launching, "_IS_TRIED", True)
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     return device
@@ -114,6 +119,18 @@ def test_triton_looks_once_at_each_kind(device: SimpleNamespace) -> None:
         ((3, 1, 1), (1, 3.0, 32, True)),
         ((3, 1, 1), (9, 4.0, 32, True)),
     ]
+
+
+def test_profilers_see_every_launch(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton itself launches while a hook is installed: it calls the hook with what it knows of the kernel."""
+    launches: list[Any] = []
+    kernel = Kernel(Compiled(launches))
+    hook = triton.knobs.runtime.launch_enter_hook
+    for hooks, found in (([], (1, 1, 1)), ([print], "looked at"), ([], (1, 1, 1))):
+        monkeypatch.setattr(hook, "calls", hooks)
+        launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
+        launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
+        assert launches[-1][0] == found
 
 
 def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:

@@ -21,8 +21,12 @@ from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.ops import NO_SECOND, undisturbed
 from xent.backends.torch.options import Options, pack
+from xent.backends.torch.replay import replayed
 from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
+
+_REPLAYED = frozenset(("triton",))
+"""Backends whose kernels are launched through `xent.backends.torch.recorder`."""
 
 __all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
 
@@ -32,7 +36,7 @@ def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: b
     if needs_grad:
         loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
         return loss, stats
-    loss, stats = on_device(logits, logits_driver.forward, logits, None, None, options)
+    loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
 
 
@@ -41,7 +45,7 @@ def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list
     if any(linear.needs):
         loss, _, *stats = _LinearCrossEntropy.apply(linear.input, linear.weight, linear.bias, linear, options)
         return loss, stats
-    made = on_device(linear.input, linear_driver.forward, linear, options)
+    made = _run(options.kernel, linear.input, linear_driver.forward, linear, options)
     return made.loss, made.stats
 
 
@@ -53,6 +57,13 @@ def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """Do the same as `on_device`, with launches recorded and repeated where the backend's are known."""
+    if kernel in _REPLAYED and private.DispatchMode is not None:
+        return on_device(tensor, replayed, function, *args)
+    return on_device(tensor, function, *args)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """(logits, options, inplace, *the options' tensors) -> (loss, anchor, *stats)."""
 
@@ -62,13 +73,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
             grad = logits if inplace else gradient_like(logits)
-            loss, stats = on_device(logits, logits_driver.forward, logits.detach(), grad.detach(), None, options)
+            call = (logits_driver.forward, logits.detach(), grad.detach(), None, options)
+            loss, stats = _run(options.kernel, logits, *call)
             if inplace:
                 torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(anchor := loss.new_empty(0), grad)
         else:
             norm = new_norm(logits)
-            loss, stats = on_device(logits, logits_driver.forward, logits.detach(), None, norm, options)
+            loss, stats = _run(options.kernel, logits, logits_driver.forward, logits.detach(), None, norm, options)
             entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(tensors))
             ctx.number = None if isinstance(tensors[3], Tensor) else tensors[3]
@@ -94,7 +106,7 @@ class _CrossEntropy(torch.autograd.Function):
             if all(map(is_simple, upstream)):
                 reuse = ctx.inplace and not private.keeps_graph()
                 args = (upstream, logits.detach(), norm, entropy, options, reuse)
-                made: Tensor = on_device(logits, logits_driver.backward, *args)
+                made: Tensor = _run(options.kernel, logits, logits_driver.backward, *args)
                 if reuse:
                     torch.autograd.graph.increment_version(logits)
             else:
@@ -110,7 +122,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
-        loss, deferred, made, stats, norm = on_device(source, linear_driver.forward, linear, options)
+        made_forward = _run(options.kernel, source, linear_driver.forward, linear, options)
+        loss, deferred, made, stats, norm = made_forward
         ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
         ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
@@ -137,7 +150,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if all(map(is_simple, upstream)):
                 linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
                 with torch.no_grad():
-                    made = on_device(source, linear_driver.backward, upstream, linear, options, norm, entropy)
+                    call = (linear_driver.backward, upstream, linear, options, norm, entropy)
+                    made = _run(options.kernel, source, *call)
             else:
                 args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
                 made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
@@ -182,9 +196,12 @@ def is_simple(upstream: Tensor | None) -> bool:
 def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
     """Return kept * upstream * deferred, rounded once; in place unless `kept` is needed again."""
     if is_simple(upstream):
-        inplace = not (torch.is_grad_enabled() or private.keeps_graph())
-        with torch.no_grad():
-            made: Tensor = on_device(kept, jobs.scale, kernel, kept.detach(), upstream, deferred, inplace)
+        arguments = (kept, jobs.scale, kernel, kept.detach(), upstream, deferred)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                made: Tensor = on_device(*arguments, False)
+        else:
+            made = on_device(*arguments, not private.keeps_graph())
         return made
     factor = upstream if deferred is None else upstream * deferred
     # PyTorch would round a 0-d factor to the dtype of `kept` first.

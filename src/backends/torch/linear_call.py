@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,11 @@ class Linear:
     compute: torch.dtype
     needs: tuple[bool, bool, bool]
     """Whether gradients of input, weight and bias are needed."""
+
+    @property
+    def fields(self) -> tuple[Any, ...]:
+        """All fields."""
+        return self.input, self.weight, self.bias, self.shift, self.workspace, self.compute, self.needs
 
     @cached_property
     def hidden(self) -> Tensor:

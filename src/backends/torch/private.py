@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils import _python_dispatch
 
 __all__ = [
     "PLAIN_TYPES",
+    "DispatchMode",
     "any_autocast",
     "below_autograd",
     "forward_mode",
@@ -26,6 +28,7 @@ __all__ = [
     "is_watched",
     "jit_traces",
     "keeps_graph",
+    "storage_of",
     "transforms_active",
     "transforms_of",
     "transforms_possible",
@@ -78,6 +81,18 @@ keeps_graph: Callable[[], bool] = _found(_autograd, "_get_current_graph_task_kee
 
 any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
 """() -> whether autocast is on for any device. Without it: a look at the device's own."""
+
+DispatchMode: Any = getattr(_python_dispatch, "TorchDispatchMode", None)
+"""The base class of modes that see every operation. Without it: no recordings of calls."""
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that only tensors in the same storage have at the same time.
+
+    The public address of a storage is 0 for all that are empty.
+    """
+    return int(tensor.untyped_storage()._cdata)
+
 
 _function_modes: Callable[[], int] = _found(torch._C, "_len_torch_function_stack", lambda: 1)
 _dispatch_modes: Callable[[], int] = _found(torch._C, "_len_torch_dispatch_stack", lambda: 1)

@@ -27,5 +27,7 @@ def found_entropy(reduction: str, names: Sequence[str], stats: Sequence[Tensor])
 
 def upstream_of(reduction: str, names: Sequence[str], of_loss: Tensor | None, of_stats: Sequence[Any]) -> Upstream:
     """Return the upstream gradients of the loss and of those statistics that have gradients."""
+    if not names:
+        return Upstream(of_loss)
     given = {name: one for name, one in zip(names, of_stats, strict=True) if _carries(reduction, name)}
     return Upstream(of_loss, **given)

@@ -1,4 +1,4 @@
-"""How kernels are launched: compiled once per kind of arguments; repeat launches skip Triton's binder.
+"""Launches of kernels: each is compiled once per kind of arguments, and later launches skip Triton's binder.
 
 The binder takes the host 20 to 100 us a launch. Kernels here ask Triton to specialise on nothing but their constants
 and the types of their arguments (`kernel`), so that a compiled kernel is right for every later launch with the same
@@ -12,13 +12,15 @@ from typing import Any
 
 import triton
 from torch import Tensor
+from torch.nn import Parameter
 
+from xent.backends.torch.recorder import is_recording, note_launch, paused
 from xent.backends.triton.machine import release
 
 __all__ = ["cdiv", "kernel", "launch", "next_power_of_2"]
 
 _IS_TRIED = release() in ((3, 6), (3, 7))  # releases whose compiled kernels were launched like this
-_compiled: dict[Any, Any] = {}
+_compiled: dict[Any, "_Compiled"] = {}
 _MOST = 4096  # kinds; beyond that all are forgotten
 
 
@@ -35,31 +37,88 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
 def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
     """Launch so many programs. `options` are Triton's: num_warps, maxnreg, enable_fp_fusion."""
     if not isinstance(function, triton.JITFunction):  # the interpreter knows few options, and heeds none
-        function[(programs,)](*arguments, **constants)
+        _interpret(function, programs, arguments, constants)
         return
     if not _IS_TRIED:
         function[(programs,)](*arguments, **constants, **options)
+        _note(None, programs, ())
         return
-    kinds: list[Any] = [function, triton.runtime.driver.active.get_current_device()]
-    values: list[Any] = []
-    for argument in arguments:
-        if isinstance(argument, Tensor):
-            kinds.append(argument.dtype)
-            values.append(argument.data_ptr())
-        else:
-            kinds.append(_kind(argument))
-            values.append(argument)
-    key = (*kinds, *constants.values(), *options.values())
+    kinds, values, can_repeat = _examined(arguments)
+    device = triton.runtime.driver.active.get_current_device()
+    key = (function, device, *kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
-    if found is None:
-        compiled = function[(programs,)](*arguments, **constants, **options)
-        if isinstance(compiled, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
+    if found is not None:
+        found(programs, values)
+    else:
+        made = function[(programs,)](*arguments, **constants, **options)
+        if isinstance(made, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
             if len(_compiled) >= _MOST:
                 _compiled.clear()
-            _compiled[key] = compiled, [constants[name] for name in function.arg_names[len(arguments) :]]
+            found = _compiled[key] = _Compiled(made, [constants[name] for name in function.arg_names[len(values) :]])
+    _note(found if can_repeat else None, programs, arguments)
+
+
+def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], bool]:
+    """Return the arguments' kinds, their values with addresses for tensors, and whether the launch can be repeated.
+
+    It can be repeated if all that differs is addresses.
+    """
+    kinds: list[Any] = []
+    values: list[Any] = []
+    can_repeat = True
+    for argument in arguments:
+        kind = argument.__class__
+        if kind is Tensor or kind is Parameter:
+            kinds.append(argument.dtype)
+            values.append(argument.data_ptr())
+            continue
+        values.append(argument)
+        if kind is int:
+            kinds.append(-(2**31) <= argument < 2**31)
+        elif argument is None or kind is float or kind is bool:
+            kinds.append(kind)
+        else:  # a matrix for the copy engine, whose layout follows from these
+            kinds.append((argument.base.dtype, *argument.block_shape))
+            can_repeat = False
+    return kinds, values, can_repeat
+
+
+class _Compiled:
+    """A kernel compiled for a kind of arguments."""
+
+    def __init__(self, kernel: Any, constants: list[Any]) -> None:
+        self._kernel, self._constants = kernel, constants
+
+    def __call__(self, programs: int, values: list[Any]) -> None:
+        """Launch so many programs. `values`: the arguments, with addresses in the place of tensors."""
+        kernel = self._kernel
+        if _has_hooks():
+            kernel[(programs, 1, 1)](*values, *self._constants)
+            return
+        driver = triton.runtime.driver.active
+        stream = driver.get_current_stream(driver.get_current_device())
+        place = (programs, 1, 1, stream, kernel.function, kernel.packed_metadata)
+        kernel.run(*place, None, None, None, *values, *self._constants)
+
+
+def _has_hooks() -> bool:
+    """Whether a profiler asked Triton to call it at launches."""
+    runtime = triton.knobs.runtime
+    return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
+
+
+def _interpret(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
+    if not is_recording():
+        function[(programs,)](*arguments, **constants)
         return
-    compiled, rest = found
-    compiled[(programs, 1, 1)](*values, *rest)
+    with paused():
+        function[(programs,)](*arguments, **constants)
+    note_launch(lambda programs, values: function[(programs,)](*values, **constants), programs, arguments, False)
+
+
+def _note(found: Any, programs: int, arguments: tuple[Any, ...]) -> None:
+    if is_recording():
+        note_launch(found, programs, arguments, True)
 
 
 def cdiv(count: int, size: int) -> int:
@@ -70,15 +129,3 @@ def cdiv(count: int, size: int) -> int:
 def next_power_of_2(count: int) -> int:
     """Return the smallest power of two that is not less; like `triton.next_power_of_2`, in a hundredth of its time."""
     return 1 << max(count - 1, 0).bit_length()
-
-
-def _kind(argument: Any) -> Any:
-    """Return what a kernel is compiled for of an argument."""
-    kind = type(argument)
-    if kind is int:
-        return -(2**31) <= argument < 2**31
-    if argument is None or kind is float or kind is bool:
-        return kind
-    if isinstance(argument, Tensor):
-        return argument.dtype
-    return argument.base.dtype, *argument.block_shape  # a matrix for the copy engine, whose layout follows from these

@@ -1,6 +1,7 @@
 """What this machine has for Triton, looked at once, when the first call that could use it arrives."""
 
 import re
+from functools import cache
 from typing import Any
 
 __all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors", "release"]
@@ -58,6 +59,7 @@ def _is_interpreting() -> bool:
 MISSING, VERSIONS, DEVICES = find()
 
 
+@cache
 def multiprocessors(device: Any) -> int:
     """Return how many programs a device runs side by side, at least."""
     import torch

@@ -1,8 +1,8 @@
 """The results and gradients of one case, three times: of the reference, of a backend, and of the framework unfused.
 
 The unfused log-probabilities of hidden states begin with the framework's own float32 product: what is allowed to a
-log-probability is the error of float32 logits. Their gradients are allowed the error of float32 logits whose gradient is
-rounded to the case's dtype.
+log-probability is the error of float32 logits. Their gradients are allowed the error of float32 logits whose gradient
+is rounded to the case's dtype.
 """
 
 from collections.abc import Collection

@@ -1,0 +1,307 @@
+"""Record which memory a call allocates, and which PyTorch operations and kernel launches it starts.
+
+A call cannot be recorded if the host reads values from the device, or if an operation uses memory that is neither an
+argument nor allocated by the call.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.private import DispatchMode, storage_of
+
+__all__ = ["Launch", "Recording", "is_recording", "note_launch", "paused", "record"]
+
+_aten = torch.ops.aten
+_FACTORIES = (
+    _aten.empty.memory_format,
+    _aten.empty_like.default,
+    _aten.empty_strided.default,
+    _aten.new_empty.default,
+    _aten.new_empty_strided.default,
+)
+_READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+Launch = Callable[[int, list[Any]], None]
+"""(programs, arguments): start a kernel. Arguments are numbers, None, and tensors or their addresses."""
+
+Memory = list[Any]
+"""A call's tensors by slot: first the arguments, then what the call allocates; None before and after its use."""
+
+_recorders: dict[int, "_Recorder"] = {}
+"""Thread -> the recorder of the call that the thread runs."""
+
+
+class _Place(NamedTuple):
+    """Where a tensor is: in the memory of the tensor of a slot."""
+
+    slot: int
+    whole: bool
+    """Whether it is the slot's tensor itself."""
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """From the first element of the slot's tensor, in elements."""
+    itemsize: int
+
+    def tensor(self, memory: Memory) -> Tensor:
+        base: Tensor = memory[self.slot]
+        if self.whole:
+            return base
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+    def address(self, memory: Memory) -> int:
+        base: Tensor = memory[self.slot]
+        return base.data_ptr() + self.offset * self.itemsize
+
+
+Step = Callable[[Memory], None]
+
+
+@dataclass(eq=False, slots=True)
+class Recording:
+    """The operations of a call, in order."""
+
+    slots: int
+    steps: list[tuple[Step, tuple[int, ...]]]
+    """Each with the slots that are not used after it."""
+    results: Callable[[Memory], Any]
+
+    def repeat(self, tensors: list[Tensor]) -> Any:
+        """Run the operations with these tensors as arguments, and return the results."""
+        memory: Memory = [*tensors, *(None,) * (self.slots - len(tensors))]
+        for step, unused in self.steps:
+            step(memory)
+            for slot in unused:
+                memory[slot] = None
+        return self.results(memory)
+
+
+def record(
+    function: Callable[..., Any], arguments: tuple[Any, ...], tensors: list[Tensor]
+) -> tuple[Any, Recording | None]:
+    """Return `function(*arguments)`, and a recording of it, None if it cannot be recorded.
+
+    `tensors`: all tensors among the arguments.
+    """
+    if DispatchMode is None:
+        return function(*arguments), None
+    recorder, thread = _Recorder(tensors), threading.get_ident()
+    _recorders[thread] = recorder
+    try:
+        with recorder:
+            results = function(*arguments)
+    finally:
+        del _recorders[thread]
+    return results, recorder.recording(results)
+
+
+def is_recording() -> bool:
+    """Whether this thread runs a call that is recorded."""
+    return bool(_recorders) and threading.get_ident() in _recorders
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Record no operations of this thread meanwhile."""
+    recorder = _recorders[threading.get_ident()]
+    recorder.paused = True
+    try:
+        yield
+    finally:
+        recorder.paused = False
+
+
+def note_launch(launch: Launch | None, programs: int, arguments: Any, by_address: bool) -> None:
+    """Record the launch of a kernel; `launch` is None if it cannot be repeated.
+
+    `by_address`: whether `launch` takes the addresses of tensors.
+    """
+    _recorders[threading.get_ident()].note_launch(launch, programs, arguments, by_address)
+
+
+@dataclass(eq=False)
+class _Slots:
+    """The slots of memory while a call is recorded."""
+
+    device: torch.device
+    owners: dict[int, list[int]] = field(default_factory=dict)
+    """Storage -> slots that are in it."""
+    spans: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]] = field(default_factory=list)
+    """Of each slot: dtype, size, stride, and the first and the last element in the storage."""
+
+    def add(self, tensor: Tensor, fresh: bool) -> int:
+        """Append a slot; `fresh` memory may lie where freed memory was."""
+        slot, storage, first = len(self.spans), storage_of(tensor), int(tensor.storage_offset())
+        self.owners[storage] = [slot] if fresh else [*self.owners.get(storage, ()), slot]
+        self.spans.append((tensor.dtype, tensor.shape, tensor.stride(), first, first + _extent(tensor)))
+        return slot
+
+    def find(self, tensor: Tensor) -> _Place | None:
+        """Return where a tensor is, None if in no slot."""
+        if tensor.device != self.device:
+            return None
+        first = int(tensor.storage_offset())
+        last = first + _extent(tensor)
+        for slot in self.owners.get(storage_of(tensor), ()):
+            dtype, size, stride, begin, end = self.spans[slot]
+            if tensor.dtype == dtype and begin <= first and last <= end:
+                whole = tensor.shape == size and tensor.stride() == stride and first == begin
+                return _Place(slot, whole, tensor.shape, tensor.stride(), first - begin, tensor.itemsize)
+        return None
+
+    def overlap(self) -> bool:
+        """Whether slots share memory, other than as the same tensor."""
+        for slots in self.owners.values():
+            spans = sorted({self.spans[slot][1:] for slot in slots}, key=lambda span: span[2:])
+            if any(one[3] > other[2] for one, other in pairwise(spans)):
+                return True
+        return False
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return the number of elements from a tensor's first to its last in memory."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class _Recorder(DispatchMode or object):  # type: ignore[misc]
+    """Records the operations of a call while it is the active dispatch mode."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self._slots = _Slots(tensors[0].device)
+        self._steps: list[tuple[Step, set[int]]] = []
+        self._allocations: set[Step] = set()
+        for tensor in tensors:
+            self._slots.add(tensor, fresh=False)
+        self.paused = False
+        """Whether operations are part of a launch, as in Triton's interpreter."""
+        self._failed = self._slots.overlap()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = function(*args, **kwargs)
+        if not (self._failed or self.paused):
+            self._note(function, args, kwargs, made)
+        return made
+
+    def _note(self, function: Any, args: Any, kwargs: Any, made: Any) -> None:
+        if function in _FACTORIES:
+            self._note_memory(made)
+            return
+        given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        known = {storage_of(tensor) for tensor in given}
+        fresh = [tensor for tensor in _tensors((made,)) if storage_of(tensor) not in known]
+        if any(tag in function.tags for tag in _READS) or (fresh and made is not fresh[0]):
+            self._failed = True
+            return
+        if not fresh and not function._schema.is_mutable:
+            return  # a view
+        fill, used = self._filled((*args, *kwargs.values()), _Place.tensor)
+        count, names = len(args), tuple(kwargs)
+
+        def run(memory: Memory) -> Any:
+            values = fill(memory)
+            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+        if not fresh:
+            self._steps.append((run, used))
+            return
+        slot = self._slots.add(made, fresh=True)
+
+        def step(memory: Memory) -> None:
+            memory[slot] = run(memory)
+
+        self._steps.append((step, {slot, *used}))
+
+    def _note_memory(self, tensor: Tensor) -> None:
+        if tensor.device != self._slots.device:
+            self._failed = True
+            return
+        size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+        slot = self._slots.add(tensor, fresh=True)
+
+        def allocate(memory: Memory) -> None:
+            memory[slot] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+        self._steps.append((allocate, {slot}))
+        self._allocations.add(allocate)
+
+    def note_launch(self, launch: Launch | None, programs: int, arguments: Any, by_address: bool) -> None:
+        """See `note_launch`."""
+        if launch is None:
+            self._failed = True
+            return
+        fill, used = self._filled(arguments, _Place.address if by_address else _Place.tensor)
+        self._steps.append((lambda memory: launch(programs, fill(memory)), used))
+
+    def _filled(
+        self, values: Any, of: Callable[[_Place, Memory], Any]
+    ) -> tuple[Callable[[Memory], list[Any]], set[int]]:
+        """Return a function that returns `values` with the tensors of another call, and the slots of the tensors."""
+        constants, places = list(values), []
+        for index, value in enumerate(values):
+            if isinstance(value, Tensor):
+                place = self._slots.find(value)
+                if place is None:
+                    self._failed = True
+                else:
+                    places.append((index, place))
+                constants[index] = None
+            elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
+                self._failed = True
+
+        def fill(memory: Memory) -> list[Any]:
+            filled = constants.copy()
+            for index, place in places:
+                filled[index] = of(place, memory)
+            return filled
+
+        return fill, {place.slot for _, place in places}
+
+    def recording(self, results: Any) -> Recording | None:
+        """Return what was recorded of a call with these results."""
+        template = self._template(results)
+        if self._failed:
+            return None
+        needed = {place.slot for place in map(self._slots.find, _tensors((results,))) if place is not None}
+        steps = []
+        for step, used in reversed(self._steps):
+            if step in self._allocations and not used & needed:
+                continue
+            steps.append((step, tuple(used - needed)))
+            needed |= used
+        return Recording(len(self._slots.spans), steps[::-1], template)
+
+    def _template(self, value: Any) -> Callable[[Memory], Any]:
+        """Return a function that builds `value` from the memory of another call."""
+        if isinstance(value, Tensor):
+            place = self._slots.find(value)
+            if place is None:
+                self._failed = True
+                return lambda memory: None
+            return place.tensor
+        if isinstance(value, (list, tuple)):
+            parts = [self._template(part) for part in value]
+            kind = value.__class__
+            if hasattr(kind, "_fields"):
+                return lambda memory: kind(*(part(memory) for part in parts))
+            return lambda memory: kind([part(memory) for part in parts])
+        return lambda memory: value
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested lists and tuples."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,224 @@
+"""Functions of PyTorch's operations are recorded and repeated with other tensors; what cannot be is called as it is."""
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from xent.backends.torch import replay
+from xent.backends.torch.recorder import Recording
+
+
+@pytest.fixture(autouse=True)
+def recordings() -> Iterator[dict[Any, Any]]:
+    """Begin and end without recordings."""
+    replay.forget()
+    yield replay._kinds
+    replay.forget()
+
+
+class Counted:
+    """A function that counts its calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        self.calls += 1
+        return self.function(*arguments)
+
+
+def product(left: Tensor, right: Tensor, scale: float) -> tuple[Tensor, list[Tensor | None]]:
+    """Use views, padding, products into given memory, temporaries, and operations in place."""
+    room = torch.empty(left.shape[0], 8)
+    padded = F.pad(right, (0, 8 - right.shape[1]))
+    torch.mm(left, padded, out=room)
+    some = room[1:, :4]
+    some += 1
+    total = (left @ right).sum(0) * scale
+    return room.t()[2:], [total, None, left.new_zeros(0)]
+
+
+def other(*sizes: int) -> Tensor:
+    return torch.randn(sizes)
+
+
+def test_third_call_repeats_the_second() -> None:
+    function = Counted(product)
+    for call in range(5):
+        left, right = other(4, 3), other(3, 5)
+        found = replay.replayed(function, left, right, 2.0)
+        expected = product(left, right, 2.0)
+        assert torch.equal(found[0], expected[0])
+        assert found[0].stride() == expected[0].stride()
+        assert torch.equal(found[1][0], expected[1][0])
+        assert found[1][1] is None
+        assert found[1][2].shape == (0,)
+        assert function.calls == min(call + 1, 2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda left, right, scale: (other(5, 3), right, scale),
+        lambda left, right, scale: (left.double(), right.double(), scale),
+        lambda left, right, scale: (other(3, 4).t(), right, scale),
+        lambda left, right, scale: (other(13)[1:].view(4, 3), right, scale),
+        lambda left, right, scale: (left, right, 3.0),
+        lambda left, right, scale: (left, right, 2),
+        lambda left, right, scale: (left.view(-1)[:9].view(3, 3), left.view(-1)[:9].view(3, 3), scale),
+    ],
+    ids=["shape", "dtype", "strides", "alignment", "value", "type", "same memory"],
+)
+def test_another_kind_is_not_repeated(change: Callable[..., Any]) -> None:
+    function = Counted(lambda left, right, scale: (left @ right).float() * scale)
+    for _ in range(3):
+        arguments = other(4, 3), other(3, 5), 2.0
+        replay.replayed(function, *arguments)
+    assert function.calls == 2
+    changed = change(*arguments)
+    assert torch.equal(replay.replayed(function, *changed), function.function(*changed))
+    assert function.calls == 3
+
+
+def test_slices_of_one_memory_are_told_apart() -> None:
+    function = Counted(lambda left, right: left - right)
+    for _ in range(4):
+        whole = other(20)
+        left, right = whole[12:16], whole[4:8]
+        assert torch.equal(replay.replayed(function, left, right), left - right)
+    assert function.calls == 2
+
+
+def test_arguments_that_overlap_are_not_recorded() -> None:
+    function = Counted(lambda left, right: left - right)
+    for _ in range(4):
+        whole = other(20)
+        assert torch.equal(replay.replayed(function, whole[8:16], whole[4:12]), whole[8:16] - whole[4:12])
+    assert function.calls == 4
+
+
+def test_the_same_tensor_twice_is_written_once() -> None:
+    function = Counted(lambda values, place: (torch.mul(values, 2, out=place), values + 0))
+    for _ in range(4):
+        values = other(8)
+        twice = 2 * values
+        found = replay.replayed(function, values, values)
+        assert found[0].data_ptr() == values.data_ptr()
+        assert torch.equal(found[1], twice)
+    assert function.calls == 2
+
+
+OUTSIDE = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda values: values * float(values.sum()),
+        lambda values: values[values > 0],
+        lambda values: values + OUTSIDE,
+        lambda values: torch.cat([values, values]),
+    ],
+    ids=["host reads", "shape from data", "outside tensor", "list of tensors"],
+)
+def test_what_cannot_be_repeated_is_called(function: Callable[[Tensor], Tensor]) -> None:
+    counted = Counted(function)
+    for call in range(4):
+        values = other(4)
+        assert torch.equal(replay.replayed(counted, values), function(values))
+        assert counted.calls == call + 1
+
+
+def test_recordings_keep_no_tensor_alive(recordings: dict[Any, Any]) -> None:
+    kept = []
+    for _ in range(3):
+        left, right = other(4, 3), other(3, 5)
+        kept += [weakref.ref(left), weakref.ref(right), weakref.ref(replay.replayed(product, left, right, 2.0)[0])]
+    del left, right
+    gc.collect()
+    assert any(isinstance(made, Recording) for made in recordings.values())
+    assert not any(reference() is not None for reference in kept)
+
+
+class Alive(TorchDispatchMode):
+    """Counts how many results of operations are alive at once, at most."""
+
+    most = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[weakref.ref[Tensor]] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        self.made.append(weakref.ref(made))
+        self.most = max(self.most, sum(reference() is not None for reference in self.made))
+        return made
+
+
+def test_memory_is_freed_after_its_last_use() -> None:
+    def chain(values: Tensor) -> Tensor:
+        for _ in range(8):
+            values = values + 1
+        return values.sum()
+
+    for _ in range(3):
+        with Alive() as alive:
+            total = replay.replayed(chain, torch.zeros(4))
+        assert float(total) == 32
+        assert len(alive.made) >= 9
+        assert alive.most <= 3
+
+
+def test_errors_leave_the_recorder_off(recordings: dict[Any, Any]) -> None:
+    def fails(values: Tensor) -> Tensor:
+        if calls.calls > 1:
+            raise RuntimeError("stop")
+        return values + 1
+
+    calls = Counted(fails)
+    replay.replayed(calls, other(4))
+    with pytest.raises(RuntimeError, match="stop"):
+        replay.replayed(calls, other(4))
+    assert torch.equal(replay.replayed(product, torch.ones(4, 3), torch.ones(3, 5), 1.0)[1][0], torch.full((5,), 12.0))
+
+
+def test_the_number_of_kinds_is_bounded(recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "_MOST", 8)
+    for rows in range(1, 40):
+        replay.replayed(product, other(rows, 3), other(3, 5), 1.0)
+    assert len(recordings) <= 8
+
+
+def test_threads_record_their_own_calls() -> None:
+    barrier = threading.Barrier(2)
+    wrong: list[str] = []
+
+    def run(seed: float) -> None:
+        def both(values: Tensor) -> Tensor:
+            made = values + seed
+            barrier.wait(timeout=30)
+            return made * 2
+
+        for _ in range(4):
+            values = other(4)
+            function: Callable[[Tensor], Tensor] = both
+            if not torch.equal(replay.replayed(function, values), (values + seed) * 2):
+                wrong.append(str(seed))
+            if any(isinstance(made, Recording) for kind, made in replay._kinds.items() if kind[0] is both):
+                return
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1.0, 2.0)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong

@@ -1,0 +1,196 @@
+"""Calls that are repeated from a recording: the same bits as calls that are not, whatever differs between the calls."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+from tests.triton.noted import note_launches
+from xent.backends.torch import facts, options, replay
+from xent.backends.torch.divergence import facts as divergence_facts
+from xent.backends.torch.recorder import Recording
+from xent.backends.triton import job as _job  # noqa: F401  before its launches are noted
+
+N, V, D = 6, 72, 16
+LOSSES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "options": {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.2, "logit_scale": 0.7},
+    "weights": {"weight": V, "sample_weight": N, "normalizer": ()},
+    "statistics": {"stats": ("lse", "accuracy", "entropy", "count")},
+    "none, statistics": {"reduction": "none", "stats": ("nll", "entropy", "predictions")},
+}
+
+
+@pytest.fixture(autouse=True)
+def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """Begin without recordings. No target is looked at on the host, as on a GPU."""
+    for module in (facts, options, divergence_facts, replay):
+        monkeypatch.setattr(module, "looks_at_targets", lambda device: False)
+    replay.forget()
+    yield replay._kinds
+    replay.forget()
+
+
+def draw(target: Target, seed: int, wanted: dict[str, Any], rows: int = N, vocabulary: int = V) -> tuple[Any, ...]:
+    """Return logits, target and options with tensors in the place of shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocabulary, generator=generator).to(target.device)
+    classes = torch.randint(vocabulary, (rows,), generator=generator).to(target.device)
+    classes[seed % rows] = -100
+    made: dict[str, Any] = {}
+    for name, value in wanted.items():
+        is_shape = name in ("weight", "sample_weight", "normalizer", "temperature")
+        shape = (value,) if isinstance(value, int) else value
+        made[name] = (torch.rand(shape, generator=generator) + 0.5).to(target.device) if is_shape else value
+    return logits, classes, made
+
+
+def results_of(function: Callable[..., Any], given: Tensor, *arguments: Any, **named: Any) -> list[Tensor]:
+    """Return all results of a call, and the gradient of what is differentiable of them."""
+    leaf = given.detach().requires_grad_()
+    made = function(leaf, *arguments, **named)
+    loss, stats = made if isinstance(made, tuple) else (made, xent.Stats())
+    found = [loss, *(value for value in vars(stats).values() if isinstance(value, Tensor))]
+    carried = [value for value in found if value.requires_grad]
+    torch.autograd.backward(
+        carried, [torch.linspace(1, 2, value.numel()).view(value.shape).to(value) for value in carried]
+    )
+    assert leaf.grad is not None
+    return [value.detach() for value in found] + [leaf.grad]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether all bits are the same, NaN counting as NaN."""
+    pairs = list(zip(found, expected, strict=True))
+    return all(
+        one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
+        for one, other in pairs
+    )
+
+
+def alone(call: Callable[[], list[Tensor]]) -> list[Tensor]:
+    """Return the results of a call that is not repeated, and leave the recordings as they were."""
+    kept = dict(replay._kinds)
+    replay.forget()
+    found = call()
+    replay._kinds.clear()
+    replay._kinds.update(kept)
+    return found
+
+
+CALLS = [(name, torch.float32) for name in LOSSES] + [
+    (name, dtype) for name in ("plain", "none") for dtype in (torch.bfloat16, torch.float16)
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CALLS, ids=str)
+def test_repeated_calls_have_the_same_bits(
+    target: Target, name: str, dtype: torch.dtype, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches = note_launches(monkeypatch)
+    for seed in range(4):
+        logits, classes, more = draw(target, seed, LOSSES[name])
+
+        def call() -> list[Tensor]:
+            return results_of(xent.cross_entropy, logits.to(dtype), classes, backend="triton", **more)  # noqa: B023
+
+        expected = alone(call)
+        launches.clear()
+        assert same(call(), expected), seed
+        # The scaling of a reduced loss's gradient is not recorded.
+        once = "reduction" not in more or more["reduction"] == "sum"
+        if seed > 1:
+            assert len(launches) == (once and dtype != torch.float16)
+    made = [value for value in recordings.values() if isinstance(value, Recording)]
+    assert len(made) == 1 + (not once or dtype == torch.float16)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probabilities(target: Target, entropy: bool) -> None:
+    for seed in range(4):
+        logits, classes, more = draw(target, seed, {"temperature": N})
+
+        def call() -> list[Tensor]:
+            return results_of(xent.log_probs, logits, classes, backend="triton", entropy=entropy, **more)  # noqa: B023
+
+        assert same(call(), alone(call)), seed
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("workspace", [None, 4 * V])
+def test_linear(target: Target, reduction: str, workspace: int | None) -> None:
+    """On a CPU the host reads the number of rows, so that nothing is repeated there; nor with several chunks."""
+    for seed in range(4):
+        _, classes, _ = draw(target, seed, {})
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(V, D, generator=generator).to(target.device).requires_grad_()
+        hidden = torch.randn(N, D, generator=generator).to(target.device)
+
+        def call() -> list[Tensor]:
+            weight.grad = None  # noqa: B023
+            named = {"reduction": reduction, "workspace": workspace, "backend": "triton"}
+            found = results_of(xent.linear_cross_entropy, hidden, weight, classes, **named)  # noqa: B023
+            return [*found, weight.grad.clone()]  # noqa: B023
+
+        assert same(call(), alone(call)), seed
+
+
+CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]] = {
+    "rows": lambda logits, classes: (logits[1:], classes[1:], {}),
+    "classes": lambda logits, classes: (logits[:, 8:].contiguous(), classes.clamp(max=V - 9), {}),
+    "stride": lambda logits, classes: (torch.cat([logits, logits], 1)[:, :V], classes, {}),
+    "classes first": lambda logits, classes: (logits.t().contiguous().t(), classes, {}),
+    "alignment": lambda logits, classes: (
+        torch.cat([logits.flatten()[:1], logits.flatten()])[1:].view(N, V),
+        classes,
+        {},
+    ),
+    "dtype": lambda logits, classes: (logits.bfloat16(), classes, {}),
+    "dtype of targets": lambda logits, classes: (logits, classes.int(), {}),
+    "stride of targets": lambda logits, classes: (logits, torch.stack([classes, classes], 1)[:, 0], {}),
+    "z_loss": lambda logits, classes: (logits, classes, {"z_loss": 0.3}),
+    "softcap": lambda logits, classes: (logits, classes, {"softcap": 2.0}),
+    "normalizer": lambda logits, classes: (logits, classes, {"normalizer": 3.0}),
+    "ignore_index": lambda logits, classes: (logits, classes, {"ignore_index": int(classes[3])}),
+    "statistics": lambda logits, classes: (logits, classes, {"stats": ("lse",)}),
+    "reduction": lambda logits, classes: (logits, classes, {"reduction": "sum"}),
+    "inplace": lambda logits, classes: (logits.clone(), classes, {"inplace": True}),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_kind_of_call_is_not_repeated(target: Target, name: str) -> None:
+    for seed in range(3):
+        logits, classes, _ = draw(target, seed, {})
+        results_of(xent.cross_entropy, logits, classes, backend="triton")
+    for seed in range(4):
+        logits, classes, more = CHANGES[name](*draw(target, seed, {})[:2])
+
+        def call() -> list[Tensor]:
+            given = logits.clone(memory_format=torch.preserve_format) if "inplace" in more else logits  # noqa: B023
+            if "inplace" not in more:  # noqa: B023
+                return results_of(xent.cross_entropy, given, classes, backend="triton", **more)  # noqa: B023
+            leaf = given.requires_grad_()
+            loss = xent.cross_entropy(leaf * 1, classes, backend="triton", **more)  # noqa: B023
+            loss.backward()
+            assert leaf.grad is not None
+            return [loss.detach(), leaf.grad]
+
+        assert same(call(), alone(call)), seed
+
+
+def test_targets_are_looked_at_as_soon_as_it_is_asked(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(3):
+        logits, classes, _ = draw(target, seed, {})
+        results_of(xent.cross_entropy, logits, classes, backend="triton")
+    for module in (facts, options, replay):
+        monkeypatch.setattr(module, "looks_at_targets", lambda device: True)
+    classes[2] = V
+    with pytest.raises(IndexError, match=r"target\[2\] is 72"):
+        xent.cross_entropy(logits, classes, backend="triton")
