@@ -87,11 +87,11 @@ class _Compiled:
     """A kernel compiled for a kind of arguments."""
 
     def __init__(self, kernel: Any, constants: list[Any]) -> None:
-        self._kernel, self._constants = kernel, constants
+        self.kernel, self._constants = kernel, constants
 
     def __call__(self, programs: int, values: list[Any]) -> None:
         """Launch so many programs. `values`: the arguments, with addresses in the place of tensors."""
-        kernel = self._kernel
+        kernel = self.kernel
         if _has_hooks():
             kernel[(programs, 1, 1)](*values, *self._constants)
             return

@@ -71,7 +71,7 @@ def test_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
         arguments = (x, None, found, 512, 1, 2.0)
         launch(_combine_kernel, 1, arguments, {"NEGATED": False, "BLOCK": 512}, num_warps=warps)
     if launching._IS_TRIED:
-        programs = [compiled for compiled, _ in launching._compiled.values()]
+        programs = [compiled.kernel for compiled in launching._compiled.values()]
         assert sorted(program.metadata.num_warps for program in programs) == [1, 2]
         assert len(looks) == 2
     assert bool((found == 2).all())
