@@ -88,8 +88,7 @@ class Job(Protocol):
         """
 
     def new_norm(self, linear: Linear) -> Tensor | None:
-        """Return a buffer for the data that `multiply` needs of all rows; None if `multiply` does not support the call.
-        """
+        """Return a buffer for the data that `multiply` needs of all rows; None if `multiply` cannot serve the call."""
 
     def multiply(
         self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None
