@@ -12,8 +12,7 @@ _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def long_cases(function: str, dtype: str, vocabularies: dict[str, int]) -> list[Case]:
-    """Return cases for each number of classes, named by the reason for it; for linear functions also with several
-    chunks.
+    """Return cases for each number of classes, named by its reason; for linear functions also with several chunks.
 
     Losses get the plain loss with reduction "mean" and "none", and all options. Log-probabilities get the entropy, and
     all options. Plain cases run with and without gradients.

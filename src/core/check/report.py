@@ -30,8 +30,7 @@ _NOTHING = Comparison("", 0.0, 1.0)
 
 @dataclass(frozen=True)
 class Line:
-    """Results for one backend, function and dtype: number of cases, and the comparison with the largest error / bound.
-    """
+    """Results for one backend, function and dtype: number of cases, and the comparison with the largest error/bound."""
 
     backend: str
     device: str
