@@ -44,7 +44,7 @@ class Plan:
 
 
 def measure_case(case: Case, plan: Plan, machine: dict[str, Any], progress: Callable[[str], None]) -> list[Record]:
-    """Return one record per contender of the case, the base first; `progress` gets each contender's name at its turn."""
+    """Return one record per contender of the case, the base first; `progress` gets each contender's name in turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         turns = _Turns(case, plan, progress, folder, stack)
