@@ -133,7 +133,7 @@ class Drawn:
         return list(torch.autograd.grad([one for one, _ in used], leaves, [weight for _, weight in used]))
 
     def plain(self, wide: str | None = None, exact: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs and gradients of plain operations on logits in `wide`; `exact`: the product is in `wide` too."""
+        """Return outputs and gradients of plain operations on logits in `wide`; `exact`: the product is wide too."""
         problem = self.problem
         leaves = self.leaves("cpu", wide if exact else None)
         if problem.linear:

@@ -115,7 +115,7 @@ class Exported(torch.nn.Module):
 def test_exported_programs_give_gradients(
     target: Target, function: str, reduction: str, asks: bool, strict: bool
 ) -> None:
-    """The exported program gives gradients to all inputs that require one at run time, whether the example did or not."""
+    """An exported program gives gradients to all inputs that require one at run time, whatever the example did."""
     x, w, y = drawn(target)
     scale, weights = torch.tensor(0.7, device=target.device), torch.linspace(0.5, 2, 6, device=target.device)
     module = Exported(function, reduction=reduction, backend=target.name)
