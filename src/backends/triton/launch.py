@@ -35,7 +35,7 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
 
 
 def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
-    """Launch so many programs. `options` are Triton's: num_warps, maxnreg, enable_fp_fusion."""
+    """Launch `programs` programs. `options` are Triton's num_warps, maxnreg and enable_fp_fusion."""
     if not isinstance(function, triton.JITFunction):  # the interpreter does not use the options
         _interpret(function, programs, arguments, constants)
         return
@@ -77,7 +77,7 @@ def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], bool]:
             kinds.append(-(2**31) <= argument < 2**31)
         elif argument is None or kind is float or kind is bool:
             kinds.append(kind)
-        else:  # a matrix for the copy engine, whose layout follows from these
+        else:  # a descriptor for the copy engine; these determine its layout
             kinds.append((argument.base.dtype, *argument.block_shape))
             can_repeat = False
     return kinds, values, can_repeat
@@ -90,7 +90,7 @@ class _Compiled:
         self._kernel, self._constants = kernel, constants
 
     def __call__(self, programs: int, values: list[Any]) -> None:
-        """Launch so many programs. `values`: the arguments, with addresses in the place of tensors."""
+        """Launch `programs` programs. `values` are the arguments, with addresses instead of tensors."""
         kernel = self._kernel
         if _has_hooks():
             kernel[(programs, 1, 1)](*values, *self._constants)
@@ -102,7 +102,7 @@ class _Compiled:
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler asked Triton to call it at launches."""
+    """Return whether a profiler asked Triton to call it at launches."""
     runtime = triton.knobs.runtime
     return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
 
