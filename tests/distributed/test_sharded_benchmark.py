@@ -207,7 +207,7 @@ def test_failing_rank_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> Non
         assert absent.value.status == "absent"
         assert processes.runs
         with pytest.raises(NotMeasured, match="rank 1: TypeError"):
-            processes._ask([OpenCase(case), Steps(1)], 60)
+            processes._ask([OpenCase(case), Steps("plain", 32, 1)], 60)
         assert not processes.runs
     finally:
         processes.__exit__(None, None, None)
