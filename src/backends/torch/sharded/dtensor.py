@@ -109,7 +109,7 @@ class _Cut:
             if place != places[0] and isinstance(placement, Shard) and mesh.size(place) > 1:
                 rows[place] = placement.dim if placement.dim < axis else placement.dim - 1
         made = cls(mesh, places[0], vocabulary, vocabulary, rows)
-        return replace(made, size=made._said(arguments.pop("vocab_parallel", None)))
+        return replace(made, size=made._size(arguments.pop("vocab_parallel", None)))
 
     @property
     def name(self) -> str:
@@ -121,7 +121,7 @@ class _Cut:
         names = self.mesh.mesh_dim_names
         return str(place) if names is None else repr(names[place])
 
-    def _said(self, given: Any) -> int:
+    def _size(self, given: Any) -> int:
         """Return V. `vocab_parallel.size` may make it smaller than the DTensors' size."""
         if given is None:
             return self.vocabulary

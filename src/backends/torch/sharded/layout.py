@@ -94,8 +94,8 @@ def find(group: Any, mine: Mine, shard: Tensor, target: Tensor) -> Layout:
             "the first call of its kind exchanges the layout of the vocabulary, which a CUDA graph cannot capture: "
             "make one call of the kind before the capture"
         )
-    printed = _fingerprint(mine, shard), _fingerprint_of_target(target)
-    table = _exchange(group, mine, printed, "", shard.device)
+    fingerprints = _fingerprint(mine, shard), _fingerprint_of_target(target)
+    table = _exchange(group, mine, fingerprints, "", shard.device)
     found = _agree(group, table)
     layouts = _known.setdefault(group, {})
     if len(layouts) >= _MOST:
@@ -114,7 +114,7 @@ def refuse(group: Any, text: str, device: torch.device) -> None:
     _exchange(group, Mine(0, None, None, ()), (0, 0), text, device)
 
 
-class _Said(NamedTuple):
+class _Received(NamedTuple):
     """The description of a call that was received from one rank."""
 
     rows: int
@@ -126,13 +126,15 @@ class _Said(NamedTuple):
     text: str
 
 
-def _exchange(group: Any, mine: Mine, printed: tuple[int, int], text: str, device: torch.device) -> list[_Said]:
+def _exchange(
+    group: Any, mine: Mine, fingerprints: tuple[int, int], text: str, device: torch.device
+) -> list[_Received]:
     numbers = [
         mine.rows,
         -1 if mine.first is None else mine.first,
         -1 if mine.size is None else mine.size,
         _hashed(repr(mine.kind).encode()),
-        *printed,
+        *fingerprints,
     ]
     raw = text.encode(errors="replace")[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
     words = [int.from_bytes(raw[place : place + 8], "little", signed=True) for place in range(0, len(raw), 8)]
@@ -141,7 +143,9 @@ def _exchange(group: Any, mine: Mine, printed: tuple[int, int], text: str, devic
     for row in gather(sent, group).land().tolist():
         spelt = b"".join(word.to_bytes(8, "little", signed=True) for word in row[len(numbers) :])
         rows, first, size, kind, of_shard, of_target = row[: len(numbers)]
-        said.append(_Said(rows, first, size, kind, of_shard, of_target, spelt.rstrip(b"\0").decode(errors="replace")))
+        said.append(
+            _Received(rows, first, size, kind, of_shard, of_target, spelt.rstrip(b"\0").decode(errors="replace"))
+        )
     return said
 
 
@@ -170,7 +174,7 @@ def _fingerprint_of_target(target: Tensor) -> int:
     return _hashed(target.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()) or 1
 
 
-def _agree(group: Any, table: list[_Said]) -> Layout:
+def _agree(group: Any, table: list[_Received]) -> Layout:
     """Return the layout that the ranks describe, or raise the same error on all of them."""
     for rank, said in enumerate(table):
         if said.text:
@@ -220,7 +224,7 @@ def _named(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _refuse_whole(table: list[_Said]) -> None:
+def _refuse_whole(table: list[_Received]) -> None:
     """Raise an error if every rank has all classes, which would count each class once per rank."""
     ranks, one = len(table), table[0]
     if ranks == 1:

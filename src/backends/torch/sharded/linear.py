@@ -68,7 +68,7 @@ def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
     return replace(linear, input=source, weight=weight, bias=bias)
 
 
-class _Flying:
+class _PendingChunk:
     """A chunk whose sums are being gathered."""
 
     def __init__(self, part: Part, taken: Taken, logits: Tensor, flight: Flight) -> None:
@@ -78,26 +78,28 @@ class _Flying:
 class _Chunks:
     """The loop over chunks.
 
-    `wanted`: gradients are computed. `wide`: no logit is rounded below float32. `flies`: sums are gathered over ranks
-    while the next chunk is computed.
+    `wanted`: gradients are computed. `wide`: no logit is rounded below float32. `overlaps`: sums are gathered
+    over ranks while the next chunk is computed.
     """
 
-    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, wide: bool, flies: bool) -> None:
+    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, wide: bool, overlaps: bool) -> None:
         self._linear, self._job, self._tokens, self._wanted = linear, job, tokens, wanted
         compute, device = linear.compute, linear.weight.device
         self._wide = wide and compute.itemsize == 2
-        step, self._places = self._step(flies)
+        step, self._chunks_alive = self._chunk_size(overlaps)
         self._schedule = Schedule(job, step)
         self._padded = linear.padded
         self._gradients = Gradients(self._padded, self._schedule) if wanted else None
         rows, self._classes = max(min(step, self._schedule.count), 0), len(linear.weight)
         dtype = torch.float32 if self._wide else compute
-        self._rooms = [torch.empty(rows, linear.columns, dtype=dtype, device=device) for _ in range(self._places)]
+        self._buffers = [
+            torch.empty(rows, linear.columns, dtype=dtype, device=device) for _ in range(self._chunks_alive)
+        ]
         both = self._wide and wanted
         self._narrow = torch.empty(rows, linear.columns, dtype=compute, device=device) if both else None
         self._flight: Flight | None = None
 
-    def _step(self, flies: bool) -> tuple[int, int]:
+    def _chunk_size(self, overlaps: bool) -> tuple[int, int]:
         """Return (rows of a chunk, chunks that exist at one time), which are the same on all ranks.
 
         They are computed with the number of classes of the largest shard.
@@ -110,22 +112,22 @@ class _Chunks:
         device, rows = linear.weight.device, len(linear.hidden)
         rounds = self._wanted and linear.needs[1] and rounds_sums(linear.compute, linear.weight.dtype, device)
         step = rows_per_chunk(rows, most, size + beside, linear.workspace, device.type, rounds)
-        if step >= rows or not flies:
+        if step >= rows or not overlaps:
             return step, 1
         return rows_per_chunk(rows, most, 2 * size + beside, linear.workspace, device.type, rounds), 2
 
     def forward(self, linear: Linear) -> list[Tensor]:
         """Compute all rows. Return the gradients of a reduced loss, or no gradients if none are needed."""
-        flying = None
+        pending = None
         for number, part in enumerate(self._schedule):
             taken = self._job.take(self._linear, part)
             logits = self._write(part, taken, number)
             flight = self._job.fold(part, [(part.start, logits[:, : self._classes])], taken.target_logits)
-            if flying is not None:
-                self._land(flying, False)
-            flying = _Flying(part, taken, logits, flight)
-        if flying is not None:
-            self._land(flying, True)
+            if pending is not None:
+                self._land(pending, False)
+            pending = _PendingChunk(part, taken, logits, flight)
+        if pending is not None:
+            self._land(pending, True)
         return self._result(linear)
 
     def backward(self, linear: Linear) -> list[Tensor]:
@@ -137,14 +139,14 @@ class _Chunks:
         return self._result(linear)
 
     def _write(self, part: Part, taken: Taken, number: int) -> Tensor:
-        logits = self._rooms[number % self._places][: part.stop - part.start]
+        logits = self._buffers[number % self._chunks_alive][: part.stop - part.start]
         self._padded.write_logits(taken.hidden, logits)
         return logits
 
-    def _land(self, flying: _Flying, last: bool) -> None:
-        made = self._job.land(flying.flight, flying.part, self._gradients is not None)
+    def _land(self, pending: _PendingChunk, last: bool) -> None:
+        made = self._job.land(pending.flight, pending.part, self._gradients is not None)
         if made is not None:
-            self._differentiate(flying.part, flying.taken, flying.logits, made, last)
+            self._differentiate(pending.part, pending.taken, pending.logits, made, last)
 
     def _differentiate(self, part: Part, taken: Taken, logits: Tensor, made: Coefficients, last: bool) -> None:
         """Overwrite the logits with their gradient, and add its products to the gradients of input and classifier."""
