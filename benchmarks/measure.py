@@ -1,8 +1,8 @@
-"""How a case is measured: every contender in a process of its own, its time paired with that of the base.
+"""Measure a case on the CPU: each contender runs in its own process and takes turns with the base.
 
-First comes a call whose peak memory is taken, and which warms up the full size. Then base and contender take turns,
-base, contender, base, contender, each in its own process, and only one of them works at any time: what slows the
-machine down for a while slows both members of a pair, so their ratio holds where the times themselves do not.
+A first call warms up the full size and measures the peak memory. Then base and contender take turns, each in its own
+process, and only one of them works at a time. A temporary slowdown of the machine affects both times of a pair, so
+their ratio is reliable even if the times are not.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JUDGE = "torch"
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to measure: `repeats` pairs, fewer (but two at least) if they would take more than `budget` seconds."""
+    """The length of a measurement: `repeats` pairs, or fewer (at least two) if they would exceed `budget` seconds."""
 
     repeats: int
     budget: float
@@ -44,7 +44,7 @@ class Plan:
 
 
 def measure_case(case: Case, plan: Plan, machine: dict[str, Any], progress: Callable[[str], None]) -> list[Record]:
-    """Return one record per contender of the case, the base first; `progress` is told each name as its turn comes."""
+    """Return one record per contender of the case, the base first; `progress` gets each contender's name in turn."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         turns = _Turns(case, plan, progress, folder, stack)
@@ -56,7 +56,7 @@ def measure_case(case: Case, plan: Plan, machine: dict[str, Any], progress: Call
 
 
 class _Turns:
-    """The processes of one case, all of them started at once, that work one at a time."""
+    """The processes of one case. All are started at once, but only one works at a time."""
 
     def __init__(self, case: Case, plan: Plan, progress: Callable[[str], None], folder: Path, stack: ExitStack) -> None:
         self.case = case
@@ -124,7 +124,7 @@ class _Turns:
         return record
 
     def _time(self, record: Record, base: Record | None) -> None:
-        """Add the seconds of both to their records; without a base that runs, time the contender alone."""
+        """Add the times of both to their records. If the base does not run, time the contender alone."""
         if base is not None and base.status != "measured":
             base = None
         taking_turns = [record] if base is None else [base, record]
@@ -149,12 +149,12 @@ class _Turns:
 
 
 def _calls_per_sample(seconds: float) -> int:
-    """So many calls that the clock's noise and a scheduler's slice are small beside them."""
+    """Return the number of calls of a sample, so that clock noise and scheduling are small compared with its time."""
     return max(1, min(_MOST_CALLS_PER_SAMPLE, math.ceil(_SAMPLE_SECONDS / seconds)))
 
 
 def _lack_of_memory(case: Case, name: str) -> str:
-    """Why the machine's free memory does not do for this contender; empty if it does."""
+    """Return the reason why free memory is not sufficient for this contender; empty if it is."""
     needed = find_contender(case.function, name).memory_needed(case)
     available = psutil.virtual_memory().available
     if needed <= available:

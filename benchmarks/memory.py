@@ -1,9 +1,8 @@
-"""Peak memory of one call: resident memory on the CPU, what the caching allocator has handed out on a CUDA device.
+"""Peak memory of one call: resident memory on the CPU, allocated memory of PyTorch's allocator on a CUDA device.
 
-Resident memory is seen by the operating system, so that no allocator can hide anything from it. Linux lets a process
-reset its own high-water mark, which makes the peak of a single call exact. Elsewhere the mark only ever rises: the peak
-is known unless something before the call had risen higher, and then it is reported as unknown rather than as a number
-that is too small.
+The operating system reports resident memory, which includes that of all allocators. On Linux a process can reset its
+own high-water mark, so the peak of a single call is exact. On other systems the mark only rises. There the peak is
+reported as unknown if the mark was higher before the call.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _RESET_HIGH_WATER_MARK = "5"
 
 
 def resident_peak(call: Callable[[], None]) -> int | None:
-    """Make the call and return its peak of resident bytes above those at its start; None where the system cannot tell.
+    """Make the call and return its peak of resident bytes above those at its start; None if it is unknown.
 
-    Memory that the call touches first is what counts: make the inputs and write to them beforehand.
+    Create the inputs and write to them beforehand, because only memory that the call touches first counts.
     """
     gc.collect()
     if sys.platform == "linux":
@@ -39,10 +38,10 @@ def resident_peak(call: Callable[[], None]) -> int | None:
 
 
 def allocated_peak(call: Callable[[], None]) -> int:
-    """Make the call and return the most bytes that PyTorch's CUDA allocator had handed out, above those at its start.
+    """Make the call and return the peak of bytes that PyTorch's CUDA allocator gave out, above those at its start.
 
-    What the allocator keeps in reserve does not count; the workspace that cuBLAS keeps from its first product on was
-    taken before, if the call has been made before.
+    The allocator's reserve does not count. The workspace of cuBLAS does not count either if the same call was made
+    before.
     """
     import torch
 
@@ -57,7 +56,7 @@ def allocated_peak(call: Callable[[], None]) -> int:
 
 
 def _give_back_free_memory() -> None:
-    """Let glibc return what it keeps of freed memory, which the call would reuse without being charged for it."""
+    """Let glibc return freed memory to the system. Otherwise the call could reuse it without being charged for it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

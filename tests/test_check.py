@@ -1,4 +1,4 @@
-"""`python -m xent check`: its cases, its progress, what it says at the end, and what counts as failed."""
+"""`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
 
 import sys
 import warnings
@@ -26,7 +26,7 @@ FUNCTIONS = ("cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_p
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_cases_that_reach_the_device_pass(target: Target, function: str) -> None:
+def test_device_cases_pass(target: Target, function: str) -> None:
     for dtype in target.harness.dtypes:
         cases = target.harness.reaching(function, dtype)
         assert any(case.alone for case in cases)
@@ -36,20 +36,20 @@ def test_cases_that_reach_the_device_pass(target: Target, function: str) -> None
                 assert comparison.bound < 0.5, "a zero gradient must not pass"
 
 
-def test_the_loss_without_gradients_is_judged_too(target: Target) -> None:
+def test_results_without_gradients_are_judged(target: Target) -> None:
     case = Case("cross_entropy", (3,), 50, "float32", "")
     outputs = [result.output for result in judge_case(target.backend, target.harness, replace(case, alone=True))]
     assert outputs == ["loss", "logits", "loss without gradients"]
 
 
-def test_chunks_are_several(target: Target) -> None:
+def test_chunk_cases_have_several_chunks(target: Target) -> None:
     one, several = chunk_cases("float32")[:3:2]
     assert one.workspace is None
     assert several.workspace is not None
     assert several.workspace // (several.vocabulary * 4) * 3 < several.rows[0]
 
 
-def test_long_cases_are_named_with_their_reason() -> None:
+def test_long_cases_are_named_by_their_reason() -> None:
     cases = long_cases("cross_entropy", "bfloat16", {"because": 9000})
     assert {case.vocabulary for case in cases} == {9000}
     assert {case.reduction for case in cases} == {"mean", "none"}
@@ -57,7 +57,7 @@ def test_long_cases_are_named_with_their_reason() -> None:
 
 
 class Watched:
-    """A harness whose device has two kernels, of which one runs."""
+    """A harness with two kernels, of which only the first runs."""
 
     dtypes, kernels, processes = ("float64",), ("first", "second"), 1
 
@@ -87,7 +87,7 @@ def work(harness: Any, monkeypatch: pytest.MonkeyPatch) -> Work:
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, "divergence", "linear_divergence"])
 def test_every_case_is_checked_in_some_dtype(function: str) -> None:
-    """In float64 all are; in the others each option, with other reductions in each."""
+    """In float64 all cases are checked, in the other dtypes each option, with different reductions."""
     harness = Watched()
     every = {dtype: [*map(str, chain(*report.cases_of(harness, function, dtype)))] for dtype in DTYPES}
     alike = {dtype: {text.replace(dtype, "any") for text in every[dtype]} for dtype in DTYPES}
@@ -101,7 +101,7 @@ def test_every_case_is_checked_in_some_dtype(function: str) -> None:
         assert alike["float32"] != alike["bfloat16"]
 
 
-def test_the_last_sentence_says_which_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_summary_names_the_kernels_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
     harness = Watched()
     planned_work = work(harness, monkeypatch)
@@ -127,9 +127,7 @@ def a_warning() -> None:
     ("what", "words"),
     [(an_error, "RuntimeError: Unable to build metal library"), (a_warning, "RuntimeWarning: MLX's operations take")],
 )
-def test_an_error_and_a_warning_are_failures_of_their_case(
-    what: Any, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_errors_and_warnings_are_failures(what: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = Watched()
     planned_work = work(harness, monkeypatch)
 
@@ -155,8 +153,8 @@ def few_cases() -> dict[Any, Any]:
     return cases
 
 
-def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend is PyTorch's own, which every machine with PyTorch runs in any process."""
+def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend is "torch", which runs in any process on every machine with PyTorch."""
     pytest.importorskip("torch")
     backend = TABLE["torch"]()
     monkeypatch.setattr(report, "_CASES_OF_A_PROCESS", 2)
@@ -175,7 +173,7 @@ def test_several_processes_find_what_one_does(monkeypatch: pytest.MonkeyPatch) -
     assert sentences[0].startswith(f"All {len(told[0])} cases passed; torch on cpu ran ")
 
 
-def test_what_fails_in_a_process_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     backend = TABLE["torch"]()
     harness = backend.harness("cpu")
@@ -204,7 +202,7 @@ def test_progress(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         assert captured.err.splitlines() == ["1 of 3: step 0", "2 of 3: step 1", "3 of 3: step 2"]
 
 
-def test_command_tells_of_a_device_in_one_sentence(
+def test_command_prints_one_sentence_per_device(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def few(harness: Any, function: str, dtype: str) -> tuple[list[Any], list[Any]]:

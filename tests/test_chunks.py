@@ -8,7 +8,7 @@ from xent.core.chunks import rows_per_block, rows_per_chunk, tile_shape
 @pytest.mark.parametrize("rows", [0, 1, 7, 100, 4096, 100_003])
 @pytest.mark.parametrize("vocabulary", [1, 1000, 128_256, 10**7])
 @pytest.mark.parametrize("workspace", [1, 10**6, 10**9])
-def test_chunk_keeps_to_its_workspace(rows: int, vocabulary: int, workspace: int) -> None:
+def test_chunk_fits_in_its_workspace(rows: int, vocabulary: int, workspace: int) -> None:
     chunk = rows_per_chunk(rows, vocabulary, 2, workspace, "cpu")
     assert chunk >= 1
     assert chunk == 1 or chunk * vocabulary * 2 <= workspace
@@ -31,14 +31,14 @@ def test_default_has_enough_rows_however_many_classes(device: str, rows: int) ->
     assert rows_per_chunk(1024, 10**7, 2, None, device) == rows
 
 
-def test_chunk_on_an_accelerator_is_all_of_a_small_batch_and_a_quarter_of_a_larger_one() -> None:
+def test_default_chunk_on_an_accelerator() -> None:
     expected = {1024: 1024, 2048: 2048, 4096: 1024, 6144: 1536, 8192: 2048, 12288: 3072, 16384: 4096, 2**20: 4096}
     assert {rows: rows_per_chunk(rows, 128_256, 2, None, "cuda", sums=True) for rows in expected} == expected
     fixed = {rows: min(chunk, 2048) for rows, chunk in expected.items()}
     assert {rows: rows_per_chunk(rows, 128_256, 2, None, "cuda") for rows in expected} == fixed
 
 
-def test_chunk_of_a_large_vocabulary_grows_as_others_do() -> None:
+def test_chunk_of_a_large_vocabulary_grows_like_others() -> None:
     sizes = [rows_per_chunk(rows, 256_000, 2, None, "cuda", sums=True) for rows in (8192, 16384, 65536)]
     assert sizes == [1664, 3328, 3328]
 
@@ -72,5 +72,5 @@ def test_block_is_at_least_a_row() -> None:
 @pytest.mark.parametrize(
     ("workspace", "shape"), [(None, (8192, 2048)), (2**20, (2048, 256)), (100, (1, 50)), (1, (1, 1))]
 )
-def test_tile_keeps_to_its_workspace(workspace: int | None, shape: tuple[int, int]) -> None:
+def test_tile_fits_in_its_workspace(workspace: int | None, shape: tuple[int, int]) -> None:
     assert tile_shape(10**5, 10**5, 2, workspace) == shape

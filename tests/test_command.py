@@ -23,16 +23,16 @@ def test_environment_names_versions_and_variables(
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_a_model_stands_for_its_head(name: str) -> None:
+def test_model_names_select_the_shape_of_their_head(name: str) -> None:
     assert parse(name.lower(), 64) == Shape(64, *HEADS[name])
 
 
-def test_a_shape_stands_for_itself() -> None:
+def test_shapes_are_parsed() -> None:
     assert parse("4x8x16", 64) == Shape(4, 8, 16)
 
 
 @pytest.mark.parametrize("text", ["4x8", "4x0x8", "Llama", "axbxc", "-1x2x3"])
-def test_what_is_no_shape(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_shapes_are_errors(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{text}" if not text.startswith("-") else f"0{text}"]) == 2
     assert "shape must be NxDxV, three numbers > 0, or one of Llama-3-8B" in capsys.readouterr().err
 
@@ -58,9 +58,7 @@ def test_bench_without_the_framework(capsys: pytest.CaptureFixture[str], monkeyp
     assert "--framework must name an installed framework, and mlx is not installed" in capsys.readouterr().err
 
 
-def test_bench_says_how_much_memory_is_missing(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_names_the_missing_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "available", lambda framework: 2**30)
     monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("it was run"))
     monkeypatch.setattr(bench, "_framework", lambda asked: "torch")
@@ -84,7 +82,7 @@ def test_a_contender_in_its_own_process(capsys: pytest.CaptureFixture[str], monk
             assert found["mebibytes"] >= 0
 
 
-def test_a_failure_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failures_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench, "_framework", lambda asked: "nonsense")
     monkeypatch.setattr(bench, "available", lambda framework: None)
     assert main(["bench", "2x3x4"]) == 1

@@ -47,7 +47,7 @@ def test_every_two_options_meet_in_every_dtype_and_every_three_in_some(function:
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_every_named_option_and_shape_is_there(function: str) -> None:
+def test_matrix_has_every_named_option_and_shape(function: str) -> None:
     cases = {dtype: all_cases(function, dtype) for dtype in DTYPES}
     served = [case for dtype in DTYPES[1:] for case in cases[dtype]]
     assert {case.name for case in option_cases(function, "float32")} <= {case.name for case in served}

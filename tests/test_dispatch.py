@@ -51,7 +51,7 @@ def loss(**options: Any) -> float:
     return float(xent.cross_entropy(np.zeros((2, 4)), np.array([0, 1]), **options))
 
 
-def test_auto_takes_the_first_that_serves(fake: Fake) -> None:
+def test_auto_selects_the_first_backend_that_can_serve(fake: Fake) -> None:
     assert loss() == -7.0
 
 
@@ -68,7 +68,7 @@ def test_auto_passes_over_the_native_backend_with_one_warning(fake: Fake, how: s
 
 
 @pytest.mark.parametrize("how", ["missing_reason", "refusal"])
-def test_named_backend_that_cannot_serve_says_why(fake: Fake, how: str) -> None:
+def test_named_backend_that_cannot_serve_raises_with_the_reason(fake: Fake, how: str) -> None:
     setattr(fake, how, "the moon is full")
     with pytest.raises(xent.BackendError, match="'fake' cannot serve this call: the moon is full"):
         loss(backend="fake")
@@ -87,7 +87,7 @@ def test_environment_overrides_auto_but_not_a_name(fake: Fake, monkeypatch: pyte
         loss()
 
 
-def test_backend_of_another_framework_says_what_would_serve(target: Target) -> None:
+def test_error_names_backends_of_the_framework(target: Target) -> None:
     framework = target.backend.framework
     frameworks = " and ".join(load[target.name]().framework for load in (TABLE, ALSO) if target.name in load)
     with pytest.raises(xent.BackendError, match=f"takes {frameworks} arrays and got numpy arrays: use backend 'numpy'"):
@@ -118,7 +118,7 @@ def test_command_lists_backends(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_passes_and_prints_a_table(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    every = 1 if FULL else 7  # the matrix has them all
+    every = 1 if FULL else 7  # the matrix has all cases
 
     def some(harness: Any, function: str, dtype: str) -> tuple[list[Any], list[Any]]:
         if function.endswith("divergence"):
@@ -131,7 +131,7 @@ def test_check_passes_and_prints_a_table(
     backends = [load[target.name]() for load in (TABLE, ALSO) if target.name in load]
     harnesses = [backend.harness(device) for backend in backends for device in backend.info().devices]
     lines = 6 * sum(len(harness.dtypes) for harness in harnesses)
-    assert printed.count("passed") == lines + 1  # and the last sentence
+    assert printed.count("passed") == lines + 1  # and in the summary
 
 
 def test_check_fails_when_a_gradient_is_wrong(
@@ -145,7 +145,7 @@ def test_check_fails_when_a_gradient_is_wrong(
     assert "FAILED cross_entropy-4x12x67-float32-mean-plain: logits" in printed
 
 
-def test_check_leaves_out_what_is_missing_or_not_named(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_skips_missing_and_unnamed_backends(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "TABLE", {"fake": lambda: fake})
     monkeypatch.setattr(report, "ALSO", {})
     assert report.planned(["torch"]) == []
@@ -154,6 +154,6 @@ def test_check_leaves_out_what_is_missing_or_not_named(fake: Fake, monkeypatch: 
 
 
 @pytest.mark.parametrize("name", ["numpy", "nonsense"])
-def test_check_of_what_cannot_be_checked(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_of_an_unavailable_backend(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", name]) == 2
     assert f"{name} cannot be checked" in capsys.readouterr().err

@@ -209,31 +209,31 @@ OF_LOGITS = [bad for bad in LOGITS_ONLY if not bad[0].keys() & {"inplace"}]
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS + LOOKED_AT + OF_LOGITS, ids=str)
-def test_log_probs_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_log_probs(bad: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         xent.log_probs(**({"logits": LOGITS, "target": CLASSES} | bad))
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS + LOOKED_AT + LINEAR_ONLY, ids=str)
-def test_linear_log_probs_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_linear_log_probs(bad: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         xent.linear_log_probs(**({"input": HIDDEN, "linear_weight": CLASSIFIER, "target": CLASSES} | bad))
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BOTH + LOGITS_ONLY, ids=str)
-def test_cross_entropy_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_cross_entropy(bad: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         xent.cross_entropy(**({"logits": LOGITS, "target": CLASSES} | bad))
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BOTH + LINEAR_ONLY, ids=str)
-def test_linear_cross_entropy_says_what_is_wrong(bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_of_linear_cross_entropy(bad: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         xent.linear_cross_entropy(**({"input": HIDDEN, "linear_weight": CLASSIFIER, "target": CLASSES} | bad))
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), BOTH, ids=str)
-def test_every_framework_says_the_same(
+def test_errors_are_the_same_in_every_framework(
     target: Target, bad: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     logits, classes = target.arrays(LOGITS, CLASSES)
@@ -257,7 +257,7 @@ def placed_on(target: Target, bad: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), LOG_PROBS, ids=str)
-def test_every_framework_says_the_same_of_log_probabilities(
+def test_errors_of_log_probabilities_are_the_same_in_every_framework(
     target: Target, bad: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     logits, classes = target.arrays(LOGITS, CLASSES)
@@ -267,7 +267,7 @@ def test_every_framework_says_the_same_of_log_probabilities(
 
 @pytest.mark.parametrize(("bad", "error", "message"), LOOKED_AT, ids=str)
 @pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
-def test_every_framework_looks_at_values_where_that_is_free_or_asked_for(
+def test_values_are_checked_on_the_cpu_and_on_request(
     target: Target, function: str, bad: dict[str, Any], error: type[Exception], message: str, monkeypatch: Any
 ) -> None:
     if not target.looks_at_targets:
@@ -278,7 +278,7 @@ def test_every_framework_looks_at_values_where_that_is_free_or_asked_for(
         getattr(xent, function)(**arrays, target=classes, **placed_on(target, bad), backend=target.name)
 
 
-def test_frameworks_do_not_mix(target: Target) -> None:
+def test_mixed_frameworks_are_an_error(target: Target) -> None:
     framework = target.backend.framework
     (logits,) = target.arrays(LOGITS)
     with pytest.raises(

@@ -182,7 +182,7 @@ def test_loss_and_gradients(target: Target, case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", cases_of(2)[::3], ids=str)
-def test_loss_and_statistics_are_those_of_separate_calls(target: Target, case: Case) -> None:
+def test_loss_and_statistics_equal_separate_calls(target: Target, case: Case) -> None:
     inputs = draw(case)
     given = placed(target, inputs, "float32") | {"reduction": case.reduction, "backend": target.name}
     arrays = dict(zip(inputs.differentiable, target.arrays(*inputs.differentiable.values()), strict=True))
@@ -220,7 +220,7 @@ def test_loss_and_statistics_are_those_of_separate_calls(target: Target, case: C
     assert float(alone.accuracy) == pytest.approx(float(stats.accuracy))
 
 
-def test_the_reference_is_a_sum_over_heads() -> None:
+def test_reference_is_a_sum_over_heads() -> None:
     for case in cases_of(2):
         inputs = draw(case)
         shared = {name: value for name, value in inputs.options.items() if name != "head_weight"}
@@ -256,7 +256,7 @@ def test_nothing_to_predict_is_zero_with_zero_gradients(target: Target, nothing:
         assert (target.harness.numpy(array) == 0).all()
 
 
-def test_position_of_a_wrong_target_is_the_callers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_has_the_position_in_the_callers_target(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     arrays = np.zeros((2, 2, 3, 4)), np.zeros((5, 4)), np.array([[99, 1, 2], [0, 3, 77]])
     for hidden, classifier, wrong in (arrays, target.arrays(*arrays)):
@@ -264,7 +264,7 @@ def test_position_of_a_wrong_target_is_the_callers(target: Target, monkeypatch: 
             xent.linear_cross_entropy(hidden, classifier, wrong, shift=(2, 1))
 
 
-def test_a_wrong_target_that_nothing_looks_at_is_nan_in_its_own_rows(target: Target) -> None:
+def test_unchecked_invalid_target_gives_nan_in_its_rows(target: Target) -> None:
     hidden, classifier = (np.random.default_rng(0).normal(size=size) for size in ((2, 2, 4, 3), (5, 3)))
     x, w, wrong = target.arrays(hidden, classifier, np.array([[0, 1, 2, 3], [0, 99, 4, -100]]))
     weight = target.arrays(np.linspace(0.5, 1, 5))[0]
@@ -310,7 +310,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("bad", "error", "message"), WRONG, ids=str)
-def test_what_is_wrong_is_said(target: Target, bad: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors(target: Target, bad: dict[str, Any], error: type[Exception], message: str) -> None:
     arguments = {"input": HIDDEN, "linear_weight": CLASSIFIER, "target": CLASSES, "shift": (1, 2)} | bad
     with pytest.raises(error, match=message):
         xent.linear_cross_entropy(**arguments)
@@ -328,7 +328,7 @@ def test_log_probabilities_have_no_heads() -> None:
         xent.linear_log_probs(HIDDEN, CLASSIFIER, CLASSES, shift=(1, 2))
 
 
-def test_lists_and_numpy_numbers_are_taken() -> None:
+def test_lists_and_numpy_numbers_are_accepted() -> None:
     rng = np.random.default_rng(0)
     hidden, classifier = rng.normal(size=HIDDEN.shape), rng.normal(size=CLASSIFIER.shape)
     expected = xent.linear_cross_entropy(hidden, classifier, CLASSES, shift=(1, 0), head_weight=(1.0, 0.5))

@@ -59,7 +59,7 @@ def test_wrong_result_fails(target: Target, function: str, dtype: str, factor: f
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_wrong_share_of_one_result_in_the_gradient_fails(target: Target, function: str, dtype: str) -> None:
+def test_wrong_contribution_of_one_result_to_the_gradient_fails(target: Target, function: str, dtype: str) -> None:
     """Gradients are linear in upstream gradients: with one result's upstream gradient alone, the others are missing."""
     for case in (case for case in _some(target, function, dtype) if case.stats):
         truth, made, plain, sizes = results_of_case(target.backend, target.harness, case)
@@ -82,7 +82,7 @@ def test_wrong_share_of_one_result_in_the_gradient_fails(target: Target, functio
 
 @pytest.mark.parametrize("case", [0, 1])
 @pytest.mark.parametrize("place", ["log_probs", "entropy"])
-def test_what_is_infinite_must_be_so(case: int, place: str) -> None:
+def test_infinite_values_must_be_equal(case: int, place: str) -> None:
     values = np.array([-np.inf, -1.0])
     some = Case("log_probs", (2,), 3, "float32", "", entropy=True)
     assert compare(place, values, values, values, some).passed
@@ -133,7 +133,7 @@ def test_gradient_without_one_of_the_options_fails(
     ("output", "dtype", "error"),
     [("logits", "float64", 2.0**-40), ("logits", "float32", 2.0**-20), ("loss", "bfloat16", 2.0**-20)],
 )
-def test_an_error_that_the_dtype_does_not_explain_fails(output: str, dtype: str, error: float) -> None:
+def test_error_beyond_the_rounding_of_the_dtype_fails(output: str, dtype: str, error: float) -> None:
     case, truth = Case("cross_entropy", (2,), 3, dtype, ""), np.ones((2, 3))
     assert compare(output, truth, truth, truth, case).passed
     assert not compare(output, truth * (1 + error), truth, truth, case).passed
@@ -149,7 +149,7 @@ def test_an_error_that_the_dtype_does_not_explain_fails(output: str, dtype: str,
         ([np.nan, *[1.0] * 7], [2.0] * 8, 8, False),
     ],
 )
-def test_several_draws_decide_where_one_fails(
+def test_several_draws_decide_if_one_fails(
     errors: list[float], bounds: list[float], draws: int, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seeds: list[int] = []
@@ -171,7 +171,7 @@ def test_wrong_shape_fails_even_if_it_broadcasts() -> None:
     assert not compare("logits", np.ones((1, 3)), truth, truth, case).passed
 
 
-def test_every_gradient_is_judged_on_the_backend_and_with_the_workspace_that_were_named(
+def test_every_gradient_is_judged_with_the_given_backend_and_workspace(
     target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XENT_BACKEND", "nonsense")
@@ -186,7 +186,7 @@ def test_every_gradient_is_judged_on_the_backend_and_with_the_workspace_that_wer
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_cases_hold_what_is_hard(function: str) -> None:
+def test_inputs_contain_difficult_values(function: str) -> None:
     cases = option_cases(function, "float32")
     assert {case.reduction for case in cases} == {"mean", "sum", "none"}
     for case in cases:

@@ -63,7 +63,7 @@ def test_bitwise_the_same_run_after_run(target: Target, function: str, options: 
         workspace=[None, 20 * 600],
     )
 )
-def test_same_bits_whatever_is_asked_for(
+def test_same_bits_with_and_without_gradients_and_statistics(
     target: Target, function: str, dtype: str, options: str, rows: tuple[int, ...], workspace: int | None
 ) -> None:
     """Results have the same bits with and without gradients, entropy and statistics."""
@@ -90,7 +90,7 @@ def first(returned: Any) -> Any:
     return returned[0] if isinstance(returned, tuple) else returned
 
 
-def test_gradients_come_from_logits_that_are_not_rounded(target: Target) -> None:
+def test_gradients_come_from_unrounded_logits(target: Target) -> None:
     """Logits near 30, rounded to bfloat16, would give errors of 6% and more in the gradients of the entropy."""
     generator = np.random.default_rng(0)
     drawn = 4 * generator.standard_normal((64, 64)), generator.standard_normal((512, 64))
@@ -113,7 +113,7 @@ def test_gradients_come_from_logits_that_are_not_rounded(target: Target) -> None
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_gradients_are_those_of_whoever_asks(target: Target, function: str, options: str) -> None:
+def test_gradients_exist_only_for_inputs_that_require_one(target: Target, function: str, options: str) -> None:
     case = log_prob_case(function, options)
     inputs = make_inputs(case)
     count = len(inputs.differentiable)
@@ -169,7 +169,7 @@ def test_strides_of_hidden_states_and_classifier(target: Target) -> None:
 
 @pytest.mark.parametrize("options", ["plain", "rows", "support"])
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_upstream_gradient_that_is_expanded(target: Target, function: str, options: str) -> None:
+def test_expanded_upstream_gradient(target: Target, function: str, options: str) -> None:
     """The upstream gradient of a sum is one number, expanded to all rows."""
     case = replace(log_prob_case(function, options, ignored=0.0, shift=0), missing=("lse",))
     inputs = make_inputs(case)
@@ -214,7 +214,7 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_second_backward_through_a_retained_graph_gives_the_same(target: Target, function: str, options: str) -> None:
+def test_second_backward_gives_the_same_gradients(target: Target, function: str, options: str) -> None:
     if target.backend.framework != "torch":
         return  # other frameworks have no retained graph
     import torch
@@ -255,7 +255,7 @@ def flushed(target: Target) -> Iterator[None]:
 @pytest.mark.parametrize("softcap", [None, 3.0, 0.25, 1e38, 1.7e308])
 @pytest.mark.parametrize("each_row", [False, True])
 @pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
-def test_all_classes_are_alike_at_a_huge_temperature(
+def test_huge_temperature_gives_equal_probabilities(
     target: Target, softcap: float | None, each_row: bool, function: str
 ) -> None:
     logits = np.random.default_rng(0).normal(size=(5, 9))
@@ -279,7 +279,7 @@ def test_all_classes_are_alike_at_a_huge_temperature(
         np.testing.assert_allclose(target.harness.numpy(gradient), 0, atol=1e-6)
 
 
-def test_distributions_are_alike_at_a_huge_temperature(target: Target) -> None:
+def test_huge_temperature_gives_zero_divergence(target: Target) -> None:
     student, teacher = target.arrays(*np.random.default_rng(0).normal(size=(2, 5, 9)))
     with flushed(target):
         found = xent.divergence(student, teacher, temperature=1.7e308, softcap=3.0, backend=target.name)
@@ -289,7 +289,7 @@ def test_distributions_are_alike_at_a_huge_temperature(target: Target) -> None:
 @pytest.mark.parametrize("softcap", [1e30, 3e38, 1.7e308])
 @pytest.mark.parametrize("kind", ["number", "array"])
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-def test_huge_softcap_bends_nothing(target: Target, softcap: float, kind: str, function: str) -> None:
+def test_huge_softcap_has_no_effect(target: Target, softcap: float, kind: str, function: str) -> None:
     given, classes = target.arrays(np.random.default_rng(0).normal(size=(5, 9)), np.arange(5))
     more = target.arrays(np.eye(9)) if function == "linear_cross_entropy" else ()
     cap = target.arrays(np.array(min(softcap, 3e38)))[0] if kind == "array" else softcap

@@ -20,7 +20,7 @@ KINDS: dict[str, Callable[[float], Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers_are_numbers(target: Target, option: str, kind: str) -> None:
+def test_numpy_numbers(target: Target, option: str, kind: str) -> None:
     logits, classes = target.arrays(np.random.default_rng(0).normal(size=(4, 8)), np.arange(4))
     expected = xent.cross_entropy(logits, classes, backend=target.name, **{option: 0.5})
     found = xent.cross_entropy(logits, classes, backend=target.name, **{option: KINDS[kind](0.5)})
@@ -33,14 +33,14 @@ def test_numpy_numbers_are_numbers(target: Target, option: str, kind: str) -> No
 
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers_are_numbers_for_numpy(option: str, kind: str) -> None:
+def test_numpy_numbers_with_numpy_arrays(option: str, kind: str) -> None:
     logits, classes = np.random.default_rng(0).normal(size=(4, 8)), np.arange(4)
     found = xent.cross_entropy(logits, classes, **{option: KINDS[kind](0.5)})
     assert found == xent.cross_entropy(logits, classes, **{option: 0.5})
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_numpy_numbers_are_checked_as_numbers(target: Target, option: str) -> None:
+def test_numpy_numbers_are_validated(target: Target, option: str) -> None:
     logits, classes = target.arrays(np.zeros((4, 8)), np.arange(4))
     for value in (np.float32("nan"), np.array(float("nan"))):
         with pytest.raises(ValueError, match=f"{option} must be .*, got nan"):
@@ -51,7 +51,7 @@ def test_numpy_numbers_are_checked_as_numbers(target: Target, option: str) -> No
 
 @pytest.mark.parametrize("option", ["temperature", "softcap", "logit_scale"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers_are_numbers_of_log_probabilities(target: Target, option: str, kind: str) -> None:
+def test_numpy_numbers_in_log_probabilities(target: Target, option: str, kind: str) -> None:
     logits, classes = target.arrays(np.random.default_rng(0).normal(size=(4, 8)), np.arange(4))
     (weight,) = target.arrays(np.random.default_rng(1).normal(size=(8, 8)))
     for function, arrays in ((xent.log_probs, (logits,)), (xent.linear_log_probs, (logits, weight))):

@@ -79,7 +79,7 @@ def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype
         stats=[(), ("count",), ("lse", "z_loss")],
     )
 )
-def test_nothing_of_an_ignored_row_is_felt(
+def test_values_of_ignored_rows_have_no_effect(
     target: Target, function: str, reduction: str, hidden: float, stats: tuple[str, ...]
 ) -> None:
     case = Case(function, (6,), 9, "float32", "", reduction=reduction, ignored=0.0)
@@ -217,7 +217,7 @@ def test_masked_spans_with_reduction_none(target: Target, case: Case) -> None:
     np.testing.assert_array_equal(masked[~span], whole[~span])
 
 
-def test_shift_is_what_slicing_gives(target: Target) -> None:
+def test_shift_equals_slicing(target: Target) -> None:
     rng = np.random.default_rng(3)
     hidden, classifier = target.arrays(rng.normal(size=(3, 9, 8)), rng.normal(size=(21, 8)))
     (labels,) = target.arrays(np.where(rng.random((3, 9)) < 0.3, -100, rng.integers(0, 21, (3, 9))))

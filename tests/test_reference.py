@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradient_is_the_slope_of_the_results(case: Case) -> None:
+def test_gradient_equals_finite_differences(case: Case) -> None:
     inputs = make_inputs(case)
     upstream = {case.results[0]: inputs.upstream} | inputs.others
 
@@ -72,7 +72,7 @@ def test_gradient_is_the_slope_of_the_results(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.trained], ids=str)
-def test_gradient_of_probabilities_is_the_slope_of_the_results(case: Case) -> None:
+def test_gradient_of_probabilities_equals_finite_differences(case: Case) -> None:
     inputs = make_inputs(case)
     given = {case.results[0]: inputs.upstream} | inputs.others
 
@@ -113,7 +113,7 @@ def defined(logits: list[float], target: int, allowed: set[int], options: dict[s
 
 @pytest.mark.parametrize("name", LOG_PROB_OPTIONS)
 @pytest.mark.parametrize(("function", "shift"), [("log_probs", 0), ("linear_log_probs", 0), ("linear_log_probs", 2)])
-def test_log_probabilities_are_what_their_definition_says(function: str, shift: int, name: str) -> None:
+def test_log_probabilities_equal_their_definition(function: str, shift: int, name: str) -> None:
     options = LOG_PROB_OPTIONS[name]
     case = Case(function, (3, 7), 11, "float64", "", options, "none", bias=function != "log_probs", shift=shift)
     inputs = make_inputs(case)
@@ -159,7 +159,7 @@ def test_a_support_of_one_class_and_of_none() -> None:
     np.testing.assert_array_equal(stats.mean_logit, [2.0, 0.0])
 
 
-def test_statistics_of_the_loss_are_those_of_log_probabilities() -> None:
+def test_statistics_of_loss_and_log_probabilities_are_equal() -> None:
     case = Case("cross_entropy", (5,), 9, "float64", "")
     inputs = make_inputs(case)
     names = ("lse", "entropy", "predictions", "log_sum_sq_probs", "mean_logit")

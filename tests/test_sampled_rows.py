@@ -17,7 +17,7 @@ from xent.core.spec import LOG_PROB_STATS
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_nothing_of_an_ignored_row_is_felt(target: Target, function: str, options: str, hidden: float) -> None:
+def test_values_of_ignored_rows_have_no_effect(target: Target, function: str, options: str, hidden: float) -> None:
     case = log_prob_case(function, options, rows=(6,), ignored=0.0, shift=0)
     clean, inputs = make_inputs(case), make_inputs(case)
     inputs.target[2] = clean.target[2] = -100
@@ -84,7 +84,7 @@ def test_target_outside_its_support(target: Target) -> None:
     assert (gradient[0] != 0).tolist() == [True, False, True]
 
 
-def test_support_of_all_classes_is_none(target: Target) -> None:
+def test_support_of_all_classes_equals_none(target: Target) -> None:
     case = replace(log_prob_case("log_probs", "rows"), stats=())
     inputs = make_inputs(case)
     ids = np.concatenate([np.random.default_rng(row).permutation(67) for row in range(12)])
@@ -97,7 +97,7 @@ def test_support_of_all_classes_is_none(target: Target) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_shift_is_what_slicing_gives(target: Target, options: str) -> None:
+def test_shift_equals_slicing(target: Target, options: str) -> None:
     case = log_prob_case("linear_log_probs", options, rows=(3, 5), vocabulary=21, shift=0)
     inputs = make_inputs(case)
     _, (hidden, *rest) = call_of(target, case, inputs)
@@ -125,7 +125,7 @@ def of_rows(target: Target, support: xent.Support, rows: Any) -> xent.Support:
 
 @pytest.mark.parametrize("function", LOG_PROBS)
 @pytest.mark.parametrize("wrong", ["target", "temperature", "support"])
-def test_where_nothing_looks_the_row_is_nan(target: Target, function: str, wrong: str) -> None:
+def test_unchecked_invalid_values_give_nan_in_their_row(target: Target, function: str, wrong: str) -> None:
     """Invalid targets, ids and temperatures never cause reads or writes out of bounds."""
     case = log_prob_case(function, "support", rows=(6,), vocabulary=9, ignored=0.0, shift=0, stats=())
     inputs = make_inputs(case)

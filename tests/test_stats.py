@@ -30,7 +30,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_statistics_are_the_references(target: Target, case: Case) -> None:
+def test_statistics_equal_the_reference(target: Target, case: Case) -> None:
     case = target.sized(case)
     inputs = make_inputs(case)
     call, arrays = call_of(target, case, inputs, stats=STAT_NAMES)
@@ -55,7 +55,7 @@ def test_statistics_are_the_references(target: Target, case: Case) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("name", STAT_NAMES)
-def test_only_what_is_asked_for_is_there(target: Target, function: str, name: str) -> None:
+def test_only_requested_statistics_are_returned(target: Target, function: str, name: str) -> None:
     case = Case(function, (6,), 9, "float32", "")
     call, arrays = call_of(target, case, make_inputs(case), stats=[name, name])
     _, stats = call(*arrays)
@@ -66,7 +66,7 @@ def test_only_what_is_asked_for_is_there(target: Target, function: str, name: st
     assert [field.name for field in fields(stats) if getattr(stats, field.name) is not None] == [name]
 
 
-def test_ties_go_to_the_lowest_class_even_where_the_softcap_makes_them(target: Target) -> None:
+def test_ties_of_logits_or_of_the_softcap_go_to_the_lowest_class(target: Target) -> None:
     logits, classes = target.arrays(np.array([[1.0, 3.0, 3.0], [400.0, 900.0, 100.0]]), np.array([1, 1]))
     _, stats = xent.cross_entropy(logits, classes, softcap=2.0, stats=("predictions",), backend=target.name)
     np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 1])
@@ -94,7 +94,7 @@ def test_scale_orders_predictions(target: Target, function: str, logit_scale: fl
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 256.0), ("float16", 2048.0), ("float32", 256.0)])
-def test_sure_target_has_no_entropy_however_its_logit_rounds(target: Target, dtype: str, largest: float) -> None:
+def test_rounding_of_a_probable_target_does_not_affect_the_entropy(target: Target, dtype: str, largest: float) -> None:
     """The target's logit is 288.75, rounded to 288 in bfloat16, which would change its probability a lot."""
     weight = np.zeros((9, 3))
     weight[4] = largest, 32.0, 0.75
@@ -141,7 +141,7 @@ def test_other_statistics_carry_no_gradient(target: Target, function: str, reduc
 
 @pytest.mark.parametrize("options", LOG_PROB_OPTIONS)
 @pytest.mark.parametrize("function", LOG_PROBS)
-def test_statistics_of_log_probabilities_are_the_references(target: Target, function: str, options: str) -> None:
+def test_statistics_of_log_probabilities_equal_the_reference(target: Target, function: str, options: str) -> None:
     loop = {"bias": True, "shift": 2} if function == "linear_log_probs" else {}
     case = Case(function, (4, 5), 67, "float32", "", LOG_PROB_OPTIONS[options], "none", entropy=True, **loop)
     inputs = make_inputs(case)

@@ -40,7 +40,7 @@ def test_index_error_names_value_position_and_range(
 
 
 @pytest.mark.parametrize(("dtype", "value"), [("uint8", 156), ("int8", -56), ("int16", 30_000)])
-def test_narrow_targets_are_compared_as_wide_ones(
+def test_narrow_integer_targets_are_not_wrapped(
     target: Target, dtype: str, value: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In 8 bits, ignore_index=-100 would be 156, and 200 classes would be -56."""
@@ -68,7 +68,9 @@ def test_reference_raises_the_same(target: Target) -> None:
 @pytest.mark.parametrize("value", [5, -1, 2**31 - 1, 2**40, -(2**40)])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_where_nothing_looks_the_row_is_nan(target: Target, value: int, reduction: str, weighted: bool) -> None:
+def test_unchecked_invalid_targets_give_nan_in_their_row(
+    target: Target, value: int, reduction: str, weighted: bool
+) -> None:
     classes = np.array([[0, 1, 2], [-100, value, 3]])
     options = {"weight": target.arrays(np.linspace(0.5, 1, 5))[0]} if weighted else {}
     if target.looks_at_targets:
@@ -105,6 +107,6 @@ def test_position_is_the_callers_and_unused_targets_do_not_matter(
     assert xent.linear_log_probs(hidden, classifier, unused, shift=1).sum() < 0
 
 
-def test_uint64_targets_beyond_int64_are_not_taken_for_ignore_index() -> None:
+def test_uint64_targets_beyond_int64_are_not_ignored() -> None:
     with pytest.raises(IndexError, match="18446744073709551516"):
         xent.cross_entropy(np.zeros((1, 3)), np.array([2**64 - 100], dtype=np.uint64))

@@ -1,4 +1,4 @@
-"""Validation of `vocab_parallel=` and of tokens in shards, as far as it needs no framework."""
+"""Validation of `vocab_parallel=` and of split tokens that needs no framework."""
 
 import numbers
 from typing import Any

@@ -1,4 +1,4 @@
-"""The results of all ranks as those of one call, judged by the float64 reference as those of one process are."""
+"""Combine the results of all ranks, and compare them with the float64 reference as for one process."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,11 +17,11 @@ __all__ = ["joined", "judged", "judged_beside_the_whole"]
 
 DRAWS = 8
 WIDE = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 2e-2, "float16": 4e-3}
-"""How far statistics, of logits that are rounded once more or less, may be apart."""
+"""Tolerance of statistics, whose logits may be rounded once more or less."""
 
 
 def judged(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards, *more: Any) -> dict[str, Any]:
-    """Return the results of all ranks as those of one call, compared with the reference as `judge_case` does."""
+    """Return the combined results of all ranks after comparing them with the reference as `judge_case` does."""
     found, comparisons = drawn(pool, case, way, run, *more)
     if not all(comparison.passed for comparison in comparisons):
         draws = [comparisons, *(drawn(pool, case, replace(way, seed=seed), run, *more)[1] for seed in range(1, DRAWS))]
@@ -32,7 +32,7 @@ def judged(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards
 
 
 def judged_beside_the_whole(pool: Pool, case: Case, way: Way) -> None:
-    """Judge the results, and compare all statistics with those of the same call in one piece."""
+    """Judge the results, and compare all statistics with those of a call on the whole vocabulary."""
     found = judged(pool, case, way)
     whole = in_one_piece(case, replace(way, inplace=False))
     assert found.keys() == whole.keys()
@@ -44,7 +44,7 @@ def judged_beside_the_whole(pool: Pool, case: Case, way: Way) -> None:
 def drawn(
     pool: Pool, case: Case, way: Way, run: Callable[..., Any], *more: Any
 ) -> tuple[dict[str, Any], list[Comparison]]:
-    """Return the results of one draw of the inputs, and what the reference says of them."""
+    """Return the results for one draw of the inputs, and their comparisons with the reference."""
     found = joined(pool, case, way, run, *more)
     backend = TABLE["torch"]()
     truth, _, plain, sizes = results_of_case(backend, backend.harness(), case, way.seed)
@@ -54,7 +54,7 @@ def drawn(
 
 
 def joined(pool: Pool, case: Case, way: Way, run: Callable[..., Any] = in_shards, *more: Any) -> dict[str, Any]:
-    """Return the results of all ranks as those of one call, what all should have having the same bits on all."""
+    """Combine the results of all ranks. What every rank should have must have the same bits on all ranks."""
     parts = pool.run(run, case, way, *more)[: way.ranks]
     found = {}
     for name in parts[0]:

@@ -30,7 +30,7 @@ def cases_in_shards(
     dtypes: tuple[str, ...] = DTYPES,
     together: int = 2,
 ) -> list[Any]:
-    """Return cases and ways in which all pairs of settings occur, or all sets of another size."""
+    """Return cases and ways with every combination of `together` settings."""
     is_linear = function.startswith("linear_")
     of_function = OF_LINEAR | OF_LINEAR_WAYS if is_linear else {"inplace": (False, True)} if "cross" in function else {}
     factors = {"dtype": dtypes} | SETTINGS | factors | of_function

@@ -1,6 +1,6 @@
-"""Processes that stay: one group of them is started for all tests, and runs one function after the other.
+"""A group of processes that is started once for all tests and runs one function after the other.
 
-NCCL on GPUs where there are at least two, or else gloo on the CPU. Groups of fewer ranks are the first ones.
+NCCL is used on GPUs if there are at least two, else gloo on the CPU. A group of fewer ranks has the first ranks.
 """
 
 import datetime
@@ -23,7 +23,7 @@ __all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "group"]
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= 2
 PROCESSES = min(torch.cuda.device_count(), 4) if GPUS else 4
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-PATIENCE = 20  # seconds that a call may take
+PATIENCE = 20  # time limit of a call, in seconds
 _groups: dict[int, Any] = {}
 
 
@@ -38,14 +38,14 @@ def group(ranks: int) -> Any:
 
 
 class Pool:
-    """The processes, seen from the tests."""
+    """The processes, controlled by the tests."""
 
     def __init__(self) -> None:
         self._processes: list[Any] = []
         self._ends: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call a function of a module in all processes; return what it returned in each, or raise what it raised."""
+        """Call a module's function in all processes. Return the list of results, or raise the errors."""
         self._start()
         for end in self._ends:
             end.send((function, args))
@@ -59,7 +59,7 @@ class Pool:
                 except (EOFError, OSError):
                     self.stop()
                     raise AssertionError(f"the process of rank {rank} has ended") from None
-                if found[rank][0]:  # the others may wait for this rank in vain
+                if found[rank][0]:  # the others may wait for this rank forever
                     deadline = min(deadline, time.monotonic() + 2)
         errors = [f"rank {rank}: {error}" for rank, (error, _) in found.items() if error]
         if len(found) < PROCESSES:
@@ -82,7 +82,7 @@ class Pool:
     def _start(self) -> None:
         if self._processes:
             return
-        if torch.cuda.is_available():  # which a process that was forked from another could not use
+        if torch.cuda.is_available():  # a forked process could not use CUDA
             context: Any = mp.get_context("spawn")
         else:
             context = mp.get_context("forkserver")
@@ -104,7 +104,7 @@ def _work(rank: int, folder: str, end: Connection) -> None:
     torch.set_num_threads(1)
     if INTERPRETED:
         prepare()
-    torch.use_deterministic_algorithms(not GPUS)  # so that memory that nobody has written holds NaN
+    torch.use_deterministic_algorithms(not GPUS)  # fills uninitialised memory with NaN
     if GPUS:
         torch.cuda.set_device(rank)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

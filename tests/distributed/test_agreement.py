@@ -1,4 +1,4 @@
-"""Ranks that disagree: all of them raise an error that names ranks and ranges, and none waits forever."""
+"""If ranks disagree, all of them raise an error that names ranks and ranges, and none waits forever."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ FIRST = [0, 6]
 
 
 def attempt(arguments: list[dict[str, Any]], again: bool = False, environment: dict[str, str] | None = None) -> Any:
-    """Return type and message of the error of this rank's call with `arguments[rank]`."""
+    """Return the type and the message of the error that this rank's call with `arguments[rank]` raises."""
     rank, ranks = dist.get_rank(), len(arguments)
     if rank >= ranks:
         return None
@@ -111,7 +111,7 @@ OWN: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_an_error_of_one_rank_reaches_those_that_wait(pool: Pool, name: str) -> None:
+def test_error_on_one_rank_reaches_waiting_ranks(pool: Pool, name: str) -> None:
     arguments, kind, message = OWN[name]
     other, own = pool.run(attempt, [{}, arguments])[:2]
     assert own[0] == kind
@@ -129,7 +129,7 @@ def test_targets_out_of_range_raise_on_all_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("name", ["target", "sample_weight"])
-def test_targets_that_differ_are_found_where_they_are_looked_at(pool: Pool, name: str) -> None:
+def test_different_targets_are_found_if_checked(pool: Pool, name: str) -> None:
     values = {"target": torch.arange(5), "sample_weight": torch.rand(5, generator=torch.Generator().manual_seed(0))}
     other = values[name].clone()
     other[3] = 7
@@ -141,7 +141,7 @@ def test_targets_that_differ_are_found_where_they_are_looked_at(pool: Pool, name
     assert found == [("ValueError", message)] * 2
 
 
-def test_other_numbers_of_rows_are_found_where_targets_are_looked_at(pool: Pool) -> None:
+def test_different_numbers_of_rows_are_found_if_checked(pool: Pool) -> None:
     fewer = {"input": torch.zeros(4, 4), "target": torch.arange(4)}
     found = pool.run(attempt, [{}, fewer], False, {"XENT_CHECK_TARGETS": "1"})[:2]
     assert found == [("ValueError", "target has 5 entries on rank 0 and 4 on rank 1")] * 2
@@ -175,10 +175,10 @@ def collectives_of(calls: int) -> list[str]:
     return counted
 
 
-def test_a_loop_has_one_collective_a_chunk_and_one_for_the_hidden_states(pool: Pool) -> None:
+def test_collectives_of_a_loop(pool: Pool) -> None:
     found = pool.run(collectives_of, 3)[:2]
     assert found[0] == found[1]
-    # 40, 35 and 30 rows in chunks of 8, after the layout was exchanged once.
+    # 40, 35 and 30 rows in chunks of 8 rows, after the layout was exchanged once.
     assert found[0] == [
         "_gather",
         *["_gather"] * 5,

@@ -1,4 +1,4 @@
-"""The language model of tests/convergence, its head in shards: the losses and the weights of one process."""
+"""The language model of tests/convergence with a sharded head has the losses and weights of one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from tests.targets import Target
 from xent.backends.torch.sharded import layout
 
 CUT = 100
-"""Where the second shard begins."""
+"""First class of the second shard."""
 
 
 def _mine() -> slice:
@@ -24,7 +24,7 @@ def _mine() -> slice:
 
 
 def in_shards(target: Target, arrays: tuple[Any, ...], classes: Any, options: dict[str, Any]) -> Any:
-    """Take the loss of hidden states and this rank's rows of the classifier."""
+    """Compute the loss of hidden states and this rank's rows of the classifier."""
     hidden, weight, bias, zeros = arrays
     shard = {"linear_weight": weight[_mine()], "linear_bias": bias[_mine()]}
     loss = xent.linear_cross_entropy(
@@ -46,7 +46,7 @@ def trained(dtype: str, fault: str | None) -> Run | None:
 
 
 def joined(pool: Pool, dtype: str, fault: str | None = None) -> Run:
-    """Return the run of both ranks as one, each with its rows of the classifier."""
+    """Combine the runs of both ranks, with each rank's rows of the classifier."""
     first, second = pool.run(trained, dtype, fault)[:2]
     assert first.losses == second.losses
     for number in (0, 1):
@@ -62,7 +62,7 @@ def alone() -> dict[str, Run]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_head_in_shards_trains_what_a_whole_one_trains(pool: Pool, alone: dict[str, Run], dtype: str) -> None:
+def test_sharded_head_trains_like_a_whole_one(pool: Pool, alone: dict[str, Run], dtype: str) -> None:
     assert vocabulary() > 2 * CUT
     run = joined(pool, dtype)
     assert run.losses[-1] < run.losses[0] - 1
@@ -70,6 +70,6 @@ def test_a_head_in_shards_trains_what_a_whole_one_trains(pool: Pool, alone: dict
 
 
 @pytest.mark.parametrize("fault", ["hidden states' gradient, summed twice", "sums, other order"])
-def test_a_fault_in_what_crosses_ranks_shows(pool: Pool, alone: dict[str, Run], fault: str) -> None:
+def test_fault_in_a_collective_is_found(pool: Pool, alone: dict[str, Run], fault: str) -> None:
     run = joined(pool, "float32", fault)
     assert disagreements(run, alone["float32"], alone["float32"], "float32", False)

@@ -1,4 +1,4 @@
-"""DTensors: recognised by their placements, with gradients that have the right ones; and FSDP2 on a 2-D mesh."""
+"""DTensors: they are recognised by their placements, and gradients have matching ones. FSDP2 on a 2-D mesh."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def put(value: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
 
 
 def _logits() -> None:
-    """Logits with their classes in shards; the target plain, or a DTensor."""
+    """Logits with sharded classes. The target is plain or a DTensor."""
     given, mesh = tensors(), flat()
     for reduction in ("mean", "none"):
         for name in ("target", "probabilities"):
@@ -105,7 +105,7 @@ def _padded_logits() -> None:
 
 
 def _rows_too() -> None:
-    """Rows in shards on one dimension of the mesh, classes on the other."""
+    """Rows sharded over one dimension of the mesh, classes over the other."""
     given, mesh = tensors(), square()
     for reduction, normalizer in (("sum", None), ("mean", 7.0), ("none", None)):
         options = {"reduction": reduction, "normalizer": normalizer, "z_loss": 0.1, "stats": ("nll", "z_loss", "count")}
@@ -127,7 +127,7 @@ def _rows_too() -> None:
 
 
 def _classifiers() -> None:
-    """Take a classifier with its rows in shards, and hidden states that are plain, replicated, or in shards."""
+    """Run calls with a classifier with sharded rows, and hidden states that are plain, replicated or sharded."""
     given, mesh = tensors(), flat()
     leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight", "linear_bias")]
     for reduction in ("mean", "none"):
@@ -167,7 +167,7 @@ def _log_probs() -> None:
 
 
 def _rows_of_hidden_states() -> None:
-    """Hidden states with rows in shards on one dimension, a classifier with its classes on the other: Partial there."""
+    """Hidden states with rows sharded over one dimension; a classifier sharded over the other, where it is Partial."""
     given, mesh = tensors(), square()
     leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     expected = xent.linear_cross_entropy(*leaves, given["target"], reduction="sum")
@@ -298,7 +298,7 @@ def _training(tokens_in_shards: bool) -> None:
 
 
 def _fsdp_alone() -> None:
-    """Refuse a classifier that FSDP2 has in pieces: it looks like one in shards, but each rank has other tokens."""
+    """Refuse a classifier that FSDP2 shards: it looks like one with sharded classes, but each rank has other tokens."""
     model = fully_shard(nn.Linear(WIDTH, CLASSES, bias=False).to(device()), mesh=flat())
     rank = flat().get_local_rank()
     targets = torch.arange(4, device=device()) + rank

@@ -17,7 +17,7 @@ from xent.core.check.cases import OPTIONS, Case
 
 
 class Done:
-    """The handle of a collective that is done."""
+    """The handle of a completed collective."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -87,7 +87,7 @@ FAULTS = {
 
 
 def with_fault(case: Case, way: Way, name: str) -> Any:
-    """Return what a process gets with a fault."""
+    """Return the results of a process with a fault."""
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[name].plant(patch)
         return in_shards(case, way)

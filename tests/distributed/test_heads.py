@@ -54,18 +54,18 @@ def put(value: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
 
 
 def of_rank(input: Tensor, weight: Tensor, way: str) -> tuple[Tensor, Tensor]:
-    """Return what this rank has of hidden states and classifier, or of their gradients."""
+    """Return this rank's part of hidden states and classifier, or of their gradients."""
     rank = dist.get_rank()
     return input.chunk(PROCESSES, 2)[rank] if "tokens" in way else input, weight[CUTS[rank]]
 
 
 def split(made: Any) -> tuple[Any, Any]:
-    """Return loss and statistics; no statistics where none were asked for."""
+    """Return loss and statistics, which are None if not requested."""
     return made if isinstance(made, tuple) else (made, xent.Stats())
 
 
 def compare(way: str, options: str) -> None:
-    """Compare a call in four processes with the whole one."""
+    """Compare a call in four processes with one on the whole vocabulary."""
     layout.forget()
     mesh, rank = init_device_mesh(device().type, (PROCESSES,)), dist.get_rank()
     sources: tuple[Tensor, ...]
@@ -94,7 +94,7 @@ def compare(way: str, options: str) -> None:
 
 
 def compare_rows() -> None:
-    """Compare a call with rows in shards on one dimension of a mesh, and classes on the other."""
+    """Compare a call with rows sharded over one dimension of a mesh, and classes over the other."""
     layout.forget()
     mesh, given = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp")), tensors()
     leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight")]
@@ -116,7 +116,7 @@ def compare_rows() -> None:
 
 
 def refuse() -> None:
-    """Make calls that have no meaning."""
+    """Make invalid calls."""
     given, mesh = tensors(), init_device_mesh(device().type, (PROCESSES,))
     weight = put(given["linear_weight"], mesh, Shard(0))
     with pytest.raises(ValueError, match="input must have its axis of heads whole"):

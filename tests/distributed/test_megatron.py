@@ -37,7 +37,7 @@ def run(dtype: torch.dtype, smoothing: float, fused: bool, patched: bool) -> Non
     (wanted * upstream).sum().backward()
     mine = slice(rank * CLASSES // ranks, (rank + 1) * CLASSES // ranks)
     shard = logits[..., mine].clone().requires_grad_()
-    target[0, 0], target[1, 1] = -1, CLASSES  # which a loss mask takes out
+    target[0, 0], target[1, 1] = -1, CLASSES  # a loss mask excludes these
     with pytest.MonkeyPatch.context() as patch:
         if patched:
             state: Any = ModuleType("megatron.core.parallel_state")
@@ -69,7 +69,7 @@ def test_loss_and_gradient(pool: Pool, dtype: torch.dtype, smoothing: float, fus
 
 
 def refusals() -> None:
-    """Expect errors for what Megatron would not take."""
+    """Expect errors for arguments that Megatron does not accept."""
     if dist.get_rank() > 1:
         return
     layout.forget()

@@ -26,7 +26,7 @@ def tensors(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]
 
 
 def in_pair(function: Any) -> Any:
-    """Let a function run in the first two processes alone, with no layout known."""
+    """Decorate a function to run in the first two processes only, without a cached layout."""
     if dist.get_rank() > 1:
         return None
     layout.forget()
@@ -96,7 +96,7 @@ def _layouts() -> None:
 
 
 def _meshes() -> None:
-    """Take a DeviceMesh of one dimension for its group; refuse one of more, and what is neither."""
+    """Accept a one-dimensional DeviceMesh as the group. Refuse one with more dimensions, and other objects."""
     hidden, weight, target = tensors()
     mesh = torch.distributed.DeviceMesh(device().type, [0, 1], mesh_dim_names=("tp",))
     expected = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=group(2))
@@ -120,7 +120,7 @@ def test_promise(pool: Pool, name: str) -> None:
     pool.run(in_pair, PROMISES[name])
 
 
-def test_other_frameworks_are_told_what_serves() -> None:
+def test_error_for_other_frameworks() -> None:
     import numpy as np
 
     with pytest.raises(TypeError, match=r"vocab_parallel needs PyTorch tensors, .*got numpy arrays: pass the whole"):

@@ -1,4 +1,4 @@
-"""The benchmark of shards: its contenders compute the same loss and gradients, and one that does not is found."""
+"""The benchmark of shards: its contenders compute the same loss and gradients, and a wrong one is detected."""
 
 import gc
 from dataclasses import replace
@@ -37,7 +37,7 @@ def _case(vocabulary: int = 250) -> Case:
 
 
 def step(case: Case, name: str) -> dict[str, Any] | str:
-    """Return what a rank has and computes, in float64; why it does not where it is absent."""
+    """Return a rank's inputs and results in float64, or the reason why the contender is absent."""
     layout.forget()
     shards = RankShards(case)
     try:
@@ -52,7 +52,7 @@ def step(case: Case, name: str) -> dict[str, Any] | str:
 
 @pytest.mark.parametrize("vocabulary", [248, 250])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("products + all-reduce", "overlapped")])
-def test_all_compute_the_same(pool: Pool, name: str, vocabulary: int) -> None:
+def test_contenders_compute_the_same(pool: Pool, name: str, vocabulary: int) -> None:
     parts = pool.run(step, _case(vocabulary), name)
     if isinstance(parts[0], str):
         assert parts == [parts[0]] * PROCESSES
@@ -85,7 +85,7 @@ def _assert_close(found: Any, true: Any) -> None:
 
 
 def floors(case: Case) -> list[float]:
-    """Let both floors run; return what is left of a gradient, which they do not compute."""
+    """Run both floors. Return the norms of gradients, of which there should be none."""
     shards = RankShards(case)
     for name in NAMES[:2]:
         assert find_contender("sharded", name).make(case)(shards) is None
@@ -97,7 +97,7 @@ def test_floors_run(pool: Pool) -> None:
 
 
 def prepared(case: Case, skipped: int | None) -> str:
-    """Prepare the textbook's loss, of whose all-reduces one is skipped; return what is said against it."""
+    """Prepare the textbook's loss with one all-reduce skipped. Return the error message."""
     calls = 0
 
     def all_reduce(values: Tensor, *arguments: Any, **keywords: Any) -> None:
@@ -112,7 +112,7 @@ def prepared(case: Case, skipped: int | None) -> str:
 
 
 def with_fault(case: Case, name: str, fault: str) -> str:
-    """Prepare a contender of ours with a fault; return what is said against it."""
+    """Prepare one of xent's contenders with a fault. Return the error message."""
     with pytest.MonkeyPatch.context() as patch:
         FAULTS[fault].plant(patch)
         return _judged(case, name)
@@ -130,7 +130,7 @@ def _judged(case: Case, name: str) -> str:
 
 
 @pytest.mark.parametrize("skipped", [None, *range(len(ALL_REDUCES))], ids=["none", *ALL_REDUCES])
-def test_a_skipped_all_reduce_is_seen(pool: Pool, skipped: int | None) -> None:
+def test_skipped_all_reduce_is_detected(pool: Pool, skipped: int | None) -> None:
     for said in pool.run(prepared, _case(), skipped):
         assert (said == "nothing") == (skipped is None)
         assert said.startswith("input gradient error") or skipped != 3
@@ -145,12 +145,12 @@ def test_a_skipped_all_reduce_is_seen(pool: Pool, skipped: int | None) -> None:
         ("xent sequence parallel", "gradient of tokens in shards, not summed", "input gradient error"),
     ],
 )
-def test_a_fault_of_ours_is_seen(pool: Pool, name: str, fault: str, wanted: str) -> None:
+def test_fault_in_xent_is_detected(pool: Pool, name: str, fault: str, wanted: str) -> None:
     for said in pool.run(with_fault, _case(), name, fault):
         assert said.startswith(wanted)
 
 
-def test_two_processes_are_measured_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_are_measured_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "two.jsonl"
     arguments = ["--device", "cpu", "--gpus", "2", "--sizes", "40x16x64", "--rounds", "2", "--seconds", "0.1"]
     assert sharded.main([*arguments, "--out", str(out)]) == 0
@@ -183,20 +183,20 @@ def _as_if_on_four(records: dict[str, Record]) -> list[Record]:
     return [replace(record, case=replace(record.case, ranks=4)) for record in records.values()]
 
 
-def test_nothing_to_draw_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plot_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.jsonl").write_text("")
     assert sharded.main(["plot", str(tmp_path / "none.jsonl")]) == 1
     assert "nothing was measured" in capsys.readouterr().err
 
 
-def test_goals_are_those_of_full_sizes_on_gpus() -> None:
+def test_only_full_sizes_on_gpus_have_goals() -> None:
     assert [len(case.goals) for ranks in (2, 4) for case in make_cases("cuda", ranks)] == [2, 2, 1, 0]
     assert not any(case.goals for case in make_cases("cpu", 2))
     assert not make_cases("cuda", 2, ((64, 4096, 128),))[0].goals
     assert make_cases("cuda", 4)[0].gradient_bytes == (8192 + 128256 // 4) * 4096 * 2
 
 
-def test_a_rank_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_rank_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(team, "_PATIENCE", 0.5)
     case = replace(make_cases("cpu", 2)[0], contenders=NAMES[:1])
     processes = team.Team("cpu", 2)
@@ -207,13 +207,13 @@ def test_a_rank_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         assert absent.value.status == "absent"
         assert processes.runs
         with pytest.raises(NotMeasured, match="rank 1: TypeError"):
-            processes._ask([OpenCase(case), Steps(1)], 60)
+            processes._ask([OpenCase(case), Steps("plain", 32, 1)], 60)
         assert not processes.runs
     finally:
         processes.__exit__(None, None, None)
 
 
-def test_too_few_gpus_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_too_few_gpus_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = str(torch.cuda.device_count() + 1)
     assert sharded.main(["--device", "cuda", "--gpus", more, "--out", str(tmp_path / "none.jsonl")]) == 2
     assert "want a GPU each" in capsys.readouterr().err

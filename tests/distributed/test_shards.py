@@ -1,4 +1,4 @@
-"""Shards against the same call in one piece: results, every gradient, every statistic, equal bits on all ranks."""
+"""Calls with shards against the same call on the whole vocabulary: results, gradients, statistics, equal bits."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("case", "way"), MATRIX)
-def test_shards_give_what_the_whole_gives(pool: Pool, case: Case, way: Way) -> None:
+def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     judged_beside_the_whole(pool, case, way)
 
 

@@ -1,4 +1,4 @@
-"""A student learns from a teacher as it does with the framework's own operations; planted faults are noticed."""
+"""A student learns from a teacher as with the framework's own operations, and planted faults are detected."""
 
 from collections.abc import Callable
 from functools import cache
@@ -14,7 +14,7 @@ from tests.targets import Target
 STEPS, ROWS, VOCABULARY, WIDTH, TEACHER_WIDTH, CLASSES = 40, 24, 53, 6, 10, 8
 RATE = 6.0
 AGREEMENT = 2e-4
-"""Within which all losses of two runs agree, relative to the loss: they differ by rounding alone."""
+"""Tolerance of the losses of two runs, relative to the loss. They differ by rounding only."""
 
 Loss = Callable[[Target, str, tuple[Any, ...], Any], Any]
 Fault = Callable[[list[Any]], list[Any]]
@@ -81,7 +81,7 @@ def agree(one: Any, other: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_student_learns_as_with_plain_operations(target: Target, kind: str) -> None:
+def test_student_learns_as_with_plain_operations(target: Target, kind: str) -> None:
     if target.interpreted and not FULL and kind in ("forward", "mixture"):
         return
     expected = losses(target, kind, plain)
@@ -98,13 +98,13 @@ FAULTS: dict[str, Fault] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_planted_faults_are_noticed(target: Target, fault: Fault) -> None:
+def test_planted_faults_are_detected(target: Target, fault: Fault) -> None:
     if target.interpreted and not FULL:
         return
     assert not agree(losses(target, "reverse", plain, fault), losses(target, "reverse", plain))
 
 
-def test_the_wrong_divergence_is_noticed(target: Target) -> None:
+def test_wrong_divergence_is_detected(target: Target) -> None:
     if target.interpreted and not FULL:
         return
     expected = losses(target, "forward", plain)

@@ -1,4 +1,4 @@
-"""Bad input to the divergences gets an error that names the argument, what came and what is allowed."""
+"""Bad input to divergences raises an error that names the argument, its value and what is allowed."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The reference of divergences is the truth because finite differences say so, and it gives values that are known."""
+"""Verify the reference of divergences by finite differences and known values."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def teacher_of(case: DivergenceCase, arrays: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradient_is_the_slope_of_the_divergence(case: DivergenceCase) -> None:
+def test_gradient_equals_finite_differences(case: DivergenceCase) -> None:
     inputs = make_divergence_inputs(case)
     teacher = teacher_of(case, inputs.teacher)
 
@@ -74,7 +74,7 @@ def test_gradient_is_the_slope_of_the_divergence(case: DivergenceCase) -> None:
         np.testing.assert_allclose(analytic[name], numeric, rtol=1e-6, atol=2e-8)
 
 
-def test_values_that_are_known() -> None:
+def test_known_values() -> None:
     p, q = np.array([[0.5, 0.25, 0.25]]), np.array([[0.25, 0.25, 0.5]])
     forward = 0.25 * np.log(0.5) + 0.5 * np.log(2)
     assert xent.divergence(np.log(p), np.log(q)) == pytest.approx(forward)
@@ -84,7 +84,7 @@ def test_values_that_are_known() -> None:
     assert xent.divergence(np.log(p), np.log(q), beta=0.5) == pytest.approx(halves)
 
 
-def test_a_bucket_is_one_cell() -> None:
+def test_bucket_is_one_class() -> None:
     p, q = np.array([[0.5, 0.3, 0.15, 0.05]]), np.array([[0.4, 0.25, 0.05, 0.3]])
     top = xent.TopKTeacher(np.array([[3, 0]]), np.log(q[:, [3, 0]]))
     cells_p, cells_q = np.array([[0.05, 0.5, 0.45]]), np.array([[0.3, 0.4, 0.3]])
@@ -97,7 +97,7 @@ def test_a_bucket_is_one_cell() -> None:
     assert dropped == pytest.approx(0.3 * np.log(6) + 0.4 * np.log(0.8))
 
 
-def test_a_teacher_known_at_every_class_is_the_teacher() -> None:
+def test_top_k_teacher_with_all_classes_equals_its_logits() -> None:
     rng = np.random.default_rng(0)
     z, t = rng.normal(size=(4, 6)), rng.normal(size=(4, 6))
     log_q = t - np.logaddexp.reduce(t, -1, keepdims=True)

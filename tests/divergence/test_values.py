@@ -1,4 +1,4 @@
-"""What a divergence returns beside the matrix: the student's entropy, and rows far from 0."""
+"""Results of divergences beyond the matrix: the student's entropy, and logits far from 0."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.targets import Target
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_entropy(target: Target, reduction: str) -> None:
-    """The student's, of each row; 0 where the weight is 0; the loss is what it is without it."""
+    """The student's entropy per row, 0 for weight 0. The loss is the same without it."""
     rng = np.random.default_rng(0)
     logits, teacher = rng.normal(0, 2, (2, 3, 5)), rng.normal(0, 2, (2, 3, 5))
     weight = np.array([[1.0, 0.0, 2.0], [0.5, 1.0, 1.0]])
@@ -29,7 +29,7 @@ def test_entropy(target: Target, reduction: str) -> None:
 
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
 @pytest.mark.parametrize("moved", [-200.0, 200.0])
-def test_a_teacher_of_all_classes_and_logits_far_from_0(target: Target, tail: str, moved: float) -> None:
+def test_teacher_with_all_classes_and_logits_far_from_0(target: Target, tail: str, moved: float) -> None:
     rng = np.random.default_rng(0)
     logits, ids = rng.integers(-3, 3, (2, 5)) + moved, np.broadcast_to(np.arange(5), (2, 5)).copy()
     log_q = rng.normal(size=(2, 5))

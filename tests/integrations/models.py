@@ -41,12 +41,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"vocab_size": VOCABULARY, **_GPT2, **_NO_DROPOUT, **TOKENS}),
     "mixtral": ("MixtralConfig", {**SMALL, "num_local_experts": 4, "output_router_logits": True}),
     "phi": ("PhiConfig", SMALL),  # a head with bias
-    "opt": (  # .contiguous() behind the head
+    "opt": (  # .contiguous() after the head
         "OPTConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "dropout": 0.0, **TOKENS}
         | {"num_attention_heads": 4, "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     ),
-    "mamba": (  # .float() behind the head
+    "mamba": (  # .float() after the head
         "MambaConfig",
         {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2, **TOKENS},
     ),
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "RecurrentGemmaConfig",
         {**SMALL, "num_hidden_layers": 3, "head_dim": 8, "lru_width": 32, "logits_soft_cap": 0.5},
     ),
-    "bamba": (  # a z-loss on logits that are looked at
+    "bamba": (  # a z-loss that reads the logits
         "BambaConfig",
         {**SMALL, "num_hidden_layers": 1, "attn_layer_indices": [0], "z_loss_coefficient": 0.01}
         | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1},

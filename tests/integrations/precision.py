@@ -8,6 +8,6 @@ __all__ = ["multiply_in_float32"]
 def multiply_in_float32() -> None:
     """Undo the Trainer's setting when it compiles, and accelerate's, which uses the older switch."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    if hasattr(torch.backends, "fp32_precision"):  # PyTorch 2.9, which raises once the two switches contradict
+    if hasattr(torch.backends, "fp32_precision"):  # PyTorch 2.9 raises if the two switches contradict
         torch.backends.fp32_precision = "none"
         torch.backends.cuda.matmul.fp32_precision = "none"

@@ -24,7 +24,7 @@ __all__ = ["WAYS"]
 WAYS = {
     "FSDP2, one group": "deferred",
     "FSDP2, head alone": "deferred",
-    "FSDP2, norm and head": "deferred",  # what accelerate does
+    "FSDP2, norm and head": "deferred",  # as accelerate does
     "FSDP2, norm and head, taken away": "computed",
     "FSDP1, head alone": "computed",
 }
@@ -68,7 +68,7 @@ def main() -> None:
     warnings.filterwarnings("error", message=".*returned a view tensor")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
-        torch.cuda.set_device(device)  # or all processes would gather weights on the first
+        torch.cuda.set_device(device)  # otherwise all processes would gather weights on the first GPU
     dist.init_process_group()
     for way in WAYS:
         for outside in (False, True):

@@ -76,7 +76,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
         | {"image_token_index": 95, "projection_dim": 32, "hidden_size": 32},
     ),
 }
-"""What is special -> class and arguments of its configuration."""
+"""Name of the special feature -> class and arguments of its configuration."""
 
 COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
     "several predictions for each token": (

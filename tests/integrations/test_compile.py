@@ -65,7 +65,9 @@ def _train(model: torch.nn.Module, compiled: torch.nn.Module | None = None) -> l
     return losses
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo looks at all
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo reads it for all tensors
 @pytest.mark.parametrize("outside", [False, True], ids=["compiled logits", "eager logits"])
 def test_deferred_logits_enter_a_graph(outside: bool) -> None:
     """A graph break between head and loss, or a separately compiled loss, still gives a fused loss."""

@@ -92,7 +92,7 @@ def make(name: str) -> Any:
     return model
 
 
-def test_as_many_as_were_promised() -> None:
+def test_number_of_supported_families() -> None:
     assert len(PRESENT) >= 60
 
 
@@ -102,7 +102,7 @@ def test_training(name: str, fused: list[tuple[int, ...]]) -> None:
     plain = model(**inputs).loss
     patch(model)
     assert model.get_output_embeddings().training is False
-    model.get_output_embeddings().train()  # the head alone, so that nothing is random
+    model.get_output_embeddings().train()  # only the head, so that dropout is off
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loss = model(**inputs).loss

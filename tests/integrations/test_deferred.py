@@ -134,7 +134,7 @@ class _Square(torch.autograd.Function):
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("use", [*FUSED, *LOOKED_AT])
-def test_every_use_gives_what_logits_give(use: str, bias: bool, fused: list[tuple[int, ...]]) -> None:
+def test_every_use_equals_that_of_logits(use: str, bias: bool, fused: list[tuple[int, ...]]) -> None:
     plain, deferring, hidden = heads(bias)
     function = {**FUSED, **LOOKED_AT}[use]
     expected = function(plain(hidden) * 1)
@@ -150,7 +150,7 @@ def test_every_use_gives_what_logits_give(use: str, bias: bool, fused: list[tupl
 
 
 @pytest.mark.parametrize("use", FUSED)
-def test_a_loss_leaves_the_logits_as_they_would_be(use: str) -> None:
+def test_loss_does_not_change_the_logits(use: str) -> None:
     plain, deferring, hidden = heads()
     logits = deferring(hidden)
     FUSED[use](logits)
@@ -201,7 +201,7 @@ def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
         lambda z: z.to("meta"),
     ],
 )
-def test_shape_and_device_of_what_is_made(made: Callable[[Tensor], Tensor]) -> None:
+def test_shape_and_device_of_results(made: Callable[[Tensor], Tensor]) -> None:
     plain, deferring, hidden = heads()
     ours, theirs = made(deferring(hidden)), made(plain(hidden))
     assert ours.shape == theirs.shape
@@ -210,7 +210,7 @@ def test_shape_and_device_of_what_is_made(made: Callable[[Tensor], Tensor]) -> N
 
 
 @pytest.mark.parametrize("wrong", [lambda z: z[0, 0, 0, 0], lambda z: z[:, :-1].view(-1, 16), lambda z: z.view(3, -1)])
-def test_errors_are_those_of_logits(wrong: Callable[[Tensor], Any]) -> None:
+def test_errors_equal_those_of_logits(wrong: Callable[[Tensor], Any]) -> None:
     plain, deferring, hidden = heads()
     with pytest.raises((IndexError, RuntimeError)) as expected:
         wrong(plain(hidden))
@@ -224,7 +224,7 @@ def test_sum_with_bias_in_both(fused: list[tuple[int, ...]]) -> None:
     assert not fused
 
 
-def test_what_is_known_without_computing() -> None:
+def test_properties_known_without_computing() -> None:
     plain, deferring, hidden = heads()
     logits, real = deferring(hidden), plain(hidden)
     for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda"):
@@ -251,7 +251,7 @@ def test_what_is_known_without_computing() -> None:
         lambda z: torch.compile(lambda x: x.exp().sum(), backend="eager")(z).item(),
     ],
 )
-def test_looking(look: Callable[[Tensor], Any]) -> None:
+def test_reading_the_logits(look: Callable[[Tensor], Any]) -> None:
     plain, deferring, hidden = heads()
     with torch.no_grad():
         assert look(deferring(hidden)) == look(plain(hidden))
@@ -264,7 +264,7 @@ def _saved(logits: Tensor) -> Tensor:
     return torch.load(file)
 
 
-def test_gradient_of_logits_that_were_looked_at_in_time() -> None:
+def test_gradient_of_logits_that_were_read_before_the_step() -> None:
     plain, deferring, hidden = heads()
     logits, real = deferring(hidden), plain(hidden)
     seen = []
@@ -280,7 +280,7 @@ def test_gradient_of_logits_that_were_looked_at_in_time() -> None:
     torch.testing.assert_close(seen[1:2], seen[2:])
 
 
-def test_views_and_copies_of_logits_that_are_written_to_later() -> None:
+def test_views_and_copies_before_writes_to_the_logits() -> None:
     plain, deferring, hidden = heads()
     with torch.no_grad():
         for head in (plain, deferring):
@@ -330,7 +330,7 @@ def test_without_gradients() -> None:
         assert not mean(tracked).requires_grad
         assert not mean(tracked * 2).requires_grad
         tracked.sum()
-    assert mean(tracked).requires_grad  # looked at without gradients, and still under autograd
+    assert mean(tracked).requires_grad  # read under no_grad, and still differentiable
     torch.autograd.grad(mean(tracked), hidden)
 
 
@@ -346,7 +346,7 @@ class _Sink(torch.autograd.Function):
         return gradient
 
 
-def test_logits_that_another_function_hands_on() -> None:
+def test_logits_passed_on_by_another_function() -> None:
     plain, deferring, hidden = heads()
     handed = _Sink.apply(deferring(hidden))
     assert isinstance(handed, DeferredLogits)
@@ -372,7 +372,7 @@ class _Tagged(Tensor):
     ],
     ids=["hook", "DeepSpeed", "dtype of the bias", "another class of tensor", "dtype", "device"],
 )
-def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
+def test_heads_that_cannot_defer(spoil: Callable[[nn.Linear], Any]) -> None:
     """If logits cannot be deferred, the head computes them like torch.nn.Linear."""
     plain, deferring, hidden = heads()
     results = []
@@ -385,7 +385,7 @@ def test_heads_that_compute(spoil: Callable[[nn.Linear], Any]) -> None:
     assert results[0] == results[1]
 
 
-def test_inputs_for_which_heads_compute() -> None:
+def test_inputs_for_which_heads_do_not_defer() -> None:
     plain, deferring, hidden = heads()
     assert type(deferring(hidden.as_subclass(_Tagged))) is type(plain(hidden.as_subclass(_Tagged)))
     with torch.no_grad():
@@ -394,7 +394,7 @@ def test_inputs_for_which_heads_compute() -> None:
         assert type(deferring(hidden[0, 0])) is Tensor
 
 
-def test_transforms_and_traces_compute() -> None:
+def test_transforms_and_traces_do_not_defer() -> None:
     plain, deferring, hidden = heads()
     expected = plain(hidden)
     assert type(torch.func.vmap(deferring)(hidden)) is Tensor

@@ -1,4 +1,4 @@
-"""The distillation example, in short: students come nearer to their teacher, and hidden states do what logits do."""
+"""A short run of the distillation example: students approach their teacher, also from hidden states."""
 
 import re
 import sys

@@ -1,6 +1,6 @@
-"""The recipes for several processes train what one process trains on the joint batch.
+"""The recipes for several processes train the same model as one process with the joint batch.
 
-They run as scripts under torchrun: on two GPUs where there are two, or else on the CPU, through gloo.
+They run as scripts under torchrun, on two GPUs if there are two, else on the CPU with gloo.
 """
 
 import os
@@ -33,13 +33,13 @@ RECIPES: dict[str, tuple[int, list[str]]] = {
     "tensor parallelism": (2, ["tp.py"]),
     "tensor parallelism with fsdp2": (4, ["tp_fsdp2.py"]),
 }
-"""Name -> how many processes run it, and its command line."""
+"""Name -> (number of processes, command line)"""
 
 
 def torchrun(
     processes: int, folder: Path, script: Path, *options: str, gpus: bool = GPUS > 1
 ) -> tuple[Any, list[float], list[int]]:
-    """Return the weights that a script trained, the losses that it printed, and the number of fused ones by process."""
+    """Run a script. Return its trained weights, its printed losses, and the number of fused losses per process."""
     weights = folder / "weights.pt"
     arguments = [str(script), *options, "--save", str(weights), "--steps", str(STEPS)]
     printed = launch(processes, "tests.integrations.watched", *arguments, gpus=gpus)
@@ -52,7 +52,7 @@ def torchrun(
 
 
 def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1) -> str:
-    """Return what a module that several processes run has printed; GPUs are hidden from it where they are too few."""
+    """Run a module in several processes and return its output. GPUs are hidden from it if there are too few."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", module, *arguments]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
@@ -68,7 +68,7 @@ OneProcess = Callable[[bool], tuple[dict[str, Any], list[float]]]
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
-    """Return what trains in one process, on a GPU or on the CPU."""
+    """Return a function that trains in one process, on a GPU or on the CPU."""
 
     @cache
     def train(gpus: bool) -> tuple[dict[str, Any], list[float]]:
@@ -83,7 +83,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_trains_what_one_process_trains(recipe: str, tmp_path: Path, one_process: OneProcess) -> None:
+def test_recipe_trains_like_one_process(recipe: str, tmp_path: Path, one_process: OneProcess) -> None:
     processes, (script, *options) = RECIPES[recipe]
     gpus = processes <= GPUS
     expected, expected_losses = one_process(gpus)
@@ -95,7 +95,7 @@ def test_recipe_trains_what_one_process_trains(recipe: str, tmp_path: Path, one_
         torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
 
 
-def test_ways_to_say_where_classes_are_have_one_loss() -> None:
+def test_all_descriptions_of_shards_have_the_same_loss() -> None:
     printed = launch(2, "tests.integrations.watched", str(EXAMPLES / "vocab_parallel.py"), gpus=GPUS > 1)
     losses = dict(re.findall(r"^([a-zA-Z ]+): (\d+\.\d+)$", printed, flags=re.MULTILINE))
     assert list(losses) == ["process group", "DTensor", "tokens in shards", "padding", "logits in shards"]
@@ -118,8 +118,8 @@ def test_losses_of_tensor_parallel_models(processes: int) -> None:
     ]
 
 
-def test_two_lines_are_all_that_a_script_with_the_trainer_needs(tmp_path: Path) -> None:
-    """Without them it trains the same, on one process and on two, and fuses nothing."""
+def test_script_with_the_trainer_needs_only_two_lines(tmp_path: Path) -> None:
+    """Without the two lines it trains the same model, on one process and on two, without a fused loss."""
     lines = (EXAMPLES / "trainer.py").read_text(encoding="utf-8").splitlines(keepends=True)
     start = next(place for place, line in enumerate(lines) if line.startswith("import "))
     ours = [line for line in lines[start:] if "xent" in line or "patch(" in line]
@@ -129,7 +129,7 @@ def test_two_lines_are_all_that_a_script_with_the_trainer_needs(tmp_path: Path) 
     expected, losses, fused = torchrun(1, tmp_path, tmp_path / "trainer.py")
     assert fused == [0]
     found, found_losses, fused = torchrun(2, tmp_path, EXAMPLES / "trainer.py", "--rows", "4")
-    assert fused == [STEPS + 1] * 2  # and one evaluation
+    assert fused == [STEPS + 1] * 2  # one more for the evaluation
     assert found_losses == pytest.approx(losses, rel=1e-5)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A patched model whose training is not fused says so once, with the reason, and explain(model) says it again."""
+"""A patched model without a fused loss warns once, with the reason, and explain(model) repeats it."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ SAYS = "training this LlamaForCausalLM takes the memory of its logits, as withou
 
 
 def step(model: Any) -> None:
-    """Take a step of training, as a caller of the model does who has a loss of his own."""
+    """Make a training step like a caller with its own loss."""
     logits = model(batch()["input_ids"]).logits
     (-logits.log_softmax(-1)[..., 0].mean()).backward()
 
@@ -43,7 +43,7 @@ def test_fused() -> None:
         "Training: fused. Between head and loss: divided by 0.5, tanh, multiplied by 0.5.",
         "Evaluation: fused. Between head and loss: divided by 0.5, tanh, multiplied by 0.5.",
     ]
-    outputs.logits.max()  # nothing to warn of
+    outputs.logits.max()  # no reason for a warning
     besides = r"0\.5\. The logits were computed besides: Tensor\.max looked at them at \S*test_explain.py:\d+ in"
     assert re.search(besides, explain(model))
     unpatch(model)
@@ -62,8 +62,8 @@ def test_what_was_recorded() -> None:
             assert f"Training: fused.{f' Between head and loss: {words}.' if words else ''}\n" in explain(model)
 
 
-def test_looked_at() -> None:
-    """Once, whatever looks later, and with the line of whoever looked, not of PyTorch."""
+def test_logits_that_are_read() -> None:
+    """There is one warning, however often they are read, with the caller's line, not PyTorch's."""
     model = make("llama")
     patch(model)
     with pytest.warns(
@@ -84,7 +84,7 @@ def test_looked_at() -> None:
     assert "Training: logits were deferred, and no loss of them was taken." in explain(model)
 
 
-def test_looked_at_past_python() -> None:
+def test_logits_read_outside_of_python() -> None:
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, z: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ SPOIL: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", SPOIL)
-def test_heads_that_compute(kind: str, fused: list[tuple[int, ...]]) -> None:
+def test_heads_that_cannot_defer(kind: str, fused: list[tuple[int, ...]]) -> None:
     model = make("llama")
     spoil, message = SPOIL[kind]
     spoil(model)
@@ -159,7 +159,7 @@ REPLACE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 @pytest.mark.parametrize("kind", REPLACE)
 def test_heads_that_are_not_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which nobody notices before an optimizer steps."""
+    """The bypassed head is detected when an optimizer steps."""
     monkeypatch.setattr(history, "_compiled", set())
     model, others = make("llama"), torch.optim.SGD(make("llama").parameters())
     model.__class__ = type("LlamaForCausalLM", (type(model),), {})
@@ -188,7 +188,7 @@ def test_heads_that_are_not_called(kind: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_two_optimizers_of_one_model() -> None:
-    """Each steps once for each forward pass."""
+    """Both optimizers step once per forward pass."""
     model = make("llama")
     patch(model)
     weights = list(model.parameters())
@@ -212,7 +212,7 @@ def test_copies(kind: Any) -> None:
         step(copied)
 
 
-def test_models_that_cannot_be_explained_away() -> None:
+def test_explain_models_that_cannot_be_patched() -> None:
     config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
     text = explain(transformers.BertModel(config))
     assert text.startswith("BertModel is not patched: the head of BertModel cannot be patched")
@@ -221,7 +221,7 @@ def test_models_that_cannot_be_explained_away() -> None:
 
 
 def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said while the step is compiled, before it has run."""
+    """The warning comes during compilation, before the step has run."""
     torch.compiler.reset()
     monkeypatch.setattr(heads, "COMPILES", False)
     monkeypatch.setattr(history, "_compiled", set())
@@ -235,7 +235,7 @@ def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
 
 
-def test_compiled_function_that_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_function_that_reads_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.compiler.reset()
     monkeypatch.setattr(history, "_compiled", set())
     model = make("llama")

@@ -1,6 +1,6 @@
-"""Whatever lies between model and loss, no step of training or evaluation makes a tensor of the size of the logits.
+"""No step of training or evaluation stores a tensor of the size of the logits, whatever is between model and loss.
 
-What goes on inside of `xent.linear_cross_entropy` is not seen here: that has tests of its own.
+Tensors inside of `xent.linear_cross_entropy` are not visible here; it has its own tests.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ LOGITS = ROWS * LENGTH * VOCABULARY
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest number of elements that the memory of any result has."""
+    """Records the largest number of elements in the memory of any result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Largest(TorchDispatchMode):
 
 
 class Tokens(torch.utils.data.Dataset):
-    """Rows of tokens, all of them labels."""
+    """Rows of tokens; all of them are labels."""
 
     def __len__(self) -> int:
         return ROWS
@@ -91,11 +91,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_logits_are_never_there(name: str, tmp_path: Path, largest: Largest) -> None:
+def test_logits_are_never_stored(name: str, tmp_path: Path, largest: Largest) -> None:
     train(tmp_path, True, SETTINGS[name])
     assert 0 < largest.elements < LOGITS // 4  # the classifier has an eighth
 
 
-def test_logits_would_be_seen(tmp_path: Path, largest: Largest) -> None:
+def test_stored_logits_are_detected(tmp_path: Path, largest: Largest) -> None:
     train(tmp_path, False, {})
     assert largest.elements >= LOGITS

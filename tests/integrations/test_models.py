@@ -1,4 +1,4 @@
-"""Every model: patched, the loss, every parameter's gradient and the logits are those of the plain model."""
+"""For every model, the loss, all gradients and the logits of the patched model equal those of the plain model."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from xent.integrations.transformers import causal_lm_loss, patch, unpatch
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
 
 MOST = 1e-5
-"""The bar: largest relative difference of any parameter's gradient in float32."""
+"""The largest allowed relative difference of any parameter's gradient in float32."""
 
 
 def agree(name: str, inputs: dict[str, Any], fused: list[tuple[int, ...]], **changes: Any) -> None:
@@ -61,7 +61,9 @@ def test_other_arguments(name: str, fused: list[tuple[int, ...]]) -> None:
 def test_gradient_checkpointing(fused: list[tuple[int, ...]]) -> None:
     model = make("llama")
     _, expected = gradients(model, batch())
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()  # its old name
+    getattr(
+        model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+    )()  # the old name of the method
     model.train()
     with patch(model):
         _, found = gradients(model, batch())
@@ -97,7 +99,7 @@ def test_autocast(name: str, fused: list[tuple[int, ...]]) -> None:
             patched, found = gradients(model, inputs)
     assert fused
     assert patched.logits.dtype == plain.logits.dtype == torch.bfloat16
-    assert torch.equal(patched.logits, plain.logits)  # looked at outside of autocast
+    assert torch.equal(patched.logits, plain.logits)  # read outside of autocast
     for key, gradient in truth.items():
         ours, theirs = ((values[key] - gradient).norm() for values in (found, rounded))
         assert ours <= 1.5 * theirs + 2.0**-8 * gradient.norm(), key
@@ -120,7 +122,7 @@ def test_evaluation(name: str, mode: Any, fused: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("name", LISTED)
 def test_generation(name: str) -> None:
     model, tokens = make(name).eval(), batch()["input_ids"][:, :5]
-    model.config.output_router_logits = False  # which transformers 5.0 cannot generate with
+    model.config.output_router_logits = False  # transformers 5.0 cannot generate with it
     settings = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     plain = model.generate(tokens, **settings)
     with patch(model):

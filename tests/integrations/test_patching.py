@@ -1,4 +1,4 @@
-"""patch and unpatch: what they find, what they leave alone, and what they say where there is nothing to patch."""
+"""patch and unpatch: the models that they change, those that they do not, and their messages."""
 
 import copy
 import pickle
@@ -47,8 +47,8 @@ def test_context_manager() -> None:
     assert not defers(model)
 
 
-def test_context_manager_of_what_was_patched_before() -> None:
-    """It leaves what it found."""
+def test_context_manager_on_a_patched_model() -> None:
+    """The model stays patched."""
     model = make("llama")
     patch(model)
     with patch(model), patch(model):
@@ -62,14 +62,14 @@ def test_context_manager_of_what_was_patched_before() -> None:
     assert not defers(make("llama"))
 
 
-def test_all_models_made_from_now_on() -> None:
+def test_all_models_created_later() -> None:
     before = make("llama")
     with patch():
         patch()
         assert defers(make("llama"))
         assert defers(make("gemma2"))
         config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=50)
-        transformers.BertModel(config)  # has no head
+        transformers.BertModel(config)  # it has no head
         kept = make("qwen2")
     assert not defers(before)
     assert not defers(make("llama"))
@@ -78,7 +78,7 @@ def test_all_models_made_from_now_on() -> None:
     assert not hasattr(transformers.PreTrainedModel.post_init, "_xent_wraps")
 
 
-def test_checkpoint_knows_nothing_of_it(tmp_path: Path) -> None:
+def test_checkpoint_is_not_affected(tmp_path: Path) -> None:
     model = make("gemma2")
     with patch(model):
         model.save_pretrained(tmp_path)
@@ -98,7 +98,7 @@ def test_copies_defer_too() -> None:
         assert defers(pickle.loads(pickle.dumps(model)))
 
 
-def test_head_made_anew_by_resizing() -> None:
+def test_head_replaced_by_resizing() -> None:
     """A head that was replaced computes its logits, and patching again finds it."""
     model = make("llama")
     patch(model)
@@ -121,7 +121,7 @@ def test_wrapped_models() -> None:
 
 @pytest.mark.parametrize("patched_first", [True, False])
 def test_model_that_accelerate_dispatches(patched_first: bool, fused: list[tuple[int, ...]]) -> None:
-    """What device_map does: every module moves its inputs, and the outputs go back to where the inputs were."""
+    """As with device_map: every module moves its inputs, and outputs are moved back to the device of the inputs."""
     accelerate = pytest.importorskip("accelerate")
     model, places = make("llama"), {"model": str(device), "lm_head": str(device)}
     plain, expected = gradients(model, batch())
@@ -139,7 +139,7 @@ def test_model_that_accelerate_dispatches(patched_first: bool, fused: list[tuple
 
 
 def test_masked_language_model(fused: list[tuple[int, ...]]) -> None:
-    """Whatever has a linear head and takes F.cross_entropy of it is served, causal or not."""
+    """Any model with a linear head that calls F.cross_entropy is supported, causal or not."""
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=96,
         hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
@@ -153,7 +153,7 @@ def test_masked_language_model(fused: list[tuple[int, ...]]) -> None:
 
 
 class Tagged(nn.Linear):
-    """A linear head of a class of its own, with its own way to be pickled."""
+    """A linear head with its own class, which pickles itself in its own way."""
 
     def __getstate__(self) -> dict[str, object]:
         return {**vars(self), "pickled": True}
@@ -204,7 +204,7 @@ UNFIT = {
 
 @pytest.mark.parametrize("name", UNFIT)
 def test_advice_for_models_without_a_causal_head(name: str) -> None:
-    """What it says fits that model; causal_lm_loss, which shifts labels, does not."""
+    """The recommended call fits the model. causal_lm_loss would shift the labels."""
     settings, message = UNFIT[name]
     kind = getattr(transformers, name)
     model = kind(kind.config_class(**settings))
@@ -270,7 +270,7 @@ def test_not_a_model_of_transformers() -> None:
 
 def test_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
-    module = sys.modules["transformers"]  # which replaces itself while it is imported
+    module = sys.modules["transformers"]  # the module replaces itself during its import
     monkeypatch.setattr(module, "__version__", "4.57.1")
     for argument in (model, None):
         with pytest.raises(ImportError, match=r"needs transformers 5, found 4\.57\.1: pip install"):
@@ -282,8 +282,8 @@ def test_old_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(model.lm_head) is nn.Linear
 
 
-def test_class_that_somebody_else_made_of_ours() -> None:
-    """FSDP2 gives a module a class of its own, made from the one that it finds."""
+def test_class_derived_from_the_patched_class() -> None:
+    """FSDP2 replaces a module's class by a subclass of it."""
     model = make("llama")
     patch(model)
     model.lm_head.__class__ = type("Theirs", (DeferringLinear,), {})

@@ -1,4 +1,4 @@
-"""LoRA with PEFT: a frozen head, an adapter on the head itself, a head that is trained beside the adapters."""
+"""LoRA with PEFT: a frozen head, an adapter on the head, and a head that is trained with the adapters."""
 
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,7 +43,7 @@ def adapted(kind: str, name: str = "llama", **settings: Any) -> Any:
 def test_same_gradients(kind: str, name: str, fused: list[tuple[int, ...]]) -> None:
     model = adapted(kind, name)
     plain, expected = gradients(model, batch())
-    exotic = kind in ("adapter with bias", "DoRA")  # these look at the logits of the head that they change
+    exotic = kind in ("adapter with bias", "DoRA")  # these read the logits of the wrapped head
     with patch(model), pytest.warns(RuntimeWarning, match=r"looked at them at .*peft") if exotic else nullcontext():
         patched, found = gradients(model, batch())
     torch.testing.assert_close(patched.loss, plain.loss, rtol=1e-6, atol=0)
@@ -53,14 +53,14 @@ def test_same_gradients(kind: str, name: str, fused: list[tuple[int, ...]]) -> N
 
 
 def test_patched_before_the_adapter(fused: list[tuple[int, ...]]) -> None:
-    """Fused where the head is left alone; the same numbers, from real logits, where it is not."""
+    """The loss is fused if the head is not changed. Otherwise it is computed from logits and has the same value."""
     for kind, count in (("frozen head", 1), ("trained head", 2), ("adapter on the head", 2)):
         _, expected = gradients(adapted(kind), batch())
         with patch():
             model = adapted(kind)
         with pytest.warns(RuntimeWarning, match="looked at") if kind == "adapter on the head" else nullcontext():
             _, found = gradients(model, batch())
-            torch.optim.SGD(model.parameters()).step()  # a head that PEFT copied was called, and that is noted
+            torch.optim.SGD(model.parameters()).step()  # the record contains the call of a head that PEFT copied
         assert worst_difference(found, expected) <= 1e-5
         assert len(fused) == count
 
@@ -76,10 +76,10 @@ def test_dropout_in_the_adapter_on_the_head(fused: list[tuple[int, ...]]) -> Non
         again = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels)
     assert len(fused) == 2
     assert worst_difference(found, expected) <= 1e-5
-    torch.testing.assert_close(again, outputs.loss)  # the logits are of the same dropout as the loss
+    torch.testing.assert_close(again, outputs.loss)  # the logits have the same dropout as the loss
 
 
-def test_switched_off_and_merged() -> None:
+def test_disabled_and_merged_adapters() -> None:
     model = adapted("adapter on the head").eval()
     with torch.no_grad(), patch(model):
         with model.disable_adapter():
@@ -93,8 +93,8 @@ def test_switched_off_and_merged() -> None:
 
 
 @pytest.mark.parametrize("safe_merge", [False, True])
-def test_merged_before_the_logits_were_looked_at(safe_merge: bool) -> None:
-    """PEFT writes through `.data`, or replaces it; the error says so."""
+def test_merged_before_the_logits_were_read(safe_merge: bool) -> None:
+    """PEFT writes to `.data` or replaces it, and the error says so."""
     model = adapted("adapter on the head").eval()
     patch(model)
     for change in (lambda: model.merge_adapter(safe_merge=safe_merge), model.unmerge_adapter):
@@ -124,7 +124,7 @@ def test_frozen_head_gets_no_gradient_and_no_memory_for_one(monkeypatch: pytest.
     assert model.get_output_embeddings().weight.grad is None
 
 
-def test_saved_adapter_knows_nothing_of_it(tmp_path: Path) -> None:
+def test_saved_adapter_is_not_affected(tmp_path: Path) -> None:
     model = adapted("adapter on the head")
     with patch(model):
         model.save_pretrained(tmp_path, save_embedding_layers=False)

@@ -1,4 +1,4 @@
-"""The examples of reinforcement learning and preference tuning, in short form: the reward rises, a plot is drawn."""
+"""Short runs of the examples of reinforcement learning and preference tuning: the reward rises, a plot is written."""
 
 import re
 import runpy

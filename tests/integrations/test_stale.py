@@ -57,14 +57,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 def test_every_optimizer_of_pytorch_is_here() -> None:
     kinds = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
     tested = {name.partition(" ")[0] for name in OPTIMIZERS}
-    others = {"Optimizer", "SparseAdam", "Muon", "Adafactor"}  # sparse gradients, matrices; and the next test
+    others = {"Optimizer", "SparseAdam", "Muon", "Adafactor"}  # sparse gradients, matrices only, and the next test
     assert kinds - others <= tested
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers(name: str, frozen: bool) -> None:
-    """A frozen head has the same logits after the step, and they are given."""
+    """With a frozen head the logits are the same after the step, and can be read."""
     model = make("llama")
     model.lm_head.weight.requires_grad_(not frozen)
     patch(model)
@@ -116,7 +116,7 @@ def test_clock_that_starts_in_inference_mode(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_optimizer_of_another_model() -> None:
-    """Which says nothing of these logits."""
+    """Its steps do not affect these logits."""
     model, other = make("llama"), make("llama")
     patch(model)
     plain = model(**batch()).logits.detach()
@@ -171,8 +171,8 @@ def test_writes(kind: str, mode: Any) -> None:
 
 
 @pytest.mark.parametrize("how", ["sum", "C++"])
-def test_what_did_not_change(how: str) -> None:
-    """Neither NaN, nor a weight with gaps in memory, nor an assignment of the same data, nor another tensor."""
+def test_unchanged_weights(how: str) -> None:
+    """NaN, gaps in memory, assigning the same data, or a change of another tensor do not count as a change."""
     plain = nn.Linear(8, 16, device=device)
     with torch.no_grad():
         plain.weight = nn.Parameter(torch.randn(8, 16, device=device).T)
@@ -188,8 +188,8 @@ def test_what_did_not_change(how: str) -> None:
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 
 
-def test_backward_of_logits_that_were_looked_at_past_python() -> None:
-    """What recomputes them in the backward pass refuses too."""
+def test_backward_of_logits_read_outside_of_python() -> None:
+    """The recomputation in the backward pass raises too."""
 
     class Double(torch.autograd.Function):
         @staticmethod

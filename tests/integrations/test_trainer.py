@@ -1,4 +1,4 @@
-"""The real Trainer, on a patched model: the lines that a user adds are the import and the call."""
+"""The real Trainer with a patched model. A user only adds the import and the call of `patch`."""
 
 from contextlib import nullcontext
 from inspect import signature
@@ -23,7 +23,7 @@ pytestmark = [
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of tokens of several lengths, some labels masked."""
+    """Rows of tokens with different lengths, some labels masked."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(2)
@@ -63,7 +63,7 @@ def run(folder: Path, fuse: bool, name: str = "llama", **settings: Any) -> tuple
     metrics = arguments.pop("compute_metrics", None)
     chosen = TrainingArguments(**arguments)
     if chosen.n_gpu > 1:
-        chosen._n_gpu = 1  # or the Trainer takes DataParallel by itself
+        chosen._n_gpu = 1  # otherwise the Trainer uses DataParallel
     trainer = Trainer(model, chosen, train_dataset=Rows(24), eval_dataset=Rows(8), compute_metrics=metrics)
     multiply_in_float32()
     trainer.train()
@@ -116,7 +116,7 @@ def test_settings(settings: dict[str, Any], tmp_path: Path, fused: list[tuple[in
 @pytest.mark.parametrize("shift", [True, False])
 @pytest.mark.parametrize(("ignored", "count"), [(-100, None), (7, None), (-100, 37), (-100, torch.tensor(37))])
 def test_label_smoother(form: str, shift: bool, ignored: int, count: Any, fused: list[tuple[int, ...]]) -> None:
-    """With whatever its caller gives it; labels of another shape get real logits."""
+    """For all arguments of its caller. Labels with another shape get real logits."""
     model, inputs = make("gemma2"), batch()
     labels = inputs["labels"].where(inputs["labels"] != -100, ignored)
     smoother = LabelSmoother(epsilon=0.2, ignore_index=ignored)
@@ -139,7 +139,7 @@ def test_label_smoother(form: str, shift: bool, ignored: int, count: Any, fused:
 
 
 def test_bfloat16(tmp_path: Path, fused: list[tuple[int, ...]]) -> None:
-    """Under autocast, where accelerate converts outputs to float32: they stay deferred, and the losses agree."""
+    """Under autocast accelerate converts outputs to float32. They stay deferred, and the losses agree."""
     _, expected = run(tmp_path, False, bf16=True)
     _, losses = run(tmp_path, True, bf16=True)
     assert fused

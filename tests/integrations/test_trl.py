@@ -1,4 +1,4 @@
-"""TRL's trainers, patched, take the steps that they take with TRL's own kernels."""
+"""TRL's trainers take the same steps patched as with TRL's own kernels."""
 
 import re
 import types
@@ -26,7 +26,7 @@ from xent.integrations.trl import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning"),  # how TRL uses transformers
+    pytest.mark.filterwarnings("ignore:.*deprecated.*:FutureWarning"),  # caused by TRL's use of transformers
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -39,7 +39,7 @@ def plain_trl() -> Any:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Return the shapes of the hidden states that log-probabilities or divergences were computed from, as they come."""
+    """Return a list of the shapes of hidden states from which log-probabilities or divergences are computed."""
     shapes: list[tuple[int, ...]] = []
 
     def watch(function: Any) -> Any:
@@ -126,7 +126,7 @@ def test_mixed_precision(tmp_path: Path, calls: list[tuple[int, ...]]) -> None:
 def test_evaluation(tmp_path: Path) -> None:
     _, trainer = train("sft", make_model(), tmp_path)
     theirs = trainer.evaluate()
-    with patch():  # a trainer that is there already
+    with patch():  # a trainer that was created before
         ours = trainer.evaluate()
     for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
         assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
@@ -135,7 +135,7 @@ def test_evaluation(tmp_path: Path) -> None:
 def test_label_smoothing_of_a_patched_model(
     tmp_path: Path, calls: list[tuple[int, ...]], fused: list[tuple[int, ...]]
 ) -> None:
-    """The Trainer's label smoothing takes logits, which the model of transformers defers."""
+    """The Trainer's label smoothing needs logits, which the patched model defers."""
     settings = {"label_smoothing_factor": 0.1}
     theirs, _ = train("sft", make_model(), tmp_path / "theirs", **settings)
     assert not fused
@@ -177,7 +177,7 @@ class TestExplain:
 
     @pytest.mark.parametrize("adapter", [False, True])
     def test_both_patched(self, adapter: bool, tmp_path: Path) -> None:
-        """Without a warning."""
+        """There is no warning."""
         model = make_model()
         if adapter:
             model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
@@ -191,7 +191,7 @@ class TestExplain:
 
 
 class TestPatch:
-    def test_undone_exactly(self) -> None:
+    def test_patch_is_undone_exactly(self) -> None:
         modules = trainer_utils, distillation_trainer
         before = [dict(vars(module)) for module in modules]
         assert trainer_utils._ChunkedLogProbFunction is Theirs
@@ -209,14 +209,14 @@ class TestPatch:
             assert trainer_utils._ChunkedLogProbFunction is ChunkedLogProbFunction
         assert trainer_utils._ChunkedLogProbFunction is Theirs
 
-    def test_what_somebody_else_put_there_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_later_patches_of_others_are_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
         other = types.SimpleNamespace(apply=Theirs.apply)
-        monkeypatch.setattr(trainer_utils, "_ChunkedLogProbFunction", Theirs)  # puts that back in the end
+        monkeypatch.setattr(trainer_utils, "_ChunkedLogProbFunction", Theirs)  # monkeypatch restores this at the end
         with patch():
             trainer_utils._ChunkedLogProbFunction = other
         assert trainer_utils._ChunkedLogProbFunction is other
 
-    def test_name_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_name(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delattr(trainer_utils, "_ChunkedLogProbFunction")
         before = dict(vars(trainer_utils))
         message = r"looked for _ChunkedLogProbFunction in trl\.trainer\.utils of TRL 1\.\S+, and it has no such name"
@@ -224,7 +224,7 @@ class TestPatch:
             patch()
         assert dict(vars(trainer_utils)) == before
 
-    def test_module_that_is_gone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_missing_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
         place = integration.patching._Place("trl.trainer.nowhere", "_name", ChunkedLogProbFunction)
         monkeypatch.setattr(integration.patching, "_PLACES", (*integration.patching._PLACES, place))
         with pytest.raises(ImportError, match=r"trl\.trainer\.nowhere of TRL \S+, and there is no trl\.trainer\.now"):
@@ -243,7 +243,7 @@ class TestPatch:
         assert trainer_utils._ChunkedLogProbFunction is Later
 
     def test_logits_on_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Where there is Triton, TRL's functions of logits on GPUs take xent's."""
+        """With Triton, TRL's functions of logits on GPUs use xent's."""
 
         def theirs(logits: Any, index: Any, temperature: float = 1.0, row_mask: Any = None) -> Any:
             raise AssertionError

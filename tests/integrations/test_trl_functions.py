@@ -89,7 +89,7 @@ def test_float32(name: str) -> None:
 
 
 @pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy"), ("is_top1", "mean_logits"), ["entropy"]])
-def test_what_was_not_asked_for_is_none(outputs: Any) -> None:
+def test_outputs_that_are_not_requested_are_none(outputs: Any) -> None:
     given = inputs()
     ours, theirs = apply(ChunkedLogProbFunction, given, outputs), apply(Theirs, given, outputs)
     assert [each is None for each in ours] == [each is None for each in theirs]
@@ -125,7 +125,7 @@ def test_results_are_float32_for_float64() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_the_first_of_equal_logits_is_on_top() -> None:
+def test_first_of_equal_logits_is_the_prediction() -> None:
     weight = torch.eye(4, device=device)
     given = {"hidden": torch.ones(4, 4, device=device), "weight": weight, "bias": None}
     given["targets"] = torch.arange(4, device=device)
@@ -148,7 +148,7 @@ def test_autocast() -> None:
 
 
 def test_head_in_float32() -> None:
-    """GRPO's cast_lm_head_to_fp32: hidden states in float32, the classifier not."""
+    """GRPO's cast_lm_head_to_fp32: the hidden states are float32, the classifier is not."""
     given = inputs()
     given["weight"] = given["weight"].detach().bfloat16().requires_grad_()
     upstream = upstreams(9)
@@ -175,8 +175,8 @@ def test_rows_without_a_target() -> None:
     assert not gradients(results, given, upstream)["hidden"][[2, 5]].any()
 
 
-def test_weights_that_are_taken_away_before_backward() -> None:
-    """As DeepSpeed ZeRO-3 does, which brings them back for its own modules alone."""
+def test_weights_released_before_backward() -> None:
+    """As with DeepSpeed ZeRO-3, which gathers them again only for its own modules."""
     given, upstream = inputs(bias=True), upstreams(9)
     expected = gradients(apply(ChunkedLogProbFunction, given), given, upstream)
     for name in ("weight", "bias"):
@@ -223,7 +223,7 @@ def test_from_logits(shape: tuple[int, ...], masked: bool) -> None:
     )
 
 
-def test_masked_logits_are_not_looked_at() -> None:
+def test_masked_logits_are_not_read() -> None:
     logits = torch.randn(2, 5, device=device)
     logits[1] = torch.nan
     logits.requires_grad_()

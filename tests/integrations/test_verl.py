@@ -26,7 +26,7 @@ def definition(hidden: Any, weight: Any, labels: Any, temperature: float, reduct
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_same_meaning(reduction: str) -> None:
+def test_equals_the_definition(reduction: str) -> None:
     given = inputs()
     ours = linear_cross_entropy(*given, 0.7, reduction, None)
     truth = definition(*given, 0.7, reduction)

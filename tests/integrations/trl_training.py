@@ -1,4 +1,4 @@
-"""TRL's own trainers on a tiny model with a vocabulary of words: models, tokenizer and data are made here."""
+"""TRL's own trainers on a tiny model with a vocabulary of words. Models, tokenizer and data are created here."""
 
 import random
 from collections.abc import Callable
@@ -27,7 +27,7 @@ KINDS = {
 
 @dataclass
 class Run:
-    """What a trainer did, step by step."""
+    """The measurements of a trainer, step by step."""
 
     logs: list[dict[str, float]] = field(default_factory=list)
     gradients: list[dict[str, Tensor]] = field(default_factory=list)
@@ -35,7 +35,7 @@ class Run:
 
 
 class Watch(transformers.TrainerCallback):
-    """Takes down gradients before each step, and weights and logs after it."""
+    """Records gradients before each step, and weights and logs after it."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -68,7 +68,7 @@ def make_tokenizer() -> Any:
 
 
 def make_model(kind: str = "llama", seed: int = 0) -> Any:
-    """Return a model with weights large enough for logits that differ, the same at each call."""
+    """Return a model with weights large enough for different logits, the same at each call."""
     name, more = KINDS[kind]
     torch.manual_seed(seed)
     config = getattr(transformers, name)(
@@ -134,12 +134,12 @@ def _kto(model: Any, settings: dict[str, Any]) -> Any:
 
 
 def reward(completions: list[str], **kwargs: Any) -> list[float]:
-    """Prefer early words of the vocabulary."""
+    """Return higher rewards for early words of the vocabulary."""
     return [sum(word < "w3" for word in each.split()) / 8 for each in completions]
 
 
 def _grpo(model: Any, settings: dict[str, Any]) -> Any:
-    reference = Path(settings["output_dir"]) / "reference"  # from where the trainer loads it
+    reference = Path(settings["output_dir"]) / "reference"  # the trainer loads it from there
     make_model(seed=7).save_pretrained(reference)
     model.config._name_or_path = str(reference)
     sampling = {"num_generations": 4, "max_completion_length": 8, "temperature": 0.7, "beta": 0.04}
@@ -172,7 +172,7 @@ TRAINERS: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
 
 
 def train(name: str, model: Any, folder: Path, steps: int = 3, **settings: Any) -> tuple[Run, Any]:
-    """Train for a few steps and return what happened, and the trainer."""
+    """Train for a few steps. Return the measurements and the trainer."""
     run = Run()
     common = {
         "output_dir": str(folder),

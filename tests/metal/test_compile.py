@@ -1,7 +1,7 @@
-"""The driver traces the Metal kernels themselves, which the emulator, computing when it is called, cannot show.
+"""Graphs of compiled functions with the Metal kernels, which the eager emulator cannot test.
 
-Nothing is computed: where there is no Metal, MLX lets a kernel into a graph while `mx.export_function` traces. What is
-looked at is the graph that a compiled function has then; `test_gpu.py` runs it on an Apple GPU.
+Nothing is computed. On machines without Metal, MLX allows kernels in a graph while `mx.export_function` traces. These
+tests examine the graph; `test_gpu.py` runs it on an Apple GPU.
 """
 
 import io
@@ -32,7 +32,7 @@ def real_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def launches(function: Callable[..., Any], *arrays: mx.array) -> list[set[str]]:
-    """Return, for each kernel in the graph of what a function returns, the kernels that have to run before it."""
+    """Return, for each kernel in the graph of a function, the kernels that must run before it."""
     drawing = io.StringIO()
 
     def trace(*given: mx.array) -> mx.array:
@@ -64,7 +64,7 @@ def launches(function: Callable[..., Any], *arrays: mx.array) -> list[set[str]]:
 @pytest.mark.parametrize(
     "options", [{}, {"stats": ("entropy", "accuracy"), "softcap": 5.0, "label_smoothing": 0.1}], ids=str
 )
-def test_one_launch_a_chunk_each_after_the_one_before(reduction: str, dtype: mx.Dtype, options: dict[str, Any]) -> None:
+def test_chunks_launch_one_after_the_other(reduction: str, dtype: mx.Dtype, options: dict[str, Any]) -> None:
     targets = mx.arange(N)
 
     def loss(x: mx.array, w: mx.array, z_loss: mx.array) -> mx.array:
@@ -84,7 +84,7 @@ def test_one_launch_a_chunk_each_after_the_one_before(reduction: str, dtype: mx.
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_logits_take_one_launch_for_the_loss_and_one_more_for_the_gradient_of_rows(reduction: str) -> None:
+def test_launches_for_logits(reduction: str) -> None:
     def loss(z: mx.array) -> mx.array:
         return xent.cross_entropy(z, mx.arange(N), reduction=reduction, backend="metal").sum()
 

@@ -1,4 +1,4 @@
-"""The emulator catches what it is there to catch: a fault of each kind is planted, and a right kernel passes."""
+"""The emulator detects planted faults of every kind, and runs correct kernels."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def numbers(dtype: mx.Dtype = mx.float32, columns: int = 500) -> mx.array:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("threads", [32, 40, 96, 1000, 1024])
-def test_right_kernel_is_right_in_any_order_of_threads(emulator: Emulator, dtype: mx.Dtype, threads: int) -> None:
+def test_correct_kernel_in_any_order_of_threads(emulator: Emulator, dtype: mx.Dtype, threads: int) -> None:
     x = numbers(dtype)
     for _ in range(4):
         out = launch(emulator, ROW_SUMS, x, threads=threads)
@@ -68,7 +68,7 @@ def test_small_inputs_arrive_in_constant_memory(emulator: Emulator, columns: int
     assert out.tolist() == [columns] * 2
 
 
-def test_last_threadgroup_is_as_small_as_what_is_left(emulator: Emulator) -> None:
+def test_last_threadgroup_may_be_smaller(emulator: Emulator) -> None:
     body = """
         uint i = thread_position_in_grid.x;
         out[i] = static_cast<float>(threads_per_threadgroup.x) + 0.5f * simd_sum(1.0f);
@@ -151,7 +151,7 @@ def test_divergent_collective(emulator: Emulator) -> None:
         launch(emulator, body, numbers())
 
 
-def test_shuffle_from_a_lane_that_is_not_there(emulator: Emulator) -> None:
+def test_shuffle_from_a_missing_lane(emulator: Emulator) -> None:
     body = ROW_SUMS.replace("simd_sum(sum)", "simd_shuffle(sum, static_cast<ushort>(31))")
     with pytest.raises(EmulatorError, match="inactive lane"):
         launch(emulator, body, numbers(), threads=40)
@@ -200,7 +200,10 @@ def test_write_before_an_output(emulator: Emulator, by: int) -> None:
 
 @pytest.mark.parametrize("change", ["row * COLUMNS + c + 1", "row * COLUMNS + c - 1"])
 def test_read_beside_an_input(emulator: Emulator, change: str) -> None:
-    """One element too far is seen wherever the input lies at that end of its pages: a few launches see both."""
+    """An access one element out of bounds faults if the input is at that end of its pages.
+
+    A few launches have both ends.
+    """
     body = ROW_SUMS.replace("x[row * COLUMNS + c]", f"x[static_cast<int>({change})]")
     found = []
     for _ in range(12):
@@ -230,7 +233,7 @@ def test_unwritten_output_is_nan(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize("function", ["simd_max", "simd_min"])
-def test_nan_in_a_collective_that_says_nothing_of_it(emulator: Emulator, function: str) -> None:
+def test_nan_in_a_collective_with_undefined_result(emulator: Emulator, function: str) -> None:
     body = ROW_SUMS.replace("sum = simd_sum(sum)", f"sum = {function}(sum)")
     launch(emulator, body, numbers())
     with pytest.raises(EmulatorError, match=f"undefined result: .* {function} is handed NaN"):
@@ -252,7 +255,7 @@ def computed(emulator: Emulator, expression: str, *values: float) -> list[float]
     return found
 
 
-def test_fast_functions_are_wrong_where_nothing_is_promised(emulator: Emulator) -> None:
+def test_fast_functions_outside_of_their_range(emulator: Emulator) -> None:
     zero, *others = computed(emulator, "fast::exp(z)", 0.0, -np.inf, np.inf, np.nan, 200.0)
     assert zero == 1
     assert others == [0.8125] * 4
@@ -260,7 +263,7 @@ def test_fast_functions_are_wrong_where_nothing_is_promised(emulator: Emulator) 
     assert computed(emulator, "precise::exp(z)", -np.inf, np.inf) == [0, np.inf]
 
 
-def test_a_number_and_nan_have_either_for_a_maximum(emulator: Emulator) -> None:
+def test_maximum_of_a_number_and_nan_may_be_either(emulator: Emulator) -> None:
     numbers = np.random.default_rng(0).normal(size=64)
     found = np.array(computed(emulator, "metal::max(z, NAN)", *numbers))
     assert 16 < np.isnan(found).sum() < 48
@@ -279,7 +282,7 @@ def test_wrong_address_space(emulator: Emulator, space: str) -> None:
         launch(emulator, body, numbers(), header=wrong)
 
 
-def test_input_of_few_elements_is_no_device_memory(emulator: Emulator) -> None:
+def test_small_input_is_not_device_memory(emulator: Emulator) -> None:
     header = HELPER.format(space="const device")
     body = ROW_SUMS.replace("out[row] = static_cast<T>(all)", "out[row] = all + first(x)")
     with pytest.raises(FrontendError, match="no matching function"):

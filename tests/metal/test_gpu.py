@@ -1,4 +1,4 @@
-"""What only an Apple GPU shows of the Metal kernels: launches inside of compiled functions."""
+"""Tests of the Metal kernels that need an Apple GPU: launches inside of compiled functions."""
 
 import mlx.core as mx
 import numpy as np

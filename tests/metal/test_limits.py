@@ -1,4 +1,4 @@
-"""What becomes of kernels whose pipelines allow few threads, and of those that Apple's compiler refuses."""
+"""Kernels whose pipelines allow few threads, and kernels that Apple's compiler rejects."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +39,7 @@ def _forget() -> None:
 @pytest.mark.parametrize("limit", [500, 384, 96, 32])
 @pytest.mark.parametrize("vocabulary", [67, 4096, 20_000])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fewer_threads_where_a_pipeline_allows_no_more(
+def test_fewer_threads_if_the_pipeline_has_a_limit(
     target: Target, emulator: Emulator, limit: int, vocabulary: int, reduction: str
 ) -> None:
     emulator.limit = lambda source: limit
@@ -48,7 +48,7 @@ def test_fewer_threads_where_a_pipeline_allows_no_more(
         assert comparison.passed, comparison
 
 
-def test_a_limit_is_found_out_once_and_before_the_graph_is_evaluated(emulator: Emulator) -> None:
+def test_limit_is_found_once_and_before_evaluation(emulator: Emulator) -> None:
     asked: list[int] = []
 
     def limit(source: Source) -> int:
@@ -72,7 +72,7 @@ def loss_and_gradient(**options: Any) -> tuple[float, mx.array]:
     return float(loss), grad
 
 
-def test_auto_takes_mlx_where_the_compiler_refuses_the_source(emulator: Emulator) -> None:
+def test_auto_selects_mlx_if_the_compiler_rejects_the_source(emulator: Emulator) -> None:
     emulator.limit = lambda source: 0
     with pytest.warns(RuntimeWarning, match=r"MLX's operations take its place: \[metal::Device\] Unable to build"):
         loss_and_gradient()
@@ -85,7 +85,7 @@ def test_auto_takes_mlx_where_the_compiler_refuses_the_source(emulator: Emulator
 
 
 @pytest.mark.parametrize("limit", [0, 16])
-def test_one_kernel_that_does_not_run_is_replaced_with_a_warning(emulator: Emulator, limit: int) -> None:
+def test_one_failing_kernel_is_replaced_with_a_warning(emulator: Emulator, limit: int) -> None:
     def softcaps(source: Source) -> int:
         return limit if "forward__float_1_0_0_0_1" in source.name else 1024
 

@@ -1,6 +1,6 @@
-"""Log-probabilities through the Metal kernels, on arrays of both frameworks, beside the matrix.
+"""Log-probabilities with the Metal kernels, on arrays of both frameworks, beyond the matrix.
 
-MLX's are the tests of backend "mlx", but for those that need `mx.compile`, which cannot trace the emulator.
+For MLX arrays the tests of backend "mlx" run too, except those that need `mx.compile`, which cannot trace the emulator.
 """
 
 from typing import Any
@@ -77,7 +77,7 @@ TEMPERATURES = {"one": 0.7, "rows": place(T, torch.float32), "rows, float64": pl
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_rows_of_tensors_are_the_references(
+def test_rows_of_tensors_equal_the_reference(
     function: str, dtype: torch.dtype, softcap: float | None, temperature: str
 ) -> None:
     given, chosen = sources(function, dtype), TEMPERATURES[temperature]
@@ -94,7 +94,7 @@ def test_rows_of_tensors_are_the_references(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_same_bits_of_tensors_whatever_is_asked_for(function: str, dtype: torch.dtype) -> None:
+def test_same_bits_of_tensors_with_and_without_gradients_and_statistics(function: str, dtype: torch.dtype) -> None:
     given = sources(function, dtype)
     alone = call(function, given, temperature=place(T))
     together, entropy, stats = call(function, given, temperature=place(T), entropy=True, stats=LOG_PROB_STATS)
@@ -107,7 +107,7 @@ def test_same_bits_of_tensors_whatever_is_asked_for(function: str, dtype: torch.
 
 
 def gradient_of(names: tuple[str, ...], target: Any, dtype: torch.dtype, **options: Any) -> Tensor:
-    """Return the gradient of logits in place, or made anew, for upstream gradients of these results."""
+    """Return the gradient of logits, in place or in a new tensor, for upstream gradients of these results."""
     leaf = (2 * sources("log_probs")[0]).to(dtype).detach().requires_grad_()
     stats = tuple(name for name in names if name != "loss")
     found = xent.cross_entropy(
@@ -124,9 +124,7 @@ CHOSEN = [("lse",), ("nll",), ("entropy",), ("loss", "lse", "nll", "entropy")]
 
 @pytest.mark.parametrize("names", CHOSEN, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_of_statistics_in_the_place_of_the_logits_are_the_same(
-    names: tuple[str, ...], dtype: torch.dtype
-) -> None:
+def test_gradients_of_statistics_are_the_same_in_place(names: tuple[str, ...], dtype: torch.dtype) -> None:
     for target in (Y, GIVEN.astype(np.float32)):
         found = gradient_of(names, target, dtype, inplace=True, softcap=3.0)
         assert torch.equal(found, gradient_of(names, target, dtype, softcap=3.0))
@@ -134,9 +132,7 @@ def test_gradients_of_statistics_in_the_place_of_the_logits_are_the_same(
 
 @pytest.mark.parametrize("names", CHOSEN, ids=str)
 @pytest.mark.parametrize("given", [Y, GIVEN.astype(np.float32)], ids=["indices", "probabilities"])
-def test_kernel_that_does_not_run_is_replaced(
-    names: tuple[str, ...], given: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_kernel_is_replaced(names: tuple[str, ...], given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"weight": RNG.uniform(0, 2, V), "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 4.0}
     expected = gradient_of(names, given, torch.float32, **options)
 
@@ -155,7 +151,7 @@ def test_kernel_that_does_not_run_is_replaced(
 def test_temperature_of_tensors_that_is_not_positive(
     function: str, wrong: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nobody looks at values, as on a GPU, what such a row has is NaN; with nothing of an ignored row."""
+    """If values are not checked, as on a GPU, the results of such a row are NaN. Ignored rows are not affected."""
     given, values = sources(function), T.copy()
     values[[1, 2, 5]] = wrong
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):

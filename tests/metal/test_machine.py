@@ -1,4 +1,4 @@
-"""Where backend "metal" serves, and what is said where it does not."""
+"""Availability of backend "metal", and the reasons if it is unavailable."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ except xent.BackendError as error:
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there is Metal here")
-def test_without_metal_the_reason_is_said_and_auto_takes_mlx() -> None:
+def test_without_metal_auto_selects_mlx() -> None:
     run = subprocess.run([sys.executable, "-W", "error", "-c", PROBE], check=True, capture_output=True, text=True)
     listed, loss, refused = run.stdout.splitlines()
     assert listed.startswith("its kernels are for Apple GPUs, and MLX finds no Metal here (")
@@ -44,14 +44,14 @@ def test_with_metal_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.find() == (None, {"mlx": mx.__version__}, ("gpu",))
 
 
-def test_without_mlx_the_reason_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     reason, versions, devices = machine.find()
     assert (reason or "").startswith("MLX cannot be imported: ")
     assert (versions, devices) == ({}, ())
 
 
-def test_auto_takes_metal(target: Target) -> None:
+def test_auto_selects_metal(target: Target) -> None:
     names = [name for name, load in TABLE.items() if load().framework == "mlx"]
     assert names[0] == target.name
 

@@ -56,7 +56,7 @@ def test_few_units_in_the_last_place(
 ) -> None:
     x = places.astype(np.float32)
     truth = function(x.astype(np.float64))
-    normal = np.abs(truth) > 1.2e-38  # Metal may take smaller numbers for 0
+    normal = np.abs(truth) > 1.2e-38  # Metal may flush smaller numbers to 0
     found, _ = computed(expression, x)
     assert units(found[normal], truth[normal]) <= bound
 

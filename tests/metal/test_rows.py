@@ -1,4 +1,4 @@
-"""The Metal row kernels where their own shape matters: threads, packs, what is held, memory that is not aligned."""
+"""The structure of the Metal row kernels: threads, vectors, registers, and unaligned memory."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from xent.core.check.cases import OPTIONS, Case
 from xent.core.check.judge import judge_case
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Classes around one pack, one SIMD-group, one threadgroup, all that can be held, and what is read in batches beyond.
+# Numbers of classes around one vector, one SIMD-group, one threadgroup, all that fits in registers, and beyond.
 VOCABULARIES = (3, 4, 7, 8, 9, 255, 256, 257, 4095, 4096, 4097, 16_384, 16_390, 32_768, 32_769, 49_153, 70_003)
 SOME = ("plain", "all", "probabilities, all")
 
@@ -28,7 +28,7 @@ def test_every_size_of_a_row(target: Target, vocabulary: int, dtype: str, name: 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("limit", LIMITS)
-def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype, limit: int) -> None:
+def test_number_of_threads(dtype: mx.Dtype, limit: int) -> None:
     for vocabulary in (1, 2, *VOCABULARIES, 256_000):
         threads, held = threads_and_held(vocabulary, dtype.size, limit)
         packs = vocabulary * dtype.size // 16
@@ -42,8 +42,8 @@ def test_as_many_threads_as_a_row_needs(dtype: mx.Dtype, limit: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocabulary", [64, 67, 4104])
 @pytest.mark.parametrize("offset", [0, 1, 3, 8])
-def test_same_bits_wherever_the_logits_lie(target: Target, dtype: str, vocabulary: int, offset: int) -> None:
-    """A row that begins at no multiple of 16 bytes is read element by element, and added up in the same order."""
+def test_same_bits_at_every_address(target: Target, dtype: str, vocabulary: int, offset: int) -> None:
+    """A row that does not begin at a multiple of 16 bytes is read element by element, and summed in the same order."""
     rng = np.random.default_rng(0)
     (flat,) = target.arrays(rng.normal(0, 2, 5 * vocabulary + offset), dtype=dtype)
     (classes,) = target.arrays(rng.integers(0, vocabulary, 5))
@@ -90,7 +90,7 @@ def test_columns_of_minus_infinity(target: Target, dtype: str, columns: str, voc
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("place", [0, 3, 7, 31, 37])
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1, "logit_scale": 0.5}], ids=len)
-def test_nan_and_infinity_make_their_row_nan_and_no_other(
+def test_nan_and_infinity_affect_only_their_row(
     target: Target, dtype: str, value: float, place: int, options: dict[str, float]
 ) -> None:
     values = np.random.default_rng(1).normal(size=(3, 38))
@@ -104,8 +104,8 @@ def test_nan_and_infinity_make_their_row_nan_and_no_other(
 
 
 @pytest.mark.parametrize("vocabulary", [5, 300])
-def test_prediction_of_rows_without_a_largest_number(target: Target, vocabulary: int) -> None:
-    """As NumPy's argmax has it: the first column of nothing but -inf, and NaN before any number."""
+def test_predictions_of_rows_of_infinity_or_nan(target: Target, vocabulary: int) -> None:
+    """Like NumPy's argmax: the first column if all are -inf, and NaN before any number."""
     values = np.full((3, vocabulary), -np.inf)
     values[1] = np.arange(vocabulary)
     values[1, 3] = np.nan
@@ -114,8 +114,8 @@ def test_prediction_of_rows_without_a_largest_number(target: Target, vocabulary:
     assert stats.predictions.tolist() == values.argmax(1).tolist()
 
 
-def test_gradient_of_a_sure_target_keeps_its_digits(target: Target) -> None:
-    """Where p of the target is near 1, p - 1 is minus the sum of all other p, which beside 1 would be lost."""
+def test_gradient_of_a_probable_target_is_exact(target: Target) -> None:
+    """If the target's p is near 1, p - 1 is computed as minus the sum of all other p, because 1 - p would cancel."""
     logits, classes = target.arrays(np.array([[30.0, 0.0, 1.0, -2.0]]), np.array([0]))
     loss, (grad,) = target.harness.gradients(
         lambda z: xent.cross_entropy(z, classes, backend=target.name), (logits,), None

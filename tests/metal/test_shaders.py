@@ -1,4 +1,4 @@
-"""What only the emulator shows of kernels on PyTorch tensors: limits, refusals, faults, and how many are built."""
+"""Kernels on PyTorch tensors in the emulator: limits, refusals, faults, and the number of built kernels."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,7 +38,7 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
 
 @pytest.mark.parametrize("limit", [500, 40])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_fewer_threads_where_a_pipeline_allows_no_more(emulator: Emulator, limit: int, reduction: str) -> None:
+def test_fewer_threads_if_the_pipeline_has_a_limit(emulator: Emulator, limit: int, reduction: str) -> None:
     emulator.limit = lambda source: limit
     case = Case("cross_entropy", (3,), 20_000, "float32", "plain", reduction=reduction, ignored=0.0)
     for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
@@ -47,7 +47,7 @@ def test_fewer_threads_where_a_pipeline_allows_no_more(emulator: Emulator, limit
 
 @pytest.mark.parametrize("limit", [0, 16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_kernel_that_does_not_run_is_replaced_with_a_warning(emulator: Emulator, limit: int, reduction: str) -> None:
+def test_failing_kernel_is_replaced_with_a_warning(emulator: Emulator, limit: int, reduction: str) -> None:
     emulator.limit = lambda source: limit
     logits, target = draw()
     upstream = torch.ones(6) if reduction == "none" else None
@@ -82,7 +82,7 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
         ("forward", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
     ],
 )
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, message: str
 ) -> None:
     read = sources._read
@@ -92,7 +92,7 @@ def test_planted_faults_are_seen(
         several_launches()
 
 
-def test_wrong_types_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_types_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     read = sources._read
     right, wrong = "const device T* logits [[", "const constant T* logits [["
     monkeypatch.setattr(sources, "_read", lambda name: read(name).replace(right, wrong))
@@ -101,7 +101,7 @@ def test_wrong_types_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         outcome(logits, target, **METAL)
 
 
-def test_memory_beyond_the_results_is_left_alone() -> None:
+def test_memory_outside_the_results_is_unchanged() -> None:
     memory = torch.full((12,), 7.0)
     logits, target = draw()
     ones = torch.ones(6)

@@ -1,4 +1,4 @@
-"""The Metal sources as they are: what makes MLX build another kernel, and that faults planted in them are seen."""
+"""The Metal sources: what makes MLX build another kernel, and that planted faults are detected."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture
 def emulator(kernel_folder: Path) -> Iterator[Emulator]:
-    """Return an emulator that has seen nothing yet, for kernels that are built anew."""
+    """Return a new emulator, so that all kernels are built again."""
     before = mx.fast.metal_kernel
     _forget()
     installed = install.install(kernel_folder)
@@ -73,7 +73,7 @@ def test_loss_alone_writes_no_gradient(emulator: Emulator) -> None:
 
 
 def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> None:
-    """A row's loss would depend on what else is asked for, as Apple's compiler may fuse them in one kernel alone."""
+    """If Apple's compiler fused them in one kernel only, a row's loss would depend on other requested results."""
     loss_and_gradient()
     xent.cross_entropy(mx.zeros((9, 50)), mx.zeros((9,), mx.int32), backend="metal")
     assert len(emulator.sources) == 2
@@ -95,7 +95,7 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("forward", "threadgroup float shared[352]", "threadgroup float shared[40]", "out of bounds"),
     ],
 )
-def test_planted_faults_are_seen(
+def test_planted_faults_are_detected(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str, message: str
 ) -> None:
     read = sources._read
@@ -123,7 +123,7 @@ def several_launches() -> None:
         ("contiguous", "static_cast<size_t>(row) * V;", "static_cast<size_t>(row) * V; uint small = start;"),
     ],
 )
-def test_wrong_types_are_seen(
+def test_wrong_types_are_detected(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch, file: str, right: str, wrong: str
 ) -> None:
     read = sources._read
@@ -139,7 +139,7 @@ def _changed(read: Callable[[str], str], file: str, right: str, wrong: str) -> C
 
 @pytest.mark.parametrize("row", [2047, 2048, 4199])
 def test_rows_beyond_2_to_the_31_and_32(emulator: Emulator, row: int) -> None:
-    """One row of logits of which most take no memory is computed as the only row of others."""
+    """A row far into logits whose memory is mostly unused has the same result as the only row of other logits."""
     vocabulary, count = 2**20 + 3, 4200
     logits = RNG.normal(size=vocabulary).astype(np.float16)
     alone = rows.forward(mx.array(logits)[None], facts_of_one_row(vocabulary), Asked(grad=True))

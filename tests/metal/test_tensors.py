@@ -1,6 +1,6 @@
-"""The Metal kernels on PyTorch tensors, through signatures of our own.
+"""The Metal kernels on PyTorch tensors, which have their own signatures.
 
-Where there is no Apple GPU the emulator runs them, for CPU tensors in the place of those on "mps".
+Without an Apple GPU the emulator runs them, for CPU tensors instead of tensors on "mps".
 """
 
 from collections.abc import Sequence
@@ -106,7 +106,7 @@ def test_any_strides(name: str, reduction: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("vocabulary", [40, 3000, 70_001])
-def test_a_gradient_in_the_place_of_the_logits_is_the_same(reduction: str, vocabulary: int) -> None:
+def test_gradient_is_the_same_in_place(reduction: str, vocabulary: int) -> None:
     logits, target = draw(vocabulary=vocabulary)
     upstream = torch.ones(6, device=DEVICE) if reduction == "none" else None
     _, expected = outcome(logits, target, upstream, reduction=reduction, **METAL)
@@ -118,7 +118,7 @@ def test_a_gradient_in_the_place_of_the_logits_is_the_same(reduction: str, vocab
 
 @pytest.mark.parametrize("probabilities", [False, True])
 @pytest.mark.parametrize("sample_weight", [False, True])
-def test_statistics_are_those_of_backend_torch(probabilities: bool, sample_weight: bool) -> None:
+def test_statistics_equal_backend_torch(probabilities: bool, sample_weight: bool) -> None:
     logits, target = draw()
     if probabilities:
         target = torch.rand(logits.shape, device=DEVICE).softmax(-1)
@@ -132,15 +132,15 @@ def test_statistics_are_those_of_backend_torch(probabilities: bool, sample_weigh
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nan_and_infinity_make_their_row_nan_and_no_other(value: float) -> None:
+def test_nan_and_infinity_affect_only_their_row(value: float) -> None:
     logits, target = draw()
-    logits[1, 7] = logits[2, 7] = value  # of which row 2 is ignored
+    logits[1, 7] = logits[2, 7] = value  # row 2 is ignored
     loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
     for found in (loss, grad.sum(1)):
         assert found.isnan().tolist() == [False, True, *[False] * 4]
 
 
-def test_a_target_out_of_range_makes_its_row_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     from xent.backends.torch import facts
 
     monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
@@ -157,12 +157,12 @@ def test_same_bits_with_and_without_a_gradient() -> None:
 
 
 def one_case(_: object, function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
-    """Return the first case of a function, in place of all."""
+    """Return the first case of a function instead of all cases."""
     cases = divergence_cases if function.endswith("divergence") else option_cases
     return cases(function, dtype)[:1], []
 
 
-def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     backend = ALSO["metal"]()
     run = backend.run
@@ -174,7 +174,7 @@ def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch
     works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
     assert not any(line.failed for line in check_all(works))
     ran.clear()
-    plan.forget()  # kinds of calls on a CPU, the emulator's device, are remembered; those on mps are not
+    plan.forget()  # calls on the CPU, the emulator's device, are cached, while those on mps are not
     xent.cross_entropy(logits, target)
     assert ran == ["metal"]
     assert proof._is_proven()
@@ -182,7 +182,7 @@ def test_auto_takes_it_once_the_check_has_passed(monkeypatch: pytest.MonkeyPatch
     assert not proof._is_proven()
 
 
-def test_a_check_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "remember", lambda: pytest.fail("it was remembered"))
     monkeypatch.setattr("xent.core.check.report.cases_of", one_case)
     for judge in ("judge_case", "judge_divergence"):
@@ -191,7 +191,7 @@ def test_a_check_that_fails_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert all(line.failed for line in check_all(works))
 
 
-def test_a_cache_that_cannot_be_written_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(proof, "file", lambda: tmp_path / "file" / "passed.txt")
     with pytest.warns(RuntimeWarning, match="this cannot be remembered"):
@@ -208,7 +208,7 @@ def test_other_devices_and_float64_are_refused(monkeypatch: pytest.MonkeyPatch) 
         xent.cross_entropy(logits, target, **METAL)
 
 
-def test_what_a_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reason_if_metal_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert (torch_machine.find()[0] or "").startswith("its kernels are for Apple GPUs, and PyTorch finds none here (")
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)

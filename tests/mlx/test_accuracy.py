@@ -1,4 +1,4 @@
-"""In low precision the loss does not have the rounding of the target's logit."""
+"""In low precision the loss does not have the rounding error of the target's logit."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.targets import Target
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16], ids=str)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_loss_is_more_exact_than_its_logits(target: Target, dtype: mx.Dtype, quantized: bool) -> None:
+def test_loss_is_more_exact_than_rounded_logits(target: Target, dtype: mx.Dtype, quantized: bool) -> None:
     rng = np.random.default_rng(0)
     x, w = mx.array(rng.normal(size=(40, 64)), dtype), mx.array(rng.normal(size=(500, 64)) / 8, dtype)
     y = mx.array(rng.integers(0, 500, 40))
@@ -37,8 +37,8 @@ def test_loss_is_more_exact_than_its_logits(target: Target, dtype: mx.Dtype, qua
 
 
 @pytest.mark.parametrize("options", [{"weight": [0.0, 1.0, 1.0], "label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
-def test_targets_of_small_probability_keep_their_element(target: Target, options: dict[str, Any]) -> None:
-    """Where 1 - p_y is rounded to 1, what p_y times the other terms adds must not be lost with it."""
+def test_gradient_of_improbable_targets_is_exact(target: Target, options: dict[str, Any]) -> None:
+    """If 1 - p_y is rounded to 1, the contribution of p_y times the other terms must not be lost."""
     z, y = np.array([[-20.0, 0.0, 0.0], [0.0, 30.0, 0.0]], np.float32), np.array([0, 0])
     options = dict(options)
     weight = options.pop("weight", None)

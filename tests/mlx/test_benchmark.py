@@ -1,4 +1,4 @@
-"""The benchmark of MLX runs, and knows a wrong gradient when it sees one."""
+"""The benchmark for MLX runs, and detects a wrong gradient."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ def test_quick_run_writes_a_line_for_each_contender(tmp_path: Path, capsys: pyte
     assert "xent, compiled" in capsys.readouterr().out
 
 
-def test_limit_holds_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limit_is_set_during_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     right = mx.set_memory_limit
     monkeypatch.setattr(mx, "set_memory_limit", lambda limit: seen.append(limit) or right(limit))
@@ -29,7 +29,7 @@ def test_limit_holds_while_it_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [limit == before for limit in seen] == [False, True] * 2
 
 
-def test_wrong_gradient_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_wrong_gradient_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     right = xent.linear_cross_entropy
 
     def wrong(x: mx.array, w: mx.array, y: mx.array, **options: object) -> mx.array:

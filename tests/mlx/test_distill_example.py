@@ -1,4 +1,4 @@
-"""The example of distillation with mlx-lm: the student comes near to its teacher, dense or quantized."""
+"""The distillation example for mlx-lm: the student approaches its teacher, with dense and quantized weights."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from tests.packaging.tree import ROOT
 
 
 @pytest.mark.parametrize("arguments", [[], ["--bits", "8", "--beta", "0.5"]])
-def test_student_comes_near_to_its_teacher(arguments: list[str]) -> None:
+def test_student_approaches_its_teacher(arguments: list[str]) -> None:
     command = [sys.executable, "examples/distill_mlx.py", "--steps", "50", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=180, check=False)
     assert run.returncode == 0, run.stderr[-4000:]

@@ -1,4 +1,4 @@
-"""Divergences on MLX: gradients under its transformations, masked rows, teachers that cannot be one."""
+"""Divergences in MLX: gradients under transformations, rows without weight, invalid teachers."""
 
 from typing import Any
 
@@ -98,7 +98,7 @@ def test_second_derivatives_and_forward_mode_raise(target: Target) -> None:
         mx.jvp(loss, [z], [z])
 
 
-def test_a_teacher_that_cannot_be_one(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_teachers(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     (z,) = arrays(STUDENT)
     good = top_k(TEACHER)
     outside, twice = np.array(good.ids), np.array(good.ids)
@@ -130,7 +130,7 @@ def test_axis(target: Target) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("biased", [False, True])
 def test_quantized_classifiers(target: Target, dtype: mx.Dtype, bits: int, biased: bool) -> None:
-    """Of both sides: the value and the gradients are those of the weights that they stand for."""
+    """Student and teacher: value and gradients equal those of the unpacked weights."""
     mx.random.seed(0)
     heads = [nn.Linear(width, 48, bias=biased) for width in (64, 96)]
     packed = [nn.QuantizedLinear.from_linear(head, group_size=32, bits=bits) for head in heads]
@@ -167,8 +167,8 @@ def test_quantized_classifiers(target: Target, dtype: mx.Dtype, bits: int, biase
     assert difference <= most * slope.astype(mx.float32).square().sum().sqrt().item()
 
 
-def test_an_array_outside_of_a_transformation_is_not_taken_for_a_traced_one(target: Target) -> None:
-    """Even if the first call of the process was made inside of one."""
+def test_array_outside_of_a_transformation_is_not_seen_as_traced(target: Target) -> None:
+    """Even if the first call of the process was inside of a transformation."""
     x, w = arrays(HIDDEN, CLASSIFIER)
     teacher = top_k(TEACHER)
 

@@ -1,4 +1,4 @@
-"""The example of DPO with mlx-lm learns the preference, trained whole or quantized."""
+"""The DPO example for mlx-lm learns the preference, with full training and with a quantized model."""
 
 import re
 import subprocess
@@ -17,6 +17,6 @@ def test_example_learns_the_preference(arguments: list[str], most: float) -> Non
     lines = re.findall(r"^step (\d+): loss (.*), pairs learned (.*)$", run.stdout, flags=re.MULTILINE)
     assert [int(step) for step, _, _ in lines] == [0, 20]
     losses, learned = ([float(line[place]) for line in lines] for place in (1, 2))
-    assert losses[0] == pytest.approx(0.693, abs=1e-3)  # log 2: the model is its reference yet
+    assert losses[0] == pytest.approx(0.693, abs=1e-3)  # log 2, because the model still equals its reference
     assert losses[-1] < most
     assert learned[-1] > 0.9

@@ -1,4 +1,4 @@
-"""float64 is double precision throughout, though MLX's own exponentials of float64 arrays are not."""
+"""float64 results have double precision, although MLX's own float64 exponentials do not."""
 
 import mlx.core as mx
 import numpy as np

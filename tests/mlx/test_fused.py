@@ -71,8 +71,8 @@ def test_loss_and_gradients(target: Target, case: Case) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_rows_that_are_sure_of_their_target(target: Target, seed: int) -> None:
-    """Of 2100 rows of 9 classes some have p_y near 1, and of 1 - p_y nothing may be rounded away."""
+def test_rows_with_probable_targets(target: Target, seed: int) -> None:
+    """Some of 2100 rows with 9 classes have p_y near 1, where 1 - p_y must not be rounded to 0."""
     for case in CASES:
         if case.name == "more rows than one block" and case.dtype == "float32":
             for comparison in judge_case(target.backend, target.harness, case, seed):
@@ -80,7 +80,7 @@ def test_rows_that_are_sure_of_their_target(target: Target, seed: int) -> None:
 
 
 def test_entropy_counts_the_target(target: Target) -> None:
-    """Which float32's p leaves out, whether it is the most probable class or not."""
+    """The fused p in float32 excludes the target, whether it is the most probable class or not."""
     logits, classes = np.array([[2.0, 1.0, -1.0], [0.0, 3.0, 2.0], [5.0, -4.0, 5.0]]), np.array([0, 2, 1])
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     options = {"stats": ("entropy",), "backend": target.name}
@@ -99,15 +99,15 @@ def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatc
 
 
 def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:
-    """A mean's gradient waits for its 1/N in float32; what a chunk adds to it is a product in float16."""
+    """The factor 1/N of a mean is applied in float32 at the end. A chunk's contribution is a product in float16."""
     rows, large = 64, 2048.0
     x, w = mx.full((rows, 8), large, mx.float16), mx.zeros((5, 8), mx.float16)
     grad = mx.grad(lambda w: xent.linear_cross_entropy(x, w, mx.zeros((rows,), mx.int32), backend=target.name))(w)
     np.testing.assert_allclose(np.array(grad)[:, 0], [-0.8 * large, *[0.2 * large] * 4], rtol=1e-3)
 
 
-def test_float32_takes_no_rough_exponentials(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the fused loss and of softmax fail the matrix on NVIDIA."""
+def test_float32_does_not_use_inexact_exponentials(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the fused loss and of softmax fail the matrix on NVIDIA GPUs."""
     monkeypatch.setattr(mx.fast, "cross_entropy", None, raising=False)
     monkeypatch.setattr(mx, "softmax", None)
     loss = partial(xent.cross_entropy, target=mx.array([0, 2]), label_smoothing=0.1, backend=target.name)
@@ -127,8 +127,8 @@ def test_pieces_of_the_classifier_gradient(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> None:
-    """Ignored rows have that class for a target in the kernels; nothing of it may reach the classifier's gradient."""
+def test_first_class_with_a_bias_of_minus_infinity(target: Target, reduction: str) -> None:
+    """Kernels use that class as the target of ignored rows. It must not affect the classifier's gradient."""
     dtype = mx.bfloat16
     x, w, y = mx.ones((4, 8), dtype), mx.ones((5, 8), dtype), mx.array([1, -100, 2, -100])
     b = mx.array([-mx.inf, 0.0, 1.0, 0.0, 0.0], dtype)
@@ -150,10 +150,10 @@ def test_first_class_that_the_bias_rules_out(target: Target, reduction: str) -> 
         ("0.32.2", "mlx-cuda", True),
     ],
 )
-def test_fused_where_it_is_one_kernel(
+def test_fused_loss_is_used_if_it_is_one_kernel(
     monkeypatch: pytest.MonkeyPatch, version: str, chunks: str, expected: bool
 ) -> None:
-    """On Metal MLX 0.32.2 and 0.32.3 make it of operations that round to the logits' dtype."""
+    """On Metal, MLX 0.32.2 and 0.32.3 compose it of operations that round to the logits' dtype."""
     monkeypatch.setattr(devices, "version", lambda: version)
     monkeypatch.setattr(devices, "device_type", lambda: "gpu")
     monkeypatch.setattr(mx.metal, "is_available", lambda: chunks == "metal")
@@ -182,5 +182,7 @@ def test_statistics_of_log_probs(target: Target, function: str, dtype: mx.Dtype,
 @pytest.mark.parametrize("name", log_probs.ASKED)
 @pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
 @pytest.mark.parametrize("function", log_probs.FUNCTIONS)
-def test_same_bits_whatever_is_asked_for(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
-    log_probs.test_same_bits_whatever_is_asked_for(target, function, dtype, name)
+def test_same_bits_with_and_without_gradients_and_statistics(
+    target: Target, function: str, dtype: mx.Dtype, name: str
+) -> None:
+    log_probs.test_same_bits_with_and_without_gradients_and_statistics(target, function, dtype, name)

@@ -1,4 +1,4 @@
-"""Several heads under MLX's transformations, and what they take of memory."""
+"""Several heads under MLX's transformations, and their memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_forward_mode_raises(target: Target, name: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_four_heads_hold_one_gradient_of_the_classifier(target: Target, compiled: bool) -> None:
-    """Four calls hold four, of 15.6 MiB, and take 70 MiB or more; chunks of logits take 7.8."""
+    """Four separate calls hold four gradients of 15.6 MiB, and take 70 MiB or more. Chunks of logits take 7.8 MiB."""
     x, w = mx.random.normal((4, 16, 128)), mx.random.normal((32000, 128))
     y = mx.random.randint(0, 32000, (16,))
     mx.eval(x, w, y)

@@ -1,4 +1,4 @@
-"""A target outside [0, V) is never looked up: what is said of its row is NaN, and it is no correct prediction."""
+"""A target outside [0, V) is never used as an index: its row's results are NaN, and it is not a correct prediction."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ def test_statistics(target: Target, wrong: int) -> None:
     assert stats.accuracy.item() == pytest.approx(1 / 3)
 
 
-def test_weight_of_zero_hides_nothing(target: Target) -> None:
+def test_weight_of_zero_does_not_hide_an_invalid_target(target: Target) -> None:
     loss = xent.cross_entropy(
         LOGITS, mx.array([0, 7, 1]), sample_weight=mx.zeros((3,)), reduction="none", backend=target.name
     )

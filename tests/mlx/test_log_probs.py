@@ -1,4 +1,4 @@
-"""Log-probabilities in MLX beside the matrix: values that nobody has seen yet, what is the same bit by bit, memory."""
+"""Log-probabilities in MLX, beyond the matrix: unevaluated arrays, bitwise equality, and memory."""
 
 import io
 from collections.abc import Callable
@@ -29,7 +29,7 @@ DTYPES = [mx.float32, mx.bfloat16, mx.float16]
 
 
 def support() -> xent.Support:
-    """Return one in which each row that has any class has its target first, but for the row before the last."""
+    """Return a support. Non-empty sets begin with their row's target, except that of row 10."""
     sets = [np.concatenate([[max(y, 0)], RNG.permutation(np.delete(np.arange(V), max(y, 0)))]) for y in Y]
     taken = [classes[:size] for classes, size in zip(sets, SIZES, strict=True)]
     taken[10] = sets[10][1:10]
@@ -52,7 +52,7 @@ def wide(array: mx.array) -> Any:
 
 
 def call(target: Target, function: str = "linear_log_probs", dtype: mx.Dtype = mx.float32, **options: Any) -> Any:
-    """Return the results, the logits of log_probs being products that MLX has rounded already."""
+    """Return the results. The logits for log_probs are products that MLX has rounded."""
     x, w, _ = arrays(dtype)
     chunks = {"workspace": 5 * V * 4}
     given, chunks = ((x, w), chunks) if function == "linear_log_probs" else ((x @ w.T,), {})
@@ -73,7 +73,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_statistics_of_rows_are_the_references(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
+def test_row_statistics_equal_the_reference(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
     options = ASKED[name]
     *found, stats = call(target, function, dtype, entropy=True, stats=LOG_PROB_STATS, **options)
     given = {key: wide(value) if isinstance(value, mx.array) else value for key, value in options.items()}
@@ -99,7 +99,9 @@ def call_logits(dtype: mx.Dtype = mx.float32) -> mx.array:
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_same_bits_whatever_is_asked_for(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
+def test_same_bits_with_and_without_gradients_and_statistics(
+    target: Target, function: str, dtype: mx.Dtype, name: str
+) -> None:
     options = {"dtype": dtype} | ASKED[name]
     alone = call(target, function, **options)
     together, entropy, stats = call(target, function, entropy=True, stats=LOG_PROB_STATS, **options)
@@ -125,7 +127,7 @@ def test_same_bits_whatever_is_asked_for(target: Target, function: str, dtype: m
 def test_logits_are_never_rounded_to_16_bits(
     target: Target, dtype: mx.Dtype, converted: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many classes are converted at a time, and the gradient is that of these logits."""
+    """For any number of classes converted at a time. The gradient comes from the same logits."""
     monkeypatch.setattr(classifier, "_CONVERTED_BYTES", converted)
     monkeypatch.setattr(classifier, "_MOST_RANGES", 100)
     x, w, b = arrays(dtype)
@@ -148,7 +150,7 @@ def test_logits_are_never_rounded_to_16_bits(
 
 
 def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, **others: Any) -> tuple[Any, ...]:
-    """Return the reference's gradients; `sampled` has what a call has beside a loss."""
+    """Return the reference's gradients; `sampled` has the arguments that a loss does not have."""
     neutral: dict[str, Any] = {
         "weight": None, "sample_weight": None, "normalizer": None, "reduction": "none", "ignore_index": -100,
         "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "stats": (), "shift": 0,
@@ -162,7 +164,7 @@ def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, 
 @pytest.mark.parametrize("workspace", [1, 5 * V * 4, None])
 @pytest.mark.parametrize("names", [("log_probs",), ("entropy",), ("lse",), ("log_probs", "entropy", "lse")], ids=str)
 def test_gradients_through_a_support(target: Target, names: tuple[str, ...], workspace: int | None) -> None:
-    """In chunks of rows that have many entries, few, or none."""
+    """In chunks of rows with many entries, few or none."""
     upstream = {name: RNG.normal(size=N) for name in names}
     x, w, b = arrays()
 
@@ -186,7 +188,7 @@ def test_gradients_through_a_support(target: Target, names: tuple[str, ...], wor
 
 
 def test_many_classes(target: Target) -> None:
-    """More than MLX's sums on a CPU add up without losing digits."""
+    """So many classes that MLX's sums on a CPU would lose precision."""
     logits, y = RNG.normal(0, 3, (3, 33_003)).astype(np.float32), np.array([5, 0, 33_002])
     options: dict[str, Any] = {"entropy": True, "stats": LOG_PROB_STATS}
     *found, stats = xent.log_probs(mx.array(logits), mx.array(y), backend=target.name, **options)
@@ -200,7 +202,7 @@ def test_many_classes(target: Target) -> None:
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_logits_of_a_quantized_classifier_are_float32(target: Target, form: dict[str, Any], dtype: mx.Dtype) -> None:
-    """Its scales are taken as they are, and what they make of the packed numbers is not rounded."""
+    """Its scales are not converted, and the unpacked weight is not rounded."""
     x, w, b = arrays(dtype)
     parts = mx.quantize(w, **form)
     weight = xent.QuantizedWeight(*parts, **({"biases": None} if len(parts) == 2 else {}), **form)
@@ -223,8 +225,8 @@ def test_logits_of_a_quantized_classifier_are_float32(target: Target, form: dict
 
 @pytest.mark.parametrize("name", ASKED)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_compiled_functions_give_the_same(target: Target, function: str, name: str) -> None:
-    """With the values of target, temperature and support unknown while they are traced."""
+def test_compiled_functions_have_the_same_results(target: Target, function: str, name: str) -> None:
+    """The values of target, temperature and support are unknown during tracing."""
     x, w, _ = arrays()
     source = (x, w) if function == "linear_log_probs" else (x @ w.T,)
     chunks = {"workspace": 5 * V * 4} if len(source) == 2 else {}
@@ -270,7 +272,7 @@ def test_new_temperature_retraces_nothing(target: Target) -> None:
 def test_temperature_that_is_not_positive(
     target: Target, function: str, wrong: float, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NaN for what such a row has, and for no other; what an ignored row has is 0."""
+    """The results of such a row are NaN, and no others. Those of ignored rows are 0."""
     values = np.array(T)
     values[[0, 3, 7]] = wrong
     assert Y[3] == -100
@@ -312,7 +314,7 @@ def test_temperature_that_is_not_positive_in_a_compiled_function(target: Target,
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @pytest.mark.parametrize("supported", [False, True])
 def test_temperatures_that_are_huge_or_tiny(target: Target, softcap: float | None, supported: bool) -> None:
-    """All classes are alike at an infinite temperature, and one is left at a tiny one."""
+    """At an infinite temperature all classes have equal probabilities, at a tiny one only one class is left."""
     more = {"support": ours()} if supported else {}
     temperature = mx.array(np.where(np.arange(N) % 2, 1e-20, np.inf), mx.float32)
     log_probs, entropy = call(target, temperature=temperature, softcap=softcap, entropy=True, **more)
@@ -342,9 +344,7 @@ WRONG_SUPPORTS: dict[str, tuple[Any, Any, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", WRONG_SUPPORTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_offsets_that_describe_no_support(
-    target: Target, function: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_offsets(target: Target, function: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, offsets, error, message = WRONG_SUPPORTS[name]
     given = xent.Support(mx.array(ids), mx.array(offsets))
     *found, stats = call(target, function, support=given, entropy=True, stats=LOG_PROB_STATS)
@@ -365,9 +365,7 @@ def gradient_of_logits(target: Target, given: xent.Support) -> Any:
 
 @pytest.mark.parametrize("wrong", [-1, V, 2**31 + 1, -(2**33)])
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_class_of_a_support_that_does_not_exist(
-    target: Target, function: str, wrong: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_class_in_a_support(target: Target, function: str, wrong: int, monkeypatch: pytest.MonkeyPatch) -> None:
     ids, row = SUPPORT.ids.copy(), 5
     place = OFFSETS[row] + 2
     ids[place] = wrong
@@ -384,7 +382,7 @@ def test_class_of_a_support_that_does_not_exist(
         call(target, function, support=given)
 
 
-def test_class_that_a_row_has_twice(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_class_in_a_support(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = SUPPORT.ids.copy()
     ids[OFFSETS[5] + 1] = ids[OFFSETS[5] + 3]
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
@@ -392,7 +390,7 @@ def test_class_that_a_row_has_twice(target: Target, monkeypatch: pytest.MonkeyPa
         call(target, support=xent.Support(mx.array(ids), mx.array(OFFSETS)))
 
 
-def test_right_values_pass_where_they_are_looked_at(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_valid_values_pass_the_checks(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     for options in ASKED.values():
         call(target, **options)
@@ -400,7 +398,7 @@ def test_right_values_pass_where_they_are_looked_at(target: Target, monkeypatch:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_target_outside_its_support(target: Target, function: str) -> None:
-    """Row 10 leaves its target out; rows 1, 4 and 11 have nothing, of which 1 is no row of an ignored target."""
+    """Row 10 excludes its target. Rows 1, 4 and 11 are empty, and row 1 is not ignored."""
     *found, stats = call(target, function, support=ours(), entropy=True, stats=LOG_PROB_STATS)
     log_probs, entropy = map(np.array, found)
     outside = np.isin(np.arange(N), [1, 4, 10, 11]) & (Y != -100)
@@ -410,7 +408,7 @@ def test_target_outside_its_support(target: Target, function: str) -> None:
     assert not gradient_of_logits(target, ours())[outside].any()
 
 
-def test_support_of_no_ids_at_all(target: Target) -> None:
+def test_support_without_ids(target: Target) -> None:
     given = xent.Support(mx.zeros((0,), mx.int64), mx.zeros((N + 1,), mx.int64))
     found, entropy = call(target, support=given, entropy=True)
     np.testing.assert_array_equal(np.array(found), np.where(Y == -100, 0, -np.inf))
@@ -419,7 +417,7 @@ def test_support_of_no_ids_at_all(target: Target) -> None:
 
 
 def test_support_with_a_shift_and_leading_axes(target: Target) -> None:
-    """Classes belong to targets, as temperatures do; those of targets that no row has are left alone."""
+    """Supports belong to targets, like temperatures. Those of targets that no row uses are ignored."""
     x, w, _ = arrays()
     shape, shift = (3, 4), 2
     options = {"shift": shift, "entropy": True}
@@ -436,7 +434,7 @@ def test_support_with_a_shift_and_leading_axes(target: Target) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_logits_of_minus_infinity(target: Target, function: str) -> None:
-    """Classes that a bias rules out, in a support and outside of it."""
+    """Classes with a bias of -inf, inside and outside of a support."""
     bias = np.where(np.arange(V) % 4 == 1, -np.inf, 0.0)
     x, w, _ = arrays()
     y = np.where((Y % 4 == 1) & (Y != -100), 0, Y)
@@ -594,9 +592,9 @@ def test_classifier_is_never_converted_as_a_whole(
 
 
 def test_nothing_is_evaluated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call with a support returns is a graph, all of it."""
+    """A call with a support returns an unevaluated graph."""
     if target.name == "metal":
-        return  # the emulator computes when it is called
+        return  # the emulator evaluates eagerly
     monkeypatch.setattr(mx, "eval", None)
     found = call(target, support=ours(), temperature=mx.array(T, mx.float32), entropy=True)
     drawing = io.StringIO()

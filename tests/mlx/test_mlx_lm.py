@@ -1,4 +1,4 @@
-"""mlx-lm's trainer with our loss: default_loss's numbers and gradients, without its logits."""
+"""mlx-lm's trainer with xent's loss: the values and gradients of default_loss, without its logits."""
 
 import argparse
 import functools
@@ -76,7 +76,7 @@ def assert_same(model: nn.Module, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_is_default_loss(name: str) -> None:
+def test_equals_default_loss(name: str) -> None:
     model = make(name)
     before = mx.array(model(BATCH))
     assert_same(model)
@@ -84,7 +84,7 @@ def test_is_default_loss(name: str) -> None:
 
 
 def test_without_compile() -> None:
-    """As MLX_DISABLE_COMPILE=1 has it, for looking into a model."""
+    """As with MLX_DISABLE_COMPILE=1, for debugging a model."""
     mx.disable_compile()
     try:
         assert_same(make("gemma2"))
@@ -118,7 +118,7 @@ def plain_log_probs(model: nn.Module, temperature: float = 1.0) -> tuple[mx.arra
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("quantized", [False, True])
-def test_log_probs_are_those_of_the_models_logits(name: str, quantized: bool) -> None:
+def test_log_probs_equal_those_of_the_models_logits(name: str, quantized: bool) -> None:
     model = make(name)
     if quantized:
         nn.quantize(model, group_size=32, bits=8)
@@ -144,7 +144,7 @@ def test_log_probs_are_those_of_the_models_logits(name: str, quantized: bool) ->
         assert mx.abs(made[key] - grad).max().item() <= 1e-4 * (mx.abs(grad).max().item() + 1e-7), key
 
 
-def test_log_probs_of_the_tokens_that_count() -> None:
+def test_log_probs_of_unmasked_tokens() -> None:
     model = make("llama")
     found, expected = log_probs(model, BATCH, LENGTHS), plain_log_probs(model)[0]
     steps = np.arange(1, 17)
@@ -177,8 +177,8 @@ def test_options_are_passed_on() -> None:
     assert smoothed > plain
 
 
-def test_logits_are_never_built() -> None:
-    """Not even under the trainer's mx.compile, and a frozen head has no gradient there."""
+def test_logits_are_never_stored() -> None:
+    """Also under the trainer's mx.compile. A frozen head has no gradient there."""
     model = make("llama", vocab_size=10_000)
     model.freeze()
     model.model.norm.unfreeze()
@@ -214,7 +214,7 @@ class Scaling(nn.Module):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_trained_scale_is_refused(compiled: bool) -> None:
-    """A scale that was taken for a number would get no gradient, and never change in a compiled function."""
+    """If it were treated as a number, it would get no gradient, and would stay constant in a compiled function."""
     model = Scaling()
     plain = functools.partial(loss, model)
     step = (
@@ -224,7 +224,7 @@ def test_trained_scale_is_refused(compiled: bool) -> None:
         step(BATCH, LENGTHS)
 
 
-def test_model_that_does_more_to_its_logits_is_refused() -> None:
+def test_model_with_other_operations_on_logits_is_refused() -> None:
     with pytest.raises(ValueError, match="does more to its logits than a scale and a softcap: use mlx_lm"):
         loss(Odd(), BATCH, LENGTHS)
     headless = Odd()
@@ -235,7 +235,7 @@ def test_model_that_does_more_to_its_logits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama, tied"])
-def test_head_that_lora_wraps_is_refused_until_it_is_fused(name: str) -> None:
+def test_head_with_lora_is_refused_until_it_is_fused(name: str) -> None:
     from mlx_lm.tuner.lora import LoRAEmbedding, LoRALinear
 
     model = make(name)
@@ -262,10 +262,11 @@ class Curve(TrainingCallback):
         self.losses.append(train_info["train_loss"])
 
 
-def test_trainer_takes_it(tmp_path: Path) -> None:
-    """A short fine-tuning run with mlx-lm's own trainer: the curve that default_loss gives.
+def test_mlx_lm_trainer(tmp_path: Path) -> None:
+    """A short fine-tuning run with mlx-lm's own trainer has the same losses as with default_loss.
 
-    With SGD: Adam divides a gradient by its size, so that the rounding of one near 0 decides where its weight goes.
+    It uses SGD, because Adam divides a gradient by its size, so that the rounding of a gradient near 0 would decide the
+    direction of a weight.
     """
     rng = np.random.default_rng(2)
     data = [([int(token) for token in (np.arange(20) * rng.integers(1, 4) + rng.integers(5)) % V], 0) for _ in range(8)]
@@ -287,14 +288,14 @@ def test_trainer_takes_it(tmp_path: Path) -> None:
 
 
 class Tokens(list[Any]):
-    """What mlx_lm.lora loads: rows that are processed when they are needed."""
+    """The data of mlx_lm.lora: rows that are processed on access."""
 
     def process(self, row: Any) -> Any:
         return row
 
 
-def test_command_line_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As docs/mlx.md has it: mlx_lm.lora calls train and evaluate by the names that are replaced there."""
+def test_mlx_lm_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in docs/mlx.md: mlx_lm.lora calls train and evaluate by the names that are replaced there."""
     from mlx_lm import lora
 
     called = []

@@ -1,4 +1,4 @@
-"""The modules give what the functions give, hold what they say, and train."""
+"""The modules have the results of the functions, store their options, and train."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,7 +33,7 @@ def test_options_reach_the_loss() -> None:
     np.testing.assert_allclose(moved.item(), xent.cross_entropy(logits, Y).item(), rtol=1e-6)
 
 
-def test_class_weight_is_no_parameter() -> None:
+def test_class_weight_is_not_a_parameter() -> None:
     assert tree_flatten(CrossEntropyLoss(mx.ones((11,))).parameters()) == []
     assert "z_loss=0.1" in repr(CrossEntropyLoss(**OPTIONS))
 
@@ -65,7 +65,7 @@ def test_linear_loss_owns_its_classifier(bias: bool) -> None:
         LinearCrossEntropyLoss(64, 11, shift=(1, 2), head_weight=(1,))
 
 
-def test_quantized_module_serves() -> None:
+def test_quantized_module() -> None:
     module = LinearCrossEntropyLoss(64, 11, bias=True)
     nn.quantize(module, group_size=32, bits=8)
     assert isinstance(module.linear, nn.QuantizedLinear)
@@ -74,7 +74,7 @@ def test_quantized_module_serves() -> None:
     np.testing.assert_allclose(module(X, Y).item(), expected.item(), rtol=1e-5)
 
 
-def test_classifier_of_what_it_does_not_know() -> None:
+def test_unknown_module_as_classifier() -> None:
     with pytest.raises(TypeError, match=r"module must be one of mlx\.nn's Linear, Embedding, .* got Conv1d"):
         classifier(nn.Conv1d(2, 2, 3))
 
@@ -114,7 +114,7 @@ def test_wrong_option_is_an_error_at_construction(arguments: dict[str, object], 
 
 
 @pytest.mark.parametrize("module", [nn.Linear(64, 11), nn.Embedding(11, 64)], ids=["linear", "embedding"])
-def test_module_in_the_place_of_its_weight(module: nn.Module) -> None:
+def test_module_instead_of_its_weight(module: nn.Module) -> None:
     with pytest.raises(
         TypeError, match=r"pass linear_weight, linear_bias = xent\.integrations\.mlx\.classifier\(module\)"
     ):

@@ -1,4 +1,4 @@
-"""A quantized classifier: the loss of its unpacked weight, gradients for the rest, and never unpacked as a whole."""
+"""A quantized classifier: the loss of its unpacked weight, gradients for other inputs, and no full unpacking."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def packed(form: dict[str, Any], dtype: mx.Dtype = mx.float32) -> tuple[xent.Qua
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
-def test_is_the_loss_of_the_unpacked_weight(
+def test_loss_equals_that_of_the_unpacked_weight(
     target: Target, form: dict[str, Any], reduction: str, dtype: mx.Dtype
 ) -> None:
     weight, unpacked = packed(form, dtype)
@@ -76,7 +76,7 @@ def flat(made: Any) -> list[np.ndarray]:
     return [np.array(array).astype(np.float64) for array in arrays]
 
 
-def test_is_never_unpacked_as_a_whole(target: Target) -> None:
+def test_weight_is_never_fully_unpacked(target: Target) -> None:
     x, w = mx.random.normal((128, 512)), mx.random.normal((4000, 512))
     y = mx.random.randint(0, 4000, (128,))
     weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=4), group_size=64, bits=4)
@@ -100,14 +100,14 @@ def test_is_never_unpacked_as_a_whole(target: Target) -> None:
     ],
     ids=str,
 )
-def test_wrong_parts_are_named(change: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_errors_name_the_invalid_part(change: dict[str, Any], error: type[Exception], message: str) -> None:
     weight, _ = packed(FORMS[0])
     parts = {name: getattr(weight, name) for name in ("packed", "scales", "biases", "group_size", "bits", "mode")}
     with pytest.raises(error, match=message):
         xent.linear_cross_entropy(X, xent.QuantizedWeight(**(parts | change)), Y)
 
 
-def test_other_frameworks_do_not_take_it() -> None:
+def test_other_frameworks_refuse_quantized_weights() -> None:
     weight = xent.QuantizedWeight(np.zeros((4, 8), np.uint32), np.ones((4, 1)), np.ones((4, 1)))
     with pytest.raises(TypeError, match="a QuantizedWeight holds MLX arrays"):
         xent.linear_cross_entropy(np.zeros((2, 64)), weight, np.array([0, 1]))

@@ -106,7 +106,7 @@ def test_gradients_of_statistics(
 def test_gradients_of_statistics_of_a_classifier(
     target: Target, names: tuple[str, ...], options: str, wrap: Any
 ) -> None:
-    """Weights of 0 and unused outputs included: a row of weight 0 has statistics."""
+    """Weights of 0, whose rows have statistics, and unused outputs are included."""
     ours = fused(target, names, "linear_cross_entropy", target=TARGET, workspace=5 * V * 4, **OPTIONS[options])
     found = wrap(mx.grad(lambda x, w, b: ours(x, w, b), argnums=(0, 1, 2)))(X, W, B)
     theirs = mx.grad(lambda x, w, b: weighed(plain(x @ w.T + b, TARGET, **OPTIONS[options]), names), argnums=(0, 1, 2))
@@ -122,8 +122,8 @@ def test_low_precision(target: Target, dtype: mx.Dtype) -> None:
     close([found.astype(mx.float32)], [expected.astype(mx.float32)], 2.0**-8)
 
 
-def test_statistic_that_nobody_uses_costs_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The upstream gradient of an output that is not used is known to be 0."""
+def test_unused_statistic_costs_nothing(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The upstream gradient of an unused output is recognised as 0."""
     seen = []
     right = KERNELS[target.name]
 

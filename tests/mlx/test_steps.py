@@ -1,4 +1,4 @@
-"""The steps of the row algebra over ranges of classes give what one block of all classes gives."""
+"""The steps of the row algebra over ranges of classes have the results of one block with all classes."""
 
 from dataclasses import fields, replace
 from functools import reduce

@@ -1,4 +1,4 @@
-"""Which arrays are recognised as differentiated under each transformation; a wrong answer doubles the work."""
+"""Detection of differentiated arrays under each transformation. A wrong result would double the work."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ X, W = mx.ones((3, 4)), mx.ones((5, 4))
 
 
 def seen_by(transform: Callable[[Callable[..., Any]], Callable[..., Any]], prepare: Any = lambda w: w) -> list[bool]:
-    """Return what a transformed function of (x, w) sees of x, w and an array that it closes over."""
+    """Return whether x, w and a captured array are seen as differentiated in a transformed function of (x, w)."""
     seen: list[bool] = []
     closed_over = mx.ones((2,))
 
@@ -37,17 +37,17 @@ def seen_by(transform: Callable[[Callable[..., Any]], Callable[..., Any]], prepa
     ],
     ids=["eager", "compile", "grad", "value_and_grad", "compile of grad", "checkpoint"],
 )
-def test_differentiated_is_what_a_transformation_follows(transform: Any, expected: list[bool]) -> None:
+def test_differentiated_arrays_are_detected(transform: Any, expected: list[bool]) -> None:
     assert seen_by(transform) == expected
 
 
 @pytest.mark.parametrize("transform", [mx.grad, lambda function: mx.compile(mx.grad(function))])
-def test_stop_gradient_hides_what_it_holds(transform: Any) -> None:
+def test_stop_gradient_hides_its_argument(transform: Any) -> None:
     assert seen_by(transform, lambda w: mx.stop_gradient(w * 2) + 1) == [True, False, False]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_parameters_of_a_model_that_is_closed_over(compiled: bool) -> None:
+def test_parameters_of_a_captured_model(compiled: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 5, bias=False))
     model.layers[1].freeze()
     seen: list[bool] = []
@@ -61,7 +61,7 @@ def test_parameters_of_a_model_that_is_closed_over(compiled: bool) -> None:
     assert seen == [True, False]
 
 
-def test_one_is_known_without_computing() -> None:
+def test_constant_one_is_recognised_without_evaluation() -> None:
     assert is_one(mx.array(1.0))
     assert not is_one(mx.array(2.0))
     assert not is_one(mx.array(0.5) * 2)
@@ -76,7 +76,7 @@ def test_one_is_known_without_computing() -> None:
     assert seen == [False, True]
 
 
-def test_unused_output_has_an_upstream_gradient_known_to_be_zero() -> None:
+def test_upstream_gradient_of_an_unused_output_is_recognised_as_zero() -> None:
     seen: list[bool] = []
 
     @mx.custom_function
@@ -95,7 +95,7 @@ def test_unused_output_has_an_upstream_gradient_known_to_be_zero() -> None:
     assert not is_zero(mx.array([0.0, 1.0]))
 
 
-def test_upstream_of_a_loss_itself_is_one() -> None:
+def test_upstream_gradient_of_a_loss_is_one() -> None:
     seen: list[bool] = []
 
     @mx.custom_function

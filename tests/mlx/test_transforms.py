@@ -44,7 +44,9 @@ def close(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("wrap", [lambda f: f, mx.compile], ids=["eager", "compiled"])
 @pytest.mark.parametrize("argnums", [(0, 1, 2), (0,), (1,), (2,)])
-def test_gradients_for_what_asks(target: Target, reduction: str, wrap: Any, argnums: tuple[int, ...]) -> None:
+def test_gradients_exist_exactly_where_required(
+    target: Target, reduction: str, wrap: Any, argnums: tuple[int, ...]
+) -> None:
     ours = wrap(mx.value_and_grad(linear(target, reduction=reduction), argnums=argnums))
     plain = mx.value_and_grad(lambda *a: unfused(*a, rows=reduction == "none"), argnums=argnums)
     (value, found), (expected_value, expected) = ours(X, W, B), plain(X, W, B)
@@ -150,7 +152,7 @@ def of_array(target: Target, name: str, stat: str | None = None) -> Callable[[mx
 @pytest.mark.parametrize("name", ARRAYS)
 @pytest.mark.parametrize("stat", [None, *xent.core.spec.STAT_NAMES])
 def test_vmap_raises(target: Target, name: str, stat: str | None) -> None:
-    """MLX's own vmap of what statistics are made of gives wrong numbers without a word."""
+    """MLX's own vmap of operations in statistics gives wrong numbers without an error."""
     with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent.* pass all leading axes"):
         mx.eval(mx.vmap(of_array(target, name, stat))(mx.stack([ARRAYS[name]] * 2)))
 
@@ -181,12 +183,12 @@ def test_vmap_of_gradients_raises(target: Target, reduction: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ARRAYS if name != "target"])
 @pytest.mark.parametrize("stat", [None, "nll", "z_loss"])
 def test_forward_mode_raises(target: Target, name: str, stat: str | None) -> None:
-    """Zero would be a wrong derivative with respect to weights as much as to logits."""
+    """A derivative of zero would be wrong for weights as well as for logits."""
     with pytest.raises(NotImplementedError, match="forward-mode"):
         mx.eval(mx.jvp(of_array(target, name, stat), [ARRAYS[name]], [ARRAYS[name]]))
 
 
-def test_checkpoint_gives_the_same(target: Target) -> None:
+def test_checkpoint_has_the_same_gradients(target: Target) -> None:
     found = mx.grad(mx.checkpoint(linear(target)), argnums=(0, 1))(X, W)
     close(found, mx.grad(unfused, argnums=(0, 1))(X, W))
 
@@ -204,7 +206,7 @@ def test_loss_used_twice_and_scaled(target: Target) -> None:
     close(mx.grad(twice, argnums=(0, 1))(X, W), mx.grad(expected, argnums=(0, 1))(X, W))
 
 
-def test_targets_cannot_be_looked_at_while_compiling(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_targets_are_not_checked_while_compiling(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
 
     def loss(x: mx.array, y: mx.array) -> mx.array:
@@ -220,7 +222,7 @@ def test_targets_cannot_be_looked_at_while_compiling(target: Target, monkeypatch
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("names", [("accuracy", "count"), xent.core.spec.STAT_NAMES], ids=str)
 @pytest.mark.parametrize("count", [0, 6])
-def test_statistics_come_out_of_compiled_functions(
+def test_compiled_functions_return_statistics(
     target: Target, differentiated: bool, names: tuple[str, ...], count: int
 ) -> None:
     def loss(x: mx.array) -> tuple[mx.array, ...]:
@@ -233,8 +235,8 @@ def test_statistics_come_out_of_compiled_functions(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_nothing_is_done_with_no_rows(target: Target, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On NVIDIA MLX crashes in some operations on empty arrays."""
+def test_no_operations_without_rows(target: Target, reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NVIDIA GPUs MLX crashes in some operations on empty arrays."""
     monkeypatch.setattr(driver, "gather_facts", None)
     options = {"reduction": reduction, "stats": xent.core.spec.STAT_NAMES, "backend": target.name}
     found, stats = xent.linear_cross_entropy(X[:0], W, Y[:0], **options)

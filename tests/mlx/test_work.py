@@ -26,7 +26,7 @@ def arrays() -> tuple[mx.array, mx.array, mx.array]:
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Return how many bytes a call takes above what was there before, at most; the second call, all being compiled."""
+    """Return the peak bytes of a call above those before it, measured in the second call, after compilation."""
     if chunk_device() == "mlx-cuda":
         pytest.skip("on NVIDIA MLX holds all that a graph of a hundred operations uses until it is done")
     mx.eval(call())
@@ -49,7 +49,7 @@ def linear(target: Target, y: mx.array, **options: Any) -> Callable[..., mx.arra
     ids=str,
 )
 @pytest.mark.parametrize(("compiled", "most"), [(False, 45), (True, 60)])
-def test_one_chunk_of_logits_is_alive(
+def test_only_one_chunk_of_logits_exists_at_a_time(
     target: Target, arrays: Any, options: dict[str, Any], compiled: bool, most: int
 ) -> None:
     x, w, y = arrays
@@ -58,7 +58,7 @@ def test_one_chunk_of_logits_is_alive(
     assert peak(lambda: step(x, w)) <= most * MIB
 
 
-def test_order_of_evaluation_changes_nothing(target: Target, arrays: Any) -> None:
+def test_order_of_evaluation_does_not_change_the_peak(target: Target, arrays: Any) -> None:
     x, w, y = arrays
     step = mx.value_and_grad(linear(target, y), argnums=(0, 1))
 
@@ -71,7 +71,7 @@ def test_order_of_evaluation_changes_nothing(target: Target, arrays: Any) -> Non
     assert peak(loss_first) <= 45 * MIB
 
 
-def test_loss_alone_takes_no_gradients(target: Target, arrays: Any) -> None:
+def test_loss_without_backward_needs_no_memory_for_gradients(target: Target, arrays: Any) -> None:
     x, w, y = arrays
     assert peak(lambda: linear(target, y)(x, w)) <= 24 * MIB
     logits = mx.zeros((N, V)) + 1
@@ -85,12 +85,10 @@ def test_loss_alone_takes_no_gradients(target: Target, arrays: Any) -> None:
         ({}, 1.1),
         ({"reduction": "none"}, 1.1),
         ({"softcap": 5.0, "label_smoothing": 0.1}, 2.3),
-    ],  # put together of pieces
+    ],  # concatenated from pieces
     ids=str,
 )
-def test_gradient_of_logits_takes_little_besides_its_size(
-    target: Target, arrays: Any, options: dict[str, Any], most: float
-) -> None:
+def test_memory_of_logits_is_their_gradient(target: Target, arrays: Any, options: dict[str, Any], most: float) -> None:
     logits = mx.zeros((N, V)) + 1
     mx.eval(logits)
     grad = mx.grad(lambda z: xent.cross_entropy(z, arrays[2], backend=target.name, **options).sum())
@@ -114,7 +112,7 @@ def test_frozen_classifier_costs_nothing(target: Target) -> None:
 
 
 def products(array: mx.array | list[mx.array]) -> int:
-    """Count the matrix products that an array is made of."""
+    """Count the matrix products in the graph of an array."""
     drawing = io.StringIO()
     mx.export_to_dot(drawing, *(array if isinstance(array, list) else [array]))
     return sum(drawing.getvalue().count(f'label ="{name}"') for name in ("Matmul", "AddMM"))
@@ -125,9 +123,7 @@ def products(array: mx.array | list[mx.array]) -> int:
     [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False,) * 3, 1)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_matrix_products_are_as_many_as_asked_for(
-    target: Target, asks: tuple[bool, ...], expected: int, reduction: str
-) -> None:
+def test_number_of_matrix_products(target: Target, asks: tuple[bool, ...], expected: int, reduction: str) -> None:
     arrays = [mx.ones((6, 8)), mx.ones((11, 8)), mx.ones((11,))]
     mx.eval(arrays)
     y = mx.zeros((6,), mx.int32)
@@ -150,10 +146,10 @@ def test_matrix_products_are_as_many_as_asked_for(
 
 @pytest.mark.parametrize(("trained", "sums"), [((), False), (("input",), False), (("input", "linear_weight"), True)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_chunks_know_whether_the_classifier_is_trained(
+def test_chunk_size_depends_on_whether_the_classifier_is_trained(
     target: Target, trained: tuple[str, ...], sums: bool, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NVIDIA they are larger then."""
+    """On NVIDIA GPUs, chunks are larger if it is trained."""
     seen = []
     rows_per_chunk = linear_driver.rows_per_chunk
 

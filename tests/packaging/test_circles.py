@@ -48,14 +48,14 @@ def circle(imports: Imports) -> list[str]:
 
 
 @pytest.mark.parametrize("unit", [str, _folder], ids=["files", "folders"])
-def test_nothing_imports_what_imports_it(unit: Callable[[str], str]) -> None:
+def test_there_are_no_import_cycles(unit: Callable[[str], str]) -> None:
     graph: Imports = {}
     for name in MODULES:
         graph.setdefault(unit(name), set()).update(map(unit, _imports(name)))
     assert circle({name: imported - {name} for name, imported in graph.items()}) == []
 
 
-def test_a_circle_is_found() -> None:
+def test_import_cycles_are_found() -> None:
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
     assert "xent.backends.torch.plain" in _imports("xent.backends.torch.plain_job")
     assert "xent.backends.triton" in _imports("xent.backends"), "imports inside functions count"

@@ -63,7 +63,7 @@ def test_public_function_has_an_example(name: str) -> None:
     assert doctest.DocTestParser().get_examples(inspect.getdoc(getattr(xent, name)) or "")
 
 
-def test_readme_has_blocks_that_run() -> None:
+def test_readme_has_runnable_blocks() -> None:
     assert any(place.startswith("README.md:") for place in BLOCKS)
 
 
@@ -73,6 +73,6 @@ def test_readme_has_the_command_that_ci_runs() -> None:
 
 
 @pytest.mark.parametrize("path", [*DOCUMENTS, *MODULES.values()], ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_nobody_is_sent_to_the_other_xent(path: Path) -> None:
+def test_documents_do_not_recommend_the_other_xent(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert not re.search(r"(pip3? install|uv add)\b[^\n`;&|]*(?<![\w/.-])xent(?![\w/.-])", text)

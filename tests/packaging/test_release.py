@@ -22,7 +22,7 @@ def test_version_is_the_same_everywhere(file: str, pattern: str) -> None:
     assert found[1] == xent.__version__
 
 
-def test_a_wheel_that_lacks_or_holds_too_much_is_noticed(tmp_path: Path) -> None:
+def test_missing_and_unwanted_files_are_noticed(tmp_path: Path) -> None:
     wheel = tmp_path / "xent_loss-0-py3-none-any.whl"
     sources = [path for path in (ROOT / "src").rglob("*") if path.suffix in (".py", ".metal", ".typed")]
     with zipfile.ZipFile(wheel, "w") as archive:

@@ -124,7 +124,7 @@ class Drawn:
         return found
 
     def gradients(self, outputs: list[Any], leaves: list[Tensor]) -> list[Tensor]:
-        """Return the gradients for the weights of those outputs through which one comes."""
+        """Return the gradients of the leaves, for the upstream gradients `weights` of those outputs that have one."""
         used = [
             (output, torch.from_numpy(np.array(weight)).to(output))
             for output, weight, wanted in zip(outputs, self.weights, self.problem.upstream, strict=True)
@@ -133,7 +133,7 @@ class Drawn:
         return list(torch.autograd.grad([one for one, _ in used], leaves, [weight for _, weight in used]))
 
     def plain(self, wide: str | None = None, exact: bool = False) -> tuple[list[Tensor], list[Tensor]]:
-        """Return outputs and gradients of plain operations on logits in `wide`; `exact`: products in it as well."""
+        """Return outputs and gradients of plain operations on logits in `wide`; `exact`: the product is wide too."""
         problem = self.problem
         leaves = self.leaves("cpu", wide if exact else None)
         if problem.linear:
@@ -152,7 +152,7 @@ class Drawn:
         counted = torch.from_numpy(target != -100)
         classes = torch.from_numpy(np.where(target == -100, 0, target))
         reached = inside.gather(1, classes[:, None])[:, 0]
-        # Rows that hold nothing have no gradient through any of these.
+        # Rows with an empty support have no gradient.
         blank = inside.any(-1)
         x = torch.where(inside, x, -torch.inf)
         x = torch.where(blank[:, None], x, 0)
@@ -170,7 +170,7 @@ class Drawn:
         return shaped, self.gradients(shaped, leaves)
 
     def moved(self) -> tuple[Any, Any, Any]:
-        """Return target, temperature and the row of the support of each row, (N,)."""
+        """Return target, temperature and position of the support of each row after the shift, (N,) each."""
         shift, rows = self.problem.shift, self.problem.rows
         target, order = np.array(self.target), np.arange(int(np.prod(rows))).reshape(rows)
         temperature = np.broadcast_to(np.asarray(self.temperature, np.float64), rows)
@@ -209,5 +209,5 @@ class Drawn:
 
 
 def all_none(problem: Problem) -> Problem:
-    """Return the same with every target ignored."""
+    """Return the same problem with every target ignored."""
     return replace(problem, ignored=1.1)

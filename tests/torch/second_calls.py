@@ -397,7 +397,7 @@ def nothing(call: Call) -> None:
 
 
 PLAIN = nothing
-ONES = torch.ones  # made in the call's own process
+ONES = torch.ones  # called in the call's own process
 PAIRS: dict[str, tuple[Change, Change]] = {
     # Shapes.
     "more rows": (PLAIN, rows(ROWS + 1)),
@@ -798,7 +798,7 @@ def main(backend: str, device: str, function: str, forgotten: str = "", only: st
         importlib.import_module(module)
     on_cpu = device == "cpu"
     for load in TABLE.values() if on_cpu else ():
-        load().info()  # which would start CUDA, and a fork cannot start it again
+        load().info()  # not for CUDA: this would initialise it, and a fork cannot do so again
     if forgotten:
         forget(forgotten)
     found: dict[str, dict[str, Any]] = {}

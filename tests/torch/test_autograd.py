@@ -1,4 +1,4 @@
-"""Autograd: what asks for a gradient gets it, once more if the graph is kept, never a second derivative."""
+"""Autograd: gradients exist where they are required, again with a retained graph, and second derivatives raise."""
 
 import math
 from typing import Any
@@ -41,7 +41,7 @@ def linear_loss(tensors: dict[str, Tensor], target: Target, **options: Any) -> T
 @pytest.mark.parametrize(
     "asking", [("input",), ("weight",), ("bias",), ("input", "bias"), ("input", "weight", "bias"), ()]
 )
-def test_gradients_exist_for_exactly_what_asks(
+def test_gradients_exist_exactly_where_required(
     target: Target, tensors: dict[str, Tensor], reduction: str, asking: tuple[str, ...]
 ) -> None:
     every = {name: tensor.clone().requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
@@ -127,10 +127,10 @@ def test_second_derivative_raises(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("how", ["penalty", "loss and penalty", "graph not retained"])
-def test_second_derivative_raises_where_the_upstream_gradient_has_one(
+def test_second_derivative_raises_if_the_upstream_gradient_is_differentiable(
     target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool, how: str
 ) -> None:
-    """The derivative of a squared loss depends on the logits by the loss, too, which can be differentiated."""
+    """The derivative of a squared loss depends on the logits through the loss too, which is differentiable."""
     source = tensors["input"].requires_grad_()
     options = {"reduction": reduction, "inplace": inplace, "backend": target.name}
     loss = xent.cross_entropy(source * 1, tensors["target"] % 8, **options).square().sum()
@@ -142,7 +142,7 @@ def test_second_derivative_raises_where_the_upstream_gradient_has_one(
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_func_grad_is_autograds(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
+def test_func_grad_equals_autograd(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
     def loss(source: Tensor, weight: Tensor) -> Tensor:
         return linear_loss(tensors | {"input": source, "weight": weight}, target, reduction=reduction)
 
@@ -172,8 +172,8 @@ def test_upstream_scalar_is_not_rounded(target: Target, factor: float, dtype: to
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target, retain: bool) -> None:
-    """A mean over many tokens makes gradients that float16 cannot hold; a loss scale must still help."""
+def test_float16_gradients_do_not_underflow_before_the_loss_scale(target: Target, retain: bool) -> None:
+    """A mean over many tokens has gradients too small for float16, but a loss scale must still help."""
     rows, scale = 512, 2.0**16
     logits = torch.randn(rows, 300, device=target.device, dtype=torch.float16).requires_grad_()
     classes = torch.randint(300, (rows,), device=target.device)
@@ -187,7 +187,7 @@ def test_float16_gradients_survive_until_a_loss_scale_lifts_them(target: Target,
 
 
 @pytest.mark.parametrize("name", ["weight", "sample_weight", "normalizer"])
-def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) -> None:
+def test_arguments_without_gradient_must_not_require_one(target: Target, name: str) -> None:
     values = {
         "weight": torch.rand(5),
         "sample_weight": torch.rand(3),
@@ -205,7 +205,7 @@ def test_what_gets_no_gradient_may_not_ask_for_one(target: Target, name: str) ->
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("retain", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
-def test_gradients_do_not_drag_the_graph_along(
+def test_gradients_do_not_keep_the_graph_alive(
     target: Target, tensors: dict[str, Tensor], reduction: str, retain: bool, inplace: bool
 ) -> None:
     asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
@@ -219,7 +219,7 @@ def test_gradients_do_not_drag_the_graph_along(
 
 
 def test_float16_gradients_of_a_common_class_do_not_overflow(target: Target) -> None:
-    rows = 64 if target.interpreted else 2048  # whose gradients overflow in a sum that is the driver's, not a kernel's
+    rows = 64 if target.interpreted else 2048  # enough to overflow in the driver's sum, not only in a kernel's
     hidden = torch.full((rows, 4), 60.0, dtype=torch.float16, device=target.device)
     weight = torch.zeros(16, 4, dtype=torch.float16, device=target.device, requires_grad=True)
     classes = torch.zeros(rows, dtype=torch.int64, device=target.device)
@@ -231,7 +231,10 @@ def test_float16_gradients_of_a_common_class_do_not_overflow(target: Target) -> 
 
 
 def test_float16_gradient_of_a_bias_does_not_overflow(target: Target) -> None:
-    """The z-loss makes gradients of 3466 in every row, of which 32 are more than float16 holds; their mean is not."""
+    """The z-loss gives gradients of 3466 in every row.
+
+    The sum of 32 of them overflows in float16, but not their mean.
+    """
     hidden, weight = (torch.zeros(32, 4, dtype=torch.float16, device=target.device) for _ in range(2))
     bias = torch.zeros(32, dtype=torch.float16, device=target.device, requires_grad=True)
     classes = torch.arange(32, device=target.device)
@@ -243,7 +246,7 @@ def test_float16_gradient_of_a_bias_does_not_overflow(target: Target) -> None:
 
 @pytest.mark.parametrize("sizes", [(1e5, 1e5), (1e-9, 1e-9), (-1e5, 1.0)])
 @pytest.mark.parametrize("name", ["weight", "sample_weight"])
-def test_float16_mean_does_not_feel_the_size_of_row_weights(
+def test_float16_mean_does_not_depend_on_the_size_of_row_weights(
     target: Target, sizes: tuple[float, ...], name: str
 ) -> None:
     logits = torch.zeros(2, 4, dtype=torch.float16, device=target.device, requires_grad=True)
@@ -271,7 +274,7 @@ def test_batched_backward(target: Target, tensors: dict[str, Tensor], retain: bo
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_statistics_require_a_gradient_with_reduction_none_alone(
+def test_statistics_require_a_gradient_with_reduction_none_only(
     target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
 ) -> None:
     options = {"reduction": reduction, "stats": ("lse", "z_loss"), "backend": target.name}
@@ -286,7 +289,7 @@ def test_statistics_require_a_gradient_with_reduction_none_alone(
 
 
 class NoGradient(torch.autograd.Function):
-    """A copy through which no gradient comes back, not even one of zeros."""
+    """A copy whose backward pass returns None."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:
@@ -299,7 +302,7 @@ class NoGradient(torch.autograd.Function):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inplace", [False, True])
-def test_no_gradient_of_the_loss_makes_none(
+def test_without_upstream_gradient_there_is_no_gradient(
     target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
 ) -> None:
     asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}

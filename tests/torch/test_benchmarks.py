@@ -44,7 +44,7 @@ def _thaw() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
-def test_truth_is_what_pytorch_computes(case: Case) -> None:
+def test_truth_equals_pytorch(case: Case) -> None:
     problem = make_problem(case)
     truth = compute_truth(problem)
     loss = problem.call(find_contender(case.function, "torch").make(case), problem.set_up())
@@ -77,7 +77,7 @@ def test_truth_of_log_probabilities_and_divergences(case: Case, name: str) -> No
 
 @pytest.mark.parametrize("wrong", [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.roll(1, 0)])
 @pytest.mark.parametrize("case", [SMALL, replace(SMALL, function="logits", hidden=0)], ids=lambda case: case.function)
-def test_truth_sees_a_wrong_gradient(case: Case, wrong: Callable[[Tensor], Tensor]) -> None:
+def test_wrong_gradient_has_a_large_error(case: Case, wrong: Callable[[Tensor], Tensor]) -> None:
     problem = make_problem(case)
     problem.call(find_contender(case.function, "torch").make(case), problem.set_up())
     if isinstance(problem, LinearProblem):
@@ -119,7 +119,7 @@ class Queue:
 
 
 @pytest.mark.parametrize(("host", "device"), [(2e-3, 5e-4), (1e-4, 3e-3)], ids=["host-bound", "device-bound"])
-def test_the_clocks_tell_host_and_device_apart(host: float, device: float) -> None:
+def test_clocks_separate_host_and_device(host: float, device: float) -> None:
     def call(*arguments: object) -> None:
         for _ in range(4):
             queue.work(host / 4, device / 4)
@@ -130,7 +130,7 @@ def test_the_clocks_tell_host_and_device_apart(host: float, device: float) -> No
     assert device_seconds(queue, call, lambda: None, 3, host) == pytest.approx(device)
 
 
-def test_a_call_that_waits_for_the_device_is_charged_for_it() -> None:
+def test_waiting_for_the_device_counts() -> None:
     def call(arguments: object) -> None:
         queue.work(1e-3, 1e-3)
         queue.wait()
@@ -140,7 +140,7 @@ def test_a_call_that_waits_for_the_device_is_charged_for_it() -> None:
     assert device_seconds(queue, call, lambda: None, 3, 2e-3) == pytest.approx(3e-3)
 
 
-def test_a_gpu_has_work_for_at_least_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lead_is_at_least_as_long_as_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         clock = 0.0
 
@@ -177,7 +177,7 @@ def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
     assert session.truth is not None
     assert (
         session.truth.errors(session.problem, torch.zeros(()))["input_gradient_error"] < 1e-5
-    )  # fresh logits, whoever wrote
+    )  # fresh logits, even if the call overwrote them
 
 
 def test_a_session_measures_floors_and_losses() -> None:
@@ -198,7 +198,7 @@ GPU_CASES = list(dict.fromkeys(small(case) for suite in cuda.QUICK.values() for 
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.suite}: {case.title}")
-def test_contenders_of_a_gpu_compute_one_loss(case: Case) -> None:
+def test_contenders_of_a_gpu_compute_the_same_loss(case: Case) -> None:
     problem = make_problem(case)
     names = [name for name in case.contenders if find_contender(case.function, name).kind == "ours"]
     losses = {}
@@ -227,20 +227,20 @@ def test_suites_name_contenders_that_exist(suite: tuple[Case, ...]) -> None:
         assert {goal.contender for goal in case.goals} <= set(case.contenders)
 
 
-def test_cases_of_a_suite_have_titles_of_their_own() -> None:
+def test_cases_of_a_suite_have_different_titles() -> None:
     for table in TABLES:
         for suite in table.values():
             assert len({case.title for case in suite}) == len(suite)
 
 
-def test_cases_survive_the_way_to_a_process() -> None:
+def test_cases_are_encoded_and_decoded() -> None:
     for device in SUITES:
         for case in select_cases(device, SUITES[device]):
             assert decode(encode(OpenCase(case))) == OpenCase(case)
 
 
 class Lines:
-    """Stands for a process that measures: answers at once, and dies of a contender called "CCE"."""
+    """A simulated measuring process: it answers at once, and dies when it measures the contender "CCE"."""
 
     made: list["Lines"]
 
@@ -286,13 +286,13 @@ def test_contenders_take_turns_and_ratios_are_of_a_round(processes: list[Lines])
     assert records["xent"].loop_pairs == [(2.0, 3.0)] * 4
     assert (records["xent"].quantity("loop"), records["xent"].quantity("time")) == (1.5, 1.25)
     assert (records["Liger"].status, records["CCE"].status) == ("absent", "failed")
-    assert [process.environment for process in processes] == [{}, {"XENT_PORTABLE": "1"}] * 2  # again without CCE
+    assert [process.environment for process in processes] == [{}, {"XENT_PORTABLE": "1"}] * 2  # restarted without CCE
     for process in processes[2:]:
         asked = {request.contender for request in process.requests if isinstance(request, Turn)}
         assert asked == ({"xent portable"} if process.environment else {"products", "xent"})
 
 
-def test_a_run_that_is_out_of_time_goes_on_later(processes: list[Lines], tmp_path: Path) -> None:
+def test_a_run_that_is_out_of_time_can_be_resumed(processes: list[Lines], tmp_path: Path) -> None:
     with pytest.raises(OutOfTime):
         measure(SMALL, deadline=time.monotonic() - 1)
     cases = [SMALL, replace(SMALL, tokens=64)]
@@ -338,7 +338,7 @@ def test_a_run_is_shown_and_written_into_a_document(
     assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
 
 
-def test_the_least_of_a_row_is_marked_beside_peers() -> None:
+def test_smallest_number_of_a_row_is_bold() -> None:
     headings, row = ("case", "base", "xent", "Liger"), ("linear", "products 2 ms", "1.50", "1.25")
     assert "| 1.50 | **1.25** |" in Table("", headings, (row,), frozenset({"xent"})).markdown()
     assert "**" not in Table("", headings[:3], (row[:3],), frozenset({"xent"})).markdown()

@@ -61,7 +61,7 @@ def test_compiles_whole_and_recompiles_for_a_number_once_at_most(
         torch.testing.assert_close(found, expected)
         for one, other in zip(torch.autograd.grad(found, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True):
             torch.testing.assert_close(one, other)
-    # PyTorch takes any number for a constant until it sees it change; from then on it must be a variable.
+    # PyTorch treats a number as a constant until it changes, and then as a variable.
     assert counters["stats"]["unique_graphs"] <= 2
 
 
@@ -115,7 +115,7 @@ class Exported(torch.nn.Module):
 def test_exported_programs_give_gradients(
     target: Target, function: str, reduction: str, asks: bool, strict: bool
 ) -> None:
-    """Of whatever asks for one when they run, whether the example asked or not."""
+    """An exported program gives gradients to all inputs that require one at run time, whatever the example did."""
     x, w, y = drawn(target)
     scale, weights = torch.tensor(0.7, device=target.device), torch.linspace(0.5, 2, 6, device=target.device)
     module = Exported(function, reduction=reduction, backend=target.name)
@@ -186,9 +186,7 @@ def test_bad_number_is_an_error_in_a_compiled_graph_too(target: Target) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("kind", ["meta", "fake"])
-def test_without_data_there_are_shapes_and_dtypes(
-    target: Target, reduction: str, dtype: torch.dtype, kind: str
-) -> None:
+def test_fake_tensors_have_shapes_and_dtypes(target: Target, reduction: str, dtype: torch.dtype, kind: str) -> None:
     if not target.takes(str(dtype).removeprefix("torch.")):
         return
 
@@ -216,7 +214,7 @@ def test_without_data_there_are_shapes_and_dtypes(
 
 
 class Recorder(TorchDispatchMode):
-    """Remembers every call of xent's operations, with the values before it."""
+    """Records every call of xent's operations, with the values before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,7 +228,7 @@ class Recorder(TorchDispatchMode):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_operations_do_what_their_schemas_and_fakes_say(target: Target, reduction: str, dtype: torch.dtype) -> None:
+def test_operations_match_their_schemas_and_fakes(target: Target, reduction: str, dtype: torch.dtype) -> None:
     options = {"reduction": reduction, "stats": STAT_NAMES, "backend": target.name}
     x, w, y = (tensor.detach().to(dtype) if tensor.is_floating_point() else tensor for tensor in drawn(target))
     b = torch.zeros(11, dtype=dtype, device=target.device)
@@ -246,7 +244,7 @@ def test_operations_do_what_their_schemas_and_fakes_say(target: Target, reductio
                 loss, _ = xent.cross_entropy(strided, y % 7, inplace=inplace, **options)
                 loss.sum().backward()
         xent.cross_entropy(x.detach(), y % 8, **options)
-    in_backward = reduction == "none" or dtype == torch.float16  # that is where gradients of logits are made then
+    in_backward = reduction == "none" or dtype == torch.float16  # gradients of logits are computed there
     assert len({operation for operation, _ in recorder.calls}) == (5 if in_backward else 4)
     for operation, args in recorder.calls:
         torch.library.opcheck(operation, args, test_utils=("test_schema", "test_faketensor"))
@@ -311,8 +309,8 @@ def test_uint64_targets_are_refused(target: Target) -> None:
         xent.cross_entropy(x, y.to(torch.uint64))
 
 
-def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
-    """Numbers outside of autocast and default dtype are the numbers inside."""
+def test_default_dtype_and_autocast_do_not_change_results(target: Target) -> None:
+    """The context of autocast and of the default dtype does not change results."""
     x, _, y = drawn(target)
     expected = xent.cross_entropy(x, y % 8)
     torch.set_default_dtype(torch.float64)
@@ -326,7 +324,7 @@ def test_state_outside_the_call_does_not_leak_in(target: Target) -> None:
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 @pytest.mark.parametrize("mode", ["plain tensors", "no_grad", "inference_mode"])
-def test_compiles_where_nothing_needs_a_gradient(target: Target, function: str, mode: str) -> None:
+def test_compiles_without_gradients(target: Target, function: str, mode: str) -> None:
     loss = losses(target)[function]
     x, w, y = drawn(target)
     if mode == "plain tensors":
@@ -423,7 +421,7 @@ def transformed(how: str, loss: Any) -> Any:
 @pytest.mark.parametrize("how", ["grad", "vjp", "value_and_grad", "jacrev"])
 @pytest.mark.parametrize("asks", [False, True])
 def test_compiles_torch_func(target: Target, function: str, reduction: str, how: str, asks: bool) -> None:
-    """With the argument of the transform as an argument of the loss, and asking for a gradient, as parameters do."""
+    """The transform's argument is an argument of the loss, and requires a gradient as parameters do."""
     x, w, y = (tensor.detach() for tensor in drawn(target))
     options = {"reduction": reduction, "backend": target.name}
 
@@ -461,7 +459,7 @@ for backend, reduction in {cases!r}:
 
 @pytest.mark.parametrize("inside", [True, False])
 def test_second_derivative_of_compiled_torch_func_raises(target: Target, inside: bool) -> None:
-    """In a process of its own: an error in the graph of two transforms leaves PyTorch inside of them."""
+    """Runs in a separate process, because an error in the graph of two transforms does not leave them."""
     cases = [(backend, reduction) for backend in ("eager", "aot_eager") for reduction in ("mean", "none")]
     cases = cases[2:3] if inside else cases
     program = TWICE.format(device=target.device, name=target.name, inside=inside, cases=cases)
@@ -492,7 +490,7 @@ def test_compiles_with_checkpoints_and_gradients_inside(target: Target, how: str
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # PyTorch's own, while it traces
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # a warning of PyTorch during tracing
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("forward", ["eager", "compiled"])
 def test_compiled_autograd(target: Target, reduction: str, forward: str) -> None:

@@ -1,6 +1,6 @@
-"""Processes that share the normalizer of their loss train what one process trains on the joint batch.
+"""Processes with a common normalizer train the same model as one process with the joint batch.
 
-On two GPUs where there are two, through NCCL, or else on the CPU, through gloo.
+They run on two GPUs with NCCL if there are two, else on the CPU with gloo.
 """
 
 import datetime
@@ -19,7 +19,7 @@ import xent
 
 PROCESSES, STEPS, ROWS, CLASSES = 2, 10, 12, 50
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= PROCESSES
-# PyTorch 2.6 has no FSDP2 for CPUs, whose streams have no events there.
+# PyTorch 2.6 has no FSDP2 for CPUs: its CPU streams have no events.
 KINDS = ("ddp", "fsdp2") if GPUS or hasattr(torch.cpu.Stream, "record_event") else ("ddp",)
 
 
@@ -92,7 +92,7 @@ def _work(rank: int, folder: str) -> None:
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch was built without torch.distributed")
-def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
+def test_two_processes_train_like_one(tmp_path: Path) -> None:
     mp.spawn(_work, (str(tmp_path),), PROCESSES)
     trained = torch.load(tmp_path / "trained.pt")
     expected = train("alone", 0, 1)
@@ -100,4 +100,6 @@ def test_two_processes_train_what_one_trains(tmp_path: Path) -> None:
         for kind in KINDS:
             torch.testing.assert_close(trained[kind][name], value, rtol=1e-5, atol=1e-5)
     wrong = trained["means of each"]["classifier.weight"]
-    assert not torch.allclose(wrong, expected["classifier.weight"], rtol=1e-3, atol=1e-3)  # the test would see it
+    assert not torch.allclose(
+        wrong, expected["classifier.weight"], rtol=1e-3, atol=1e-3
+    )  # such a difference is detected

@@ -1,4 +1,4 @@
-"""Divergences keep PyTorch's promises: what asks gets a gradient, no second derivatives, compilers, masked rows."""
+"""Divergences in PyTorch: required gradients, no second derivatives, compilation, and rows without weight."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ def linear(tensors: dict[str, Tensor], target: Target, kind: str = "linear", **o
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("asking", [("input",), ("weight",), ("bias",), ("input", "weight"), ()])
-def test_gradients_exist_for_exactly_what_asks(
+def test_gradients_exist_exactly_where_required(
     target: Target, tensors: dict[str, Tensor], reduction: str, asking: tuple[str, ...]
 ) -> None:
     students = ("input", "weight", "bias")
@@ -279,7 +279,7 @@ def test_classes_that_one_side_excludes(target: Target, beta: float) -> None:
             assert abs(float(grad.sum())) < 1e-6
 
 
-def test_a_teacher_that_asks_for_a_gradient(target: Target, tensors: dict[str, Tensor]) -> None:
+def test_teacher_that_requires_a_gradient_is_an_error(target: Target, tensors: dict[str, Tensor]) -> None:
     teacher = teacher_of(tensors, "logits")
     with pytest.raises(ValueError, match=r"teacher requires a gradient, .* run the teacher under torch.no_grad\(\)"):
         xent.divergence(tensors["logits"], teacher.requires_grad_(), backend=target.name)

@@ -46,7 +46,7 @@ def loss_of(target: Target, function: str, leaves: list[Tensor], classes: Tensor
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_results_are_those_of_the_operations(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
+def test_results_equal_the_custom_operations(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
     leaves, classes = draw(target, function, dtype)
     outcome = []
     for mode in (None, Watching()):
@@ -74,10 +74,8 @@ def test_no_operation_is_dispatched(
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_hooks_on_saved_tensors_see_all_that_is_kept(
-    target: Target, function: str, reduction: str, dtype: torch.dtype
-) -> None:
-    """What comes back from them is used: everything may have gone to another memory, or to a disk."""
+def test_hooks_see_all_saved_tensors(target: Target, function: str, reduction: str, dtype: torch.dtype) -> None:
+    """The unpacked tensors are used, which hooks may have moved to other memory or to disk."""
     leaves, classes = draw(target, function, dtype)
     options = {"reduction": reduction, "sample_weight": torch.rand(5, device=target.device)}
     loss = loss_of(target, function, leaves, classes, **options)
@@ -94,7 +92,7 @@ def test_hooks_on_saved_tensors_see_all_that_is_kept(
     assert len(kept) >= 2
     with torch.no_grad():
         for copy in copies:
-            copy.copy_(torch.full_like(copy, torch.nan))  # nobody looks there again
+            copy.copy_(torch.full_like(copy, torch.nan))  # the original must not be read again
     found = torch.autograd.grad(loss, copies, torch.ones_like(loss))
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
@@ -102,7 +100,7 @@ def test_hooks_on_saved_tensors_see_all_that_is_kept(
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_graph_is_gone_after_backward(target: Target, function: str, reduction: str) -> None:
+def test_graph_is_freed_after_backward(target: Target, function: str, reduction: str) -> None:
     leaves, classes = draw(target, function)
     loss = loss_of(target, function, leaves, classes, reduction=reduction)
     upstream = torch.ones_like(loss)
@@ -112,7 +110,7 @@ def test_graph_is_gone_after_backward(target: Target, function: str, reduction: 
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradient_of_a_kept_graph_is_another_tensor(target: Target, function: str) -> None:
+def test_gradient_with_a_retained_graph_is_another_tensor(target: Target, function: str) -> None:
     leaves, classes = draw(target, function)
     loss = loss_of(target, function, leaves, classes)
     first = torch.autograd.grad(loss, leaves, retain_graph=True)
@@ -170,7 +168,7 @@ def test_arguments_with_a_negative_bit(target: Target, argument: str) -> None:
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])
-def test_autocast_changes_nothing_of_float32_logits(target: Target, reduction: str, where: str) -> None:
+def test_autocast_does_not_change_float32_logits(target: Target, reduction: str, where: str) -> None:
     leaves, classes = draw(target, "cross_entropy")
     outcome = []
     for kinds in ("", where):
@@ -183,7 +181,7 @@ def test_autocast_changes_nothing_of_float32_logits(target: Target, reduction: s
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_products_under_autocast_are_those_of_its_dtype(target: Target, reduction: str) -> None:
+def test_products_under_autocast_have_its_dtype(target: Target, reduction: str) -> None:
     leaves, classes = draw(target, "linear_cross_entropy")
     with torch.autocast(target.device, torch.bfloat16):
         loss = loss_of(target, "linear_cross_entropy", leaves, classes, reduction=reduction)
@@ -213,8 +211,8 @@ def test_tensors_of_inference_mode(target: Target, function: str, reduction: str
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("end", ["loss dropped", "backward"])
-def test_memory_waits_for_no_garbage_collector(target: Target, function: str, reduction: str, end: str) -> None:
-    """No cycle of references holds what a call saved."""
+def test_memory_is_freed_without_the_garbage_collector(target: Target, function: str, reduction: str, end: str) -> None:
+    """What a call saved is not part of a reference cycle."""
     leaves, classes = draw(target, function)
     gc.disable()
     try:

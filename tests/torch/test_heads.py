@@ -1,4 +1,4 @@
-"""Several heads under torch.compile, torch.func and autocast, and what they take of memory."""
+"""Several heads under torch.compile, torch.func and autocast, and their memory."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_autocast(target: Target) -> None:
 
 
 @pytest.mark.parametrize("name", ["sample_weight", "normalizer"])
-def test_what_gets_no_gradient_refuses_to_ask_for_one(target: Target, name: str) -> None:
+def test_arguments_without_gradient_must_not_require_one(target: Target, name: str) -> None:
     x, w, y = drawn(target)
     given = torch.ones((2, 5) if name == "sample_weight" else (), device=target.device, requires_grad=True)
     with pytest.raises(ValueError, match=f"{name} requires a gradient, which xent does not compute"):
@@ -93,7 +93,7 @@ def test_what_gets_no_gradient_refuses_to_ask_for_one(target: Target, name: str)
 
 @pytest.mark.parametrize("options", ["", ", head_weight=(1.0, 0.5, 0.3, 0.1)", ", reduction='none'"])
 def test_four_heads_hold_one_gradient_of_the_classifier(options: str) -> None:
-    """Four calls hold four, of 62.5 MiB."""
+    """Four separate calls would hold four gradients of 62.5 MiB."""
     setup = """
 x, w = torch.randn(4, 64, 512).requires_grad_(), torch.randn(32000, 512).requires_grad_()
 y = torch.randint(32000, (64,))

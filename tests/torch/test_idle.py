@@ -28,7 +28,7 @@ CALLS: list[tuple[dict[str, Any], bool, int]] = [
     ({"label_smoothing": 0.1, "softcap": 5.0}, True, 1),
     ({}, True, 4),
 ]
-"""Options, whether there is a bias, and how many chunks."""
+"""(options, whether there is a bias, number of chunks)"""
 
 
 def job_of(target: Target) -> Any:
@@ -41,14 +41,17 @@ def job_of(target: Target) -> Any:
 
 
 class Far(Tensor):
-    """A tensor on the CPU that says it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     device = SimpleNamespace(type="cuda")  # type: ignore[assignment]
 
 
 @pytest.fixture
 def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Have jobs partition rows as on a GPU, whose answer arrives when it is waited for; note what it is."""
+    """Let jobs partition rows as on a GPU, whose number of rows arrives when it is waited for.
+
+    Return a list of the numbers.
+    """
     job, waits = job_of(target), []
 
     def partition(self: Any, several: bool) -> Any:
@@ -88,12 +91,12 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 def untold(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have jobs compute all rows, as while a CUDA graph is captured."""
+    """Let jobs compute all rows, as during the capture of a CUDA graph."""
     monkeypatch.setattr(job_of(target), "partition", lambda self, several: (None, self.count))
 
 
 def draw(target: Target, dtype: torch.dtype, bias: bool) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return hidden states, classifier and perhaps a bias; classes, some ignored; weights of rows, one of them 0."""
+    """Return (hidden states, classifier and optional bias), classes with some ignored, and row weights with a 0."""
     torch.manual_seed(0)
     sizes = [(ROWS, WIDTH), (V, WIDTH)] + [(V,)] * bias
     leaves = [torch.randn(size, device=target.device).to(dtype).requires_grad_() for size in sizes]
@@ -121,7 +124,7 @@ def results(
 @pytest.mark.parametrize(("options", "bias", "chunks"), CALLS, ids=str)
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("copied", [False, True])
-def test_ignored_hidden_states_reach_nothing(
+def test_hidden_states_of_ignored_rows_have_no_effect(
     target: Target,
     options: dict[str, Any],
     reduction: str,
@@ -130,7 +133,7 @@ def test_ignored_hidden_states_reach_nothing(
     copied: bool,
     request: pytest.FixtureRequest,
 ) -> None:
-    """`copied`: by autocast, so that the driver may write to them."""
+    """`copied`: autocast copies the hidden states, so that the driver may overwrite them."""
     leaves, classes, weights = draw(target, torch.float32 if copied else torch.bfloat16, bias)
     kinds = {"chunks": chunks, "copied": copied, "reduction": reduction, "sample_weight": weights, **options}
     expected = results(target, leaves, classes, **kinds)
@@ -138,7 +141,7 @@ def test_ignored_hidden_states_reach_nothing(
     hidden = leaves[0]
     with torch.no_grad():
         hidden[2:5] = torch.nan
-        if not options.get("stats"):  # which are due for a row of weight 0
+        if not options.get("stats"):  # rows with weight 0 have statistics
             hidden[6] = torch.inf
     kept = hidden.detach().clone()
     for found, right in zip(results(target, leaves, classes, **kinds), expected, strict=True):
@@ -149,7 +152,7 @@ def test_ignored_hidden_states_reach_nothing(
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize(("options", "bias", "chunks"), CALLS, ids=str)
-def test_number_that_arrives_late_changes_nothing(
+def test_late_number_of_rows_does_not_change_results(
     target: Target, options: dict[str, Any], bias: bool, chunks: int, ignored: str, request: pytest.FixtureRequest
 ) -> None:
     leaves, classes, weights = draw(target, torch.float32, bias)
@@ -169,10 +172,10 @@ def test_number_that_arrives_late_changes_nothing(
 
 
 @pytest.mark.parametrize(("ignored", "computed"), [(0, 8), (3, 5), (7, 2), (8, 2)])
-def test_first_chunk_is_under_way_before_the_number_is_known(
+def test_first_chunk_starts_before_the_number_is_known(
     target: Target, far: list[int], ignored: int, computed: int
 ) -> None:
-    """Rows are left out of all chunks but that, of 2 rows."""
+    """Rows are skipped in all chunks except the first, which has 2 rows."""
     leaves, classes, _ = draw(target, torch.float32, bias=False)
     classes[:] = 1
     classes[:ignored] = -100

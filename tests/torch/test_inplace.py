@@ -1,4 +1,4 @@
-"""inplace=True takes the logits' memory, says so to autograd, and refuses where it cannot."""
+"""inplace=True reuses the logits' memory, increments their version counter, and is refused if it is impossible."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_writing_to_the_logits_before_backward_raises(target: Target) -> None:
         loss.backward()
 
 
-def test_logits_stay_where_no_gradient_is_asked_for(target: Target) -> None:
+def test_logits_are_unchanged_without_a_gradient(target: Target) -> None:
     logits = torch.randn(6, 9, device=target.device)
     before = logits.clone()
     xent.cross_entropy(logits, torch.arange(6, device=target.device), inplace=True)

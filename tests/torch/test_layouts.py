@@ -110,9 +110,9 @@ def test_targets_weights_and_probabilities(target: Target, layout: str) -> None:
 
 
 def far_apart(near: Tensor) -> Tensor:
-    """Return (3, n) values whose rows are 2^30 elements apart: offsets of the last do not fit into 32 bits.
+    """Return (3, n) values whose rows are 2^30 elements apart, so that the last offset does not fit in 32 bits.
 
-    On the CPU, memory of NumPy's: nothing fills it, and only the pages that are written to exist.
+    On the CPU this is memory of NumPy, which is not initialised: only the pages that are written to exist.
     """
     size = 2**31 + near.shape[1]
     if near.device.type == "cpu":
@@ -126,7 +126,9 @@ def far_apart(near: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", ["index", "probabilities", "inplace"])
 def test_rows_far_apart(target: Target, kind: str, reduction: str) -> None:
     torch.manual_seed(0)
-    vocabulary = 5008  # the rows begin where those far apart do, on a multiple of 16 bytes, and are added up alike
+    vocabulary = (
+        5008  # rows begin at multiples of 16 bytes, like those that are far apart, and are summed in the same order
+    )
     logits = torch.randn(3, vocabulary, dtype=torch.bfloat16, device=target.device)
     labels = torch.tensor([0, 1, vocabulary - 1], device=target.device)
     if kind == "probabilities":
@@ -154,7 +156,7 @@ def test_linear_inputs_far_apart(target: Target) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_are_the_rows(layout: str) -> None:
+def test_rows_of_every_layout_are_found(layout: str) -> None:
     values = torch.arange(3 * 4 * 5).view(3, 4, 5)
     rows = Rows(LAYOUTS[layout](values))
     flat = values.view(12, 5)
@@ -165,7 +167,7 @@ def test_rows_are_the_rows(layout: str) -> None:
     assert [start for start, _ in rows.blocks(3)][-1] == 12 - list(rows.blocks(3))[-1][1].shape[0]
 
 
-def test_an_axis_of_one_does_not_split_the_rows() -> None:
+def test_axis_of_size_one_does_not_split_the_rows() -> None:
     assert len(list(Rows(torch.randn(6, 4, 5)[:, :1]).blocks(100))) == 1
 
 
@@ -212,7 +214,7 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def test_gradient_without_features_is_scaled_on_accelerators() -> None:
-    """Tensors on the meta device take the branch of those whose values the CPU cannot look at."""
+    """Tensors on the meta device take the same branch as those on accelerators."""
     one = torch.ones((), device="meta")
     for inplace in (True, False):
         scale(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one, inplace)

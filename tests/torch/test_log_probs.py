@@ -52,7 +52,7 @@ PROBLEMS = [
 
 
 Errors = list[tuple[float, float]]
-"""Of each output and gradient: its error, and what it may be."""
+"""(error, bound) of each output and gradient."""
 
 
 def judged(made: Tensor, truth: Tensor, plain: Tensor, dtype: str) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def judged(made: Tensor, truth: Tensor, plain: Tensor, dtype: str) -> tuple[floa
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_values_and_gradients(target: Target, problem: Problem) -> None:
-    """Where a draw is not within its bounds, the worst of eight decides, as in the matrix."""
+    """If a draw exceeds its bounds, the worst of eight draws decides, as in the matrix."""
     if not target.takes(problem.dtype):
         return
     draws = [compared(target, problem)]

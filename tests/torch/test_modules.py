@@ -1,4 +1,4 @@
-"""The modules are torch.nn's: same constructor, same keys, same numbers; and they take our options."""
+"""The modules match torch.nn: same constructor, same state, same results. They also have xent's options."""
 
 import inspect
 
@@ -10,7 +10,7 @@ import xent
 from xent.integrations.torch import CrossEntropyLoss, LinearCrossEntropyLoss
 
 
-def test_constructor_takes_what_torchs_takes() -> None:
+def test_constructor_has_the_arguments_of_torch_nn() -> None:
     theirs = inspect.signature(nn.CrossEntropyLoss.__init__).parameters
     ours = inspect.signature(CrossEntropyLoss.__init__).parameters
     assert list(ours)[: len(theirs)] == list(theirs)
@@ -21,7 +21,7 @@ def test_constructor_takes_what_torchs_takes() -> None:
 
 @pytest.mark.parametrize("shape", [(7,), (4, 7), (4, 7, 3)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_cross_entropy_loss_is_torchs(shape: tuple[int, ...], weighted: bool) -> None:
+def test_cross_entropy_loss_equals_torch_nn(shape: tuple[int, ...], weighted: bool) -> None:
     torch.manual_seed(0)
     weight = torch.rand(7) if weighted else None
     logits = torch.randn(shape)
@@ -48,7 +48,7 @@ def test_options_reach_the_loss() -> None:
     assert "weight" not in repr(module)
 
 
-def test_deprecated_options_are_torchs() -> None:
+def test_deprecated_options_of_torch_nn() -> None:
     with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
         assert CrossEntropyLoss(size_average=False).reduction == "sum"
     with pytest.warns(UserWarning, match="size_average and reduce args will be deprecated"):
@@ -102,7 +102,7 @@ def test_linear_loss_owns_its_classifier() -> None:
 
 
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this PyTorch is older than the module")
-def test_linear_loss_loads_what_torchs_saved() -> None:
+def test_linear_loss_loads_a_state_of_torch_nn() -> None:
     theirs = nn.LinearCrossEntropyLoss(8, 11, bias=True, label_smoothing=0.1, weight=torch.rand(11))
     ours = LinearCrossEntropyLoss(8, 11, bias=True, label_smoothing=0.1, weight=torch.ones(11))
     ours.load_state_dict(theirs.state_dict())

@@ -34,7 +34,7 @@ def found(target: Target) -> Any:
 @pytest.mark.parametrize(
     ("function", "pair"), [(function, pair) for function in FUNCTIONS for pair in pairs_of(function)]
 )
-def test_second_call_gives_what_a_fresh_process_gives(target: Target, found: Any, function: str, pair: str) -> None:
+def test_second_call_equals_a_fresh_process(target: Target, found: Any, function: str, pair: str) -> None:
     if target.device != "cpu" and pair not in SAMPLE:
         pytest.skip("an accelerator takes seconds to start in each process: a sample runs on it, all of them on CPUs")
     result = found(function)[pair]
@@ -63,7 +63,7 @@ def test_pairs_differ(found: Any, function: str) -> None:
         ("sampling", "support for fewer rows"),
     ],
 )
-def test_a_forgetful_cache_is_found(target: Target, forgotten: str, pair: str) -> None:
+def test_incomplete_cache_key_is_found(target: Target, forgotten: str, pair: str) -> None:
     function = "log_probs" if forgotten == "sampling" else "cross_entropy"
     result = outcomes(target, function, forgotten, pair)[pair]
     assert result["after"] != result["alone"]

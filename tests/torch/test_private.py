@@ -79,9 +79,9 @@ def test_a_plain_call_is_not_watched() -> None:
         assert not private.is_watched()
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit.trace, which PyTorch 2.9 deprecates
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch 2.9 deprecates torch.jit.trace
 @pytest.mark.parametrize("how", RUNS)
-def test_is_watched_by_what_runs_the_function(how: str) -> None:
+def test_tracers_are_detected(how: str) -> None:
     torch._dynamo.reset()
     seen = []
 
@@ -98,7 +98,7 @@ def test_is_watched_by_what_runs_the_function(how: str) -> None:
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_is_watched_in_a_context(context: str) -> None:
+def test_modes_are_detected(context: str) -> None:
     with CONTEXTS[context]():
         assert private.is_watched()
     assert not private.is_watched()
@@ -135,5 +135,5 @@ for reduction in ("mean", "none"):
 """
 
 
-def test_results_are_right_in_a_release_without_them() -> None:
+def test_results_without_private_functions() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)

@@ -1,4 +1,4 @@
-"""Without the options that PyTorch lacks, xent is torch.nn.functional.cross_entropy, but for what is documented."""
+"""Without options that PyTorch lacks, xent equals torch.nn.functional.cross_entropy, with documented exceptions."""
 
 import numpy as np
 import pytest
@@ -14,9 +14,7 @@ from xent.core.check.cases import Case, make_inputs
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("probabilities", [False, True])
-def test_reference_is_what_pytorch_computes(
-    reduction: str, label_smoothing: float, weighted: bool, probabilities: bool
-) -> None:
+def test_reference_equals_pytorch(reduction: str, label_smoothing: float, weighted: bool, probabilities: bool) -> None:
     options = {"probabilities": True} if probabilities else {}
     case = Case("cross_entropy", (30,), 11, "float64", "", options | ({"weight": True} if weighted else {}))
     inputs = make_inputs(case)
@@ -50,7 +48,7 @@ def test_axis_1_is_pytorchs_layout(target: Target, shape: tuple[int, ...], proba
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=close, atol=close / 100)
 
 
-def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
+def test_mean_of_nothing_is_nan_in_pytorch_and_zero_in_xent(target: Target) -> None:
     logits = torch.randn(3, 5, device=target.device, requires_grad=True)
     ignored = torch.full((3,), -100, device=target.device)
     assert F.cross_entropy(logits, ignored).isnan()
@@ -63,7 +61,7 @@ def test_nothing_to_average_is_nan_there_and_zero_here(target: Target) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.int64, torch.bool])
 @pytest.mark.parametrize("name", ["weight", "sample_weight", "normalizer"])
-def test_options_of_another_dtype_are_taken_as_float32(target: Target, name: str, dtype: torch.dtype) -> None:
+def test_options_of_another_dtype_are_converted_to_float32(target: Target, name: str, dtype: torch.dtype) -> None:
     if (name == "weight" and not dtype.is_floating_point) or (name == "normalizer" and dtype == torch.bool):
         return
     torch.manual_seed(0)

@@ -65,7 +65,7 @@ def test_nested_transforms_raise(
     target: Target, tensors: dict[str, Tensor], name: str, compiled: bool, how: str
 ) -> None:
     if compiled and "functionalize" in how:
-        return  # which Dynamo does not trace
+        return  # Dynamo does not trace this
     loss = loss_of(tensors, target, name)
     batch = tensors[name].expand(3, -1, -1)
     no_vmap = f"{name} is batched by torch.vmap, which xent does not support"
@@ -88,10 +88,10 @@ def test_nested_transforms_raise(
 
 @pytest.mark.parametrize("backend", [None, "eager", "aot_eager"])
 @pytest.mark.parametrize("name", ["cross_entropy", "linear_cross_entropy", "log_probs", "divergence"])
-def test_transforms_of_what_gets_no_gradient_raise(
+def test_transforms_of_arguments_without_gradient_raise(
     target: Target, tensors: dict[str, Tensor], name: str, backend: str | None
 ) -> None:
-    """As loss.backward() does: zeros would be taken for the gradient."""
+    """They raise like loss.backward(), because zeros would be mistaken for the gradient."""
     torch._dynamo.reset()
     x, w, y = tensors["input"], tensors["linear_weight"], tensors["target"]
     z, option = tensors["logits"], "temperature" if name == "log_probs" else "sample_weight"
@@ -109,7 +109,7 @@ def test_transforms_of_what_gets_no_gradient_raise(
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("name", ["logits", "input"])
 def test_jacrev(target: Target, tensors: dict[str, Tensor], reduction: str, name: str) -> None:
-    """A batch of upstream gradients through one loss is no batch of losses."""
+    """A batch of upstream gradients through one loss is not a batch of losses."""
 
     def loss(tensor: Tensor) -> Tensor:
         options = {"reduction": reduction, "backend": target.name}
@@ -138,7 +138,7 @@ def test_jit_trace_raises(target: Target, tensors: dict[str, Tensor], name: str)
 def test_gradient_carries_the_tangent_of_its_upstream(
     target: Target, tensors: dict[str, Tensor], name: str, retain: bool
 ) -> None:
-    """The gradient is linear in the upstream scalar, whose tangent arrives in it and is not lost on the way."""
+    """The gradient is linear in the upstream scalar, and must propagate its tangent."""
     values = tensors[name].requires_grad_()
     (gradient,) = torch.autograd.grad(loss_of(tensors, target, name)(values), values)
     with forward_ad.dual_level():
@@ -182,7 +182,7 @@ def test_nested_tensors_raise(target: Target, tensors: dict[str, Tensor]) -> Non
 @pytest.mark.skipif(not dist.is_available(), reason="this PyTorch was built without torch.distributed")
 @pytest.mark.filterwarnings("ignore:DTensor random operators")  # PyTorch 2.6
 def test_sharded_tensors_raise() -> None:
-    """But for the vocabulary in shards, which tests/distributed has."""
+    """tests/distributed has the supported case, a vocabulary in shards."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -201,7 +201,7 @@ def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any
         LinearCrossEntropyLoss(8, 11, **{option: value})
 
 
-def test_module_in_the_place_of_its_weight(tensors: dict[str, Tensor]) -> None:
+def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:
     head = torch.nn.Linear(8, 11)
     with pytest.raises(TypeError, match=r"got Linear .*: pass module\.weight, and linear_bias=module\.bias$"):
         xent.linear_cross_entropy(tensors["input"], head, tensors["target"])

@@ -1,4 +1,4 @@
-"""A logit scale and a softcap that are 0-d tensors, and the gradient of a scale that is trained, as CLIP's is."""
+"""Logit scale and softcap as 0-d tensors, and the gradient of a trained scale, as in CLIP."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +22,7 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 @pytest.fixture(params=["read", "not read"])
 def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the values of tensors looked at, as on the CPU, or not, as on an accelerator."""
+    """Let the values of tensors be checked, as on the CPU, or not, as on an accelerator."""
     if request.param == "not read":
         monkeypatch.setattr(packed, "looks_at_targets", lambda device: False, raising=False)
 
@@ -83,7 +83,7 @@ def sources_of(target: Target, function: str, dtype: str) -> tuple[Tensor, ...]:
 
 
 def pair(target: Target, function: str, name: str) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return the loss and its definition."""
+    """Return the loss, and a function that computes it by its definition."""
     options = placed(target, OPTIONS[name])
     classes = target_of(target, options.pop("target", "classes"))
     options.pop("logit_scale", None)
@@ -122,7 +122,7 @@ def upstream_of(loss: Tensor) -> Tensor:
     indirect=["values"],
 )
 def test_gradient_of_a_scale(target: Target, values: None, function: str, name: str, dtype: str) -> None:
-    """It, and all others, are those of the definition in float64, but for what rounding each logit's gradient costs."""
+    """All gradients equal those of the definition in float64, up to the rounding of each logit's gradient."""
     number = OPTIONS[name].get("logit_scale", SCALE)
     if not target.takes(dtype) or (dtype == "float16" and abs(number) < 1e-3):
         return
@@ -133,7 +133,7 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     wide = asking(scale, *sources, dtype=torch.float64)
     expected = plain(*wide)
     truth = torch.autograd.grad(expected, wide, upstream_of(expected))
-    each = torch.full_like(logits, number, dtype=torch.float64).requires_grad_()  # a scale for each logit
+    each = torch.full_like(logits, number, dtype=torch.float64).requires_grad_()  # a separate scale for each logit
     found = plain(1.0, each * logits.double())
     (terms,) = torch.autograd.grad(found, each, upstream_of(found))
     eps = torch.finfo(getattr(torch, dtype)).eps
@@ -146,9 +146,9 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     gradients = torch.autograd.grad(found, leaves, upstream_of(found))
     assert abs(float(gradients[0] - truth[0])) <= allowed
     for one, other in zip(gradients[1:], truth[1:], strict=True):
-        least = max(8 * eps * float(other.abs().max()), 2e-18)  # a scale near 0 is taken for 2^-60
+        least = max(8 * eps * float(other.abs().max()), 2e-18)  # scales near 0 are replaced by 2^-60
         torch.testing.assert_close(one.double(), other, rtol=8 * eps, atol=least)
-    (alone,) = asking(scale)  # everything else frozen
+    (alone,) = asking(scale)  # without other gradients
     (gradient,) = torch.autograd.grad(found := loss(alone, *sources), alone, upstream_of(found))
     assert abs(float(gradient - truth[0])) <= allowed
     assert (gradient.dtype, gradient.shape) == (scale.dtype, ())
@@ -170,7 +170,7 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     ),
     indirect=["values"],
 )
-def test_tensor_is_its_number(
+def test_tensor_equals_the_number(
     target: Target, values: None, option: str, dtype: str, on_cpu: bool, function: str
 ) -> None:
     if dtype == "float64" and target.device.startswith("mps") and not on_cpu:
@@ -226,7 +226,7 @@ def test_log_probabilities_train_a_scale(target: Target, values: None, function:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("kind", ["classes", "probabilities"])
 def test_heads_shifts_and_axes_train_a_scale(target: Target, reduction: str, kind: str) -> None:
-    """Each is the same as the calls that it stands for."""
+    """Each call equals the separate calls that it combines."""
     arrays, y = drawn(target), target_of(target, kind)
     x = torch.stack([arrays["input"], arrays["input"].flip(0)])
     w, (scale,) = arrays["linear_weight"], asking(torch.tensor(SCALE).to(target.device))
@@ -251,13 +251,13 @@ def test_heads_shifts_and_axes_train_a_scale(target: Target, reduction: str, kin
 
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-def test_rows_without_a_target_add_nothing(target: Target, function: str) -> None:
+def test_rows_without_a_target_do_not_contribute(target: Target, function: str) -> None:
     loss, _ = pair(target, function, "mean")
     sources = sources_of(target, function, "float32")
     scale, other = asking(*[torch.tensor(SCALE).to(target.device)] * 2)
     (expected,) = torch.autograd.grad(loss(scale, *sources), scale)
     spoilt = sources[0].clone()
-    spoilt[2, :2] = torch.tensor([torch.nan, torch.inf])  # whose target is ignored
+    spoilt[2, :2] = torch.tensor([torch.nan, torch.inf])  # the target is ignored
     (found,) = torch.autograd.grad(loss(other, spoilt, *sources[1:]), other)
     torch.testing.assert_close(found, expected)
     (nothing,) = torch.autograd.grad(xent.cross_entropy(spoilt[2:3], target_of(target)[2:3], logit_scale=scale), scale)
@@ -379,7 +379,7 @@ def test_errors_name_the_option(target: Target, function: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_inplace_leaves_no_logits_for_the_gradient_of_a_scale(target: Target, reduction: str) -> None:
+def test_inplace_with_a_trained_scale_is_an_error(target: Target, reduction: str) -> None:
     (logits,) = sources_of(target, "cross_entropy", "float32")
     (scale,) = asking(torch.tensor(SCALE).to(target.device))
     options: dict[str, Any] = {"inplace": True, "reduction": reduction, "backend": target.name}
@@ -392,7 +392,7 @@ def test_inplace_leaves_no_logits_for_the_gradient_of_a_scale(target: Target, re
     torch.testing.assert_close(*(torch.autograd.grad(loss, logits)[0] for loss in (found, expected)))
 
 
-def test_divergences_take_numbers(target: Target) -> None:
+def test_divergences_accept_numbers_only(target: Target) -> None:
     (logits,) = sources_of(target, "cross_entropy", "float32")
     with pytest.raises(TypeError, match="logit_scale must be a number"):
         xent.divergence(logits, logits, logit_scale=torch.tensor(1.0), backend=target.name)
@@ -407,7 +407,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_shards_read_a_scale_and_train_none(values: None, group: None, function: str, compiled: bool) -> None:
+def test_shards_accept_a_scale_without_gradient(values: None, group: None, function: str, compiled: bool) -> None:
     torch._dynamo.reset()
     target = Target("torch", "cpu")
     sources, y = asking(*sources_of(target, function, "float32")), target_of(target)

@@ -1,4 +1,4 @@
-"""The gradient of class probabilities in PyTorch: what the matrix cannot see of it."""
+"""The gradient of class probabilities in PyTorch, beyond what the matrix covers."""
 
 from typing import Any
 
@@ -48,10 +48,10 @@ def plain(sources: dict[str, Tensor], probabilities: Tensor, reduction: str = "m
         compiled=[False, True],
     )
 )
-def test_the_gradients_that_pytorch_gives(
+def test_gradients_equal_pytorch(
     target: Target, tensors: dict[str, Tensor], function: str, reduction: str, alone: bool, compiled: bool
 ) -> None:
-    """`alone`: nothing but the target asks for a gradient. A second backward gives the same."""
+    """`alone`: only the target requires a gradient. A second backward pass gives the same gradients."""
     sources = {name: values.detach() if alone else values for name, values in sources_of(tensors, function).items()}
 
     def loss(probabilities: Tensor) -> Any:
@@ -146,7 +146,7 @@ def test_layouts(target: Target, tensors: dict[str, Tensor], layout: str) -> Non
     torch.testing.assert_close(found, wanted)
 
 
-def test_rows_of_no_weight_have_no_gradient(target: Target, tensors: dict[str, Tensor]) -> None:
+def test_rows_with_weight_0_have_no_gradient(target: Target, tensors: dict[str, Tensor]) -> None:
     logits, weight = tensors["logits"].detach().clone(), torch.ones(2, 6, device=target.device)
     logits[0, 1], weight[0, 1] = torch.nan, 0.0
     loss = xent.cross_entropy(logits, tensors["target"], sample_weight=weight, backend=target.name)
@@ -176,7 +176,7 @@ def test_no_rows_and_one_class(target: Target, shape: tuple[int, ...]) -> None:
 def test_beside_a_trained_scale(
     target: Target, tensors: dict[str, Tensor], function: str, read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`read`: whether the host looks at softcap and scale, as on CPUs, or leaves them on the device."""
+    """`read`: whether the host reads softcap and scale, as on CPUs, or they stay on the device."""
     if not read:
         monkeypatch.setattr(options, "looks_at_targets", lambda device: False)
     sources, probabilities = sources_of(tensors, function), tensors["target"]
@@ -194,7 +194,7 @@ def test_beside_a_trained_scale(
 
 
 def test_heads(target: Target, tensors: dict[str, Tensor]) -> None:
-    """Heads share one target: its gradient is the sum over heads, each shifted by its own."""
+    """Heads share one target. Its gradient is the sum over heads, each with its own shift."""
     hidden = torch.randn(2, 2, 6, 8, device=target.device)
     weight, probabilities = tensors["linear_weight"].detach(), tensors["target"]
     loss = xent.linear_cross_entropy(hidden, weight, probabilities, shift=(1, 2), backend=target.name)
@@ -216,7 +216,7 @@ def test_autocast(target: Target, tensors: dict[str, Tensor]) -> None:
     assert (found - wanted).norm() / wanted.norm() < 2**-7
 
 
-def test_inplace_is_refused_and_no_grad_is_not(target: Target, tensors: dict[str, Tensor]) -> None:
+def test_inplace_is_an_error_and_no_grad_works(target: Target, tensors: dict[str, Tensor]) -> None:
     logits, probabilities = tensors["logits"] * 1, tensors["target"]
     with pytest.raises(ValueError, match=r"inplace=True overwrites the logits, .* pass inplace=False"):
         xent.cross_entropy(logits, probabilities, inplace=True, backend=target.name)
@@ -224,7 +224,7 @@ def test_inplace_is_refused_and_no_grad_is_not(target: Target, tensors: dict[str
         assert not xent.cross_entropy(logits, probabilities, backend=target.name).requires_grad
 
 
-def test_work_is_not_spent_on_a_gradient_that_nobody_asks_for(
+def test_gradient_of_the_target_is_not_computed_unless_required(
     target: Target, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xent.backends.torch import target_gradient

@@ -1,4 +1,4 @@
-"""On the CPU a call may have several threads; tests have one, so that processes beside each other need not wait."""
+"""Calls with several CPU threads. The other tests have one thread, so that parallel test processes do not compete."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ def two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_two_threads(target: Target, function: str, dtype: str) -> None:
-    """Take logits of several blocks, each of which is large enough for PyTorch to share it among threads."""
+    """The logits have several blocks, each large enough for PyTorch to split it among threads."""
     for case in option_cases(function, dtype):
         if (case.name, case.reduction) in (("plain", "mean"), ("all", "none"), ("probabilities, all", "sum")):
             large = replace(case, rows=(3, 20), vocabulary=2503)

@@ -53,7 +53,7 @@ def flops(
         ((False, False, False), 1),
     ],
 )
-def test_matrix_products_are_as_many_as_asked_for(needs: tuple[bool, bool, bool], products: int) -> None:
+def test_number_of_matrix_products(needs: tuple[bool, bool, bool], products: int) -> None:
     assert flops(needs) == products * PRODUCT
     assert flops(needs, reduction="none") == (products + any(needs)) * PRODUCT
 
@@ -68,7 +68,7 @@ def test_ignored_rows_are_not_multiplied(reduction: str) -> None:
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_that_nobody_asked_for_are_not_made(needs: tuple[bool, bool, bool], reduction: str) -> None:
+def test_gradients_that_are_not_required_are_not_computed(needs: tuple[bool, bool, bool], reduction: str) -> None:
     linear = Linear(torch.randn(N, D), torch.randn(V, D), torch.randn(V), 0, None, torch.float32, needs)
     options = plain_options(torch.randint(V, (N,)), reduction)
     made = linear_driver.forward(linear, options).gradients
@@ -79,7 +79,7 @@ def test_gradients_that_nobody_asked_for_are_not_made(needs: tuple[bool, bool, b
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_gradient_of_logits_is_made_without_grad_mode(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradient_of_logits_is_not_computed_without_grad_mode(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plain._Block, "_gradient", lambda *_: pytest.fail("a gradient was made"))
     x, w, y = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.randint(D, (N,))
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_no_gradient_of_logits_is_made_without_grad_mode(reduction: str, monkeyp
 
 
 @pytest.mark.parametrize("ignored", [0, 10])
-def test_schedule_takes_rows_where_they_lie_and_knows_its_last_part(ignored: int) -> None:
+def test_schedule_marks_its_last_part_and_slices_contiguous_rows(ignored: int) -> None:
     target = torch.randint(V, (N,))
     target[5 : 5 + ignored] = -100
     job = PlainJob(plain_options(target, "mean"), V, torch.float32, 0, None, False)
@@ -104,7 +104,7 @@ def test_workspace_counts_logits_in_the_dtype_of_their_product() -> None:
 
 
 def test_sums_over_chunks_are_rounded_once() -> None:
-    """In bfloat16, gradients summed over 16 chunks are as good as those of one product."""
+    """In bfloat16, gradients summed over 16 chunks are as exact as those of one product."""
     torch.manual_seed(0)
     x, w, b = torch.randn(N, D).bfloat16(), torch.randn(V, D).bfloat16(), torch.randn(V).bfloat16()
     y = torch.randint(V, (N,))
@@ -133,9 +133,9 @@ print(resident_peak(call))
 
 
 def peak(setup: str, call: str) -> int:
-    """Return by how many bytes a call raises the resident memory of a fresh process.
+    """Return the increase of the resident memory of a fresh process by a call, in bytes.
 
-    It has two threads: each of them has buffers of its own for matrix products.
+    The process has two threads, because each thread has its own buffers for matrix products.
     """
     program = [sys.executable, "-c", PEAK.format(setup=setup, call=call)]
     environment = os.environ | {"OMP_NUM_THREADS": "2"}
@@ -146,7 +146,7 @@ LOGITS = "x = torch.randn(1024, 32000).requires_grad_(); y = torch.randint(32000
 SIZE = 1024 * 32000 * 4
 
 
-def test_logits_take_the_gradient_and_nothing_of_its_size_besides() -> None:
+def test_memory_of_logits_is_their_gradient() -> None:
     assert peak(LOGITS, "xent.cross_entropy(x, y).backward()") <= 1.1 * SIZE
     inside = f"{LOGITS}; h = x + 0"
     assert peak(inside, "xent.cross_entropy(h, y).backward()") <= 1.1 * SIZE
@@ -159,20 +159,20 @@ def test_logits_take_the_gradient_and_nothing_of_its_size_besides() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_a_retained_graph_costs_one_gradient_in_its_own_dtype(dtype: str) -> None:
+def test_retained_graph_costs_one_gradient_in_its_dtype(dtype: str) -> None:
     setup = f"x = torch.randn(1024, 32000, dtype=torch.{dtype}).requires_grad_(); y = torch.randint(32000, (1024,))"
     size = 1024 * 32000 * (4 if dtype == "float32" else 2)
     assert peak(setup, "xent.cross_entropy(x, y).backward(retain_graph=True)") <= 2.1 * size
 
 
-def test_kept_graph_takes_one_more_gradient_and_no_wider_one() -> None:
-    """One that is kept and one that is returned; in float32 the second would take twice that."""
+def test_retained_graph_needs_no_float32_gradient() -> None:
+    """One gradient is saved and one is returned. In float32 the second would take twice the memory."""
     setup = LOGITS.replace("32000)", "32000).bfloat16()", 1)
     call = "torch.autograd.grad(xent.cross_entropy(x, y) * 0.5, x, retain_graph=True)"
     assert peak(setup, call) <= 2.2 * SIZE / 2
 
 
-def test_logits_without_gradient_take_next_to_nothing() -> None:
+def test_logits_without_gradient_need_little_memory() -> None:
     for call in (
         "xent.cross_entropy(x, y)",
         "xent.cross_entropy(x, y, softcap=30.0, label_smoothing=0.1, z_loss=1e-4)",
@@ -198,12 +198,12 @@ def test_linear_memory_is_flat_in_tokens(options: str) -> None:
     assert used[1] - used[0] <= 8 * 2**20
 
 
-def test_bfloat16_gradient_of_one_chunk_is_made_where_it_stays() -> None:
+def test_bfloat16_gradient_of_one_chunk_is_computed_in_its_final_memory() -> None:
     setup = """
 x, w = torch.randn(64, 512).bfloat16(), torch.randn(64000, 512).bfloat16().requires_grad_()
 y = torch.randint(64000, (64,)); y[:9] = -100
 """
-    # Without instructions for bfloat16, the library takes memory of its own to make logits.
+    # On processors without bfloat16 instructions, the library allocates memory itself to compute logits.
     library = peak(setup, "x @ w.detach().t()") - 64 * 64000 * 2
     assert peak(setup, "xent.linear_cross_entropy(x, w, y).backward()") <= 1.5 * 64000 * 512 * 2 + library
 

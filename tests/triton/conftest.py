@@ -1,4 +1,4 @@
-"""These tests are about the Triton backend alone; they are collected where it was asked for."""
+"""Fixtures of the tests of the Triton backend, which are collected if XENT_TEST_BACKENDS names it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +10,13 @@ from tests.conftest import asked_for
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out of sessions for other backends."""
+    """Ignore this folder in runs for other backends."""
     return None if "triton" in asked_for() else True
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut rows into the smallest blocks, of two vectors."""
+    """Use the smallest blocks, of two vectors."""
     from xent.backends.triton import row_launches
     from xent.backends.triton.geometry import sizes
     from xent.backends.triton.launch import cdiv, next_power_of_2

@@ -1,4 +1,4 @@
-"""Rows of logits, run by a job and by the float64 reference from the same numbers: results and gradients."""
+"""Run rows of logits with a job and with the float64 reference on the same inputs: results and gradients."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -31,19 +31,19 @@ class Rows:
     temperature: Tensor | None = None
     support: tuple[Tensor, Tensor] | None = None
     spec: dict[str, Any] = field(default_factory=dict)
-    """Fields of the spec beside the reduction."""
+    """Fields of the spec other than the reduction."""
     upstream: Upstream = field(default_factory=Upstream)
 
     @property
     def options(self) -> Options:
-        """What a job is told of them."""
+        """The options of these rows for a job."""
         spec = LossSpec("none", **self.spec)
         ids, offsets = self.support or (None, None)
         arrays = (self.target, self.weight, self.sample_weight, None, self.temperature, ids, offsets)
         return Options(*arrays, None, None, spec, "triton")
 
     def job(self, upstream: Upstream | None = None) -> TritonJob:
-        """Start a job; with upstream gradients its statistics are left out, as in a backward pass."""
+        """Start a job. With upstream gradients it has no statistics, as in a backward pass."""
         options = self.options
         if upstream is not None:
             options = options._replace(spec=options.spec.without_stats())
@@ -57,7 +57,7 @@ class Rows:
         return {"loss": loss} | dict(zip(job.spec.stats, stats, strict=True))
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient as each way to it finds it: from the norm, with the fold, and in the logits' memory."""
+        """Return the gradient from each way to compute it: from the norm, with the fold, and in place."""
         rows = self.logits.shape[:-1].numel()
         norm = torch.empty(3, rows, device=self.logits.device)
         entropy = replace(self, spec=self.spec | {"stats": ("entropy",)}).forward(norm)["entropy"]
@@ -73,7 +73,7 @@ class Rows:
         return found
 
     def reference(self) -> tuple[dict[str, Any], Any]:
-        """Return the same results and the gradient from float64."""
+        """Return the same results and the gradient in float64."""
 
         def numpy(values: Tensor | None) -> Any:
             if values is None:
@@ -94,7 +94,7 @@ class Rows:
 
 
 def compare(rows: Rows, gradient: bool = True, **close: Any) -> None:
-    """Compare results and gradients; `close` takes the place of the tolerance of gradients."""
+    """Compare results and gradients; `close` overrides the tolerance of gradients."""
     expected, right = rows.reference()
     for name, value in rows.forward().items():
         torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""What is launched, noted on its way to the device."""
+"""Record the launches of kernels."""
 
 import inspect
 import sys
@@ -9,11 +9,11 @@ import pytest
 __all__ = ["Launches", "note_launches"]
 
 Launches = list[tuple[str, int, dict[str, Any]]]
-"""Of each launch the kernel's name, how many programs, and its arguments and constants by name."""
+"""(kernel's name, number of programs, arguments and constants by name) of each launch."""
 
 
 def note_launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
-    """Return a list that grows with each launch, whichever module makes it."""
+    """Return a list to which each launch is appended, whichever module makes it."""
     from xent.backends.triton.launch import launch
 
     noted: Launches = []

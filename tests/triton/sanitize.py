@@ -1,10 +1,10 @@
-"""Launches every kernel on small shapes, targets far out of range among them, for NVIDIA's compute-sanitizer to watch.
+"""Launch every kernel with small shapes, for NVIDIA's compute-sanitizer; some targets are far out of range.
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python -m tests.triton.sanitize
 
-Without PyTorch's cache every tensor is an allocation of its own, so that a step beyond its end is seen. What comes out
-is looked at as well: rows with a wrong target are NaN, all others are finite. Numbers after the name are vocabularies,
-in place of all. `tests.triton.watch` runs this with the tool and judges what the tool reports.
+Without PyTorch's cache every tensor is a separate allocation, so that accesses beyond its end are detected. The results
+are checked too: rows with an invalid target are NaN, all others are finite. Numbers on the command line are
+vocabularies to run instead of all. `tests.triton.watch` runs this program under the tool and evaluates its report.
 """
 
 import sys
@@ -19,7 +19,7 @@ from xent.core.spec import STAT_NAMES
 __all__ = ["main"]
 
 WRONG = {1: 10**9, 2: -7, 4: 2**40}
-# One block, several, rows off the 16-byte boundaries, and blocks of each size.
+# One block, several blocks, rows that begin off 16-byte boundaries, and blocks of each size.
 VOCABULARIES = (67, 9_001, 16_384, 16_391, 43_520, 131_072)
 VARIANTS: list[tuple[torch.dtype, dict[str, Any]]] = [
     (torch.bfloat16, {}),
@@ -30,7 +30,7 @@ VARIANTS: list[tuple[torch.dtype, dict[str, Any]]] = [
 
 
 def main(*vocabularies: int) -> None:
-    """Run everything once; an AssertionError says what came out wrong."""
+    """Run everything once; AssertionError for wrong results."""
     count = 0
     for vocabulary in vocabularies or VOCABULARIES:
         for dtype, options in VARIANTS:
@@ -41,7 +41,7 @@ def main(*vocabularies: int) -> None:
 
 
 def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str, Any]) -> Iterator[None]:
-    """Make each kind of call and check which rows are NaN; targets are classes, then probabilities."""
+    """Make each kind of call, with classes and with probabilities, and check which rows are NaN."""
     torch.manual_seed(0)
     rows, width = 7, 16
     options = options | {"reduction": reduction, "backend": "triton"}
@@ -77,14 +77,14 @@ def calls(vocabulary: int, dtype: torch.dtype, reduction: str, options: dict[str
 
 
 def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
-    """Go backward; the rows of the gradient with a wrong target must be NaN, and no other."""
+    """Run the backward pass. Rows of the gradient with an invalid target must be NaN, and no others."""
     loss = judge_rows(result, wrong)
     (grad,) = torch.autograd.grad(loss, leaf, torch.full_like(loss, 0.5))
     assert grad.isnan().any(-1).nonzero()[:, 0].tolist() == sorted(wrong)
 
 
 def judge_rows(result: Any, wrong: Any) -> torch.Tensor:
-    """Return the loss, which is NaN for rows with a wrong target and no other."""
+    """Return the loss after checking that it is NaN for rows with an invalid target, and for no others."""
     loss: torch.Tensor = result[0] if isinstance(result, tuple) else result
     assert bool(loss.isnan().any()) == bool(wrong)
     assert not loss.ndim or loss.isnan().nonzero()[:, 0].tolist() == sorted(wrong)

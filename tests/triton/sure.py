@@ -1,4 +1,4 @@
-"""Sure targets of `linear_cross_entropy` in bfloat16: their gradient is 1 - p, from a logit that is not rounded."""
+"""Very probable targets of `linear_cross_entropy` in bfloat16: their gradient is 1 - p, from an unrounded logit."""
 
 import torch
 
@@ -9,7 +9,10 @@ __all__ = ["check_sure_targets"]
 
 
 def check_sure_targets(target: Target, rows: int, workspace: int) -> None:
-    """Compare the gradients of such rows, of 67 classes, with float64; rounded target logits would put them far off."""
+    """Compare the gradients of such rows, with 67 classes, with float64.
+
+    With rounded target logits they would be far off.
+    """
     torch.manual_seed(0)
     weight, classes = torch.randn(67, 24).bfloat16(), torch.arange(rows)
     hidden = (weight[classes] * 20 / weight[classes].float().square().sum(-1, keepdim=True)).bfloat16()

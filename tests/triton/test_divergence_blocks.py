@@ -1,4 +1,4 @@
-"""The kernels of divergences in blocks so small that rows have several, against float64."""
+"""The divergence kernels with blocks so small that rows have several, against float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The door to Hopper's kernels: closed on other chips and releases, and by XENT_PORTABLE; each for a reason."""
+"""The conditions for the Hopper kernels: GPU, release of Triton, and XENT_PORTABLE."""
 
 import warnings
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ HOPPER = SimpleNamespace(major=9, multi_processor_count=132)
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Play a Hopper GPU with a release of Triton that the kernels were tried on; its properties may be changed."""
+    """Simulate a Hopper GPU with a supported release of Triton. Its properties may be changed."""
     gpu = SimpleNamespace(**vars(HOPPER))
     monkeypatch.delenv("XENT_PORTABLE", raising=False)
     monkeypatch.setattr(door, "DEVICES", ("cuda",))
@@ -48,7 +48,7 @@ CLOSED: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("reason", CLOSED)
-def test_closed_in_silence(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+def test_closed_without_warning(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     CLOSED[reason][0](hopper, monkeypatch)
     assert hopper_multiprocessors(0) == 0
     assert fast_path() == f"Hopper kernels: off, {reason}"
@@ -92,7 +92,7 @@ COPIED: list[tuple[Any, bool]] = [
 
 
 @pytest.mark.parametrize(("make", "taken"), COPIED)
-def test_matrices_that_the_copy_engine_takes(make: Any, taken: bool) -> None:
+def test_matrices_that_the_copy_engine_supports(make: Any, taken: bool) -> None:
     matrix = make()
     assert can_be_copied(matrix) == taken
     found = copyable(matrix)
@@ -102,7 +102,7 @@ def test_matrices_that_the_copy_engine_takes(make: Any, taken: bool) -> None:
 
 
 class Cuda(Tensor):
-    """A tensor on the CPU that says it is on a GPU."""
+    """A CPU tensor that claims to be on a GPU."""
 
     device = SimpleNamespace(type="cuda", index=0)  # type: ignore[assignment]
 
@@ -118,7 +118,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ["", *REFUSED])
-def test_what_the_product_kernel_takes(hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_calls_that_the_product_kernel_serves(
+    hopper: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     launched: list[int] = []
     monkeypatch.setattr(product, "_fold", lambda hidden, *_: launched.append(len(hidden)))
     shape, options = REFUSED.get(name, ({}, {}))
@@ -131,12 +133,12 @@ def test_what_the_product_kernel_takes(hopper: SimpleNamespace, monkeypatch: pyt
         target, sums = torch.zeros(1700, dtype=torch.int32), torch.empty(2, 1700)
         fold_product(hidden, weight, LossSpec(), target, *sums, None, 1)
         assert sum(launched) == 1700
-        assert max(launched) == 12 * 128  # as few rows as are read side by side, whatever the workspace
+        assert max(launched) == 12 * 128  # the smallest number of rows of a launch, whatever the workspace
 
 
 @pytest.mark.parametrize("vocabulary", [256, 257, 32_000, 128_256, 151_936, 256_000, 2**20])
 @pytest.mark.parametrize("rows", [1, 128, 129, 8192])
-def test_chunks_of_a_vocabulary_are_those_of_every_batch(rows: int, vocabulary: int) -> None:
+def test_chunks_depend_on_the_vocabulary_only(rows: int, vocabulary: int) -> None:
     units, _, chunks, of_chunk, tiles, _ = product._walk(rows, torch.empty(vocabulary, 0))
     assert (chunks, of_chunk) == product._walk(1, torch.empty(vocabulary, 0))[2:4]
     assert (chunks - 1) * of_chunk < tiles <= chunks * of_chunk
@@ -149,8 +151,10 @@ WATCHED: list[dict[str, Any]] = [{"label_smoothing": 0.1}, {"linear_bias": True}
 
 
 @pytest.mark.parametrize("options", [{}, {"z_loss": 0.1}, {"stats": ("lse", "nll", "entropy")}, *WATCHED], ids=str)
-def test_calls_that_come_to_the_door(target: Target, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Those without label smoothing, whose product has no bias."""
+def test_calls_that_ask_for_the_hopper_kernels(
+    target: Target, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Calls without label smoothing and without a bias."""
     asked: list[bool] = []
     real = tiles.serves
     monkeypatch.setattr(tiles, "serves", lambda *given: asked.append(True) or real(*given))

@@ -1,4 +1,4 @@
-"""The divisor of a mean and the order of rows, each of one launch, are those that PyTorch's operations find."""
+"""The divisor of a mean and the order of rows, each computed by one launch, against PyTorch's operations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +17,13 @@ from xent.backends.triton.job import TritonJob
 from xent.core.spec import LossSpec
 
 V = 37
-# One row; few; more rows than the sums of a mean hold at once.
+# One row, a few rows, and more rows than one block of the divisor kernel.
 ROWS = [(1,), (3, 5), (2, 2049)]
 STATS = ("count", "lse")
 
 
 def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
-    """Return options of a mean over rows of which some are ignored; `given` are Options' fields, and the spec's."""
+    """Return the options of a mean over rows, some of them ignored; `given` are fields of Options and of the spec."""
     torch.manual_seed(0)
     classes = torch.randint(V, rows)
     classes.view(-1)[1::3] = -100
@@ -34,18 +34,18 @@ def make_options(on: Target, rows: tuple[int, ...], **given: Any) -> Options:
 
 
 def check(options: Options, dtype: torch.dtype = torch.float32, shift: int = 0) -> TritonJob:
-    """Compare what a mean or sum is divided by, which rows are computed, and how many have a target; return the job."""
+    """Compare divisor, order of rows and count with PyTorch's. Return the job."""
     narrow = dtype == torch.float16
     facts = plain.gather_facts(options, V, dtype, shift, narrow=narrow)
     job = TritonJob(options, V, dtype, shift, None, narrow)
-    close = {"rtol": 1e-6, "atol": 0.0, "equal_nan": True}  # sums are in another order
+    close = {"rtol": 1e-6, "atol": 0.0, "equal_nan": True}  # the terms of sums have another order
     if job.facts.scratch is not None:
         divisor, inverse, rest, counter = job.facts.scratch
         assert float(counter) == 0
         if facts.divisor is not None:
             expected = torch.as_tensor(facts.divisor, dtype=torch.float32, device=divisor.device)
             torch.testing.assert_close(divisor, expected, **close)
-        # What a gradient is multiplied by, at first and at last.
+        # The factors of a gradient in the forward and in the backward pass.
         if facts.deferred is None:
             torch.testing.assert_close(facts.weight * inverse, facts.scale, **close)
         else:
@@ -109,7 +109,7 @@ def test_dtypes_of_weights(target: Target, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-9, 1e5, 1e30, float("inf")])
-def test_float16_feels_no_size_of_weights(target: Target, size: float) -> None:
+def test_float16_does_not_depend_on_the_size_of_weights(target: Target, size: float) -> None:
     options = make_options(target, (3, 5), sample_weight=torch.full((3, 5), size))
     found = check(options, torch.float16)
     if size < 1e30:
@@ -129,7 +129,7 @@ def test_normalizer_on_the_cpu(target: Target) -> None:
     assert float(check(options).facts.scratch[0]) == 7
 
 
-def test_normalizer_divides_no_sum(target: Target) -> None:
+def test_normalizer_does_not_divide_a_sum(target: Target) -> None:
     for reduction in ("sum", "none"):
         for normalizer in (7.0, torch.tensor(7.0)):
             check(make_options(target, (3, 5), reduction=reduction, normalizer=normalizer), torch.float16)
@@ -181,7 +181,7 @@ def test_targets_out_of_range(target: Target, wrong: int, weighted: bool, monkey
     classes[1, 7] = wrong
     given = {"weight": torch.rand(V), "sample_weight": torch.rand(3, 100)} if weighted else {}
     if weighted:
-        given["sample_weight"][1, 7] = 0  # which hides a wrong target no more than PyTorch's operations do
+        given["sample_weight"][1, 7] = 0  # this does not hide an invalid target, as in PyTorch's operations
     options = make_options(target, (3, 100), target=classes, **given)
     if target.device == "cpu":
         with pytest.raises(IndexError, match=rf"target\[1, 7\] is {wrong}; classes are 0 to {V - 1}"):
@@ -192,7 +192,7 @@ def test_targets_out_of_range(target: Target, wrong: int, weighted: bool, monkey
 
 
 def rows_of_facts(on: Target, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return targets, weights and class weights of so many rows, a third ignored and others of weight 0."""
+    """Return targets, weights and class weights of `count` rows, a third of them ignored and others with weight 0."""
     generator = torch.Generator().manual_seed(0)
     classes = torch.randint(V, (count,), generator=generator)
     classes[torch.rand(count, generator=generator) < 0.3] = -100
@@ -249,7 +249,7 @@ UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", UPSTREAMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_upstream(target: Target, layout: str, dtype: torch.dtype) -> None:
-    """Of rows' losses; the gradient of logits that are all 0 shows it."""
+    """The upstream gradient of the rows' losses. Logits are all 0, so that their gradient shows it."""
     torch.manual_seed(1)
     upstream = UPSTREAMS[layout](torch.randn(2, 7, device=target.device))
     job = TritonJob(make_options(target, (2, 7), reduction="none"), V, dtype, 0, Upstream(upstream), False)

@@ -1,4 +1,4 @@
-"""Where rows lie: every row is found, and vectors are read only where they are whole in logits and gradient alike."""
+"""The memory layout of rows: every row is found, and vectors are used only if all accesses are aligned."""
 
 import itertools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from xent.backends.torch.rows import gradient_like
 from xent.backends.triton import geometry as module
 from xent.backends.triton.geometry import geometry, rows_of, sizes
 
-SIZE = {torch.float32: 4, torch.bfloat16: 8}  # elements of a vector
+SIZE = {torch.float32: 4, torch.bfloat16: 8}  # elements of a vector of 16 bytes
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -34,14 +34,14 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def places(tensor: Tensor, rows: tuple[int, int, int]) -> list[int]:
-    """Return where each row begins, as kernels find it."""
+    """Return the offset of each row as kernels compute it."""
     inner, outer, step = rows
     count = tensor.shape[:-1].numel()
     return [tensor.storage_offset() + row // inner * outer + row % inner * step for row in range(count)]
 
 
 def begins(tensor: Tensor) -> list[int]:
-    """Return the same from all indices."""
+    """Return the same offsets from the strides of all axes."""
     indices = itertools.product(*map(range, tensor.shape[:-1]))
     return [tensor.storage_offset() + sum(map(int.__mul__, at, tensor.stride()[:-1])) for at in indices]
 
@@ -54,7 +54,7 @@ def test_every_row_is_found(layout: str) -> None:
     assert places(tensor, rows) == begins(tensor)
 
 
-def test_rows_in_groups_of_groups_are_not_served() -> None:
+def test_groups_of_groups_are_not_supported() -> None:
     tensor = torch.empty(3, 5, 4, 37)[:, :3, :2]
     assert rows_of(tensor) is None
     assert geometry(tensor, None) is None
@@ -70,15 +70,15 @@ def test_no_rows(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [37, 40])
-def test_classes_apart_are_not_served(vocabulary: int) -> None:
+def test_strided_classes_are_not_supported(vocabulary: int) -> None:
     apart, beside = torch.empty(vocabulary, 6).t(), torch.empty(6, vocabulary)
     assert geometry(apart, None) is None
     assert geometry(beside, apart) is None
-    assert geometry(torch.empty(1, 6).t(), None) is not None  # of one class the stride says nothing
+    assert geometry(torch.empty(1, 6).t(), None) is not None  # with one class the stride does not matter
 
 
 def check(logits: Tensor, grad: Tensor | None) -> int:
-    """Hold what geometry says against the addresses of all rows; return the vector."""
+    """Compare the result of `geometry` with the addresses of all rows. Return the vector size."""
     place = geometry(logits, grad)
     assert place is not None
     kinds = [(logits, place.logits)] + ([] if grad is None else [(grad, place.grad)])
@@ -125,18 +125,18 @@ def test_vectors_begin_on_boundaries(layout: str, dtype: torch.dtype, vocabulary
 @pytest.mark.parametrize(
     ("change", "vector"),
     [
-        (lambda t: t[:, :-1], 8),  # a contiguous gradient would lie otherwise
+        (lambda t: t[:, :-1], 8),  # a contiguous gradient would have another layout
         (lambda t: t.flatten(0, 1), 8),
         (lambda t: t.transpose(0, 1), 8),
     ],
 )
-def test_gradients_lie_as_logits_do(change: Callable[[Tensor], Tensor], vector: int) -> None:
+def test_gradients_have_the_layout_of_logits(change: Callable[[Tensor], Tensor], vector: int) -> None:
     for vocabulary in (40, 37):
         logits = change(torch.empty(4, 38, vocabulary, dtype=torch.bfloat16))
         assert check(logits, gradient_like(logits)) == vector
 
 
-def test_gradient_that_lies_otherwise_is_written_one_by_one() -> None:
+def test_gradient_with_another_alignment_is_written_element_by_element() -> None:
     logits = torch.empty(3, 37, dtype=torch.bfloat16)
     padded = torch.empty(3, 40, dtype=torch.bfloat16)[:, :37]
     assert check(logits, padded) == 1
@@ -145,15 +145,15 @@ def test_gradient_that_lies_otherwise_is_written_one_by_one() -> None:
     assert check(logits, torch.empty(120, dtype=torch.bfloat16)[1:112].view(3, 37)) == 1
 
 
-def test_gradient_of_another_dtype_needs_boundaries_of_its_own() -> None:
-    """Rows of 12 float32 begin on 16 bytes; as many bfloat16 do not."""
+def test_gradient_of_another_dtype_must_be_aligned_itself() -> None:
+    """Rows of 12 float32 elements begin at multiples of 16 bytes, rows of 12 bfloat16 elements do not."""
     for vocabulary, vector in ((16, 4), (12, 1)):
         logits = torch.empty(4, vocabulary)
         assert check(logits, torch.empty(4, vocabulary, dtype=torch.bfloat16)) == vector
 
 
 def test_last_vector_is_not_read_beyond_the_memory() -> None:
-    """Memory on the CPU ends where the tensor does; on a GPU it does where nothing is cached."""
+    """CPU memory ends with the tensor. So does GPU memory if PyTorch's cache is off."""
     exact = torch.empty(3, 37, dtype=torch.bfloat16)
     assert exact.untyped_storage().nbytes() % 16
     assert check(exact, None) == 1

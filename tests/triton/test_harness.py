@@ -1,4 +1,4 @@
-"""What `python -m xent check` asks of the Triton backend: its kernels' names, which of them ran, and sizes for them."""
+"""The Triton backend's harness for `python -m xent check`: kernel names, kernels that ran, and sizes."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ import torch
 from xent.backends.triton.harness import TritonHarness
 
 
-def test_every_kernel_is_known_by_name() -> None:
+def test_every_kernel_is_listed() -> None:
     kernels = TritonHarness("cuda").kernels
     assert len(set(kernels)) == len(kernels)
     assert {"rows_kernel", "tile_kernel", "product_kernel", "partition_kernel"} <= set(kernels)
@@ -36,7 +36,7 @@ def test_sizes_are_on_and_off_boundaries_of_16_bytes() -> None:
         assert any(case.workspace for case in harness.reaching("linear_cross_entropy", dtype))
 
 
-def test_the_interpreter_is_named_where_it_runs_the_kernels() -> None:
+def test_the_interpreter_is_named_if_it_runs_the_kernels() -> None:
     harness = TritonHarness("cpu")
     with harness.watched() as seen:
         pass

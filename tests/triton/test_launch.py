@@ -1,4 +1,4 @@
-"""Launches that Triton does not look at: they run what was compiled for arguments of their kind, and no other."""
+"""Repeated launches skip Triton's binder: they run the program that was compiled for arguments of their kind."""
 
 import inspect
 from itertools import combinations
@@ -30,19 +30,19 @@ ARGUMENTS: list[Any] = [
 
 
 def kind_of(argument: Any) -> Any:
-    """Return what `launch` has in its key."""
+    """Return the argument's part of the key in `launch`."""
     return _examined((argument,))[0]
 
 
 def compiled_for(argument: Any) -> Any:
-    """Return what Triton itself compiles for."""
+    """Return the specialisation that Triton itself uses."""
     from triton.runtime.jit import native_specialize_impl
 
-    # A kernel of `launch.kernel` asks for nothing more than types; matrices for the copy engine are always looked at.
+    # Kernels of `launch.kernel` are specialised for types only. Descriptors for the copy engine are always specialised.
     return native_specialize_impl(CUDABackend, argument, False, False, False)
 
 
-def test_arguments_of_one_kind_are_one_to_triton() -> None:
+def test_arguments_of_one_kind_have_one_specialisation() -> None:
     pairs = [pair for pair in combinations(ARGUMENTS, 2) if kind_of(pair[0]) == kind_of(pair[1])]
     assert len(pairs) >= 10
     for one, other in pairs:
@@ -50,7 +50,7 @@ def test_arguments_of_one_kind_are_one_to_triton() -> None:
 
 
 class Compiled(triton.compiler.CompiledKernel):
-    """What a kernel was compiled to; notes what it is launched with."""
+    """A compiled kernel that records the arguments of its launches."""
 
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
@@ -67,7 +67,7 @@ class Compiled(triton.compiler.CompiledKernel):
 
 
 class Kernel(triton.JITFunction):
-    """A kernel of three arguments and two constants that notes what Triton is asked to launch."""
+    """A kernel with three arguments and two constants that records Triton's launches."""
 
     def __init__(self, compiled: Any) -> None:
         self.fn, self.arg_names, self.compiled = self, ["x", "count", "factor", "BLOCK", "EXACT"], compiled
@@ -86,7 +86,7 @@ class Kernel(triton.JITFunction):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Return a GPU's place taker, whose `index` is that of the current one."""
+    """Simulate GPUs; `index` is that of the current one."""
     device = SimpleNamespace(index=0)
     active = SimpleNamespace(get_current_device=lambda: device.index, get_current_stream=lambda index: "the stream")
     monkeypatch.setattr(launching, "_IS_TRIED", True)
@@ -94,7 +94,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return device
 
 
-def test_triton_looks_once_at_each_kind(device: SimpleNamespace) -> None:
+def test_triton_binds_each_kind_once(device: SimpleNamespace) -> None:
     launches: list[Any] = []
     kernel, x = Kernel(Compiled(launches)), torch.zeros(8)
     for index, arguments, options, looks in (
@@ -133,7 +133,7 @@ def test_profilers_see_every_launch(device: SimpleNamespace, monkeypatch: pytest
         assert launches[-1][0] == found
 
 
-def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:
+def test_each_kernel_runs_its_own_program(device: SimpleNamespace) -> None:
     launches: list[list[Any]] = [[], []]
     kernels, x = [Kernel(Compiled(noted)) for noted in launches], torch.zeros(8)
     for kernel in kernels * 2:
@@ -142,14 +142,14 @@ def test_each_kernel_runs_its_own(device: SimpleNamespace) -> None:
     assert [len(noted) for noted in launches] == [1, 1]
 
 
-def test_what_was_not_compiled_is_not_kept(device: SimpleNamespace) -> None:
+def test_launches_without_compilation_are_not_cached(device: SimpleNamespace) -> None:
     kernel = Kernel(None)
     for _ in range(2):
         launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
     assert len(kernel.looks) == 2
 
 
-def test_kinds_are_forgotten_when_they_are_too_many(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_cache_is_cleared(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_compiled", {})
     monkeypatch.setattr(launching, "_MOST", 2)
     kernel = Kernel(Compiled([]))
@@ -159,9 +159,7 @@ def test_kinds_are_forgotten_when_they_are_too_many(device: SimpleNamespace, mon
     assert len(launching._compiled) == 2
 
 
-def test_releases_that_were_not_tried_go_through_triton(
-    device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_untested_releases_launch_through_triton(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "_IS_TRIED", False)
     kernel, launches = Kernel(None), 3
     for _ in range(launches):
@@ -170,14 +168,14 @@ def test_releases_that_were_not_tried_go_through_triton(
     assert [(grid, constants) for grid, _, constants in kernel.looks] == [((5,), given)] * launches
 
 
-def test_the_interpreter_is_given_no_options() -> None:
+def test_the_interpreter_gets_no_options() -> None:
     given: list[dict[str, Any]] = []
     kernel: dict[tuple[int, ...], Any] = {(5,): lambda *_, **constants: given.append(constants)}
     launch(kernel, 5, (), {"BLOCK": 32}, num_warps=4, maxnreg=64, enable_fp_fusion=False)
     assert given == [{"BLOCK": 32}]
 
 
-def test_kernels_are_compiled_for_types_and_constants_alone() -> None:
+def test_kernels_are_specialised_for_types_and_constants_only() -> None:
     def function(x, count: "i64", factor: "fp32", EXACT: tl.constexpr, BLOCK: tl.constexpr):  # noqa: F821
         pass
 

@@ -1,4 +1,4 @@
-"""What a call launches: how many kernels of which kind, and no work that nobody asked for."""
+"""The kernel launches of a call: how many of which kernel, and no unneeded work."""
 
 from collections import Counter
 
@@ -17,7 +17,7 @@ from xent.backends.torch.options import Options
 from xent.backends.triton import job  # noqa: F401  whose launches are noted
 from xent.core.spec import LossSpec
 
-ROWS, WIDTH, V = 6, 8, 64  # classes that CUDA does not pad
+ROWS, WIDTH, V = 6, 8, 64  # a number of classes that CUDA does not pad
 PRODUCT = 2 * ROWS * WIDTH * V
 
 
@@ -57,14 +57,14 @@ def test_logits(target: Target, launches: Launches, reduction: str, dtype: torch
     assert (launches[-1][2]["norm"] is not None) != made_first
     assert counted(launches) == FORWARD[reduction]
     torch.autograd.grad(loss, logits, torch.ones_like(loss))
-    # The factor of rows is found again: it costs less than to keep it.
+    # The rows' factor is computed again, which costs less than storing it.
     again = {"divisor": 1} if reduction != "none" else {}
     assert counted(launches) == ({"scale": 1} if made_first else {**again, "gradient": 1})
 
 
 @pytest.mark.parametrize("reduction", FORWARD)
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "frozen"])
-def test_no_gradient_is_written_that_nobody_asks_for(
+def test_no_gradient_is_written_if_none_is_required(
     target: Target, launches: Launches, reduction: str, kind: str
 ) -> None:
     logits, hidden, weight, classes = draw(target)
@@ -134,7 +134,7 @@ def test_ignored_rows_are_neither_computed_nor_multiplied(
     if target.device == "cpu":
         assert programs == rows
         assert counter.get_total_flops() == 3 * PRODUCT * rows // ROWS
-    else:  # the first chunk is under way before their number is known
+    else:  # the first chunk starts before their number is known
         assert programs <= max(rows, 2)
 
 
@@ -143,7 +143,7 @@ def test_ignored_rows_are_neither_computed_nor_multiplied(
     [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False, False, True), 1)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_products_are_as_many_as_asked_for(
+def test_number_of_matrix_products(
     target: Target, launches: Launches, needs: tuple[bool, bool, bool], products: int, reduction: str
 ) -> None:
     _, hidden, weight, classes = draw(target)
@@ -160,10 +160,8 @@ def test_products_are_as_many_as_asked_for(
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("needs", [(True, False), (False, True), (True, True)])
-def test_statistics_of_rows_of_weight_0_are_those_of_others(
-    target: Target, reduction: str, needs: tuple[bool, bool]
-) -> None:
-    """Their hidden states are zeros for the classifier's gradient alone."""
+def test_rows_with_weight_0_have_statistics(target: Target, reduction: str, needs: tuple[bool, bool]) -> None:
+    """Their hidden states are replaced by zeros only for the classifier's gradient."""
     _, hidden, weight, classes = draw(target)
     leaves = [hidden.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])]
     sample = torch.ones(ROWS, device=target.device)
@@ -181,7 +179,7 @@ def test_statistics_of_rows_of_weight_0_are_those_of_others(
 
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probabilities(target: Target, launches: Launches, entropy: bool) -> None:
-    """One launch forward and one back; an entropy that nobody derives costs its gradient nothing."""
+    """One launch forward and one backward. An entropy without an upstream gradient adds no launch."""
     logits, hidden, weight, classes = draw(target)
     made = xent.log_probs(logits, classes, entropy=entropy, backend=target.name)
     log_p = made[0] if entropy else made

@@ -1,4 +1,4 @@
-"""Whether this machine can run the kernels: what was found and what is needed, whatever it is that is missing."""
+"""Detection of Triton and the GPU: for everything that can be missing, the message names what was found and needed."""
 
 import ast
 import subprocess
@@ -18,7 +18,7 @@ def found() -> tuple[str | None, tuple[str, ...]]:
 
 
 def have_gpus(monkeypatch: pytest.MonkeyPatch, *capabilities: tuple[int, int]) -> None:
-    """Make PyTorch see GPUs of these capabilities, and Triton compile."""
+    """Simulate GPUs with these compute capabilities, for which Triton compiles."""
     monkeypatch.setattr(machine, "_is_interpreting", lambda: False)
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(capabilities))
@@ -101,7 +101,7 @@ except xent.BackendError as error:
     ],
 )
 def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing patched: another triton comes first on the path."""
+    """Without patches: another triton comes first on the path."""
     (tmp_path / "triton").mkdir()
     (tmp_path / "triton" / "__init__.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -113,7 +113,7 @@ def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatc
 
 
 def test_kernels_chain_no_three_boolean_operators() -> None:
-    """The compiler of the oldest Triton that is accepted takes two at a time."""
+    """The oldest supported release of Triton supports only two operands."""
     files = sorted(Path(machine.__file__).parent.glob("*.py"))
     functions = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if is_kernel(node)]
     assert len(functions) > 35

@@ -1,4 +1,4 @@
-"""The kernels' arithmetic against float64, in units of the last place of the float32 that is nearest to the truth."""
+"""The kernels' arithmetic against float64, in units in the last place of the exact result in float32."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ def order_kernel(z, found, logit_scale, BLOCK: tl.constexpr):
 
 
 def spread(least: float, most: float, *edges: float) -> np.ndarray:
-    """Return `BLOCK` float32 in [least, most]: evenly spaced, evenly spaced in size, and edges."""
+    """Return `BLOCK` float32 numbers in [least, most]: linearly spaced, logarithmically spaced, and `edges`."""
     even = np.linspace(least, most, BLOCK // 2)
     size = max(abs(least), abs(most))
     small = np.geomspace(1e-30, size, BLOCK)
@@ -80,7 +80,7 @@ def spread(least: float, most: float, *edges: float) -> np.ndarray:
 
 
 def units_off(found: np.ndarray, truth: np.ndarray, floor: float = TINY) -> float:
-    """Return the largest error in units of the last place of the truth, or of `floor` where that is larger."""
+    """Return the largest error in units in the last place of the truth, or of `floor` if that is larger."""
     finite = np.isfinite(truth)
     np.testing.assert_array_equal(found[~finite], truth[~finite])
     unit = np.spacing(np.maximum(np.abs(truth[finite]), floor).astype(np.float32)).astype(np.float64)
@@ -89,7 +89,7 @@ def units_off(found: np.ndarray, truth: np.ndarray, floor: float = TINY) -> floa
 
 UNARY: dict[str, tuple[Any, Callable[..., Any], np.ndarray, float]] = {
     "tanh": (tanh_kernel, np.tanh, spread(-30, 30, -INF, INF, 0.0, 0.625, -0.625, TINY, HUGE, -HUGE, np.nan), 3),
-    # x log2(e) is rounded before it is a power of two: half a unit of it is 64 units of e^x at -87.
+    # x log2(e) is rounded before 2^x is computed: half a unit of it is 64 units of e^x at -87.
     "exp": (exp_kernel, np.exp, spread(-87, 0, -INF, 0.0, -TINY, -1e-8, -1e-7, -0.6931472, -HUGE), 66),
     "log1p": (log1p_kernel, np.log1p, spread(0, 200_000, 0.0, TINY, 1e-8, 6e-8, 1.0, 0.99999994, 1e38, INF), 3),
 }
@@ -119,7 +119,7 @@ def test_activation(target: Target, logit_scale: float, softcap: float | None, q
     expected = s * values.astype(np.float64)
     if softcap is not None:
         expected = k * np.tanh(expected / k)
-    # z / softcap of the smallest numbers has few bits; quickly, all that is promised is a part of the softcap.
+    # For the smallest numbers z / softcap has few bits; QUICK promises only an error relative to the softcap.
     floor = k if quick and softcap is not None else 1e-35
     assert units_off(x.cpu().double().numpy(), expected, floor=floor) <= 6
 
@@ -127,7 +127,7 @@ def test_activation(target: Target, logit_scale: float, softcap: float | None, q
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("reference", [0.0, 1.7, -250.0, 255.9, 256.1, -3e4, 1e30])
 def test_exponent(target: Target, reference: float, exact: bool) -> None:
-    """To a rounding of the reference's own exponent, which all terms of a row share; far from 0 and exactly, to one."""
+    """Exact up to the rounding of the reference's exponent, which all terms of a row share; exact if far from 0."""
     m = torch.tensor(reference, device=target.device)
     x = (float(m) + torch.linspace(-30, 10, BLOCK, dtype=torch.float64)).float()
     x[0] = -INF
@@ -141,7 +141,7 @@ def test_exponent(target: Target, reference: float, exact: bool) -> None:
 
 
 def test_pairs_merge(target: Target) -> None:
-    """Any pair, those of nothing among them."""
+    """Any pairs, including empty ones."""
     tops = torch.tensor([-INF, -3e38, -1e4, -5.0, 0.0, 7.5, 1e4, 3e38])
     pairs = torch.cartesian_prod(tops, tops)
     values = [pairs[:, 0], pairs[:, 1]]
@@ -163,5 +163,5 @@ def test_order_is_that_of_the_activations(target: Target, logit_scale: float) ->
     found = torch.empty(8, device=target.device)
     order_kernel[(1,)](values.to(target.device), found, logit_scale, BLOCK=8)
     expected = torch.where(values.isnan(), INF, values * logit_scale if logit_scale else torch.zeros(8))
-    expected[7] = -INF  # which is outside
+    expected[7] = -INF  # outside the row
     assert torch.equal(found.cpu().argsort(stable=True), expected.argsort(stable=True))

@@ -1,4 +1,4 @@
-"""The kernel of rows whose targets are class probabilities, in one block and several, against float64."""
+"""The kernel for targets that are class probabilities, with one block and several, against float64."""
 
 from collections.abc import Callable
 from typing import Any
@@ -44,7 +44,7 @@ def results(
 def compare(
     target: Target, logits: Tensor, given: Tensor, reduction: str = "none", **options: Any
 ) -> dict[str, Tensor]:
-    """Compare with and without statistics; return what was found."""
+    """Compare with and without statistics. Return the results."""
     wide = {name: value.cpu().double() if isinstance(value, Tensor) else value for name, value in options.items()}
     for stats in (False, True):
         found = results(logits, given, target.name, reduction, stats, **options)
@@ -88,7 +88,7 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [33, 1500])
 def test_hard_rows(target: Target, kind: str, vocabulary: int) -> None:
-    """In one row; the others are what they are without."""
+    """In one row. The other rows must be unchanged."""
     logits, given = draw(target, vocabulary, torch.float32)
     before = results(logits, given, target.name, "none", True)
     KINDS[kind](logits[2], given[2])
@@ -117,7 +117,7 @@ def test_probabilities_of_any_layout(target: Target, layout: str) -> None:
 
 
 def test_rows_in_groups_of_groups(target: Target) -> None:
-    """Probabilities are copied where no launch goes through them, and logits are taken in blocks."""
+    """Probabilities are copied if a launch cannot address them, and logits are processed in blocks of rows."""
     torch.manual_seed(0)
     wide = [torch.rand(2, 4, 3, 33, device=target.device) for _ in range(2)]
     cut = [tensor[:, :3, :2] for tensor in wide]
@@ -128,7 +128,7 @@ def test_rows_in_groups_of_groups(target: Target) -> None:
             assert torch.equal(found[name], value), name
 
 
-def test_truth_of_equal_probabilities_is_the_lowest_class(target: Target) -> None:
+def test_equal_probabilities_count_as_the_lowest_class(target: Target) -> None:
     logits = torch.zeros(2, 1500, device=target.device)
     given = torch.zeros(2, 1500, device=target.device)
     given[:, [3, 1200]] = 0.5

@@ -1,6 +1,6 @@
-"""Shapes for the product kernel: losses of `linear_cross_entropy` that need no logits again.
+"""Shapes for the product kernels: losses of `linear_cross_entropy` that do not need logits later.
 
-Where there is no Hopper GPU tiles pass the same tests.
+Without a Hopper GPU the tiles run and must pass the same tests.
 """
 
 import math
@@ -30,13 +30,13 @@ DTYPES = [torch.bfloat16, torch.float16]
 
 
 def shape_of(target: Target, name: str) -> tuple[int, int, int]:
-    """Return rows, width and classes; few where they are interpreted."""
+    """Return rows, width and classes; smaller if kernels are interpreted."""
     rows, width, vocabulary = SHAPES[name]
     return (min(rows, 3), width, min(vocabulary, 1031)) if target.interpreted else (rows, width, vocabulary)
 
 
 def draw(target: Target, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hidden states, classifier and classes: the first and last class among them, and ignored rows."""
+    """Return hidden states, classifier and classes, with the first and last class and ignored rows."""
     torch.manual_seed(0)
     rows, width, vocabulary = shape_of(target, name)
     hidden, weight = torch.randn(rows, width), 2 * torch.randn(vocabulary, width) / width**0.5
@@ -59,7 +59,7 @@ def test_rows_and_their_gradients(target: Target, name: str, dtype: str, options
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
 def test_without_gradients(target: Target, name: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """To the rounding of logits, at least; the product kernel, which rounds none, is held to more on a GPU."""
+    """At least as exact as rounded logits. On a GPU, tests/triton/gpu has stricter bounds for the product kernel."""
     hidden, weight, classes = draw(target, name, dtype)
     kinds = {"reduction": "none", "stats": ("lse", "nll"), **options}
     loss, stats = xent.linear_cross_entropy(hidden, weight, classes, backend=target.name, **kinds)
@@ -73,8 +73,8 @@ def test_without_gradients(target: Target, name: str, dtype: torch.dtype, option
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SHAPES)
-def test_sure_targets(target: Target, name: str, dtype: torch.dtype) -> None:
-    """Their loss is the others' probability, of which 1 - p in float32 would have few bits or none."""
+def test_very_probable_targets(target: Target, name: str, dtype: torch.dtype) -> None:
+    """Their loss is the probability of the other classes, for which 1 - p in float32 would have few correct bits."""
     hidden, weight, classes = draw(target, name, dtype)
     classes = torch.arange(len(hidden), device=target.device) % len(weight)
     hidden = weight[classes] * 30 / weight[classes].float().square().sum(-1, keepdim=True).to(dtype)
@@ -86,7 +86,7 @@ def test_sure_targets(target: Target, name: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=3e-2, atol=0)
 
 
-def test_rows_of_nan_stay_alone(target: Target) -> None:
+def test_rows_of_nan_do_not_affect_others(target: Target) -> None:
     hidden, weight, classes = draw(target, "fewer tiles than programs", torch.bfloat16)
     rows = torch.tensor([0, 1, 2, 127, 128, 1699])[: len(hidden)].clamp(max=len(hidden) - 1)
     hidden[rows] = torch.nan
@@ -96,7 +96,7 @@ def test_rows_of_nan_stay_alone(target: Target) -> None:
 
 
 def test_views_of_factors(target: Target) -> None:
-    """Rows with something between them, rows that share memory, and rows off the boundaries of 16 bytes."""
+    """Rows with gaps, rows that share memory, and rows off the 16-byte boundaries."""
     torch.manual_seed(0)
     rows = 3 if target.interpreted else 300
     wide, weight = torch.randn(rows, 208).to(target.device, torch.bfloat16), torch.randn(300, 208)
@@ -110,12 +110,12 @@ def test_views_of_factors(target: Target) -> None:
     ):
         found = xent.linear_cross_entropy(hidden, factor, classes, backend=target.name)
         expected = torch.nn.functional.cross_entropy(hidden.double() @ factor.double().t(), classes)
-        # To the rounding of logits, which tiles have.
+        # Up to the rounding of logits, which tiles have.
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=0)
 
 
-def test_sums_of_parts_are_joined(target: Target) -> None:
-    """Parts without a class that is possible count for nothing, and rows of such parts alone have no sum."""
+def test_join_kernel_merges_parts(target: Target) -> None:
+    """Parts without possible classes do not count. Rows with only such parts have a sum of 0."""
     torch.manual_seed(0)
     x = (30 * torch.randn(67, 300, 7, device=target.device)).double()
     x[1, :, :] = x[:, 3, :] = x[2:, 4, :] = -torch.inf
@@ -136,7 +136,7 @@ def test_sums_of_parts_are_joined(target: Target) -> None:
 def fold(
     hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, peaks: Tensor, totals: Tensor, mixed: Any, _: Any
 ) -> None:
-    """Do what `fold_product` does, on any device."""
+    """Compute the result of `fold_product` on any device."""
     x = activated(hidden, weight, spec).scatter(1, classes[:, None].long(), -torch.inf)
     peaks.copy_(x.amax(1))
     apart = x - x.amax(1, keepdim=True)
@@ -153,7 +153,7 @@ def activated(hidden: Tensor, weight: Tensor, spec: LossSpec) -> Tensor:
 def gradient(
     hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, made: Tensor, grad: Tensor, tilted: bool
 ) -> None:
-    """Do what `gradient_product` does, on any device."""
+    """Compute the result of `gradient_product` on any device."""
     x = activated(hidden, weight, spec)
     m, factor, of_target, tilt = made.double()[:, :, None]
     e2 = (x - m) / math.log(2)
@@ -168,7 +168,7 @@ def gradient(
 
 @pytest.fixture
 def stand_ins(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Put what follows from their definition in the place of Hopper's products; collect which ran."""
+    """Replace Hopper's products by functions on any device. Return a list of the names of those that ran."""
     ran: list[str] = []
     if target.interpreted:
         monkeypatch.setattr(tiles, "serves", lambda *_: True)
@@ -185,7 +185,7 @@ def stand_ins(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("options", [name for name, given in OPTIONS.items() if "label_smoothing" not in given])
 @pytest.mark.parametrize("rows", [(7,), (2, 5)])
 def test_gradients_without_logits(target: Target, stand_ins: list[str], options: str, rows: tuple[int, ...]) -> None:
-    """What a row's gradient is made of, on any device; on a GPU the kernels as well."""
+    """The coefficients of a row's gradient on any device; on a GPU also the product kernels."""
     vocabulary = 67 if target.interpreted else 1031
     case = Case("linear_cross_entropy", rows, vocabulary, "bfloat16", options, OPTIONS[options], "none", 64)
     for comparison in judge_case(target.backend, target.harness, replace(case, ignored=0.2)):
@@ -216,7 +216,7 @@ def test_gradients_of_statistics_without_logits(
     with_loss: bool,
     leaves_out: bool,
 ) -> None:
-    """Of rows of weight 0 too, in two chunks, with an ignored row of NaN that is left out or, as in a graph, is not."""
+    """Two chunks, rows with weight 0, and an ignored row of NaN that is skipped or, as in a CUDA graph, computed."""
     if not leaves_out:
         monkeypatch.setattr(job.TritonJob, "partition", lambda self, several: (None, self.count))
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A vocabulary in shards with kernels: on as many GPUs, or in Triton's interpreter with gloo."""
+"""Kernels for a vocabulary in shards: on several GPUs, or in Triton's interpreter with gloo."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ from xent.core.check.cases import Case
 pytestmark = pytest.mark.skipif(not (GPUS or INTERPRETED), reason="takes two GPUs, or Triton's interpreter")
 
 TOGETHER = 2 if FULL else 1
-"""Each setting occurs, or all pairs of settings: on a GPU nearly every case compiles kernels of its own."""
+"""Strength of the covering set: each setting, or all pairs of settings. On a GPU nearly every case compiles kernels."""
 MATRIX = [
     *(("", function, FACTORS) for function in FUNCTIONS),
     *((" with statistics", function, FACTORS_OF_STATS) for function in FUNCTIONS),
@@ -37,12 +37,12 @@ MATRIX = [
         for param in cases_in_shards(function, factors, name, "triton", EVERYWHERE, TOGETHER)
     ],
 )
-def test_kernels_give_what_the_whole_gives(pool: Pool, case: Case, way: Way) -> None:
+def test_kernels_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     judged_beside_the_whole(pool, case, way)
 
 
 def launches_of(reduction: str) -> list[str]:
-    """Return the kernels that a call of three chunks launches on this rank, forward and backward."""
+    """Return the names of the kernels that a call with three chunks launches on this rank, forward and backward."""
     if dist.get_rank() > 1:
         return []
     layout.forget()
@@ -52,7 +52,7 @@ def launches_of(reduction: str) -> list[str]:
     target = torch.arange(6, device=device()) * 5
     options = {"reduction": reduction, "workspace": 4 * 16 * 2, "vocab_parallel": group(2), "backend": "triton"}
     with pytest.MonkeyPatch.context() as patch:
-        xent.linear_cross_entropy(hidden, weight, target, **options)  # which imports the kernels
+        xent.linear_cross_entropy(hidden, weight, target, **options)  # this imports the kernels
         launches = note_launches(patch)
         xent.linear_cross_entropy(hidden, weight, target, **options).sum().backward()
     return [name.removeprefix("shard_").removesuffix("_kernel") for name, *_ in launches]

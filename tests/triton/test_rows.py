@@ -1,4 +1,4 @@
-"""The kernels of whole rows, in blocks so small that every loop and every mask runs, against float64."""
+"""The kernels of whole rows, with blocks so small that every loop and every mask runs, against float64."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +19,11 @@ from xent.core.spec import LossSpec
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-ROWS = 5  # of an odd number of classes they begin at as many places between two boundaries
+ROWS = 5  # with an odd number of classes, rows have this many different offsets from a boundary
 
 
 def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-    """Return logits and classes: the first, the last and others, and ignored rows."""
+    """Return logits and classes, with the first class, the last class and ignored rows."""
     generator = torch.Generator().manual_seed(vocabulary)
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
     classes = torch.randint(vocabulary, (rows,), generator=generator)
@@ -32,13 +32,13 @@ def draw(target: Target, vocabulary: int, dtype: torch.dtype, rows: int = ROWS) 
 
 
 def padded(values: Tensor, start: int = 0) -> Tensor:
-    """Return a copy that begins so many elements behind a boundary, in memory of whole vectors, as all is on a GPU."""
+    """Return a copy that begins `start` elements after a boundary, in memory of whole vectors, as on a GPU."""
     memory = torch.full((-(-(start + values.numel()) // 8) * 8,), 1000, dtype=values.dtype, device=values.device)
     return memory[start : start + values.numel()].view(values.shape).copy_(values)
 
 
 def differentiated(logits: Tensor, classes: Tensor, **options: Any) -> list[Tensor]:
-    """Return the rows' losses, and the gradients of their sum and of them one by one."""
+    """Return the rows' losses, the gradient for separate upstream gradients, and the gradient of the sum."""
     found = []
     for reduction in ("none", "sum"):
         leaf = logits.detach().requires_grad_()
@@ -78,7 +78,7 @@ def given(target: Target, name: str, vocabulary: int) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48])
 def test_sizes(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    """Around multiples of a vector and of a block; each with one of the options."""
+    """Sizes around multiples of a vector and of a block, each with one of the options."""
     logits, classes = draw(target, vocabulary, dtype)
     logits = padded(logits)
     names = list(OPTIONS)
@@ -99,7 +99,7 @@ def test_rows_off_boundaries(target: Target, name: str, dtype: torch.dtype, voca
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("vocabulary", [4099, 8200])
 def test_gradients_of_several_blocks(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    """As they are on a GPU, where the backward pass has a program a block."""
+    """As on a GPU, where the backward pass has one program per block."""
     logits, classes = draw(target, vocabulary, dtype, rows=3)
     compare(padded(logits), classes, target.name, label_smoothing=0.1)
 
@@ -114,10 +114,10 @@ def bits(target: Target, logits: Tensor, classes: Tensor, **options: Any) -> Ten
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("vocabulary", [33, 1001])
 @pytest.mark.parametrize("name", ["plain", "weight, smoothing, z_loss"])
-def test_bits_of_a_row_are_those_it_has_elsewhere(
+def test_bits_of_a_row_do_not_depend_on_its_address(
     target: Target, vocabulary: int, dtype: torch.dtype, name: str, request: pytest.FixtureRequest
 ) -> None:
-    """Rows that are all alike begin everywhere between two boundaries; then some of them alone."""
+    """Equal rows at all offsets between two boundaries; then some of them alone."""
     if vocabulary < 1000:
         request.getfixturevalue("small")
     values, _ = draw(target, vocabulary, dtype, rows=1)
@@ -154,7 +154,7 @@ KINDS: dict[str, Callable[[Tensor, int], Any]] = {
 
 
 def exact(x: Tensor, y: int) -> list[Tensor]:
-    """Return what `differentiated` does, where 1 - p of a sure target loses no digits in float64 either."""
+    """Return the same as `differentiated`, with a 1 - p of very probable targets that does not cancel in float64."""
     others = torch.cat([x[:, :y], x[:, y + 1 :]], 1).logsumexp(1)
     above = others - x[:, y]
     nll = torch.where(x.amax(1) == INF, NAN, torch.nn.functional.softplus(above, threshold=50))
@@ -168,7 +168,7 @@ def exact(x: Tensor, y: int) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (48, 20), (31, 30)])
 def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) -> None:
-    """The target in the first, a middle and the last block; what a row is does not reach the others."""
+    """The target in the first, a middle and the last block. Each row must not affect the others."""
     logits = 2 * torch.randn(len(KINDS), vocabulary, generator=torch.Generator().manual_seed(y))
     logits = padded(logits.to(target.device, dtype))
     for row, kind in zip(logits, KINDS.values(), strict=True):
@@ -218,7 +218,7 @@ def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("vocabulary", [33, 40])
 def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    """Rows apart; the gradient begins where the logits do, or elsewhere, and classes may be a vector or less apart."""
+    """Rows with gaps. The gradient is aligned like the logits or not, and gaps may be smaller than a vector."""
     values, classes = draw(target, vocabulary, dtype, rows=5)
     options = Options(classes, None, None, None, None, None, None, None, None, LossSpec("sum"), "triton")
     outcome = []
@@ -251,7 +251,7 @@ def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, d
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_of_all_but_the_last_token_are_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_without_the_last_token_take_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     noted = note_launches(monkeypatch)
     batch = padded(torch.randn(2, 9, 33, device=target.device).bfloat16())
     leaf = batch[:, :-1].detach().requires_grad_()
@@ -268,10 +268,10 @@ def test_rows_of_all_but_the_last_token_are_one_launch(target: Target, monkeypat
 
 @pytest.mark.parametrize("vocabulary", [33, 40])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_layouts_that_no_launch_serves_are_cut(
+def test_other_layouts_are_processed_in_blocks(
     target: Target, vocabulary: int, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups of groups of rows, and classes apart."""
+    """Groups of groups of rows, and strided classes."""
     noted = note_launches(monkeypatch)
     values = torch.randn(2, 4, 3, vocabulary, device=target.device)
     for change in (lambda t: t[:, :3, :2], lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)):
@@ -290,8 +290,8 @@ def test_layouts_that_no_launch_serves_are_cut(
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("vocabulary", [33, 48])
-def test_float16_gradients_are_made_by_the_backward_pass(target: Target, vocabulary: int, reduction: str) -> None:
-    """Where a mean over many rows, and a weight of a row, would leave its range before the loss scale comes."""
+def test_float16_gradients_are_computed_in_the_backward_pass(target: Target, vocabulary: int, reduction: str) -> None:
+    """A mean over many rows, or a row weight, could leave its range before a loss scale is applied."""
     logits, classes = draw(target, vocabulary, torch.float16)
     weights = torch.full((ROWS,), 1e-4, device=target.device)
     options = {"reduction": reduction, "sample_weight": weights, "normalizer": 1e3 if reduction == "mean" else None}

@@ -1,4 +1,4 @@
-"""What becomes of a call that Triton cannot serve: named, an error with the reason; on a GPU, PyTorch and a warning."""
+"""Calls that Triton cannot serve: an error if it was named; with "auto" on a GPU, backend "torch" and a warning."""
 
 from collections.abc import Callable
 
@@ -17,7 +17,7 @@ FLOAT64 = "its kernels accumulate in float32 and would round float64, which back
 
 @pytest.fixture
 def native(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the target's device the one that Triton is native to, as only CUDA is, and nobody warned yet."""
+    """Make the target's device the one that Triton is native to, as only CUDA is, with no warning given yet."""
     monkeypatch.setattr(BACKEND, "native_to", (target.device,))
     monkeypatch.setattr(dispatch, "_warned", set())
 
@@ -33,7 +33,7 @@ def losses(target: Target, dtype: torch.dtype) -> list[Callable[..., Tensor]]:
 
 
 @pytest.mark.usefixtures("native")
-def test_auto_falls_to_torch_with_one_warning(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_to_torch_with_one_warning(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BACKEND, "missing", lambda: REASON)
     first, second = losses(target, torch.float32)
     with pytest.warns(RuntimeWarning, match=f"does not use its triton backend, .*{target.device}: {REASON}") as caught:
@@ -43,7 +43,9 @@ def test_auto_falls_to_torch_with_one_warning(target: Target, monkeypatch: pytes
     assert torch.equal(second(), second(backend="torch"))
 
 
-def test_name_that_cannot_serve_is_an_error_with_the_reason(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_backend_that_cannot_serve_raises_with_the_reason(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BACKEND, "missing", lambda: REASON)
     for loss in losses(target, torch.float32):
         with pytest.raises(xent.BackendError, match=f"backend 'triton' cannot serve this call: {REASON}"):
@@ -66,7 +68,7 @@ def test_float64_goes_to_torch_with_one_warning(target: Target) -> None:
     assert torch.equal(second(), second(backend="torch"))
 
 
-def test_float64_goes_to_torch_in_silence_where_triton_is_not_native() -> None:
+def test_float64_goes_to_torch_without_warning_if_triton_is_not_native() -> None:
     logits, classes = torch.randn(3, 5, dtype=torch.float64), torch.arange(3)
     assert torch.equal(xent.cross_entropy(logits, classes), xent.cross_entropy(logits, classes, backend="torch"))
 

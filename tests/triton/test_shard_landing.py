@@ -1,4 +1,4 @@
-"""The sums of all ranks, landed by a kernel and by PyTorch in float64: results, what is kept, coefficients."""
+"""Merging the sums of all ranks: results, saved data and coefficients of the kernel, against PyTorch in float64."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Call(NamedTuple):
-    """Rows of a call on three ranks, of which the second has no classes."""
+    """Rows of a call on three ranks. The second rank has no classes."""
 
     logits: Tensor
     target: Tensor
@@ -50,7 +50,7 @@ class Call(NamedTuple):
         return LossSpec("none", stats=self.stats, **{n: self.options[n] for n in names if n in self.options})
 
     def shard(self, rank: int, dtype: torch.dtype) -> tuple[Shard, Weights | None]:
-        """Return what a rank has, in a dtype."""
+        """Return a rank's shard and class weights in a dtype."""
         device, heat = self.logits.device, None
         weight = torch.linspace(0, 2, V, dtype=dtype, device=device)
         if self.options.get("temperature"):
@@ -81,12 +81,12 @@ class Call(NamedTuple):
     def landed(
         self, name: str, dtype: torch.dtype, part: Part | None = None
     ) -> tuple[Results, Tensor, Coefficients, Coefficients]:
-        """Return results, what is kept, and the coefficients found at once and again."""
+        """Return results, saved data, and the coefficients from the forward pass and from the saved data."""
         shard, weights = self.shard(2, dtype)
         facts, part = shard.facts, part or Part(0, ROWS, None, True)
         rows = slice(part.start, part.stop)
         assert facts.target is not None
-        if part.rows is not None:  # the order in which rows are computed is another one
+        if part.rows is not None:  # rows are computed in another order
             order = torch.cat([part.rows] * 9)[:ROWS].clone()
             order[rows] = part.rows
             facts = facts.select(order)
@@ -109,10 +109,10 @@ def draw(target: Target) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(ROWS, V, generator=generator)
     classes = torch.randint(V, (ROWS,), generator=generator)
-    classes[2], classes[3], classes[4], classes[5] = -100, V, 6, 7  # ignored, no class, and on either side of a border
+    classes[2], classes[3], classes[4], classes[5] = -100, V, 6, 7  # ignored, invalid, beside a border
     logits[6, classes[6]] = 18
     logits[7, :7] = -torch.inf
-    logits[8, [3, 15]] = 30  # the largest on two ranks
+    logits[8, [3, 15]] = 30  # equal maxima on two ranks
     logits[2] = torch.nan
     return logits.to(target.device), classes.to(target.device)
 
@@ -129,7 +129,7 @@ def compare(found: Any, right: Any, rows: slice | list[int] = slice(None), close
 
 @pytest.fixture(autouse=True)
 def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let targets that are no classes be found on the device, as on a GPU."""
+    """Skip the check of target values, as on a GPU, so that kernels see invalid ones."""
     from xent.backends.torch import facts
 
     monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
@@ -137,7 +137,7 @@ def unlooked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("upstream", [False, True])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_landing(target: Target, name: str, upstream: bool) -> None:
+def test_merged_sums(target: Target, name: str, upstream: bool) -> None:
     call = Call(*draw(target), OPTIONS[name], upstream=upstream)
     found, right = call.landed("triton", torch.float32), call.landed("torch", torch.float64)
     fields = [field for field in Results.__slots__ if field != "norm"]
@@ -167,7 +167,7 @@ def test_some_rows_in_another_order(target: Target, name: str, stats: tuple[str,
         compare(one, other)
 
 
-def test_a_sure_target_keeps_its_digits(target: Target) -> None:
+def test_probable_target_keeps_its_precision(target: Target) -> None:
     logits, classes = draw(target)
     above = torch.linspace(10, 60, ROWS, device=target.device)
     classes = torch.arange(ROWS, device=target.device) + 5
@@ -181,7 +181,7 @@ def test_a_sure_target_keeps_its_digits(target: Target) -> None:
     torch.testing.assert_close(made.target.double(), right, rtol=4e-6, atol=0)
 
 
-def test_one_launch_lands_a_part(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_launch_per_part(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = note_launches(monkeypatch)
     Call(*draw(target), OPTIONS["smoothing, z_loss"]).landed("triton", torch.float32)
     assert [name for name, *_ in launches] == ["shard_land_kernel", "shard_again_kernel"]

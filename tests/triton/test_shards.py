@@ -1,4 +1,4 @@
-"""One rank's steps on a vocabulary in shards, in kernels: every slot and the gradient, against float64."""
+"""The kernels for one rank of a vocabulary in shards: every sum and the gradient, against float64."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ from xent.core.spec import LossSpec
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-BEFORE, AFTER = 5, 9  # classes on the ranks on either side
+BEFORE, AFTER = 5, 9  # classes of the neighbouring ranks
 ALL = ("entropy", "log_sum_sq_probs", "mean_logit", "predictions")
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ class Piece:
     logits: Tensor
     """(R, C)."""
     local: Tensor
-    """(R,) int64: each target as a class of this rank, outside of [0, C) where another has it."""
+    """(R,) int64: each target relative to this rank's first class; outside of [0, C) if another rank has it."""
     options: dict[str, Any] = field(default_factory=dict)
     stats: tuple[str, ...] = ALL
 
@@ -74,7 +74,7 @@ class Piece:
 
 
 def absolute(piece: Piece, found: Slots) -> dict[str, Tensor]:
-    """Return the slots in float64, relative to 0 in the place of each row's reference."""
+    """Return the sums in float64, relative to 0 instead of each row's reference."""
     classes = piece.logits.shape[1]
     owned = (piece.local >= 0) & (piece.local < classes)
     weight = piece.shard(torch.float64).facts.class_weight
@@ -99,13 +99,13 @@ def absolute(piece: Piece, found: Slots) -> dict[str, Tensor]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut rows into the smallest blocks, of two vectors."""
+    """Use the smallest blocks, of two vectors."""
     monkeypatch.setattr(shard_steps, "_OF_FOLD", (0, 1024))
     monkeypatch.setattr(shard_steps, "_OF_GRADIENT", (0, 1024))
 
 
 def draw(target: Target, classes: int, dtype: torch.dtype, rows: int = 5) -> tuple[Tensor, Tensor]:
-    """Return logits, and targets: the first class, the last, those of other ranks on either side, and one within."""
+    """Return logits and targets: the first class, the last, classes of both neighbouring ranks, and one in between."""
     generator = torch.Generator().manual_seed(classes)
     logits = (3 * torch.randn(rows, classes, generator=generator)).to(target.device, dtype)
     local = torch.tensor([0, classes - 1, -3, classes + 2, classes // 2], device=target.device)
@@ -113,7 +113,7 @@ def draw(target: Target, classes: int, dtype: torch.dtype, rows: int = 5) -> tup
 
 
 def check_fold(piece: Piece, exact: Tensor | None = None) -> None:
-    """Compare every slot with PyTorch's steps in float64; what is infinite or NaN has to be so too."""
+    """Compare every sum with PyTorch's steps in float64. Infinite values and NaN must be equal too."""
     found, right = piece.slots(torch.float32), piece.slots(torch.float64)
     STEPS["triton"](piece.shard(torch.float32)).fold(piece.logits, 0, found, exact)
     wide = None if exact is None else exact.double()
@@ -130,7 +130,7 @@ def check_slots(piece: Piece, found: Slots, right: Slots) -> None:
 
 
 def coefficients(piece: Piece, dtype: torch.dtype) -> Coefficients:
-    """Return coefficients of the true sum of each row, its entropy having a gradient."""
+    """Return coefficients for the exact sums of each row, with an upstream gradient of the entropy."""
     rows = len(piece.logits)
     z = piece.logits.double()
     shard = piece.shard(torch.float64)
@@ -145,7 +145,7 @@ def coefficients(piece: Piece, dtype: torch.dtype) -> Coefficients:
 
 
 def check_gradient(piece: Piece) -> None:
-    """Compare with the definition in float64, in place and elsewhere."""
+    """Compare with the definition in float64, in place and out of place."""
     dtype = piece.logits.dtype
     right = piece.logits.double()
     PlainSteps(piece.shard(torch.float64)).gradient(right, 0, coefficients(piece, torch.float64), right)
@@ -164,7 +164,7 @@ def check_gradient(piece: Piece) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("classes", [1, 33, 64])
 def test_sizes(target: Target, classes: int, dtype: torch.dtype) -> None:
-    """Around multiples of a vector and of a block; each with some of the options."""
+    """Sizes around multiples of a vector and of a block, each with some of the options."""
     names = list(OPTIONS)
     for name in {names[classes % len(names)], names[(classes + 2) % len(names)]}:
         piece = Piece(*draw(target, classes, dtype), OPTIONS[name])
@@ -181,7 +181,7 @@ def test_options(target: Target, name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("stats", [(), *((name,) for name in ALL)], ids=str)
-def test_slots_are_those_that_are_asked_for(target: Target, stats: tuple[str, ...]) -> None:
+def test_only_needed_sums_are_computed(target: Target, stats: tuple[str, ...]) -> None:
     for options in ("plain", "smoothing"):
         check_fold(Piece(*draw(target, 33, torch.float32), OPTIONS[options], stats))
 
@@ -199,8 +199,8 @@ def test_no_classes(target: Target) -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("name", ["weight, smoothing", "scale"])
-def test_rows_of_a_room(target: Target, name: str, dtype: torch.dtype, start: int) -> None:
-    """Some rows of a call, on boundaries and off them; columns on either side and other rows stay as they are."""
+def test_rows_inside_a_larger_buffer(target: Target, name: str, dtype: torch.dtype, start: int) -> None:
+    """Some rows of a call, aligned and not. Columns on both sides and other rows must stay unchanged."""
     classes, columns = 37, 48 if not start else 45
     room = torch.full((7, columns), 1000, dtype=dtype, device=target.device)
     logits, local = draw(target, classes, dtype)
@@ -234,7 +234,7 @@ def test_wide_logits_and_a_narrow_gradient(target: Target) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_target_logits_take_the_place_of_rounded_ones(target: Target, dtype: torch.dtype) -> None:
+def test_target_logits_replace_rounded_ones(target: Target, dtype: torch.dtype) -> None:
     logits, local = draw(target, 33, dtype)
     exact = 4 + torch.rand(5, generator=torch.Generator().manual_seed(0)).to(target.device)
     check_fold(Piece(logits, local, OPTIONS["weight, smoothing"]), exact)
@@ -267,7 +267,7 @@ KINDS: dict[str, Callable[[Tensor, int], Any]] = {
 
 
 def lost(piece: Piece, found: Slots) -> Tensor:
-    """Return -log p of each row's target among the classes of this rank alone, as all ranks find it."""
+    """Return -log p of each row's target among the classes of this rank only, computed like the merged result."""
     layout = Layout(None, 0, 0, piece.logits.shape[1], ((0, piece.logits.shape[1]),), 0)
     gathered = Slots(found.names, found.values[None])
     log_p = merge(gathered, layout, piece.local, None, None, False).log_p
@@ -279,7 +279,7 @@ def lost(piece: Piece, found: Slots) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("classes", "y"), [(31, 3), (48, 20), (31, 30)])
 def test_hard_rows(target: Target, dtype: torch.dtype, classes: int, y: int) -> None:
-    """The target in the first, a middle and the last block. A sure target's loss has all its digits."""
+    """The target in the first, a middle and the last block. The loss of a very probable target keeps its precision."""
     logits, _ = draw(target, classes, dtype, rows=len(KINDS))
     for row, kind in zip(logits, KINDS.values(), strict=True):
         kind(row, y)
@@ -301,14 +301,14 @@ def test_hard_rows(target: Target, dtype: torch.dtype, classes: int, y: int) -> 
 
 
 @pytest.mark.usefixtures("small")
-def test_rows_are_read_again_where_a_sum_of_squares_overflows(target: Target) -> None:
+def test_rows_are_read_again_if_a_sum_of_squares_overflows(target: Target) -> None:
     logits, local = draw(target, 48, torch.float32)
     logits[:, :8] -= 50
     check_fold(Piece(logits, local, OPTIONS["smoothing"]))
 
 
 @pytest.mark.usefixtures("small")
-def test_a_sure_target_in_the_first_block_does_not_make_a_row_be_read_again(target: Target) -> None:
+def test_probable_target_in_the_first_block_causes_no_second_read(target: Target) -> None:
     logits, _ = draw(target, 48, torch.float32)
     logits[:, 40], logits[:, 3] = 9, 40
     piece = Piece(logits, torch.full((5,), 3, device=target.device))
@@ -320,7 +320,10 @@ def test_a_sure_target_in_the_first_block_does_not_make_a_row_be_read_again(targ
 @pytest.mark.parametrize("stats", [(), ("lse",)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_taken_rows(target: Target, dtype: torch.dtype, stats: tuple[str, ...]) -> None:
-    """Some rows of a call in another order, some of them without a gradient; 0 for the targets of other ranks."""
+    """Some rows of a call in another order, some of them without a gradient.
+
+    The logits of other ranks' targets are 0.
+    """
     logits, local = draw(target, 7, torch.float32)
     shard = Piece(logits, local, stats=stats).shard(torch.float32)
     dead = torch.tensor([False, True, False, False, True], device=target.device)
@@ -342,7 +345,7 @@ def test_taken_rows(target: Target, dtype: torch.dtype, stats: tuple[str, ...]) 
             torch.testing.assert_close(found.target_logits, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_probabilities_keep_the_steps_in_pytorch(target: Target) -> None:
+def test_probabilities_use_the_steps_in_pytorch(target: Target) -> None:
     piece = Piece(*draw(target, 7, torch.float32))
     shard = piece.shard(torch.float32)
     probabilities = shard._replace(facts=replace(shard.facts, probabilities=Rows(torch.ones(5, 7)), target=None))

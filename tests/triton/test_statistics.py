@@ -1,4 +1,4 @@
-"""Statistics of rows and their upstream gradients, a temperature of each row: kernels of rows against float64."""
+"""Statistics of rows, their upstream gradients, and temperatures per row: kernels of rows against float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,7 +43,7 @@ FACTORS = {"vocabulary": VOCABULARIES, "dtype": DTYPES, "asked": tuple(ASKED), "
 def draw(
     target: Target, vocabulary: int, dtype: torch.dtype, options: str = "plain", asked: str = "all", rows: int = ROWS
 ) -> Rows:
-    """Return rows of which one is ignored and, with weights, one weighs nothing."""
+    """Return rows, one of them ignored; with weights, one of them has weight 0."""
     generator = torch.Generator().manual_seed(vocabulary)
     given = dict(OPTIONS[options])
     logits = 3 * torch.randn(rows, vocabulary, generator=generator)
@@ -80,7 +80,7 @@ def test_statistics_and_their_gradients(target: Target, case: dict[str, Any]) ->
     *crossed(vocabulary=[1, 7, 8, 16, 17, 31, 48], dtype=DTYPES, options=list(OPTIONS), asked=list(ASKED))
 )
 def test_small_blocks(target: Target, vocabulary: int, dtype: torch.dtype, options: str, asked: str) -> None:
-    """So that every loop and every mask runs."""
+    """With small blocks every loop and every mask runs."""
     compare(draw(target, vocabulary, dtype, options, asked))
 
 
@@ -123,7 +123,7 @@ def test_upstream_gradients_of_any_layout(target: Target, layout: str, name: str
 def test_columns_of_minus_infinity(
     target: Target, masked: int, vocabulary: int, dtype: torch.dtype, asked: str
 ) -> None:
-    """Leading ones, one between, and the last; with other logits far below 0, too."""
+    """Leading columns, one in between, and the last column; also with other logits far below 0."""
     rows = draw(target, vocabulary, dtype, asked=asked)
     for shift in (0, -30, -3000):
         rows.logits.add_(shift)
@@ -149,7 +149,7 @@ def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) 
     classes = torch.full((len(SURE),), y, device=target.device)
     upstream = torch.linspace(-1, 2, 4 * len(SURE), device=target.device).view(4, -1)
     rows = Rows(logits, classes, spec={"stats": ROW_STATS}, upstream=Upstream(*upstream))
-    # The reference finds lse - x of far logits with the rounding of lse.
+    # The reference computes lse - x of distant logits with the rounding error of lse.
     compare(rows, rtol=max(4e-6, 2.0**-8 if dtype != torch.float32 else 0), atol=2e-6)
 
 
@@ -159,7 +159,7 @@ def entropies(rows: Rows) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("gap", [10.0, 25.0, 60.0])
 def test_entropy_of_a_sure_row_keeps_its_digits(target: Target, gap: float) -> None:
-    """Of the order of e^-gap, where the target is far above all others and the first block."""
+    """The entropy is of the order of e^-gap if the target is far above all other logits and the first block."""
     logits = torch.zeros(1, 9000)
     logits[0, 8500] = gap
     rows = Rows(logits.to(target.device), torch.tensor([8500], device=target.device), spec={"stats": ("entropy",)},
@@ -174,8 +174,10 @@ def test_entropy_of_a_sure_row_keeps_its_digits(target: Target, gap: float) -> N
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 8.0])
-def test_temperature_of_all_is_that_of_each(target: Target, dtype: torch.dtype, softcap: float | None) -> None:
-    """To the bit, where the quotients are exact."""
+def test_one_temperature_equals_the_same_temperature_per_row(
+    target: Target, dtype: torch.dtype, softcap: float | None
+) -> None:
+    """The results are bitwise equal if the quotients are exact."""
     rows = draw(target, 1001, dtype, "plain")
     cap = {} if softcap is None else {"softcap": softcap}
     each = replace(rows, spec=rows.spec | cap, temperature=torch.full((ROWS,), 0.5, device=target.device))
@@ -187,7 +189,7 @@ def test_temperature_of_all_is_that_of_each(target: Target, dtype: torch.dtype, 
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, float("nan")])
-def test_temperature_that_is_none_makes_nan_of_its_row(
+def test_invalid_temperature_gives_nan_in_its_row(
     target: Target, wrong: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xent.backends.torch import facts
@@ -207,8 +209,8 @@ def test_temperature_that_is_none_makes_nan_of_its_row(
         assert torch.equal(grad[others], gradients[way][others]), way
 
 
-def test_wrong_targets_make_nan_of_their_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever upstream gradients there are."""
+def test_invalid_targets_give_nan_in_their_rows(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all combinations of upstream gradients."""
     from xent.backends.torch import facts
 
     monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)

@@ -1,4 +1,4 @@
-"""A forward pass over tiles of classes finds what the pass over whole rows finds, however they are cut."""
+"""A forward pass over tiles of classes has the same results as over whole rows, for any tile size."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Given(Linear):
-    """Logits that are there already, in place of hidden states."""
+    """A linear call that returns given logits instead of computing them."""
 
     def write_logits(self, hidden: Tensor, out: Tensor, classes: slice = slice(None)) -> None:
         out.copy_(hidden[:, classes])
@@ -79,7 +79,7 @@ def compare(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def draw(target: Target, rows: int, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return logits and classes, of which some are ignored."""
+    """Return logits and classes, some of them ignored."""
     torch.manual_seed(0)
     logits, classes = 3 * torch.randn(rows, vocabulary), torch.randint(vocabulary, (rows,))
     classes[1::4] = -100
@@ -105,7 +105,7 @@ def test_tiles_wider_than_a_block(target: Target, width: int) -> None:
 @pytest.mark.parametrize("masked", [1, 16, 17, 22])
 @pytest.mark.parametrize("width", [16, 67])
 def test_leading_columns_of_minus_infinity(target: Target, name: str, masked: int, width: int) -> None:
-    """The masked columns fill no tile, one, or more; with class weights they weigh nothing."""
+    """The masked columns fill no tile, one tile, or more. With class weights, their weights are 0."""
     logits, classes = draw(target, 4, 67)
     logits[:, :masked] = INF if name == "scale, negative" else -INF
     classes = torch.where(classes < 0, classes, classes.clamp(min=masked))
@@ -117,7 +117,7 @@ def test_leading_columns_of_minus_infinity(target: Target, name: str, masked: in
 
 
 @pytest.mark.parametrize("width", [16, 67])
-def test_impossible_classes_with_a_share_cost_infinitely_much(target: Target, width: int) -> None:
+def test_impossible_classes_with_a_share_have_infinite_loss(target: Target, width: int) -> None:
     logits, classes = draw(target, 4, 67)
     logits[:, :20] = -INF
     options = gather(target, classes.clamp(min=20), 67, label_smoothing=0.1)
@@ -127,7 +127,7 @@ def test_impossible_classes_with_a_share_cost_infinitely_much(target: Target, wi
 
 
 @pytest.mark.parametrize("width", [16, 67])
-def test_target_alone_is_possible(target: Target, width: int) -> None:
+def test_only_the_target_is_possible(target: Target, width: int) -> None:
     logits, _ = draw(target, 3, 67)
     classes = torch.tensor([0, 40, 66])
     logits[torch.arange(67, device=target.device) != classes.to(target.device)[:, None]] = -INF

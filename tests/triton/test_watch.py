@@ -1,4 +1,4 @@
-"""What is passed over in the sanitizer's reports is the known kind, and nothing else."""
+"""Only the known kind of report of the sanitizer is ignored."""
 
 from tests.triton.watch import COMPILERS_OWN, KERNELS, unexplained
 
@@ -17,17 +17,17 @@ def race(*lines: int, name: str = "product_kernel") -> list[str]:
     ]
 
 
-def test_what_the_compiler_puts_there_is_known() -> None:
+def test_generated_code_is_ignored() -> None:
     assert unexplained(race(BEGINNING, BEGINNING, AROUND)) == []
 
 
-def test_lines_that_somebody_wrote_are_reported() -> None:
+def test_lines_of_the_source_are_reported() -> None:
     assert len(unexplained(race(BEGINNING, AROUND, AROUND + 30) + race(BEGINNING, AROUND) + race(1, 2))) == 2
     assert len(unexplained(race(BEGINNING, AROUND, name="rows_kernel"))) == 1
     assert len(unexplained(race(10**6, AROUND))) == 1
 
 
-def test_races_in_kernels_of_others_are_passed_over() -> None:
+def test_races_in_kernels_of_libraries_are_ignored() -> None:
     template = "void at::native::reduce_kernel<(int)512, at::native::ReduceOp<bool>>(T3)"
     for kernel in (template, "nvjet_sm90_hsh_64x8_64x16_1x1_h_bz_splitK_NNT"):
         report = [
@@ -39,7 +39,7 @@ def test_races_in_kernels_of_others_are_passed_over() -> None:
     assert len(unexplained(nowhere)) == 1
 
 
-def test_reports_of_memory_are_reported() -> None:
+def test_memory_errors_are_reported() -> None:
     lines = [
         "========= COMPUTE-SANITIZER",
         "========= Invalid __global__ read of size 8 bytes",

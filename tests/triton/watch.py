@@ -1,12 +1,12 @@
-"""Runs `tests.triton.sanitize` under NVIDIA's compute-sanitizer and fails if the tool has something to report.
+"""Run `tests.triton.sanitize` under NVIDIA's compute-sanitizer, and fail if the tool reports an error.
 
     python -m tests.triton.watch memcheck
     python -m tests.triton.watch racecheck
 
-Two kinds of racecheck's reports are passed over. PyTorch's and cuBLAS's own kernels are not on trial. And racecheck
-does not see how Triton's compiler hands the arguments of `warp_specialize` from warp to warp: both places of such a
-report are what the compiler puts at the beginning of the kernel and around that statement, not a line that somebody
-wrote.
+Two kinds of reports of racecheck are ignored. One is of races inside the kernels of PyTorch and cuBLAS. The other comes
+from `warp_specialize`: racecheck does not recognise how Triton's compiler passes its arguments between warps. Both
+places of such a report are instructions that the compiler generated at the beginning of the kernel and around that
+statement, not lines of the source.
 """
 
 import os
@@ -24,7 +24,7 @@ COMPILERS_OWN = ("def product_kernel(", "gl.warp_specialize(")
 
 
 def main(tool: str, *vocabularies: str) -> int:
-    """Return 0 if the program went well and nothing unexplained was reported."""
+    """Return 0 if the program succeeded and the tool reported nothing unexplained."""
     program = [sys.executable, "-m", "tests.triton.sanitize", *vocabularies]
     print("$", "compute-sanitizer", "--tool", tool, *program, flush=True)
     done = subprocess.run(
@@ -46,7 +46,7 @@ def main(tool: str, *vocabularies: str) -> int:
 
 
 def unexplained(lines: list[str]) -> list[str]:
-    """Return what the tool reports, less what is passed over; each as its first line and the places that follow."""
+    """Return the reports that are not ignored; each as its first line and the following places."""
     reports: list[list[str]] = []
     begun = False
     for line in (line.removeprefix("=========").strip() for line in lines if line.startswith("=========")):
@@ -61,7 +61,7 @@ def unexplained(lines: list[str]) -> list[str]:
 
 
 def _is_passed_over(report: list[str]) -> bool:
-    """Whether a race has no place in a kernel of ours, or only places that are the compiler's."""
+    """Return whether a race has no place in our kernels, or only places that the compiler generated."""
     if not report[0].startswith("Error: Race reported"):
         return False
     places = [line.partition(" access at ")[2] for line in report if " access at " in line]
@@ -72,7 +72,7 @@ def _is_passed_over(report: list[str]) -> bool:
 
 @cache
 def _kernels() -> set[str]:
-    """Return the names of the functions in the files of kernels."""
+    """Return the names of all functions in the kernels' files."""
     return {name for file in KERNELS.rglob("*.py") for name in re.findall(r"def (\w+)\(", file.read_text("utf-8"))}
 
 

@@ -1,4 +1,4 @@
-"""What the gradient checks need to drive the Metal kernels on PyTorch tensors; a passed check is remembered."""
+"""The harness of the gradient checks for the Metal kernels on PyTorch tensors. It records that the check has passed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +22,15 @@ class MetalTorchHarness(TorchHarness):
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
-        """Name the kernels that have run, with the most threads that each of them was allowed."""
+        """Report the kernels that have run, with the largest number of threads that each allows."""
         seen: set[str] = set()
         yield seen
         seen.update(tensors.kernels_that_ran())
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return a number of classes for each way to share a row among threads."""
+        """Return one vocabulary size for each way to distribute a row over threads."""
         return long_cases(function, dtype, row_sizes(4 if dtype == "float32" else 2))
 
     def passed(self) -> None:
-        """Let "auto" take these kernels from now on."""
+        """Record that the check has passed, so that "auto" selects these kernels from now on."""
         proof.remember()

@@ -82,13 +82,13 @@ class Job(Protocol):
         """Do the same as `logits` for the logits (R, V) of a part; `target_logits` replace those of the targets."""
 
     def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
-        """Fold and finish all rows without their logits ever being there; False where the backend cannot.
+        """Fold and finish all rows without materialising their logits. Return False if the backend cannot.
 
-        `norm`, as `new_norm` returned it, is filled with what `multiply` needs.
+        The data that `multiply` needs is written to `norm`, as `new_norm` returned it.
         """
 
     def new_norm(self, linear: Linear) -> Tensor | None:
-        """Return memory for what `multiply` needs of all rows; None where `multiply` does not serve the call."""
+        """Return a buffer for the data that `multiply` needs of all rows; None if `multiply` cannot serve the call."""
 
     def multiply(
         self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None

@@ -125,17 +125,17 @@ class PlainJob:
         self._pass.forward(logits, part.start, grad, target_logits)
 
     def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
-        """Whole rows are as good here: return False."""
+        """Return False: whole rows are as fast here."""
         return False
 
     def new_norm(self, linear: Linear) -> Tensor | None:
-        """Return None: gradients are made from logits."""
+        """Return None: gradients are computed from logits."""
         return None
 
     def multiply(
         self, linear: Linear, taken: Taken, part: Part, grad: Tensor, norm: Tensor, entropy: Tensor | None
     ) -> None:
-        """Raise: there is never a norm."""
+        """Raise an error: it is never called, since `new_norm` returns None."""
         raise NotImplementedError
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:

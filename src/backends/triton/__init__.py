@@ -1,13 +1,16 @@
-"""Backend "triton": kernels for NVIDIA GPUs, which the PyTorch driver calls through a job.
+"""Backend "triton": kernels for NVIDIA GPUs, called by the PyTorch driver.
 
-`job` is what the driver gets: it has the `facts` and the `results` of a call's rows, and the modules whose names end in
-"launch" or "launches" launch its kernels (`launch`, `geometry`). `row_algebra` and `maths` are what all kernels share.
-`rows_kernel`, of the steps `row_fold` and `row_gradient`, and `gradient_kernel` are for rows whose logits exist,
-`probabilities_kernel` for targets that are class probabilities, `support_kernel` for rows with a support,
-`tile_kernels` for logits that are never stored, `facts_kernels` and `linear_kernels` for what stands around them.
-`shard_kernels`, `shard_land_kernels` and `shard_take_kernel` are for a vocabulary in shards, with launches in
-`shard_steps` and `shard_landing`.
-`hopper` has the one kernel for one chip, behind a door.
+- `job` implements the driver's interface. It holds the `facts` (inputs) and `results` of a call's rows.
+- Modules whose names end in "launch" or "launches", `tiles`, `shard_steps` and `shard_landing` launch kernels, with
+  `launch` and `geometry`.
+- `row_algebra`, `maths`, `row_memory` and `row_results` are functions that all kernels share.
+- Logits in memory: `rows_kernel`, made of `row_fold` and `row_gradient`, and `gradient_kernel` for the backward pass.
+  Rows with class probabilities use `probabilities_kernel`, rows with a support use `support_kernel`.
+- Logits that are never stored: `tile_kernels`.
+- Before and after the matrix products of a linear loss: `facts_kernels`, `linear_kernels`, `coefficients_kernel`.
+- A vocabulary in shards: `shard_kernels`, `shard_land_kernels`, `shard_take_kernel`.
+- Divergences: `divergence_kernel`, `top_k_kernel`.
+- `hopper` contains two matrix products for Hopper GPUs.
 """
 
 from typing import TYPE_CHECKING
@@ -24,14 +27,14 @@ __all__ = ["BACKEND", "TritonBackend"]
 
 
 class TritonBackend:
-    """Backend "triton": CUDA tensors, and CPU tensors where Triton interprets its kernels (TRITON_INTERPRET=1)."""
+    """Backend "triton": CUDA tensors, and CPU tensors if Triton interprets its kernels (TRITON_INTERPRET=1)."""
 
     name = "triton"
     framework = "torch"
     native_to: tuple[str, ...] = ("cuda",)
 
     def missing(self) -> str | None:
-        """Return what was found when this machine was first looked at."""
+        """Return the reason why Triton cannot be used on this machine, or None. It is determined once."""
         from xent.backends.triton.machine import MISSING
 
         return MISSING
@@ -48,7 +51,7 @@ class TritonBackend:
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
-        """Refuse other devices, and float64, which these kernels would round to float32."""
+        """Refuse tensors on other devices, and float64, which these kernels would round to float32."""
         return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
 
     def _refuse(self, arrays: "list[Tensor]") -> str | None:
@@ -69,7 +72,7 @@ class TritonBackend:
         return driver.run(call, kernel=self.name)
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse what the losses refuse."""
+        """Refuse the same tensors as for the losses."""
         return self._refuse([call.array])
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":

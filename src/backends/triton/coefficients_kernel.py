@@ -15,7 +15,7 @@ def coefficients_kernel(
     made,  # (4, R) float32: m, factor, the target's gradient, tilt; see `gradient_product_kernel`
     classes,  # (R,) int32: the target, or -2 where the gradient is 0
     target_logits,  # (R,) float32
-    order,  # arguments of the same names are those of `gradient_kernel`; rows are order[start:], or from start on
+    order,  # see `gradient_kernel` for other arguments; rows are order[start:], or start, start + 1, ...
     start: "i64",
     target,
     sample_weight,

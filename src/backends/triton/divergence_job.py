@@ -1,4 +1,4 @@
-"""Divergences by kernels: registered with the PyTorch driver, which has the loop over chunks of rows."""
+"""Divergences in Triton. The function is registered with the PyTorch driver, which has the loop over chunks of rows."""
 
 from typing import Any
 
@@ -67,7 +67,8 @@ def triton_rows(
     }
     weights = (float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
     sides = (z, z.stride(0), teacher, teacher.stride(0))
-    # What is relative to one class is 0 for it to the last bit where code for one class rounds as that for many does.
+    # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
+    # difference from the reference class is exactly 0 for that class.
     fusion: dict[str, int] = {"enable_fp_fusion": False} if exact else {}
     launch(
         divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps, maxnreg=64, **fusion
@@ -75,19 +76,19 @@ def triton_rows(
 
 
 def _is_aligned(matrix: Tensor) -> bool:
-    """Whether all rows begin and end on boundaries of 16 bytes, of 8 elements at least."""
+    """Return whether all rows begin and end at multiples of 16 bytes, and have a multiple of 8 elements."""
     pitch = matrix.stride(0) * matrix.itemsize
     return matrix.shape[1] % 8 == 0 and pitch % 16 == 0 and matrix.data_ptr() % 16 == 0
 
 
 def _bits(ids: Tensor, log_q: Tensor, vocabulary: int) -> Tensor:
-    """Return a bit for each class of each row, (R, words) int32: whether it is among the row's ids."""
+    """Return a bitmap (R, words) int32 of each row's classes: 1 if the class is among the row's ids."""
     known = (log_q != -torch.inf) & (ids >= 0) & (ids < vocabulary)
     safe = ids.masked_fill(~known, 0)
     ones = torch.where(known, torch.bitwise_left_shift(torch.ones_like(safe), safe % _BITS), 0)
     signed = torch.where(ones >= 2 ** (_BITS - 1), ones - 2**_BITS, ones).to(torch.int32)
     words = torch.zeros(len(ids), cdiv(vocabulary, _BITS), dtype=torch.int32, device=ids.device)
-    # The ids of a row differ, so that a sum of their bits is their union.
+    # The ids of a row are distinct, so the sum of their bits is the union.
     return words.scatter_add_(1, safe // _BITS, signed)
 
 

@@ -1,14 +1,15 @@
-"""Divergence and gradient of rows whose logits of both sides are there, in one launch, a program a row.
+"""Divergence and gradient of rows with stored logits of both sides, in one launch, with one program per row.
 
-The first look adds up the exponentials of both sides, relative to the largest logit of the first block. The second,
-from the row's end, which the caches still hold, adds up the divergence and writes the gradient; mixtures need a third
-for it, as KL(p || m) is in every class's gradient and m is not known before the first is over. With d = t - x::
+The first pass sums the exponentials of both sides, relative to the largest logit of the first block. The second pass
+goes backwards from the row's end, which is still in the caches. It sums the divergence and writes the gradient.
+Mixtures need a third pass for the gradient, which contains KL(p || m), and m is not known before the first pass is
+done. With d = t - x::
 
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
     between     dl/dx_c = (1 - beta) p_c (sum_k p_k v_k - v_c)               v = log m - log p
 
-In the last two d, and v of float32 logits, are relative to an offset near their mean, which cancels.
+In the last two, d and (for float32 logits) v are relative to an offset near their mean, which cancels.
 """
 
 import triton
@@ -20,7 +21,7 @@ from xent.backends.triton.maths import activate, exp, finite, slope
 
 __all__ = ["divergence_kernel", "read"]
 
-# Sums between these are relative to a logit near the largest.
+# A sum between these bounds is relative to a logit near the largest.
 NEAR = tl.constexpr(0.5)
 FAR_ABOVE = tl.constexpr(1e8)
 
@@ -30,7 +31,7 @@ def read(
     row, first, vocabulary, logit_scale, softcap,
     BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Return a block of raw logits and its x; -inf beyond the row."""
+    """Return a block of raw logits and its x, which is -inf beyond the end of the row."""
     classes = first + tl.arange(0, BLOCK)
     inside = classes < vocabulary
     z = tl.load(row + classes, mask=inside, other=0.0).to(tl.float32)
@@ -40,7 +41,7 @@ def read(
 
 @triton.jit
 def _mixed(p, q, apart, beta):
-    """Return both terms of a mixture's divergence, (1 - beta) KL's first, and v = log m - log p."""
+    """Return beta KL(q || m) + (1 - beta) KL(p || m) per class, and v = log m - log p."""
     common = log_share(apart, beta)
     from_p = common + tl.maximum(apart, 0.0)
     m = (1 - beta) * p + beta * q
@@ -74,18 +75,18 @@ def divergence_kernel(
     CAPPED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows of both sides and of the gradient begin and end on boundaries of 16 bytes
+    ALIGNED: tl.constexpr,  # rows of both sides and of the gradient are whole multiples of 16 bytes
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring."""
     here = tl.program_id(0).to(tl.int64)
     z_row, t_row = student + here * student_row, teacher + here * teacher_row
-    place = student  # or where the gradient goes
+    place = student  # the gradient's row if there is a gradient
     if grad is not None:
         place = grad + here * grad_row
     if ALIGNED:
         z_row, t_row, place = tl.multiple_of(z_row, 16), tl.multiple_of(t_row, 16), tl.multiple_of(place, 16)
-        vocabulary = vocabulary // 8 * 8  # as it is, and the compiler knows
+        vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
     is_dead = False
     if dead is not None:
         is_dead = tl.load(dead + here) != 0
@@ -100,7 +101,7 @@ def divergence_kernel(
                 nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
                 tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
     else:
-        # Relative to the largest logits of the first block, unless that is far from the largest of all.
+        # Sums are relative to the largest logits of the first block, unless these are far from the largest of all.
         _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
         _t, t = read(t_row, 0, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED)
         m_p, m_q = finite(tl.max(x, 0)), finite(tl.max(t, 0))
@@ -110,7 +111,7 @@ def divergence_kernel(
         offset = 0.0
         top = 0.0  # the teacher's logit of the student's most probable class
         if REVERSE:
-            # The mean of d in the first block: what is added up is small, and so is its rounding.
+            # The offset is the mean of d in the first block: summed terms and their rounding are small.
             e = exp(x - m_p)
             some = tl.sum(e, 0)
             offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
@@ -141,7 +142,7 @@ def divergence_kernel(
                 _t, t = read(
                     t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
                 )
-                # A row of -inf so far has nothing to rescale; NaN passes into the sums.
+                # If all x so far are -inf, there is nothing to rescale. NaN propagates to the sums.
                 largest_p = tl.maximum(m_p, tl.max(x, 0))
                 largest_q = tl.maximum(m_q, tl.max(t, 0))
                 shrink = exp(m_p - finite(largest_p))
@@ -150,7 +151,7 @@ def divergence_kernel(
                 s_q = s_q * exp(m_q - finite(largest_q)) + exp(t - finite(largest_q))
                 if REVERSE:
                     if first == 0:
-                        # The mean of d in the first block: what is added up is small, and so is its rounding.
+                        # The offset is the mean of d in the first block: summed terms and their rounding are small.
                         some = tl.sum(e, 0)
                         offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
                     mean = mean * shrink + tl.where(e == 0, 0.0, e * (t - x - offset))
@@ -160,7 +161,8 @@ def divergence_kernel(
                 m_p, m_q = largest_p, largest_q
             m_p, m_q = finite(m_p), finite(m_q)
             z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
-        # log q - log p = (t - m_q) - (x - m_p) - shift, where the likeliest classes' differences are exact
+        # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
+        # exact.
         shift = tl.log(z_q) - tl.log(z_p)
         share_p, share_q = tl.div_rn(1.0, z_p), tl.div_rn(1.0, z_q)
         pull = 0.0
@@ -170,7 +172,8 @@ def divergence_kernel(
         if not FORWARD and not REVERSE:
             factor *= 1 - beta
             if EXACT:
-                # v of that class: where it has nearly all probability, the mean of v is nearer to it than v is to 0.
+                # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
+                # v is close to it.
                 top = top - m_q - shift
                 offset = log_share(top, beta) + tl.maximum(top, 0.0)
         found = tl.zeros([BLOCK], tl.float32)

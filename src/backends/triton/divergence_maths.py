@@ -1,7 +1,7 @@
-"""Arithmetic that the kernels of divergences share: terms that are never negative, and do not cancel.
+"""Arithmetic of the divergence kernels, in terms that are never negative and do not cancel.
 
-With u = log o - log w, a divergence sum_c w (log w - log o) is added up as the sum of w (e^u - 1 - u) = o - w - w u,
-as in `xent.backends.torch.divergence.plain`.
+With u = log o - log w, a divergence sum_c w (log w - log o) is computed as the sum of w (e^u - 1 - u) = o - w - w u, as
+in `xent.backends.torch.divergence.plain`.
 """
 
 import triton
@@ -18,9 +18,9 @@ LN2_LOW = tl.constexpr(-2.12194440e-4)
 
 @triton.jit
 def exact_exp(x):
-    """Return e^x for x < 88 to a rounding or two, however far x is from 0; 0 below e^-87.
+    """Return e^x for x < 88 with an error of one or two roundings for any x; 0 below e^-87.
 
-    GPUs approximate 2^x to two units in the last place. The polynomial is the best of its degree in relative error on
+    GPUs approximate 2^x to two units in the last place. The polynomial has the smallest relative error of its degree on
     [-ln(2) / 2, ln(2) / 2] (Lawson's iteration in float64).
     """
     near = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
@@ -37,7 +37,7 @@ def exact_exp(x):
 
 @triton.jit
 def _excess(u):
-    """Return e^u - 1 - u for u <= 1: a series where the difference would cancel."""
+    """Return e^u - 1 - u for u <= 1, by a series if the difference would cancel."""
     small = tl.where(tl.abs(u) < 0.5, u, 0.0)
     series = tl.fma(small, 1 / 3628800, 1 / 362880)
     series = tl.fma(small, series, 1 / 40320)
@@ -58,19 +58,19 @@ def expm1(u):
 
 @triton.jit
 def gap(w, o, u):
-    """Return w (e^u - 1 - u) for o = w e^u, as o - w - w u where e^u is large; o where w is 0."""
+    """Return w (e^u - 1 - u) for o = w e^u: o - w - w u if e^u is large, and o if w is 0."""
     found = tl.where(u > 1, o - w - w * u, w * _excess(tl.where(u > 1, 0.0, u)))
     return tl.where(w == 0, o, found)
 
 
 @triton.jit
 def log_share(apart, beta):
-    """Return log m - log p for m = (1 - beta) p + beta q and apart = log q - log p; less `apart` where that is > 0."""
+    """Return log m - log p - max(apart, 0) for m = (1 - beta) p + beta q and apart = log q - log p."""
     share = tl.where(apart > 0, 1 - beta, beta)
     return log1p(share * expm1(-tl.abs(apart)))
 
 
 @triton.jit
 def pulled(p, u, mean):
-    """Return p (mean - u); 0 where p is."""
+    """Return p (mean - u); 0 if p is 0."""
     return tl.where(p == 0, 0.0, p * (mean - u))

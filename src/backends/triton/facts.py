@@ -1,7 +1,7 @@
-"""What is known of the rows of one call before their logits are, in the form in which kernels take it.
+"""The inputs of the rows of one call other than logits, in the form of kernel arguments.
 
-Kernels find what is known of a row (target, weight, factor of the gradient) in the caller's own tensors, each for
-itself; only the divisor of a mean takes a launch beforehand.
+Each kernel reads a row's target, weight and upstream gradient from the caller's own tensors. Only the divisor of a mean
+needs a launch beforehand.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ _LARGEST_SOFTCAP = 256
 
 
 class Facts:
-    """The options of N rows."""
+    """Target, weights, options and upstream gradients of N rows."""
 
     def __init__(self, options: Options, vocabulary: int, shift: int, upstream: Upstream | None, narrow: bool) -> None:
         self.spec = spec = options.spec
@@ -41,44 +41,44 @@ class Facts:
         self.class_weight = None if options.weight is None else options.weight.float().contiguous()
         self.total_weight = None if self.class_weight is None else self.class_weight.sum()
         self.bend = bend_of(options)
-        """(N, 2): logit scale and softcap of each position of the target; None where one number is for all."""
+        """(N, 2): logit scale and softcap of each position of the target; None if one number is used for all."""
         self.support = self._support(options)
-        """(ids, offsets) of the classes that each position of the target may take; None for all classes."""
+        """(ids, offsets) of the support of each position of the target; None for all classes."""
         self.upstream = Upstream() if upstream is None else upstream
         self.statistics = self.upstream[1:] != (None, None, None)
-        """Whether there are upstream gradients of statistics, which rows of weight 0 have as well."""
+        """Whether there are upstream gradients of statistics, which also apply to rows with weight 0."""
         self.mean = spec.reduction == "mean" or narrow
         names = spec.stats
         self.all_rows = bool(names) or self.statistics
-        """Whether rows of weight 0 are due for their statistics, or for gradients of these."""
+        """Whether rows with weight 0 must be computed, for their statistics or for gradients of these."""
         self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
         needed = spec.reduction != "none" or narrow or self.counted is not None
         self.scratch = self._divided(divisor_of(options), narrow) if needed else None
-        """(4,): D, 1 / D, what a narrow gradient lacks, and how many programs are done."""
+        """(4,) float32: D, 1 / D, the remaining factor of narrow gradients, and a counter of finished programs."""
 
     def _empty(self, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     @property
     def rows(self) -> tuple[int, ...]:
-        """What kernels are told of the rows."""
+        """The kernel arguments that describe the rows."""
         return self.count, self.length, self.shift, self.spec.ignore_index, self.vocabulary
 
     @property
     def numbers(self) -> tuple[Any, ...]:
-        """What kernels are told of the loss and of the logits' scale."""
+        """The kernel arguments that describe the loss and the scale of the logits."""
         spec = self.spec
         smoothing = spec.label_smoothing
         return 1 - smoothing, smoothing / self.vocabulary, spec.z_loss, *self.scales
 
     @property
     def scales(self) -> tuple[Any, ...]:
-        """What kernels are told of the logits' scale: softcap, logit scale, and each row's own with their stride."""
+        """The kernel arguments for the scale of logits: softcap, logit scale, and those per row with their stride."""
         return self.spec.softcap or 0.0, self.spec.logit_scale, *_strided(self.bend)
 
     @property
     def bent(self) -> dict[str, bool]:
-        """What is done to logits."""
+        """The kernels' constants for the scale of the logits."""
         scaled = self.spec.logit_scale != 1 or self.bend is not None
         return {"CAPPED": self.spec.softcap is not None, "SCALED": scaled}
 
@@ -89,7 +89,10 @@ class Facts:
         return tuple(value for given in each for value in _strided(given))
 
     def is_quick(self, half: bool) -> bool:
-        """Whether the softcap may be off by its 10^7th part: among many classes, and where it bends."""
+        """Return whether capped logits may have an error of softcap / 10^7, which is faster to compute.
+
+        It may if logits are 16-bit and there are many classes, unless the softcap is large or differs by row.
+        """
         cap = self.spec.softcap
         bends = cap is None or (self.bend is None and cap <= _LARGEST_SOFTCAP)
         return half and self.vocabulary >= _MANY and bends
@@ -100,7 +103,7 @@ class Facts:
         return options.support_ids.contiguous(), options.support_offsets.contiguous()
 
     def _divided(self, divisor: tuple[float | None, Tensor | None], narrow: bool) -> Tensor:
-        """Return what is found of all rows."""
+        """Compute and return `scratch`; fill `counted` if it is needed."""
         scratch = self._empty(4)
         number, normalizer = divisor
         mean = self.spec.reduction == "mean"
@@ -131,5 +134,5 @@ class Facts:
 
 
 def _strided(tensor: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return a tensor and the stride of its rows, 0 where one is for all."""
+    """Return a tensor and the stride of its rows, which is 0 for None or a single row."""
     return tensor, 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)

@@ -1,4 +1,4 @@
-"""What is known of all rows before their logits are: the divisor of a mean, and which rows are computed first."""
+"""Kernels that run before the logits exist: the divisor of a mean, and the order in which rows are computed."""
 
 import triton
 import triton.language as tl
@@ -15,9 +15,9 @@ def divisor_kernel(
     sample_weight,
     class_weight,
     normalizer,  # () or None
-    scratch,  # float32: D, 1 / D or 0, what a gradient still lacks, 0
-    counted,  # () int64: how many rows have a target; or None
-    number: "fp32",  # the normalizer where it is a number
+    scratch,  # float32: D, 1 / D or 0, remaining factor of narrow gradients, 0
+    counted,  # () int64: number of rows with a target; or None
+    number: "fp32",  # the normalizer if it is a number
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -26,11 +26,11 @@ def divisor_kernel(
     SHIFTED: tl.constexpr,
     MEAN: tl.constexpr,
     NUMBER: tl.constexpr,
-    NARROW: tl.constexpr,  # gradients are float16 on their way
+    NARROW: tl.constexpr,  # intermediate gradients are float16
     PROBABILITIES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program adds up all rows, in a fixed order."""
+    """Compute the divisor and the count. One program sums all rows in a fixed order."""
     sums = tl.zeros([BLOCK], tl.float32)
     sizes = tl.zeros([BLOCK], tl.float32)
     rows_counted = tl.zeros([BLOCK], tl.int64)
@@ -60,8 +60,8 @@ def divisor_kernel(
         d = one
     rest = one
     if NARROW:
-        # 1/D would push float16 gradients under the smallest number before a loss scale lifts them, and weights could
-        # push them over the largest: what is stored has rows of size 1, and `rest` has what is missing.
+        # In float16, gradients multiplied by 1/D could underflow before a loss scale is applied, and weights could make
+        # them overflow. So gradients are stored with row factors of at most 1, and `rest` is the remaining factor.
         largest = tl.max(sizes, 0)
         largest = tl.where(largest == 0, 1.0, largest)
         rest = inverse * largest
@@ -108,11 +108,11 @@ def partition_kernel(
     ignore_index: "i64",
     vocabulary: "i32",
     SHIFTED: tl.constexpr,
-    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics
+    ALL_ROWS: tl.constexpr,  # rows of weight 0 are computed for their statistics
     COUNTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Stably partition the rows to compute to the front. Every program counts all rows to know where its own begin."""
+    """Stably partition the rows to compute to the front. Each program counts all rows to find the offset of its own."""
     for block in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         before = tl.zeros([COUNTED], tl.int32)
         everywhere = tl.zeros([COUNTED], tl.int32)

@@ -1,4 +1,4 @@
-"""Where the rows of a tensor lie, and what follows for the kernels that read whole rows: vectors, blocks, warps."""
+"""The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
 import os
 from dataclasses import dataclass
@@ -11,35 +11,42 @@ from xent.backends.triton.launch import cdiv, next_power_of_2
 __all__ = ["Geometry", "Sizes", "geometry", "rows_of", "sizes"]
 
 _KIB = 1024
-# PyTorch's allocator gives out memory in multiples of 512 bytes, so that the last vector of a tensor is always whole.
+# PyTorch's allocator rounds sizes up to multiples of 512 bytes, so the last vector of a tensor can be read as a whole.
 _ROUNDS_UP = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") in ("", "0")
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """The rows of logits and of their gradient: `inner` rows to a group, strides in elements."""
+    """The memory layout of logits and their gradient.
+
+    `logits` and `grad` are (rows in a group, stride of groups, stride of rows), with strides in elements. `skew` is the
+    offset of the first logit from a multiple of 16 bytes, in elements.
+    """
 
     logits: tuple[int, int, int]
     grad: tuple[int, int, int]
     skew: int
     vector: int
-    """Elements that are read at once; 1 where logits and gradient do not lie alike."""
+    """Elements that one load reads (16 bytes); 1 if rows of logits and gradient are aligned differently."""
     skewed: bool
-    """Whether rows may begin off the boundaries of vectors."""
+    """Whether rows may begin at other addresses than multiples of 16 bytes."""
     ragged: bool
-    """Whether they may begin or end off them."""
+    """Whether rows may begin or end at other addresses than multiples of 16 bytes."""
     grouped: bool
-    """Whether there is more than one group, in either; their stride is 0 where they are one memory."""
+    """Whether logits or gradient have more than one group of rows.
+
+    The stride of groups may be 0, for expanded tensors.
+    """
 
     def constants(self) -> dict[str, Any]:
         """Return the kernels' constants."""
         return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
 
     def options(self) -> dict[str, int]:
-        """Return launch options. Where rows begin anywhere, a class may be in the first block, the loop or the last.
+        """Return launch options, without fused multiply-add if rows may begin anywhere.
 
-        These are copies of the same code, of which the compiler may fuse one's multiplications and additions and not
-        another's: a row's bits would depend on where it begins.
+        Then a class may be in the first block, in the loop or in the last block. These are copies of the same code, and
+        the compiler may fuse one copy and not another. A row's bits would depend on where it begins.
         """
         return {"enable_fp_fusion": False} if self.skewed else {}
 
@@ -59,13 +66,13 @@ def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
     if len(groups) > 2:
         return None
     if not groups:
-        return (1, 0, tensor.shape[-1])  # as in a batch of more
+        return (1, 0, tensor.shape[-1])  # the stride that one row of a contiguous batch has
     inner, stride = groups[-1]
     return (inner, groups[0][1] if len(groups) == 2 else 0, stride)
 
 
 def geometry(logits: Tensor, grad: Tensor | None) -> Geometry | None:
-    """Return where rows of (..., V) logits and their gradient lie; None where a kernel cannot go through them."""
+    """Return the layout of logits (..., V) and their gradient; None if a kernel cannot address it."""
     rows = rows_of(logits)
     places = rows if grad is None or rows is None else rows_of(grad)
     if rows is None or places is None or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
@@ -86,7 +93,7 @@ def geometry(logits: Tensor, grad: Tensor | None) -> Geometry | None:
 def _lie_alike(
     rows: tuple[int, int, int], places: tuple[int, int, int], skew: int, grad: Tensor, logits: Tensor
 ) -> bool:
-    """Whether each row of the gradient begins as far behind a boundary as that of the logits."""
+    """Return whether each row of the gradient has the same offset from a vector boundary as the row of logits."""
     if grad is logits:
         return True
     vector = 16 // logits.itemsize
@@ -106,13 +113,13 @@ def _lie_alike(
 
 
 def _is_padded(tensor: Tensor) -> bool:
-    """Whether the vector that a tensor's last element is in may be read as a whole."""
+    """Return whether the vector that contains a tensor's last element can be read as a whole."""
     return (tensor.is_cuda and _ROUNDS_UP) or tensor.untyped_storage().nbytes() % 16 == 0
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How a row is cut for `rows_kernel`."""
+    """The block sizes and launch options of `rows_kernel` for rows of one length."""
 
     block: int
     lanes: int
@@ -126,10 +133,11 @@ class Sizes:
 
 
 def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
-    """Return sizes for rows of so many classes.
+    """Return the sizes for rows of `vocabulary` classes.
 
-    The second look at a row should find it in L1, or in L2: short rows are served by three programs a multiprocessor,
-    long ones by one, with as many loads in flight as registers allow. Measured on an H200 (benchmarks/NOTES.md).
+    The second pass over a row should find it in the L1 or L2 cache. So three programs run on a multiprocessor for short
+    rows, and one for long rows, with as many loads in flight as registers allow. Measured on an H200
+    (benchmarks/NOTES.md).
     """
     row = vocabulary * itemsize
     if row <= 8 * _KIB:
@@ -142,7 +150,8 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> S
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     else:
         block, warps, registers = 64 * _KIB // itemsize, 32, 0
-    # A block is never smaller than two vectors: its last one may begin outside of the reference's classes.
+    # A block has at least two vectors: the reference of a skewed row is found without the last vector of its first
+    # block.
     block = max(block, 2 * place.vector)
     warps = warps or max(min(block * itemsize // _KIB, 8), 1)
     lanes = block if place.skewed or place.vector == 1 else block // place.vector

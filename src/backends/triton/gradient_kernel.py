@@ -1,4 +1,7 @@
-"""The gradient of rows whose sums are known, a program for each part of a row: the backward pass of per-row losses."""
+"""The gradient of rows, computed from their saved sums. One program per part of a row.
+
+It is used in the backward pass of per-row losses.
+"""
 
 import triton.language as tl
 
@@ -22,7 +25,7 @@ __all__ = ["gradient_kernel"]
 
 @kernel
 def gradient_kernel(
-    logits,  # arguments of the same names are those of `rows_kernel`
+    logits,  # see `rows_kernel` for arguments that are not described here
     logits_inner: "i64",
     logits_outer: "i64",
     logits_row: "i64",
@@ -46,7 +49,7 @@ def gradient_kernel(
     entropy_upstream_stride: "i64",
     scratch,
     norm,  # (3, N): m, others, total
-    entropy,  # (N,), as the forward pass found it; where it has an upstream gradient
+    entropy,  # (N,), from the forward pass, if it has an upstream gradient
     count: "i64",
     length: "i64",
     shift: "i64",
@@ -60,7 +63,7 @@ def gradient_kernel(
     bend,
     bend_stride: "i64",
     SHIFTED: tl.constexpr,
-    GROUPED: tl.constexpr,  # rows of a tensor lie in groups
+    GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
     SKEWED: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -72,9 +75,9 @@ def gradient_kernel(
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,  # of a row that a program writes
+    BLOCKS: tl.constexpr,  # number of blocks of a row that a program writes
 ):
-    """Write one part of one row."""
+    """Write the gradient of one part of one row."""
     TILTED: tl.constexpr = entropy_upstream is not None
     STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     parts = tl.cdiv(vocabulary + (VECTOR - 1 if SKEWED else 0), BLOCKS * BLOCK)
@@ -106,13 +109,13 @@ def gradient_kernel(
     if VECTOR > 1:
         place = tl.multiple_of(place, 16)
     last = tl.minimum(first + (BLOCKS - 1) * BLOCK, (vocabulary + off - 1) // BLOCK * BLOCK)
-    # A row that begins on a boundary may have a part less than one that does not.
+    # An aligned row may have one part less than a skewed row.
     if ((ignored if STATISTICS else dead) | (first > last)) != 0:
         fill(place, 0.0, off, first, last, vocabulary, BLOCK, RAGGED, VECTOR)
     else:
         whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
         z_y = tl.load(logits + begin + y).to(tl.float32)
-        tl.debug_barrier()  # the gradient may take the logits' memory
+        tl.debug_barrier()  # the gradient may overwrite the logits
         m = tl.load(norm + row)
         others = tl.load(norm + count + row)
         total = tl.load(norm + 2 * count + row)

@@ -1,4 +1,4 @@
-"""What the gradient checks need to drive the Triton kernels: sizes that reach each of them, and which ones ran."""
+"""The gradient checks' interface to the Triton kernels: sizes that reach each kernel, and the kernels that ran."""
 
 import os
 import re
@@ -18,7 +18,7 @@ __all__ = ["TritonHarness"]
 
 _INTERPRETER = "Triton's interpreter"
 _KERNEL = re.compile(r"^def (\w+_kernel)\(", re.MULTILINE)
-# One for each way in which `geometry.sizes` cuts rows.
+# One for each case of `geometry.sizes`.
 _CLASSES = {
     "one block": 1024,
     "several blocks": 16_384,
@@ -28,8 +28,8 @@ _CLASSES = {
     "longest": 131_072,
 }
 _INTERPRETED = {"several blocks": 8192, "off boundaries": 8199}
-_MOST_PROCESSES = 16  # each has a context on the GPU
-_TILE = 4096  # classes, where a chunk's memory is small
+_MOST_PROCESSES = 16  # each process has a CUDA context
+_TILE = 4096  # classes, in cases with little memory per chunk
 
 
 class TritonHarness(TorchHarness):
@@ -41,14 +41,14 @@ class TritonHarness(TorchHarness):
         self._interprets = self.device == "cpu"
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
         paths = sorted(Path(__file__).parent.rglob("*.py"))
-        # Kernels of shards take several processes with a group, which the checks do not start.
+        # Kernels for shards need several processes with a group, which the checks do not start.
         sources = (path.read_text(encoding="utf-8") for path in paths if not path.name.startswith("shard_"))
         found = (name for source in sources for name in _KERNEL.findall(source))
         self.kernels = (_INTERPRETER,) if self._interprets else tuple(found)
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
-        """Name the kernels of this package that PyTorch's profiler sees on the GPU."""
+        """Yield a set that is filled with the kernels of this package that PyTorch's profiler sees on the GPU."""
         seen: set[str] = set()
         if self._interprets:
             yield {_INTERPRETER}
@@ -59,7 +59,7 @@ class TritonHarness(TorchHarness):
         seen.update(name for name in self.kernels if any(key == name or key.startswith(f"{name}_") for key in ran))
 
     def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return a number of classes for each kernel of rows; chunks, and rows whose chunks are small."""
+        """Return cases that reach each kernel of rows, with chunks, and with rows whose chunks are small."""
         if self._interprets:
             return [case for case in long_cases(function, dtype, _INTERPRETED) if case.vocabulary > 1000]
         cases = long_cases(function, dtype, _CLASSES)

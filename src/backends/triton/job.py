@@ -1,4 +1,4 @@
-"""The rows of one call on Triton: a `xent.backends.torch.job.Job` whose steps are kernel launches."""
+"""A `xent.backends.torch.job.Job` whose steps are launches of Triton kernels."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ class TritonJob:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Put the rows to compute first."""
+        """Move the rows that must be computed to the front, in one launch."""
         facts, on_host = self.facts, self.device.type == "cpu"
         if not self.count or not (on_host or (several and not torch.cuda.is_current_stream_capturing())):
             return None, self.count
@@ -65,17 +65,17 @@ class TritonJob:
         return order, int(number) if on_host else number
 
     def learn(self, number: int) -> None:
-        """Take rows as they come where all are computed."""
+        """Return to the order of the call if all rows are computed."""
         if number == self.count:
             self._order, self.results.partial = None, False
 
     def logits(self, logits: Tensor, grad: Tensor | None, norm: Tensor | None) -> None:
-        """Take all rows of (..., V) logits."""
+        """Compute all rows of logits (..., V)."""
         for block in blocks_of(logits, grad):
             self._take_rows(block, norm)
 
     def chunk(self, logits: Tensor, part: Part, grad: Tensor | None, target_logits: Tensor | None) -> None:
-        """Take the rows of a part."""
+        """Compute the rows of a part."""
         place = geometry(logits, grad)
         assert place is not None
         self._take_rows(Block(logits, grad, place, part.start, False, self._order, target_logits), None)
@@ -89,7 +89,7 @@ class TritonJob:
             launch_rows(self.facts, self.results, block, norm)
 
     def gradient(self, logits: Tensor, grad: Tensor, norm: Tensor | None, entropy: Tensor | None) -> None:
-        """Write the gradient of all rows of (..., V) logits, from their norm where there is one."""
+        """Write the gradient of all rows of logits (..., V), from their norm if it is given."""
         if norm is None or self.facts.probabilities is not None or self.facts.support is not None:
             self.logits(logits, grad, None)
             return
@@ -105,7 +105,7 @@ class TritonJob:
         if not facts.all_rows or facts.statistics or (facts.sample_weight is None and not facts.mean):
             launch_take(facts, order, linear, part, target_logits, trained)
             return Taken(trained, trained, target_logits)
-        # Rows without a gradient have statistics.
+        # Rows without a gradient still have statistics, which need their real hidden states.
         if linear.needs[1]:
             launch_take(facts, order, linear, part, None, trained)
         if target_logits is not None:
@@ -114,7 +114,7 @@ class TritonJob:
         return Taken(taken.to(linear.compute), trained, target_logits)
 
     def new_norm(self, linear: Linear) -> Tensor | None:
-        """Return memory for the norm where a Hopper GPU's products serve the call."""
+        """Return a buffer for the norm if the products for Hopper GPUs serve the call."""
         return self._empty((3, self.count)) if stores_no_logits(linear, self.facts) else None
 
     def multiply(
@@ -129,7 +129,7 @@ class TritonJob:
         gradient_product(taken.hidden, linear.classifier, facts.spec, classes, made, grad, tilted)
 
     def tiles(self, linear: Linear, norm: Tensor | None) -> bool:
-        """Find the results of all rows without storing their logits; False for probabilities and supports."""
+        """Compute the results of all rows without storing their logits. Return False for probabilities and supports."""
         facts = self.facts
         if facts.probabilities is not None or facts.support is not None:
             return False

@@ -1,9 +1,9 @@
 """Launches of kernels: each is compiled once per kind of arguments, and later launches skip Triton's binder.
 
-The binder takes the host 20 to 100 us a launch. Kernels here ask Triton to specialise on nothing but their constants
-and the types of their arguments (`kernel`), so that a compiled kernel is right for every later launch with the same
-types and constants, wherever its memory begins. Addresses are passed as integers: Triton's launcher asks the driver
-about every tensor, and believes an integer. Triton's knobs are those of the first launch of a kind.
+The binder takes 20 to 100 us of host time per launch. These kernels are specialised only for their constants and the
+types of their arguments (`kernel`). So a compiled kernel is correct for every later launch with the same types and
+constants, at any address. Addresses are passed as integers, because Triton's launcher queries the driver for every
+tensor, but not for an integer. Triton's knobs are those of the first launch of a kind.
 """
 
 import inspect
@@ -19,13 +19,13 @@ from xent.backends.triton.machine import release
 
 __all__ = ["cdiv", "kernel", "launch", "next_power_of_2"]
 
-_IS_TRIED = release() in ((3, 6), (3, 7))  # releases whose compiled kernels were launched like this
+_IS_TRIED = release() in ((3, 6), (3, 7))  # releases that this way to launch was tested with
 _compiled: dict[Any, "_Compiled"] = {}
-_MOST = 4096  # kinds; beyond that all are forgotten
+_MOST = 4096  # kinds; if there are more, the cache is cleared
 
 
 def kernel(function: Callable[..., Any]) -> Any:
-    """Compile `function` with Triton for its constants and the types of its other arguments alone."""
+    """Return a Triton kernel that is specialised only for its constants and the types of its other arguments."""
     names = [name for name, parameter in inspect.signature(function).parameters.items() if not _is_constant(parameter)]
     return triton.jit(do_not_specialize=names, do_not_specialize_on_alignment=names)(function)
 
@@ -35,8 +35,8 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
 
 
 def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
-    """Launch so many programs. `options` are Triton's: num_warps, maxnreg, enable_fp_fusion."""
-    if not isinstance(function, triton.JITFunction):  # the interpreter knows few options, and heeds none
+    """Launch `programs` programs. `options` are Triton's num_warps, maxnreg and enable_fp_fusion."""
+    if not isinstance(function, triton.JITFunction):  # the interpreter does not use the options
         _interpret(function, programs, arguments, constants)
         return
     if not _IS_TRIED:
@@ -77,7 +77,7 @@ def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], bool]:
             kinds.append(-(2**31) <= argument < 2**31)
         elif argument is None or kind is float or kind is bool:
             kinds.append(kind)
-        else:  # a matrix for the copy engine, whose layout follows from these
+        else:  # a descriptor for the copy engine; these determine its layout
             kinds.append((argument.base.dtype, *argument.block_shape))
             can_repeat = False
     return kinds, values, can_repeat
@@ -90,7 +90,7 @@ class _Compiled:
         self.kernel, self._constants = kernel, constants
 
     def __call__(self, programs: int, values: list[Any]) -> None:
-        """Launch so many programs. `values`: the arguments, with addresses in the place of tensors."""
+        """Launch `programs` programs. `values` are the arguments, with addresses instead of tensors."""
         kernel = self.kernel
         if _has_hooks():
             kernel[(programs, 1, 1)](*values, *self._constants)
@@ -102,7 +102,7 @@ class _Compiled:
 
 
 def _has_hooks() -> bool:
-    """Whether a profiler asked Triton to call it at launches."""
+    """Return whether a profiler asked Triton to call it at launches."""
     runtime = triton.knobs.runtime
     return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
 
@@ -122,10 +122,10 @@ def _note(found: Any, programs: int, arguments: tuple[Any, ...]) -> None:
 
 
 def cdiv(count: int, size: int) -> int:
-    """Return how many blocks of that size hold `count`; `triton.cdiv` takes the host a hundred times as long."""
+    """Return count / size, rounded up. `triton.cdiv` takes a hundred times as long on the host."""
     return -(-count // size)
 
 
 def next_power_of_2(count: int) -> int:
-    """Return the smallest power of two that is not less; like `triton.next_power_of_2`, in a hundredth of its time."""
+    """Return the smallest power of two >= count, in a hundredth of the time of `triton.next_power_of_2`."""
     return 1 << max(count - 1, 0).bit_length()

@@ -1,4 +1,4 @@
-"""The kernels around a linear loss's matrix products: hidden states and target logits, sums, the upstream factor."""
+"""Kernels around the matrix products of a linear loss: hidden states, target logits, reductions, gradient scaling."""
 
 import triton.language as tl
 
@@ -36,10 +36,10 @@ def take_kernel(
     size: "i32",  # D
     SHIFTED: tl.constexpr,
     MEAN: tl.constexpr,
-    STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, those of their statistics
+    STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, from their statistics
     BLOCK: tl.constexpr,
 ):
-    """Copy one row of hidden states, zeros where the row has no gradient; find its target's logit in float32."""
+    """Copy one row of hidden states, or zeros if the row has no gradient. Compute its target's logit in float32."""
     here = tl.program_id(0).to(tl.int64)
     row = start + here
     if order is not None:
@@ -66,7 +66,7 @@ def take_kernel(
         inside = columns < size
         h = tl.load(hidden + row * hidden_row + columns * hidden_column, mask=inside, other=0.0)
         if target_logits is not None:
-            # Of the values that the products have.
+            # Round to the dtype of the matrix product.
             rounded = (
                 h.to(weight.dtype.element_ty).to(tl.float32)
                 if taken is None
@@ -100,7 +100,7 @@ def sums_kernel(
     count: "i64",
     BLOCK: tl.constexpr,
 ):
-    """Reduce per-row results; one program."""
+    """Reduce per-row results. Launched with one program."""
     if total_loss is not None:
         tl.store(total_loss, reduce_rows(loss, count, scratch, BLOCK))
     if total_z is not None:
@@ -113,15 +113,15 @@ def sums_kernel(
 
 @kernel
 def scale_kernel(
-    grad,  # in the order of memory
-    out,  # the same, perhaps the same memory
+    grad,  # elements in memory order
+    out,  # like `grad`; may be the same tensor
     upstream,  # ()
     deferred,  # () or None
     count: "i64",
     INPLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a gradient by factors, rounding once; with INPLACE leave it alone where they make 1."""
+    """Multiply a gradient by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
     factor = tl.load(upstream).to(tl.float32)
     if deferred is not None:
         factor *= tl.load(deferred)

@@ -1,4 +1,4 @@
-"""Launches around a linear loss's matrix products: hidden states and target logits, the results of tiles, scaling."""
+"""Launches around the matrix products of a linear loss: hidden states and target logits, results of tiles, scaling."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ def launch_take(
     taken: Tensor | None,
     classes: Tensor | None = None,
 ) -> None:
-    """Write a part's target logits, its hidden states and its classes, each where it has a place."""
+    """Write a part's target logits, hidden states and target classes to those tensors that are not None."""
     hidden, weight, bias = linear.hidden, linear.classifier, linear.classifier_bias
     if part.stop == part.start:
         return
@@ -64,7 +64,7 @@ def launch_take(
 
 
 def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Tensor, norm: Tensor | None) -> None:
-    """Turn the sums of all rows into their results, and the norm if there is one."""
+    """Compute the results of all rows from their sums; write `norm` if it is not None."""
     launch(
         finish_kernel,
         cdiv(facts.count, 256),
@@ -102,7 +102,7 @@ def launch_coefficients(
     made: Tensor,
     classes: Tensor,
 ) -> None:
-    """Write what the gradients of a part's logits are made of, (4, R), and its targets."""
+    """Write the gradient coefficients of a part's logits, (4, R), and its target classes."""
     launch(
         coefficients_kernel,
         part.stop - part.start,
@@ -127,7 +127,7 @@ def launch_coefficients(
 
 
 def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors, rounded once; with `inplace` in its own memory."""
+    """Return a gradient times 0-d factors, rounded once; in its own memory with `inplace`."""
     if not is_dense(grad):
         factor = upstream if deferred is None else upstream * deferred
         product = (grad.float() * factor).to(grad.dtype)

@@ -1,4 +1,4 @@
-"""What this machine has for Triton, looked at once, when the first call that could use it arrives."""
+"""Whether this machine can run Triton, determined once, when the first call that could use it arrives."""
 
 import re
 from functools import cache
@@ -11,7 +11,7 @@ _OLDEST_CAPABILITY = (8, 0)
 
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
-    """Return why Triton cannot be used, or None; the versions there are; the device types that it serves."""
+    """Return (reason why Triton cannot be used or None, versions of packages, supported device types)."""
     versions: dict[str, str] = {}
     try:
         import torch
@@ -46,7 +46,7 @@ def release() -> tuple[int, ...]:
 
 
 def _is_interpreting() -> bool:
-    """Whether Triton runs kernels in its interpreter, on the CPU, as TRITON_INTERPRET=1 asks."""
+    """Return whether Triton runs kernels in its interpreter, on the CPU, as TRITON_INTERPRET=1 asks."""
     import triton
 
     @triton.jit
@@ -61,7 +61,7 @@ MISSING, VERSIONS, DEVICES = find()
 
 @cache
 def multiprocessors(device: Any) -> int:
-    """Return how many programs a device runs side by side, at least."""
+    """Return the number of multiprocessors of a CUDA device, or 1 for other devices."""
     import torch
 
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

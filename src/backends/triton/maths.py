@@ -1,7 +1,7 @@
-"""Arithmetic that the kernels share: activation of logits and its slope, exponents, pairs (largest, sum).
+"""Arithmetic that all kernels share: activation of logits and its slope, exponents, pairs (largest, sum).
 
-Where a multiply-add is meant to round once it is a `tl.fma`. What the compiler fuses by itself depends on the code
-around it, so that copies of the same lines (a loop and its last block) would round differently.
+Multiply-adds that must round once are written as `tl.fma`. What the compiler fuses by itself depends on the surrounding
+code, so that copies of the same lines (a loop and its last block) could round differently.
 """
 
 import triton
@@ -28,23 +28,24 @@ __all__ = [
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-# References from here on are subtracted before they are multiplied: their product with log2(e) would round too much.
+# If the reference is this large, subtract before multiplying: its product with log2(e) would round too much.
 FAR = tl.constexpr(256.0)
-# Where e^(x - m) has this exponent it is 0; keeps 0 * inf out of sums.
+# Base-2 exponents below this are raised to it before multiplying by e^(x - m), which is 0 there: avoids 0 * inf.
 FLOOR = tl.constexpr(-300.0)
 
 
 @triton.jit
 def exp(x):
-    """Return e^x, 0 where it is too small for a normal float32: tl.exp takes three instructions more for those."""
+    """Return e^x; 0 if it is too small for a normal float32. tl.exp needs three more instructions for those values."""
     return tl.math.exp2(x * LOG2E)
 
 
 @triton.jit
 def tanh(u):
-    """Return tanh(u), to a rounding or two: an odd polynomial where 1 - 2 / (exp(2u) + 1) would cancel.
+    """Return tanh(u) with an error of one or two roundings.
 
-    The polynomial is the best of its degree in relative error on [0, 0.625] (Lawson's iteration in float64).
+    For small u, 1 - 2 / (exp(2u) + 1) would cancel, so an odd polynomial is used. It has the smallest relative error of
+    its degree on [0, 0.625] (Lawson's iteration in float64).
     """
     size = tl.abs(u)
     small = tl.where(size < 0.625, u, 0.0)
@@ -67,7 +68,7 @@ def times(share, value):
 
 @triton.jit
 def _below(x, softcap):
-    """Return 1 / (1 + e^(2 x / k)), of which both a softcap and its slope are made."""
+    """Return 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed."""
     return 1 / (1 + tl.math.exp2(x * ((2 * LOG2E) / softcap)))
 
 
@@ -88,7 +89,7 @@ def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr
 
 @triton.jit
 def slope(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
-    """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), without its cancellation, or s."""
+    """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
     found = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
     if CAPPED:
         x = z * logit_scale if SCALED else z
@@ -103,7 +104,7 @@ def slope(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, Q
 
 @triton.jit
 def is_exact(reference, EXACT: tl.constexpr):
-    """Whether `exponent` subtracts before it multiplies: for float32 logits, and for references far from 0."""
+    """Return whether `exponent` subtracts before it multiplies: for float32 logits, and for large references."""
     return (tl.abs(reference) >= FAR) | EXACT
 
 
@@ -111,26 +112,26 @@ def is_exact(reference, EXACT: tl.constexpr):
 def quick_exponent(x, reference):
     """Return log2 of e^(x - reference) by one multiply-add.
 
-    Its rounding of reference * log2(e) is common to a row's terms and cancels.
+    The rounding error of reference * log2(e) is the same in all terms of a row and cancels.
     """
     return tl.fma(x, LOG2E, -reference * LOG2E)
 
 
 @triton.jit
 def exponent(x, reference, exact):
-    """Return log2 of e^(x - reference); `exact` is what `is_exact` says of the reference."""
+    """Return log2 of e^(x - reference). `exact` is the result of `is_exact` for the reference."""
     return tl.where(exact, (x - reference) * LOG2E, quick_exponent(x, reference))
 
 
 @triton.jit
 def finite(largest):
-    """Return a reference for exponents: the largest x, and 0 where there was nothing but -inf."""
+    """Return `largest`, or 0 if it is -inf, as the reference of exponents."""
     return tl.where(largest == -float("inf"), 0.0, largest)
 
 
 @triton.jit
 def log1p(r):
-    """Return log(1 + r): r log(w) / (w - 1) cancels the rounding error of w = 1 + r."""
+    """Return log(1 + r) as r log(w) / (w - 1) with w = 1 + r, in which the rounding error of w cancels."""
     w = 1 + r
     apart = (w != 1) & (w < 2)
     return tl.where(apart, tl.log(w) * (r / tl.where(apart, w - 1, 1.0)), tl.where(w == 1, r, tl.log(w)))
@@ -138,14 +139,17 @@ def log1p(r):
 
 @triton.jit
 def order(z, inside, logit_scale):
-    """Return a key that sorts logits as x does: scale and softcap keep or reverse their order; NaN is the largest."""
+    """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
+
+    NaN is largest.
+    """
     key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
     return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
 
 
 @triton.jit
 def merge(peak, total, other_peak, other_total):
-    """Return (largest, sum of exponentials) of two such pairs together."""
+    """Merge two pairs (largest, sum of exponentials)."""
     largest = tl.maximum(peak, other_peak)
     shift = finite(largest)
     return largest, total * exp(peak - shift) + other_total * exp(other_peak - shift)

@@ -1,13 +1,14 @@
-"""Loss, statistics and gradient of rows whose targets are class probabilities, a program a row.
+"""Loss, statistics and gradient of rows whose targets are class probabilities. One program per row.
 
 With q' = (1-e) q + e/V and the row algebra's sums (`row_algebra`)::
 
     l = a [sum_c w_c q'_c (lse - x_c) + zeta lse^2]
     dl/dx_c = p_c (excess + beta log p_c) - r w_c q'_c - n q_c        excess = r (sum_c w_c q'_c + 2 zeta lse)
 
-where upstream gradients u of lse, n of nll and v of the entropy H add u + n sum_c q_c - v H to excess, and beta is -v.
+Upstream gradients u of lse, n of nll and v of the entropy H add u + n sum_c q_c - v H to excess, and beta is -v.
 
-Three looks at a row: the largest x; the sums; the gradient. Two blocks are read for each, logits and probabilities.
+Four passes over a row: the largest x, the sum of exponentials, the other sums, and the gradient. The last two read both
+logits and probabilities.
 """
 
 import triton
@@ -34,7 +35,7 @@ def _shares(probabilities, stride, class_weight, classes, vocabulary, keep, spre
 
 @kernel
 def probabilities_kernel(
-    logits,  # arguments of the same names are those of `rows_kernel`
+    logits,  # see `rows_kernel` for arguments that are not described here
     logits_inner: "i64",
     logits_outer: "i64",
     logits_row: "i64",
@@ -44,7 +45,7 @@ def probabilities_kernel(
     grad_row: "i64",
     order_of_rows,
     start: "i64",
-    probabilities,  # rows at position(row, inner, outer_stride, row_stride), classes `probabilities_class` apart
+    probabilities,  # rows at position(row, inner, outer, row stride), classes `probabilities_class` apart
     probabilities_inner: "i64",
     probabilities_outer: "i64",
     probabilities_row: "i64",
@@ -81,14 +82,14 @@ def probabilities_kernel(
     bend,
     bend_stride: "i64",
     SHIFTED: tl.constexpr,
-    GROUPED: tl.constexpr,  # rows of a tensor lie in groups
+    GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
     ALL_ROWS: tl.constexpr,
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """See the module's docstring; without a loss to store, the gradient alone."""
+    """Compute one row, see the module's docstring. If `loss` is None, only the gradient is stored."""
     TILTED: tl.constexpr = entropy_upstream is not None
     STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     here = tl.program_id(0).to(tl.int64)

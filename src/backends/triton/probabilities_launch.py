@@ -1,4 +1,4 @@
-"""The launch of the kernel of rows whose targets are class probabilities."""
+"""The launch of the kernel for rows whose targets are class probabilities."""
 
 from xent.backends.triton.facts import Facts
 from xent.backends.triton.geometry import rows_of
@@ -11,7 +11,7 @@ __all__ = ["launch_probabilities"]
 
 
 def launch_probabilities(facts: Facts, results: Results, block: Block) -> None:
-    """Fold and finish the rows of a block, and write their gradient where it has a place."""
+    """Fold and finish the rows of a block, and write their gradient if `block.grad` is not None."""
     given, place = facts.probabilities, block.place
     assert given is not None
     rows = rows_of(given)

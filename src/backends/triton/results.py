@@ -1,4 +1,4 @@
-"""What is found out about each row, where kernels record it, and how it becomes the loss and the statistics."""
+"""The per-row results of a call, in buffers that kernels write to, and the loss and statistics computed from them."""
 
 from typing import Any
 
@@ -13,17 +13,17 @@ __all__ = ["Results"]
 
 
 class Results:
-    """Results of N rows; memory is there from the first launch that writes to it."""
+    """Results of N rows. A buffer is allocated when the first launch that writes to it needs it."""
 
     def __init__(self, facts: Facts) -> None:
         self._facts = facts
         self._made: dict[str, Tensor | None] = {}
         self._held: Tensor | None = None
         self.partial = False
-        """Whether rows may be left out: their results are 0."""
+        """Whether rows may be skipped. Their results are 0, or -1 for predictions."""
 
     def _each(self, name: str, wanted: bool, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """Return memory for one result of each row."""
+        """Return the buffer (N,) of a result; None if it is not wanted."""
         if name not in self._made:
             made = None
             if wanted:
@@ -35,14 +35,14 @@ class Results:
 
     @property
     def loss(self) -> Tensor:
-        """Each row's, (N,)."""
+        """The loss of each row, (N,) float32."""
         loss = self._each("loss", True)
         assert loss is not None
         return loss
 
     @property
     def statistics(self) -> tuple[Tensor | None, ...]:
-        """(N,) each, None where nobody asks, in the order in which kernels take them."""
+        """The buffers of the statistics, (N,) each or None, in the order of kernel arguments."""
         names = self._facts.spec.stats
         return (
             self._each("lse", "lse" in names),
@@ -56,12 +56,12 @@ class Results:
         )
 
     def new_total(self) -> Tensor:
-        """Return memory for the reduced loss, which a launch is about to write."""
+        """Return a new 0-d buffer for the reduced loss, which a launch is about to write."""
         total = self._made["total"] = self._one()
         return total
 
     def held(self, entries: int) -> Tensor:
-        """Return memory for the gradient of so many pairs of a row and a class, the same for all launches."""
+        """Return a buffer (entries,) for gradients of (row, class) pairs; the same for all launches."""
         if self._held is None:
             self._held = torch.empty(entries, dtype=torch.float32, device=self._facts.device)
         return self._held
@@ -72,7 +72,7 @@ class Results:
         names, each_row = facts.spec.stats, facts.spec.reduction == "none"
         of_rows = facts.spec.accuracy_of_rows
         loss = self.loss
-        _ = self.statistics  # in case there was no launch
+        _ = self.statistics  # allocates the buffers if there was no launch
         total = loss if each_row else made.get("total")
         missing = total is None
         total_z = self._one() if "z_loss" in names and not each_row else None

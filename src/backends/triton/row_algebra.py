@@ -1,4 +1,4 @@
-"""The row algebra in Triton: what is known of a row, its sums, and the four numbers that its gradient is made of.
+"""The row algebra in Triton: the facts of a row, its sums, its loss, and the coefficients of its gradient.
 
 With x, e, w, a as in `xent.cross_entropy`, upstream gradient u, divisor D, r = a u / D and W = sum_c w_c, a row's sums
 relative to a reference m are::
@@ -6,14 +6,14 @@ relative to a reference m are::
     others = sum_{c != y} e^(x_c - m)        total = others + e^(x_y - m)        lse = m + log total
     mixed  = sum_c e^(x_c - m) (x_c - m)     below = sum_c w_c (m - x_c)
 
-and everything else follows from them: `losses`, and the gradient's `coefficients`::
+The loss (`losses`) and the gradient (`coefficients`) follow from them::
 
     dl/dx_c = p_c (gamma + excess + beta log p_c) - gamma [c == y] - delta w_c
     gamma = r (1-e) w_y        excess = r ((e/V) W + 2 zeta lse)        delta = r e/V        beta = 0
 
 For the target this is gamma (p_y - 1) + p_y (excess + beta log p_y) - delta w_y, and p_y - 1 = -others / total has no
 cancellation. Upstream gradients u of lse, n of nll and v of the entropy H add n to gamma, u - v H to excess and -v to
-beta; what they add is there for rows of sample weight 0 as well.
+beta, also for rows with sample weight 0.
 """
 
 import triton
@@ -37,7 +37,7 @@ __all__ = [
 
 @triton.jit
 def position(row, inner, outer_stride, row_stride, GROUPED: tl.constexpr):
-    """Return where a row begins, in elements; GROUPED: rows are `inner` to a group, groups `outer_stride` apart."""
+    """Return the offset of a row in elements. GROUPED: groups of `inner` rows are `outer_stride` elements apart."""
     row = row.to(tl.int64)
     if GROUPED:
         return (row // inner) * outer_stride + (row % inner) * row_stride
@@ -61,8 +61,8 @@ def row_facts(
 ):
     """Return target class, weight a, class weight w_y, ignored, invalid of a row or a block of rows.
 
-    The target is that of row t + shift of the same sequence of `length` rows. Outside `inside` rows are ignored. An
-    ignored or invalid row has class 0; with PROBABILITIES every row with a target has class -1.
+    The target is that of row t + shift of the same sequence of `length` rows. Rows outside of the mask `inside` are
+    ignored. An ignored or invalid row has class 0. With PROBABILITIES every row has class -1.
     """
     has_target = inside
     source = row
@@ -90,9 +90,9 @@ def row_facts(
 
 @triton.jit
 def bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED: tl.constexpr):
-    """Return softcap and logit scale of a row or a block of rows: those of all, or a row's own.
+    """Return softcap and logit scale of a row or a block of rows.
 
-    `bend` (N, 2) has logit scale and softcap of each position of the target, or is None.
+    `bend` (N, 2) contains logit scale and softcap of each position of the target. If it is None, the numbers are used.
     """
     if bend is None:
         return softcap, logit_scale
@@ -105,7 +105,7 @@ def bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIF
 
 @triton.jit
 def log_total(others, e_y):
-    """Return log(others + e_y), right to all digits also where the target is nearly all of it."""
+    """Return log(others + e_y) with full precision, also if e_y is nearly the whole sum."""
     sure = e_y >= others
     return tl.where(
         sure,
@@ -118,7 +118,7 @@ def log_total(others, e_y):
 def losses(others, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTHED: tl.constexpr):
     """Return -log p_y, log(total), and the row's loss without z-loss and sample weight.
 
-    `log2_e_y` is the exponent of e_y; `below` has the sum over all classes.
+    `log2_e_y` is the base-2 exponent of e_y. `below` is the sum over all classes.
     """
     above = log1p(others / tl.where(e_y > 0, e_y, 1.0))
     logged = tl.log(others + e_y)
@@ -132,9 +132,9 @@ def losses(others, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTH
 
 @triton.jit
 def entropy_of(mixed, others, e_y, log2_e_y, nll, log_sum):
-    """Return -sum_c p_c log p_c, right to all digits also where the target is nearly all of it.
+    """Return -sum_c p_c log p_c with full precision, also if the target has nearly all probability.
 
-    `mixed` has the sum over all classes but the target, in units of log2, as `log2_e_y` is.
+    `mixed` is the sum over all classes except the target. `mixed` and `log2_e_y` are in units of log2.
     """
     total = others + e_y
     near = nll + LN2 * ((log2_e_y * others - mixed) / total)
@@ -144,9 +144,9 @@ def entropy_of(mixed, others, e_y, log2_e_y, nll, log_sum):
 
 @triton.jit
 def log_of_squares(squares, others, e_y, nll, log_sum):
-    """Return log sum_c p_c^2, right to all digits also where the target is nearly all of it.
+    """Return log sum_c p_c^2 with full precision, also if the target has nearly all probability.
 
-    `squares` has the sum of e^(2 (x_c - m)) over all classes but the target.
+    `squares` is the sum of e^(2 (x_c - m)) over all classes except the target.
     """
     square = e_y * e_y
     sure = (e_y >= others) & (square > 0)
@@ -174,7 +174,7 @@ def with_statistics(
     gamma, excess, row, entropy,
     lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride, entropy_upstream, entropy_upstream_stride,
 ):  # fmt: skip
-    """Return gamma, excess and beta with the upstream gradients of a row's lse, nll and entropy, of those there are."""
+    """Add the upstream gradients of a row's lse, nll and entropy that are given. Return gamma, excess and beta."""
     beta = 0.0
     if lse_upstream is not None:
         excess += tl.load(lse_upstream + row * lse_upstream_stride).to(tl.float32)
@@ -189,7 +189,7 @@ def with_statistics(
 
 @triton.jit
 def factors(gamma, excess, beta, log_sum, total, TILTED: tl.constexpr):
-    """Return factor and tilt: a class's gradient is e^(x_c - m) (factor + tilt log2(e) (x_c - m)) but for its delta."""
+    """Return factor and tilt. The gradient of class c is e^(x_c - m) (factor + tilt log2(e) (x_c - m)) - delta w_c."""
     factor = (gamma + excess) / total
     tilt = 0.0
     if TILTED:

@@ -1,14 +1,15 @@
-"""The fold of a whole row: sums that each lane has of its own classes, and their sum over lanes, without the target.
+"""The fold of a whole row: per-lane sums, and their sum over lanes without the target.
 
-`quick_sums` adds up exponentials relative to the largest logit of the row's first block, which needs no maximum over
-the row. Where that overflows or vanishes, `careful_sums` finds the largest first. Each lane has, with e = e^(x - m)::
+`quick_sums` takes exponentials relative to the largest logit of the row's first block, so it needs no maximum over the
+row. If that overflows or underflows, `careful_sums` finds the largest x first. Each lane has the following sums over
+its classes, with e = e^(x - m)::
 
     s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
 
-of which all but s are there only where they are asked for (ENTROPY, SMOOTHED, SQUARED, AVERAGED).
+All but s are computed only if they are needed (ENTROPY, SMOOTHED, SQUARED, AVERAGED).
 
-Of rows that begin off a boundary (SKEWED) a lane holds other classes than of an aligned row. Before the lanes are added
-up they are turned back, so that a row's loss has the same bits wherever the row begins.
+In a row that does not begin at a multiple of 16 bytes (SKEWED), a lane has other classes than in an aligned row. Before
+lanes are summed they are rotated back, so that a row's loss has the same bits wherever it begins.
 """
 
 import triton
@@ -22,19 +23,19 @@ __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums",
 
 @triton.jit
 def in_lanes(values, LANES: tl.constexpr):
-    """Return the sums of a block over neighbours, (LANES,), which one thread holds."""
+    """Return the sums of a block over neighbouring elements, (LANES,), which one thread holds."""
     return tl.sum(tl.reshape(values, [LANES, values.shape[0] // LANES]), 1)
 
 
 @triton.jit
 def turn(values, off, LANES: tl.constexpr):
-    """Return lanes (LANES,) of a row that begins `off` elements behind a boundary as those of one that begins there."""
+    """Rotate the lanes (LANES,) of a row that begins `off` elements after a boundary to those of an aligned row."""
     return tl.gather(values, (tl.arange(0, LANES) + off) % LANES, 0)
 
 
 @triton.jit
 def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
-    """Return the exponent, e^(x - reference), and with ENTROPY e^(x - reference) times the exponent, else 0."""
+    """Return the base-2 exponent, e^(x - reference), and with ENTROPY their product."""
     if CAREFUL:
         e2 = exponent(x, reference, exact)
     else:
@@ -86,8 +87,8 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block, whose raw logits are `z`, but for the class `left_out` if that is not None.
-    Masks are needed in the first and the last block alone. A block is on its way while the one before is added.
+    m is the largest x of the first block, whose raw logits are `z`. The class `left_out` is excluded if it is not None.
+    Only the first and the last block are masked. Each block is loaded while the previous one is added.
     """
     ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     nothing = tl.zeros([LANES], tl.float32)
@@ -135,7 +136,7 @@ def careful_sums(
     SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
     AVERAGED: tl.constexpr,
 ):  # fmt: skip
-    """Return m, whether it is exact, and the sums of each lane, for the largest x of all as m."""
+    """Return m, whether it is exact, and the sums of each lane. m is the largest x of the row."""
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, last + 1, BLOCK):
         z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
@@ -164,9 +165,9 @@ def careful_sums(
 
 @triton.jit
 def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
-    """Return the lane that the target is in, its classes, which of these are others, and their logits if wanted.
+    """Return the target's lane, the lane's classes, a mask that excludes the target, and their logits if `wanted`.
 
-    Lanes are those of rows that begin on a boundary.
+    Lanes are those of an aligned row.
     """
     WIDTH: tl.constexpr = BLOCK // LANES
     lane = y // WIDTH % LANES
@@ -182,9 +183,9 @@ def joined(
     LANES: tl.constexpr, SKEWED: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over all lanes: s, t and q without the target, whose lane is added up anew (`lane_of_target`).
+    """Return the sums over all lanes. s, t and q exclude the target: its lane is summed again (`lane_of_target`).
 
-    To subtract the target would leave rounding errors of the size of what is left, where it is nearly all of the sum.
+    Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
     if SKEWED:
         s = turn(s, off, LANES)

@@ -1,4 +1,4 @@
-"""The gradient of a row whose sums are known: of a block of its raw logits, of its target, and written as a whole."""
+"""The gradient of a row, computed from its sums: of a block of raw logits, of the target's, and of the whole row."""
 
 import triton
 import triton.language as tl
@@ -15,10 +15,10 @@ def gradient_block(
     CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr,
     TILTED: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of a block of raw logits but for the target: e^(x - reference) factor - delta w, times dx/dz.
+    """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
 
-    TILTED: the factor of a class is factor + tilt * log2(e) (x - reference). FOLDED: `reference` is already
-    log2(e) m - log2(factor), in units of log2.
+    It is (e^(x - reference) (factor + tilt log2(e) (x - reference)) - delta w) dx/dz. Without TILTED, tilt is 0. With
+    FOLDED, the factor is in the exponent: `reference` is log2(e) m - log2(factor), in units of log2.
     """
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     if FOLDED:
@@ -61,10 +61,10 @@ def write_gradient(
     WHOLE: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     SMOOTHED: tl.constexpr, TILTED: tl.constexpr, FOLDED: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient but for the target of a row's blocks from `start` on, the last of which begins at `last`.
+    """Write the gradient of a row's blocks from `start` to `last`, in which the target's gradient is still wrong.
 
-    From their end, which the caches hold if the row was just read; a block is on its way while the one before is
-    computed. The last block, and the first of a SKEWED row, are written under masks.
+    It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
+    loaded while the previous one is computed. The last block is masked, and the first block of a SKEWED row.
     """
     ahead = fetch(source, last, whole, BLOCK, "evict_first")
     if not WHOLE:

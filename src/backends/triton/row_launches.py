@@ -1,4 +1,4 @@
-"""Launches of the kernels that read whole rows of logits that exist, in blocks of rows that lie evenly in memory."""
+"""Launches of the kernels for whole rows of stored logits, in blocks of rows with regular strides."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,34 +15,34 @@ from xent.backends.triton.rows_kernel import rows_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
 
-_GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # of a block; of a program
-_LARGEST_COUNT = 2**24  # programs that a float32 can count
+_GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
+_LARGEST_COUNT = 2**24  # float32 counts programs exactly up to here
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of logits, (..., V), that one launch takes, and where their gradient goes."""
+    """The rows of logits (..., V) of one launch, and the buffer of their gradient."""
 
     logits: Tensor
     grad: Tensor | None
     place: Geometry
     start: int
-    """Which row the first is, in the order of the call or in `order`."""
+    """The index of the first row, in the order of the call or in `order`."""
     alone: bool
-    """Whether these are all rows of the call."""
+    """Whether the block has all rows of the call."""
     order: Tensor | None = None
-    """(N,) int64, in which order rows are computed; None for that of the call."""
+    """(N,) int64, the order in which rows are computed; None for the order of the call."""
     target_logits: Tensor | None = None
-    """(R,) float32, in place of the targets' raw logits."""
+    """(R,) float32, replaces the targets' raw logits; or None."""
 
     @property
     def count(self) -> int:
-        """How many rows there are."""
+        """The number of rows."""
         return self.logits.shape[:-1].numel()
 
 
 def blocks_of(logits: Tensor, grad: Tensor | None) -> Iterator[Block]:
-    """Yield all rows of (..., V) logits: as one block if a launch can go through them."""
+    """Yield all rows of logits (..., V): as one block if a single launch can address them."""
     place = geometry(logits, grad)
     if place is not None:
         yield Block(logits, grad, place, 0, True)
@@ -54,7 +54,7 @@ def blocks_of(logits: Tensor, grad: Tensor | None) -> Iterator[Block]:
 
 
 def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | None) -> None:
-    """Fold and finish the rows of a block, write their gradient where it has a place, and the norm if there is one."""
+    """Fold and finish the rows of a block. Write their gradient if `block.grad` is given, and `norm` if it is given."""
     spec, place, logits = facts.spec, block.place, block.logits
     loss, statistics = results.loss, results.statistics
     predicted = "predictions" in spec.stats or "accuracy" in spec.stats
@@ -110,7 +110,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
 
 
 def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | None) -> None:
-    """Write the gradient of a block's rows from the norm, and perhaps the entropy, of all."""
+    """Write the gradient of a block's rows from the norm, and the entropy if it has an upstream gradient."""
     spec, place, logits, half = facts.spec, block.place, block.logits, block.logits.itemsize == 2
     if not block.count:
         return

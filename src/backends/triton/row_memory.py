@@ -1,6 +1,7 @@
-"""How a row lies in memory, and how kernels of whole rows read and write it: in whole vectors of 16 bytes.
+"""Load and store blocks of whole rows in vectors of 16 bytes.
 
-A row may begin off a boundary (SKEWED). It is then read from the boundary before, `off` elements earlier.
+A row may begin at any address (SKEWED). It is then read from the last multiple of 16 bytes before it, `off` elements
+earlier.
 """
 
 import triton
@@ -11,14 +12,14 @@ __all__ = ["fetch", "fetch_if", "fill", "store"]
 
 @triton.jit
 def fetch(row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Return a block of a row as it is in memory, in the whole vectors that begin before `whole`; -inf elsewhere."""
+    """Load a block of a row, in the whole vectors that begin before `whole`. Other elements are -inf."""
     lanes = first + tl.arange(0, BLOCK)
     return tl.load(row + lanes, mask=lanes < whole, other=-float("inf"), eviction_policy=POLICY)
 
 
 @triton.jit
 def fetch_if(wanted, row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Return the same as `fetch` if the row is wanted, else -inf.
+    """Do the same as `fetch` if `wanted`, else return -inf.
 
     The loads can start as soon as `wanted` is known, before a branch that depends on more.
     """
@@ -31,7 +32,7 @@ def store(
     row, first, g, skew, vocabulary,
     BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Write a block of a row: in whole vectors, and what is left of a RAGGED row element by element."""
+    """Store a block of a row in whole vectors. The partial vectors of a RAGGED row are stored element by element."""
     lanes = first + tl.arange(0, BLOCK)
     g = g.to(row.dtype.element_ty)
     if MASKED:
@@ -47,6 +48,6 @@ def store(
 
 @triton.jit
 def fill(row, value, off, start, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
-    """Write one number to a row's blocks from `start` on, the last of which begins at `last`."""
+    """Store one number to a row's blocks from `start` to `last`."""
     for first in range(start, last + 1, BLOCK):
         store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, BLOCK, True, RAGGED, VECTOR)

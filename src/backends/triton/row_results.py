@@ -1,4 +1,4 @@
-"""What kernels record of a row that nobody computes, and how the last of them reduces the losses of all rows."""
+"""Functions that store the results of ignored rows and reduce the losses of all rows."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ __all__ = ["reduce_rows", "see_all", "store_nothing", "take_ticket"]
 
 @triton.jit
 def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit):
-    """Record the statistics of an ignored row."""
+    """Store the statistics of an ignored row."""
     if lse is not None:
         tl.store(lse + row, 0.0)
     if nll is not None:
@@ -29,10 +29,10 @@ def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq,
 
 @triton.jit
 def take_ticket(counter):
-    """Return how many programs stored their row's loss before this program, which has stored its own.
+    """Count this program as done, after it has stored its row's loss. Return the number of programs counted before it.
 
-    An atomic with acquire semantics would empty the L1 cache, which holds the row. Only the last program acquires, in
-    `see_all`.
+    An atomic with acquire semantics would invalidate the L1 cache, which holds the row. Only the last program acquires,
+    in `see_all`.
     """
     tl.debug_barrier()
     return tl.atomic_add(counter, 1.0, sem="release")
@@ -40,14 +40,14 @@ def take_ticket(counter):
 
 @triton.jit
 def see_all(counter):
-    """Acquire what all programs stored before they took their tickets."""
+    """Acquire the stores that all programs made before they were counted."""
     tl.atomic_add(counter, 0.0, sem="acq_rel")
     tl.debug_barrier()
 
 
 @triton.jit
 def reduce_rows(values, count, divisor, BLOCK: tl.constexpr):
-    """Return the sum of (count,) values over the divisor, 0 where that is 0; None divides by nothing."""
+    """Return the sum of values (count,), divided by `divisor` unless it is None; 0 if the divisor is 0."""
     sums = tl.zeros([BLOCK], tl.float32)
     for first in range(0, count, BLOCK):
         rows = first + tl.arange(0, BLOCK)

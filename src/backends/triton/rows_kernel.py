@@ -1,11 +1,11 @@
-"""Loss, statistics and gradient of whole rows in one launch, a program a row: fold, finish, gradient.
+"""Loss, statistics and gradient of whole rows in one launch, with one program per row: fold, finish, gradient.
 
-The first look at a row adds up its sums (`row_fold`). The second look, which writes the gradient (`row_gradient`),
-begins at the row's end, which the caches still hold. Masks are needed in the first and the last block and in that of
-the target alone; the target's own gradient is written after all others.
+The first pass over a row computes its sums (`row_fold`). The second pass writes the gradient (`row_gradient`). It
+starts at the end of the row, which is still in the caches. Only the first and the last block and the target's block
+need masks. The target's own gradient is written after all others.
 
-Rows that begin off the boundaries of 16 bytes (SKEWED) are read from the boundary before, so that loads and stores keep
-their width.
+Rows that do not begin at multiples of 16 bytes (SKEWED) are read from the last multiple before them, so that loads and
+stores keep their width.
 """
 
 import triton.language as tl
@@ -30,14 +30,14 @@ from xent.backends.triton.row_results import reduce_rows, see_all, store_nothing
 
 __all__ = ["rows_kernel"]
 
-# Sums within these are as exact as float32 has them, and so are those of squares.
+# Between these bounds, sums and sums of squares have the full precision of float32.
 SMALLEST = tl.constexpr(1e-12)
 LARGEST = tl.constexpr(1e18)
-# Where the first block is all -inf the reference is 0, perhaps far from every logit. The entropy is then the difference
-# of numbers as large as the sum's logarithm, so these bounds hold, with or without an entropy.
+# If the first block is all -inf, the reference is 0, which may be far from every logit. The entropy is then a
+# difference of numbers as large as the sum's logarithm. So these bounds apply, with or without an entropy.
 SMALLEST_FROM_0 = tl.constexpr(0.5)
 LARGEST_FROM_0 = tl.constexpr(1048576.0)
-# References up to this may take the gradient's factor into the exponent of 16-bit logits.
+# Up to this reference, the gradient's factor can be moved into the exponent for 16-bit logits.
 NEAR = tl.constexpr(512.0)
 NOWHERE = tl.constexpr(2147483647)
 
@@ -48,27 +48,27 @@ def rows_kernel(
     logits_inner: "i64",
     logits_outer: "i64",
     logits_row: "i64",
-    skew: "i64",  # elements by which `logits` lies behind a boundary of 16 bytes
-    grad,  # None, or where the gradient goes, which may be the logits; off the boundaries as they are
+    skew: "i64",  # offset of `logits` from a multiple of 16 bytes, in elements
+    grad,  # gradient, or None; may be the logits; aligned like them
     grad_inner: "i64",
     grad_outer: "i64",
     grad_row: "i64",
-    order_of_rows,  # (N,) int64, the rows in the order in which they are computed, or None
-    start: "i64",  # which of them is the first here
+    order_of_rows,  # (N,) int64, the rows in computation order; or None
+    start: "i64",  # index of the first row in that order
     target,  # (N,) integers, or None for probabilities
     sample_weight,  # (N,) or None
     class_weight,  # (V,) float32 or None
     class_weight_total,  # () float32 or None
-    target_logits,  # (R,) float32 or None: take the place of the targets' raw logits
+    target_logits,  # (R,) float32 or None: replace the targets' raw logits
     upstream,  # (N,), or (1,) with a stride of 0, or None
     upstream_stride: "i64",
-    lse_upstream,  # (N,) or None, as the next two: with any of them gradients are for these and `upstream`
+    lse_upstream,  # (N,) or None, like the next two; if one is given, gradients are for these and `upstream`
     lse_upstream_stride: "i64",
     nll_upstream,
     nll_upstream_stride: "i64",
     entropy_upstream,
     entropy_upstream_stride: "i64",
-    scratch,  # float32: D, 1 / D (0 for D = 0), what a gradient still lacks, programs that are done; or None
+    scratch,  # float32: D, 1 / D (0 for D = 0), remaining factor of narrow gradients, counter of programs; or None
     loss,  # (N,) float32, like all results
     norm,  # (3, N): m, others, total; or None
     lse,
@@ -93,13 +93,13 @@ def rows_kernel(
     bend,  # (N, 2): logit scale and softcap of each position of the target; or None
     bend_stride: "i64",
     SHIFTED: tl.constexpr,
-    GROUPED: tl.constexpr,  # rows of a tensor lie in groups
+    GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
-    REDUCED: tl.constexpr,  # the last program adds up the losses
-    ALL_ROWS: tl.constexpr,  # rows of weight 0 are due for their statistics, or for gradients of these
-    SKEWED: tl.constexpr,  # rows may begin off boundaries
-    RAGGED: tl.constexpr,  # rows may begin or end off boundaries
-    VECTOR: tl.constexpr,  # elements of 16 bytes; 1 where logits and gradient do not lie alike
+    REDUCED: tl.constexpr,  # the last program reduces the losses
+    ALL_ROWS: tl.constexpr,  # rows with weight 0 are computed for statistics or gradients of these
+    SKEWED: tl.constexpr,  # rows may begin off 16-byte boundaries
+    RAGGED: tl.constexpr,  # rows may begin or end off 16-byte boundaries
+    VECTOR: tl.constexpr,  # elements of 16 bytes; 1 if logits and gradient are aligned differently
     WHOLE: tl.constexpr,  # rows are whole blocks
     EXACT: tl.constexpr,
     QUICK: tl.constexpr,
@@ -109,8 +109,8 @@ def rows_kernel(
     CAPPED: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
-    LANES: tl.constexpr,  # sums of a row that are kept apart
-    BLOCKS: tl.constexpr,  # a power of two, and at least as many as a row that begins on a boundary has
+    LANES: tl.constexpr,  # number of partial sums of a row
+    BLOCKS: tl.constexpr,  # a power of two, at least the number of blocks of an aligned row
 ):
     """See the module's docstring."""
     TILTED: tl.constexpr = entropy_upstream is not None
@@ -147,7 +147,7 @@ def rows_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (vocabulary + off - 1) // BLOCK * BLOCK  # where the last block begins
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
-    # The first loads need the target alone: they start before the branch, which needs all facts of the row.
+    # The first loads need only the target. They start before the branch, which needs all facts of the row.
     wanted = ~ignored
     first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
     lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
@@ -198,7 +198,7 @@ def rows_kernel(
             )  # fmt: skip
             e2_y = exponent(x_y, m, exact)
 
-        # Finish: the losses, what is reported, and the coefficients.
+        # Finish: the losses, the statistics and the coefficients.
         e_y = tl.math.exp2(e2_y)
         total = others + e_y
         total_weight = 0.0

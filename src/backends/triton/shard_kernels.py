@@ -1,11 +1,11 @@
-"""Rows of one rank's classes: the sums that it sends to the other ranks, a program a row, and the rows' gradient.
+"""Kernels for one rank's classes: the sums that it sends to the other ranks (one program per row), and the gradient.
 
-The slots of the sums, their meaning and their order are those of `xent.backends.torch.sharded.sums`. The target is in
-none of them but its own. Logits are read once: the reference of a row is the largest x of its first block without the
-target, and only a row whose sum relative to it is less than 1/2 or immense is read again, for the largest x of all.
+The names, meaning and order of the sums are in `xent.backends.torch.sharded.sums`. The target is only in its own slot.
+Logits are read once: the reference of a row is the largest x of its first block without the target. Only rows whose sum
+relative to it is less than 1/2, or too large, are read again with the largest x of all classes.
 
-The ranks' references differ, so the rounding of a product reference * log2(e) would not cancel between them: exponents
-subtract before they multiply, for 16-bit logits too (EXACT in `row_fold`).
+Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (EXACT in `row_fold`). The
+ranks' references differ, so the rounding error of reference * log2(e) would not cancel between ranks.
 """
 
 import triton
@@ -20,7 +20,7 @@ from xent.backends.triton.row_memory import fetch, store
 
 __all__ = ["shard_fold_kernel", "shard_gradient_kernel"]
 
-# A sum of at least 1/2 keeps log(sum + e^(target - reference)) free of cancellation, whichever of both is larger.
+# With a sum of at least 1/2, log(sum + e^(target - reference)) does not cancel, whichever term is larger.
 LEAST = tl.constexpr(0.5)
 LARGEST = tl.constexpr(1e18)
 NOWHERE = tl.constexpr(2147483647)
@@ -32,7 +32,7 @@ def _joined(
     LANES: tl.constexpr, SKEWED: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
     WEIGHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums over all lanes without the target: its lane is added up anew, as in `row_fold.joined`."""
+    """Return the sums over all lanes without the target. Its lane is summed again, as in `row_fold.joined`."""
     others = tl.arange(0, LANES) != lane
     x = tl.where(inside, activate(z.to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK), -float("inf"))
     e2 = exponent(x, reference, True)
@@ -63,13 +63,13 @@ def _joined(
 def shard_fold_kernel(
     logits,  # (R, C), rows `logits_row` apart
     logits_row: "i64",
-    skew: "i64",  # elements by which `logits` lies behind a boundary of 16 bytes
-    sums,  # (K, R) float32, slots `slot` apart
+    skew: "i64",  # offset of `logits` from a multiple of 16 bytes, in elements
+    sums,  # (K, R) float32, rows `slot` apart
     slot: "i64",
-    local,  # (N,) int64: the targets as classes of this shard, outside of [0, C) where another rank has them
+    local,  # (N,) int64: targets relative to this shard; outside of [0, C) if another rank has them
     class_weight,  # (C,) float32 or None
-    target_logits,  # (R,) float32 or None: take the place of the targets' raw logits
-    start: "i64",  # which of the N rows is the first here
+    target_logits,  # (R,) float32 or None: replace the targets' raw logits
+    start: "i64",  # index of the first row in the N rows
     count: "i64",  # N
     first_class: "i32",
     classes_here: "i32",  # C
@@ -77,12 +77,12 @@ def shard_fold_kernel(
     logit_scale: "fp32",
     bend,  # (N, 2): logit scale and softcap of each row; or None
     bend_stride: "i64",
-    BELOW: tl.constexpr,  # which slots these are, -1 where nobody asks
+    BELOW: tl.constexpr,  # these are slots of `sums`, -1 if not needed
     MIXED: tl.constexpr,
     SQUARES: tl.constexpr,
     DEFICIT: tl.constexpr,
     KEY: tl.constexpr,
-    SKEWED: tl.constexpr,  # these are those of `rows_kernel`
+    SKEWED: tl.constexpr,  # these are described in `rows_kernel`
     RAGGED: tl.constexpr,
     VECTOR: tl.constexpr,
     WHOLE: tl.constexpr,
@@ -93,7 +93,7 @@ def shard_fold_kernel(
     LANES: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Write a row's sums."""
+    """Write the sums of one row."""
     WEIGHED: tl.constexpr = BELOW >= 0
     ENTROPY: tl.constexpr = MIXED >= 0
     SQUARED: tl.constexpr = SQUARES >= 0
@@ -165,12 +165,12 @@ def shard_fold_kernel(
 
 @kernel
 def shard_gradient_kernel(
-    logits,  # arguments of the same names are those of `shard_fold_kernel`
+    logits,  # see `shard_fold_kernel` for arguments that are not described here
     logits_row: "i64",
     skew: "i64",
-    grad,  # (R, C), which may be the logits; off the boundaries as they are
+    grad,  # (R, C), may be the logits; aligned like them
     grad_row: "i64",
-    peak,  # (R,) float32, as the next; see `xent.backends.torch.sharded.steps.Coefficients`
+    peak,  # (R,) float32, like the next ones; see `xent.backends.torch.sharded.steps.Coefficients`
     log_sum,
     alpha,
     beta,  # or None
@@ -194,7 +194,7 @@ def shard_gradient_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write one block of one row."""
+    """Write the gradient of one block of one row."""
     TILTED: tl.constexpr = beta is not None
     SMOOTHED: tl.constexpr = delta is not None
     blocks = tl.cdiv(classes_here + (VECTOR - 1 if SKEWED else 0), BLOCK)

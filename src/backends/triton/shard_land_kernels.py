@@ -1,8 +1,9 @@
-"""From the sums of all ranks to a row's results and the coefficients of its gradient, in one launch a part.
+"""Merge the sums of all ranks, and compute results and gradient coefficients of rows. One launch per part.
 
-`shard_land_kernel` computes what `xent.backends.torch.sharded.sums.merge` and `xent.backends.torch.sharded.finish` do,
-where the formulas are, for targets that are classes. `shard_again_kernel` has the coefficients from what was kept.
-Every program adds up the ranks in their order, so that all ranks get the same bits.
+`shard_land_kernel` computes the same as `xent.backends.torch.sharded.sums.merge` and
+`xent.backends.torch.sharded.finish`, which have the formulas, for targets that are class indices. `shard_again_kernel`
+computes the coefficients from saved data. Every program adds the ranks in rank order, so that all ranks get the same
+bits.
 """
 
 import triton
@@ -19,7 +20,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _expm1(x):
-    """Return e^x - 1: the rounding of w = e^x cancels in (w - 1) x / log(w)."""
+    """Return e^x - 1 as (w - 1) x / log(w) with w = e^x, in which the rounding error of w cancels."""
     w = exp(x)
     near = (w != 1) & (w > 0.5)
     return tl.where(near, (w - 1) * (x / tl.where(near, tl.log(w), 1.0)), tl.where(w == 1, x, w - 1))
@@ -64,7 +65,7 @@ def _write_coefficients(
 
 @triton.jit
 def _upstream(of_row, row, stride, inside, like):
-    """Return the upstream gradients of some rows, 0 where there are none."""
+    """Return the upstream gradients of some rows; 0 if there are none."""
     if of_row is None:
         return like * 0
     else:
@@ -77,18 +78,18 @@ def shard_land_kernel(
     rank_stride: "i64",
     ranks: "i32",
     count: "i64",  # R
-    bounds,  # (ranks, 2) int64: each rank's classes are [first, stop)
+    bounds,  # (ranks, 2) int64: range [first, stop) of each rank's classes
     rank_weights,  # (ranks,) float32: the sum of each rank's class weights; or None
     row_weight,  # (N,) float32, in the order of the call, or None
     total_weight,  # () float32 or None
-    rows,  # (R,) int64: which rows of the call these are; None for those from `start` on
+    rows,  # (R,) int64: indices of the rows in the call; None for start, start + 1, ...
     start: "i64",
-    target,  # (N,) int64, in the order in which rows are computed, as the next
+    target,  # (N,) int64; this and the next three are in computation order
     weight,  # float32
     scale,  # float32
     dead,  # bool or None
-    loss,  # float32, in the order in which rows are computed, as all results are
-    lse,  # or None, as the next
+    loss,  # float32; all results are in computation order
+    lse,  # or None; the same for the next ones
     nll,
     entropy,
     predictions,  # int64
@@ -96,10 +97,10 @@ def shard_land_kernel(
     mean_logit,
     z_term,
     kept,  # (K', N) float32, in the order of the call; or None
-    kept_row: "i64",  # its stride
-    length: "i64",  # how many rows are computed
+    kept_row: "i64",  # stride of its rows
+    length: "i64",  # number of rows that are computed
     coefficients,  # (6, R) float32 or None
-    classes: "i64",  # of all ranks
+    classes: "i64",  # V, the classes of all ranks
     keep: "fp32",
     spread: "fp32",
     z_loss: "fp32",
@@ -107,7 +108,7 @@ def shard_land_kernel(
     logit_scale: "fp32",
     bend,
     bend_stride: "i64",
-    BELOW: tl.constexpr,  # which slots these are, -1 where nobody asks
+    BELOW: tl.constexpr,  # these are slots of `sums`, -1 if not needed
     MIXED: tl.constexpr,
     SQUARES: tl.constexpr,
     DEFICIT: tl.constexpr,
@@ -117,7 +118,7 @@ def shard_land_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Land `BLOCK` rows."""
+    """Merge the sums of `BLOCK` rows, and store results and coefficients."""
     SMOOTHED: tl.constexpr = BELOW >= 0
     WEIGHED: tl.constexpr = row_weight is not None
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -182,7 +183,7 @@ def shard_land_kernel(
     distance = x_y - reference
     own = exp(distance)
     total = others + own
-    # Where the target is the largest, from what the others add to its 1: right to all digits if that is little.
+    # If the target is the largest, use log1p of the sum of the others, which keeps precision if that sum is small.
     log_sum = tl.where(x_y == peak, log1p(others), tl.log(total))
     log_p = distance - log_sum
     row_lse = peak + log_sum
@@ -239,11 +240,11 @@ def shard_again_kernel(
     kept,  # (K', N) float32, in the order of the call
     kept_row: "i64",
     length: "i64",
-    rows,  # arguments of the same names are those of `shard_land_kernel`
+    rows,  # see `shard_land_kernel` for arguments that are not described here
     start: "i64",
     count: "i64",
     scale,
-    lse_upstream,  # (N,) float32 or None, in the order in which rows are computed, as the next two
+    lse_upstream,  # (N,) float32 or None, in computation order, like the next two
     lse_stride: "i64",
     nll_upstream,
     nll_stride: "i64",
@@ -258,7 +259,7 @@ def shard_again_kernel(
     logit_scale: "fp32",
     bend,
     bend_stride: "i64",
-    WEIGHED: tl.constexpr,  # whether class weights were kept
+    WEIGHED: tl.constexpr,  # whether `kept` has class weights
     SMOOTHED: tl.constexpr,
     Z_LOSS: tl.constexpr,
     CAPPED: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Launches of the kernels in `shard_land_kernels`, once the sums of all ranks are there."""
+"""Launches of the kernels in `shard_land_kernels`, which merge the sums of all ranks."""
 
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,12 +18,12 @@ from xent.backends.triton.shard_land_kernels import shard_again_kernel, shard_la
 __all__ = ["ShardLanding", "slots", "stride_of"]
 
 _SLOTS = ("below", "mixed", "squares", "deficit", "key")
-_ROWS = 64  # of a program, with 2 warps: a part of 1024 rows is spread over 16 multiprocessors
+_ROWS = 64  # rows of a program, with 2 warps: a part of 1024 rows uses 16 multiprocessors
 _bounds: WeakKeyDictionary[Layout, Tensor] = WeakKeyDictionary()
 
 
 class ShardLanding:
-    """The rows of a call whose targets are classes."""
+    """`land` and `again` for the rows of a call whose targets are class indices."""
 
     def __init__(self, facts: Facts, layout: Layout) -> None:
         assert facts.target is not None
@@ -142,7 +142,7 @@ class ShardLanding:
         )
 
     def _bounds(self) -> Tensor:
-        """Return each rank's classes on the device; they are copied there once a layout."""
+        """Return each rank's range of classes, (ranks, 2) int64 on the device. It is copied there once per layout."""
         found = _bounds.get(self._layout)
         if found is None or found.device != self._scale.device:
             found = torch.tensor(self._layout.ranges, dtype=torch.int64).to(self._scale.device)
@@ -151,10 +151,10 @@ class ShardLanding:
 
 
 def slots(sums: Slots) -> dict[str, Any]:
-    """Return the kernels' constants: which slot each sum has, -1 for those that nobody asks for."""
+    """Return the kernels' constants: the slot of each sum, -1 if it is not needed."""
     return {name.upper(): sums.names.index(name) if name in sums else -1 for name in _SLOTS}
 
 
 def stride_of(tensor: Tensor | None) -> int:
-    """Return the stride of a tensor's rows."""
+    """Return the stride of the first axis; 0 for None."""
     return 0 if tensor is None else tensor.stride(0)

@@ -1,6 +1,6 @@
-"""The steps on one rank's classes: launches of the kernels in `shard_kernels`.
+"""The steps for one rank's classes: launches of the kernels in `shard_kernels`.
 
-Class probabilities, rows with a support and ranks without classes take the steps in PyTorch's own operations.
+Class probabilities, rows with a support and ranks without classes use the steps in PyTorch operations.
 """
 
 from typing import Any
@@ -22,8 +22,8 @@ from xent.backends.triton.shard_take_kernel import shard_take_kernel
 
 __all__ = ["ShardSteps"]
 
-# Bytes of a block and of a warp's part of it: four programs of the fold run on a multiprocessor side by side, and the
-# gradient has four vectors a thread, as that of whole rows. Not measured.
+# Bytes of a block, and of the part of a warp. Four programs of the fold fit on a multiprocessor, and the gradient has
+# four vectors per thread, like the gradient of whole rows. Not measured.
 _OF_FOLD, _OF_GRADIENT = (8 * 1024, 1024), (16 * 1024, 2048)
 _MANY, _LARGEST_SOFTCAP = 1024, 256
 
@@ -46,7 +46,7 @@ class ShardSteps:
         }
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Return what is taken, in one launch; rows without a gradient are 0 unless they have statistics."""
+        """Gather the hidden states in one launch. Rows without a gradient are 0, unless there are statistics."""
         dead, count = self._dead, part.stop - part.start
         rounded = linear.compute.itemsize == 2 and self._shard.layout.count > 0
         if not count or (dead is None and not rounded):
@@ -82,7 +82,7 @@ class ShardSteps:
         return Taken(hidden.to(linear.compute), taken, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
-        """Write the sums in one launch, a program a row."""
+        """Write the sums in one launch, with one program per row."""
         rows, classes = logits.shape
         if not rows:
             return
@@ -123,7 +123,7 @@ class ShardSteps:
         )
 
     def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:
-        """Write the gradient in one launch, a program for each block of a row."""
+        """Write the gradient in one launch, with one program per block of a row."""
         rows, classes = logits.shape
         if not rows or not classes:
             return
@@ -154,7 +154,7 @@ class ShardSteps:
         )
 
     def _constants(self, place: Geometry, logits: Tensor) -> dict[str, Any]:
-        """Return the constants that both kernels take."""
+        """Return the constants that both kernels have."""
         spec, facts = self._spec, self._shard.facts
         bends = spec.softcap is None or (facts.bend is None and spec.softcap <= _LARGEST_SOFTCAP)
         return {
@@ -167,7 +167,7 @@ class ShardSteps:
 
 
 def _block(classes: int, place: Geometry, itemsize: int, most: int, of_warp: int) -> tuple[int, int]:
-    """Return how many elements a block has, and the warps that work on it."""
+    """Return (elements of a block, number of warps)."""
     block = max(min(next_power_of_2(classes), most // itemsize), 2 * place.vector)
     return block, max(min(block * itemsize // of_warp, 8), 1)
 

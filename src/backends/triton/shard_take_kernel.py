@@ -1,4 +1,4 @@
-"""The hidden states of a part's rows, and their targets' logits where the target is one of this rank's classes."""
+"""Gather the hidden states of a part's rows, and compute the logits of targets on this rank."""
 
 import triton.language as tl
 
@@ -18,16 +18,16 @@ def shard_take_kernel(
     bias,  # (C,) or None
     bias_stride: "i64",
     taken,  # (R, D), contiguous
-    target_logits,  # (R,) float32, 0 where another rank has the target; or None
-    rows,  # (R,) int64: which rows of the call these are; None for those from `start` on
+    target_logits,  # (R,) float32, 0 if another rank has the target; or None
+    rows,  # (R,) int64: indices of the rows in the call; None for start, start + 1, ...
     start: "i64",
-    local,  # (N,) int64, in the order in which rows are computed: the targets as classes of this rank
-    dead,  # bool, as `local`; or None
+    local,  # (N,) int64, in computation order: the targets relative to this rank's first class
+    dead,  # (N,) bool, in the order of `local`; or None
     classes_here: "i64",  # C
     size: "i32",  # D
     BLOCK: tl.constexpr,
 ):
-    """Copy one row of hidden states, zeros where the row is dead; find its target's logit in float32."""
+    """Copy one row of hidden states, or zeros if the row is dead. Compute its target's logit in float32."""
     here = tl.program_id(0).to(tl.int64)
     row = start + here
     of_call = row

@@ -1,11 +1,12 @@
-"""Log-probabilities of rows that may take some classes alone, those that a sampler allowed; a program a row.
+"""Log-probabilities of rows with a support, the classes that a sampler allowed. One program per row.
 
-A row's classes are ``ids[offsets[i] : offsets[i + 1]]``, in any order, and only their logits are read. Three looks at
-them: the largest x; the sums; the gradient. That of all other classes is 0. The gradient may take the logits' memory,
-so that of the row's own classes waits in `held` until the zeros are written.
+A row's classes are ``ids[offsets[i] : offsets[i + 1]]``, in any order. Only their logits are read. There are three
+passes over them: the largest x, the sums, and the gradient. The gradient of all other classes is 0. It may overwrite
+the logits, so the gradients of the row's own classes are held in `held` until the zeros are written.
 
-A target that is not among the row's classes has an infinite loss, and neither that nor nll has a gradient. Ids outside
-[0, V) and offsets that do not rise from 0 to the number of ids make NaN of their row; nothing is read out of bounds.
+If the target is not in the support, the loss is infinite, and the loss and nll have no gradient. If ids are outside of
+[0, V), or offsets do not rise from 0 to the number of ids, the row's results are NaN, and nothing is read out of
+bounds.
 """
 
 import triton
@@ -33,7 +34,7 @@ NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _row_of_ids(offsets, row, count, entries, shift, SHIFTED: tl.constexpr):
-    """Return where a row's ids begin, how many they are, and whether the offsets are in order, as far as is seen."""
+    """Return the position of a row's first id, the number of its ids, and whether the offsets read here are ordered."""
     source = row + shift if SHIFTED else row
     first = tl.load(offsets + source, mask=source < count, other=0).to(tl.int64)
     end = tl.load(offsets + source + 1, mask=source < count, other=0).to(tl.int64)
@@ -45,7 +46,7 @@ def _row_of_ids(offsets, row, count, entries, shift, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _classes_of(ids, first, size, vocabulary, BLOCK: tl.constexpr):
-    """Return a block of a row's classes, which of them are there, and which of these are in [0, V)."""
+    """Return a block of a row's classes, a mask of its entries, and a mask of the entries in [0, V)."""
     inside = first + tl.arange(0, BLOCK) < size
     classes = tl.load(ids + first + tl.arange(0, BLOCK), mask=inside, other=0).to(tl.int64)
     return classes, inside, inside & (classes >= 0) & (classes < vocabulary)
@@ -53,13 +54,13 @@ def _classes_of(ids, first, size, vocabulary, BLOCK: tl.constexpr):
 
 @triton.jit
 def _logits_of(source, classes, known, y, z_y):
-    """Return the raw logits of a block of classes, the target's being `z_y`."""
+    """Return the raw logits of a block of classes. That of the target is `z_y`."""
     return tl.where(classes == y, z_y, tl.load(source + classes, mask=known, other=0.0).to(tl.float32))
 
 
 @kernel
 def support_kernel(
-    logits,  # arguments of the same names are those of `rows_kernel`
+    logits,  # see `rows_kernel` for arguments that are not described here
     logits_inner: "i64",
     logits_outer: "i64",
     logits_row: "i64",
@@ -71,7 +72,7 @@ def support_kernel(
     order_of_rows,
     start: "i64",
     ids,  # (M,) integers
-    offsets,  # (N + 1,) integers, those of each position of the target
+    offsets,  # (N + 1,) integers, by position of the target
     entries: "i64",  # M
     held,  # (M,) float32, with `grad`
     target,
@@ -90,7 +91,7 @@ def support_kernel(
     entropy,
     predictions,
     hits,
-    z_term,  # of which log-probabilities have none
+    z_term,  # 0: log-probabilities have no z-loss
     log_sum_sq,
     mean_logit,
     count: "i64",
@@ -145,7 +146,7 @@ def support_kernel(
         else:
             z_y = tl.load(target_logits + here)
 
-        # The largest x, and the target's place.
+        # Pass 1: the largest x, and whether the target is in the support.
         peaks = tl.full([BLOCK], -float("inf"), tl.float32)
         present = tl.zeros([BLOCK], tl.int32)
         strange = tl.zeros([BLOCK], tl.int32)
@@ -168,7 +169,7 @@ def support_kernel(
         has_target = tl.max(present, 0) > 0
         broken = (tl.max(strange, 0) > 0) | ~in_order
 
-        # The sums, those but `level` without the target.
+        # Pass 2: the sums. All except `v` exclude the target.
         s = tl.zeros([BLOCK], tl.float32)
         t = s
         q = s

@@ -1,4 +1,4 @@
-"""The launch of the kernel of rows with a support."""
+"""The launch of the kernel for rows with a support."""
 
 from xent.backends.triton.facts import Facts
 from xent.backends.triton.launch import launch, next_power_of_2
@@ -10,7 +10,7 @@ __all__ = ["launch_support"]
 
 
 def launch_support(facts: Facts, results: Results, block: Block) -> None:
-    """Fold and finish the rows of a block, and write their gradient where it has a place."""
+    """Fold and finish the rows of a block, and write their gradient if `block.grad` is not None."""
     support, place = facts.support, block.place
     assert support is not None
     loss, statistics = results.loss, results.statistics

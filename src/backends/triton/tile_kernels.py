@@ -1,8 +1,9 @@
-"""Fold and finish over tiles of logits, as they are made, small enough to be in the L2 cache still.
+"""Fold and finish over tiles of logits that are small enough to stay in the L2 cache.
 
-A tile has some thousand rows and classes. A matrix product makes it, `tile_kernel` folds it into each row's sums, and
-the next tile takes its memory. `finish_kernel` adds the target, from its float32 logit, and records the results.
-`join_kernel` merges sums over parts of the classes. Sums are those of `row_algebra`, relative to the largest x so far.
+A tile has some thousand rows and classes. A matrix product computes it, `tile_kernel` folds it into each row's sums,
+and the next tile reuses its memory. `finish_kernel` adds the target's float32 logit and stores the results.
+`join_kernel` merges sums over parts of the classes. The sums are those of `row_algebra`, relative to the largest x so
+far.
 """
 
 import triton.language as tl
@@ -26,13 +27,13 @@ def tile_kernel(
     classes,  # (N,) int32, the target of each row
     peaks,  # (N,) float32, like all sums
     totals,
-    mixed,  # None unless the entropy is asked for
+    mixed,  # None if the entropy is not requested
     below,  # None without smoothing
     seen,
-    best,  # None unless predictions are asked for
+    best,  # None if predictions are not requested
     at,  # (N,) int32
-    squares,  # sums of e^(2 (x - largest)); None unless they are asked for
-    level,  # sums of x; None unless they are asked for
+    squares,  # sums of e^(2 (x - largest)); or None
+    level,  # sums of x; or None
     class_weight,
     softcap: "fp32",
     logit_scale: "fp32",
@@ -45,7 +46,7 @@ def tile_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Carry one row's sums over a tile."""
+    """Add a tile to the sums of one row."""
     tile += tl.program_id(0).to(tl.int64) * tile_stride
     row = start + tl.program_id(0).to(tl.int64)
     y = tl.load(classes + row) - first
@@ -99,7 +100,8 @@ def tile_kernel(
             w = tl.where(others, 1.0, 0.0)
             if class_weight is not None:
                 w = tl.load(class_weight + first + columns, mask=others, other=0.0)
-            # Classes of -inf alone have no largest to grow from: those with a weight are infinitely far below any.
+            # If all classes so far are -inf, there is no reference. Those with a weight are infinitely far below any
+            # other.
             under += times(weights, tl.where((peak == -float("inf")) & (larger != peak), float("inf"), growth))
             under += tl.sum(times(w, reference - x), 0)
             weights += tl.sum(w, 0)
@@ -134,9 +136,9 @@ def join_kernel(
     rows: "i64",
     parts: "i32",
     BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,  # that are read at a time
+    PARTS: tl.constexpr,  # parts that are read at a time
 ):
-    """Make the sums of a block of rows from those over parts of the classes."""
+    """Merge the sums of a block of rows over parts of the classes."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
@@ -166,12 +168,12 @@ def join_kernel(
 
 @kernel
 def finish_kernel(
-    peaks,  # sums as `tile_kernel` leaves them
+    peaks,  # these are sums from `tile_kernel`
     totals,
     mixed,
     below,
     seen,
-    best,  # not looked at
+    best,  # not used
     at,
     squares,
     level,
@@ -209,7 +211,7 @@ def finish_kernel(
     Z_LOSS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turn the sums of a block of rows into their results."""
+    """Compute the results of a block of rows from their sums."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < count
     y, a, w_y, ignored, invalid = row_facts(
@@ -222,14 +224,14 @@ def finish_kernel(
     x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
     others_peak = tl.load(peaks + row, mask=inside, other=0.0)
     others_total = tl.load(totals + row, mask=inside, other=1.0)
-    # With the target: m is the largest x of all, and no sum is larger than it is right.
+    # Add the target. m is the largest x of all classes.
     m = tl.maximum(others_peak, x_y)
     reference = finite(m)
     growth = tl.where(others_peak == -float("inf"), 0.0, reference - others_peak)
     others = others_total * exp(-growth)
     e_y = exp(x_y - reference)
     total = others + e_y
-    # log(total), where the target is the largest from what the others add to its 1.
+    # log(total); if the target is the largest, log1p of the sum of the others.
     small = tl.where(x_y == m, others, 0.5)
     w = 1 + small
     log_sum = tl.where(

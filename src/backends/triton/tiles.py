@@ -1,4 +1,4 @@
-"""A fold over tiles of logits that are made and forgotten: forward passes that need no gradient of the logits."""
+"""A fold over tiles of logits that are computed and overwritten, for forward passes that need no logits later."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ __all__ = ["Sums", "fold", "stores_no_logits"]
 
 
 class Sums(NamedTuple):
-    """The sums of N rows without their targets, as `tile_kernels` has them."""
+    """The sums of N rows without their targets, see `tile_kernels`; each (N,), None if not needed."""
 
     peaks: Tensor
     totals: Tensor
@@ -30,7 +30,7 @@ class Sums(NamedTuple):
 
 
 def stores_no_logits(linear: Linear, facts: Facts) -> bool:
-    """Whether the products for Hopper GPUs compute the sums of rows and the gradients of their logits."""
+    """Return whether the products for Hopper GPUs compute the sums of rows and the gradients of their logits."""
     if facts.probabilities is not None or facts.support is not None or facts.spec.label_smoothing != 0:
         return False
     apart = linear.classifier_bias is not None or facts.bend is not None
@@ -38,7 +38,7 @@ def stores_no_logits(linear: Linear, facts: Facts) -> bool:
 
 
 def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
-    """Return the sums over all classes but each row's target, `classes` (N,) int32."""
+    """Return the sums over all classes except each row's target, `classes` (N,) int32."""
     count, device, spec = len(classes), classes.device, facts.spec
     names = spec.stats
 
@@ -60,14 +60,14 @@ def fold(linear: Linear, facts: Facts, classes: Tensor) -> Sums:
     )
     hidden = linear.hidden.to(linear.compute)
     found = sums
-    # An exact call has the same bits whatever statistics it returns. Those that the product lacks take a second one.
+    # An exact call has the same bits whatever statistics it returns. Sums that the product lacks need a second pass.
     if stores_no_logits(linear, facts) and (spec.exact or all(memory is None for memory in sums[3:])):
         fold_product(hidden, linear.classifier, spec, classes, peaks, totals, sums.mixed, linear.workspace)
         if all(memory is None for memory in sums[3:]):
             return found
         other_peaks, other_totals = torch.empty(2, count, dtype=torch.float32, device=device)
         sums = sums._replace(peaks=other_peaks, totals=other_totals, mixed=None)
-    # Logits of 16 bits are made in float32: nothing that is reported is rounded on the way.
+    # With 16-bit inputs, tiles are float32, so that no reported value is rounded to 16 bits on the way.
     dtype = torch.promote_types(linear.compute, torch.float32)
     rows, width = tile_shape(count, len(linear.weight), dtype.itemsize, linear.workspace)
     room = torch.empty(rows * width, dtype=dtype, device=device)

@@ -1,8 +1,8 @@
-"""Divergence and gradient of rows from a teacher that is known at K classes, in one launch, a program a row.
+"""Divergence and gradient of rows for a teacher that is known at K classes. One launch, one program per row.
 
-The probability of all other classes is added up by itself, without the K: to subtract these from 1 would leave rounding
-errors of the size of what is left. `bits` says which classes are among the K, one bit each. With the K classes' q_k, t
-left, and e the exponentials of the other classes, relative to the largest of them and with the sum s::
+The probability of the other classes is summed directly, because 1 minus the probability of the K classes would cancel.
+`bits` marks the K classes, one bit per class. With the teacher's q_k at the K classes, the rest t of its mass, the
+student's exponentials e_c of the other classes relative to the largest of them, and their sum s::
 
     other classes    dl/dx_c = e_c ((sum q + t) e^(m_others - m) / Z - t / s)
     the K classes    dl/dx_k = (sum q + t) p_k - q_k
@@ -23,7 +23,7 @@ def top_k_kernel(
     student,  # (R, V) raw logits, rows `student_row` apart
     student_row: "i64",
     ids,  # (R, K) int64
-    log_probs,  # (R, K) float32, -inf where an entry stands for no class
+    log_probs,  # (R, K) float32, -inf for padding
     bits,  # (R, words) int32: class c is bit c % 32 of word c // 32
     words: "i64",
     grad,  # (R, V) or None; may be the student's logits
@@ -42,13 +42,13 @@ def top_k_kernel(
     RENORMALIZED: tl.constexpr,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
-    WIDTH: tl.constexpr,  # K, or the next power of two
+    WIDTH: tl.constexpr,  # K rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
     """See the module's docstring."""
     here = tl.program_id(0).to(tl.int64)
     z_row = student + here * student_row
-    place = student  # or where the gradient goes
+    place = student  # the gradient's row if there is a gradient
     if grad is not None:
         place = grad + here * grad_row
     is_dead = False
@@ -87,14 +87,14 @@ def top_k_kernel(
             largest = tl.maximum(m_others, tl.max(x, 0))
             shrink, e = exp(m_others - finite(largest)), exp(x - finite(largest))
             if entropy is not None:
-                # sum e (largest - x), whose terms grow where the largest does
+                # sum of e (largest - x), rescaled when the largest x changes
                 risen = tl.where(sums == 0, 0.0, sums * (largest - m_others))
                 below = (below + risen) * shrink + tl.where(e == 0, 0.0, e * (largest - x))
             sums = sums * shrink + e
             m_others = largest
         s = tl.sum(sums, 0)
         m = finite(tl.maximum(m_others, tl.max(x_k, 0)))
-        # Without other classes any number does, but that the exponential of what it is above m would overflow.
+        # Without other classes any finite value works, as long as exp(m_others - m) does not overflow.
         m_others = tl.where(s == 0, m, finite(m_others))
         e_k = exact_exp(x_k - m)
         total = s * exp(m_others - m) + tl.sum(e_k, 0)
@@ -104,7 +104,7 @@ def top_k_kernel(
         left = 0.0
         if BUCKET:
             left = tl.maximum(1 - mass, 0.0)
-            # What rounding leaves, where no class could have it.
+            # If there are no other classes, a remainder within the tolerance is a rounding error.
             left = tl.where((s == 0) & (left <= tolerance), 0.0, left)
             p_left = s * exp(m_others - m) / total
             log_left = (m_others - m) + (tl.log(s) - log_total)

@@ -1,4 +1,7 @@
-"""What is checked: every option alone and in the combinations that interact, as descriptions without a framework."""
+"""The cases of the gradient checks: every option alone, and combinations of options that interact.
+
+Cases are descriptions that use no framework.
+"""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -84,19 +87,19 @@ class Case:
     shift: int = 0
     ignored: float = 0.3
     offset: float = 0.0
-    """Added to all logits: large values that the loss must not feel."""
+    """A constant that is added to all logits. The loss must not depend on it, even if it is large."""
     target_dtype: str = "int64"
     workspace: int | None = None
     alone: bool = False
-    """Whether the results are also computed without gradients, which may take other kernels."""
+    """Whether the results are also computed without gradients, which may use other kernels."""
     entropy: bool = False
-    """Whether log-probabilities come with the entropy."""
+    """Whether a log-probability function also returns the entropy."""
     stats: tuple[str, ...] = ()
-    """Statistics that carry gradients, each of which gets an upstream gradient of its own."""
+    """Differentiable statistics. Each gets an upstream gradient of its own."""
     missing: tuple[str, ...] = ()
-    """Results that get no upstream gradient all the same."""
+    """Differentiable results that get no upstream gradient in this case."""
     trained: bool = False
-    """Whether the target, of class probabilities, has a gradient too."""
+    """Whether the target, which must be class probabilities, gets a gradient too."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
@@ -109,20 +112,20 @@ class Case:
 
     @property
     def results(self) -> tuple[str, ...]:
-        """The names of what the call returns that carries gradients, in order."""
+        """The names of the differentiable results, in the order in which the call returns them."""
         if self.function in LOSSES:
             return ("loss", *self.stats)
         return ("log_probs", *(("entropy",) if self.entropy else ()), *self.stats)
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """What the call gets beside arrays and options."""
+        """The keyword arguments of the call other than arrays and options."""
         asked = {"reduction": self.reduction} if self.function in LOSSES else {"entropy": self.entropy}
         loop = {"shift": self.shift, "workspace": self.workspace} if self.is_linear else {}
         return {**asked, **loop, "stats": self.stats}
 
     def found_in(self, returned: Any) -> dict[str, Any]:
-        """Return the `results` by name, out of what the call returned."""
+        """Return the values of `results` by name, from the return value of the call."""
         parts = returned if isinstance(returned, tuple) else (returned,)
         found = dict(zip(self.results[: len(self.results) - len(self.stats)], parts, strict=False))
         return found | {name: getattr(parts[-1], name) for name in self.stats}
@@ -130,9 +133,10 @@ class Case:
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A case's arrays, in float64: what is differentiated, the target, options, the upstream gradients.
+    """The arrays of a case in float64: differentiable arrays, target, options and upstream gradients.
 
-    `upstream` is that of the first result, `others` those of the rest; what the case has as missing is not among them.
+    `upstream` is the gradient of the first result. `others` has those of the other results, except for names in
+    `missing`.
     """
 
     differentiable: dict[str, Any]
@@ -143,7 +147,7 @@ class Inputs:
 
 
 def option_cases(function: str, dtype: str) -> list[Case]:
-    """Return every option, and of the losses every reduction, at one middling shape."""
+    """Return a case for every option, for losses with every reduction, with one medium-sized shape."""
     base = Case(function, (4, 12), 67, dtype, "")
     if function not in LOSSES:
         return _log_prob_cases(replace(base, reduction="none"))
@@ -189,7 +193,7 @@ def _log_prob_cases(base: Case) -> list[Case]:
 
 
 def make_inputs(case: Case, seed: int = 0) -> Inputs:
-    """Draw a case's arrays. Nothing is symmetric or constant, so that a gradient in the wrong place shows."""
+    """Draw the arrays of a case. No array is symmetric or constant, so that a gradient in a wrong place is detected."""
     rng = np.random.default_rng([seed, case.vocabulary, *case.rows])
     rows, vocabulary = case.rows, case.vocabulary
     differentiable: dict[str, Any]
@@ -234,7 +238,10 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
 
 
 def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Support:
-    """Draw for each row from one class to all. The last with a target leaves it out; the first may be empty."""
+    """Draw a support for each row.
+
+    The support of the last row with a target excludes the target. If the first row has no target, its support is empty.
+    """
     sets = []
     counts = (target.ravel() >= 0) & (target.ravel() < vocabulary)
     last = counts.size - 1 - counts[::-1].argmax() if counts.any() else -1
@@ -252,6 +259,6 @@ def _draw_support(rng: np.random.Generator, target: Any, vocabulary: int) -> Sup
 
 
 def _long_span(rows: tuple[int, ...], share: float) -> Any:
-    """Mark the first rows in one run, as a masked prompt is."""
+    """Return a mask of one run of rows at the beginning, like a masked prompt."""
     count = int(np.prod(rows))
     return (np.arange(count) < int(count * share / 2)).reshape(rows)

@@ -1,4 +1,7 @@
-"""What is checked of the divergences: every teacher and option, as descriptions without a framework."""
+"""The cases of the gradient checks of divergences: every teacher with every option.
+
+Cases are descriptions that use no framework.
+"""
 
 from dataclasses import dataclass, field, replace
 from itertools import cycle
@@ -32,12 +35,12 @@ class DivergenceCase:
     classes: int = 7
     """K of a top-k teacher."""
     apart: float = 1.0
-    """How far the teacher's logits are from the student's, whose standard deviation is 2."""
+    """Scale of the difference between teacher and student logits. The student's logits have standard deviation 2."""
     teacher_softcap: float | None = None
     teacher_scale: float = 1.0
     workspace: int | None = None
     entropy: bool = False
-    """Whether the student's entropy is asked for."""
+    """Whether the student's entropy is requested."""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, (*self.rows, self.vocabulary)))
@@ -46,7 +49,7 @@ class DivergenceCase:
 
 @dataclass(frozen=True, eq=False)
 class DivergenceInputs:
-    """A case's arrays, in float64: what is differentiated, the teacher's arrays, options, the upstream gradient."""
+    """The arrays of a case in float64: differentiable arrays, the teacher's, options, upstream gradient."""
 
     differentiable: dict[str, Any]
     teacher: dict[str, Any]
@@ -56,11 +59,12 @@ class DivergenceInputs:
 
 
 def divergence_cases(function: str, dtype: str) -> list[DivergenceCase]:
-    """Return each teacher with every option, and the shapes that matter; reductions and betas taken in turn."""
+    """Return a case for each teacher with every option and shape. Reductions and betas alternate over the cases."""
     betas, reductions = cycle((0.0, 1.0, 0.5, 0.1)), cycle(_REDUCTIONS)
     base = DivergenceCase(function, (3, 7), 67, dtype, "plain")
     cases: list[DivergenceCase] = []
-    # In float64 the reference itself rounds: a divergence is the difference of terms that are larger, the closer it is.
+    # The reference rounds in float64 too. A divergence is a difference of terms, and the closer the distributions are,
+    # the larger these terms are compared with it. So float64 cases are less close.
     for teacher in TEACHERS:
         named = [
             base,
@@ -74,9 +78,9 @@ def divergence_cases(function: str, dtype: str) -> list[DivergenceCase]:
             replace(base, name="a long row", rows=(3,), vocabulary=3001, classes=64, hidden=8),
             replace(base, name="no rows", rows=(0,)),
         ]
-        if teacher not in _TOP_K:  # of one known class a loss is the rounding of its probability
+        if teacher not in _TOP_K:  # with one class, a top-k loss consists of rounding errors only
             named.append(replace(base, name="one class", vocabulary=1))
-        if teacher != "drop":  # where log p of a class that is nearly certain is all that the value is made of
+        if teacher != "drop":  # its value would be only the log p of a nearly certain class
             named.append(replace(base, name="two classes", vocabulary=2, classes=1, apart=4.0))
         if teacher == "linear":
             named.append(replace(base, name="capped teacher", teacher_softcap=4.0, teacher_scale=0.7))
@@ -97,7 +101,7 @@ def _with(case: DivergenceCase, **options: Any) -> DivergenceCase:
 
 
 def make_divergence_inputs(case: DivergenceCase, seed: int = 0) -> DivergenceInputs:
-    """Draw a case's arrays. The teacher's logits are the student's, moved, so that they may be close."""
+    """Draw the arrays of a case. The teacher's logits are the student's plus noise, so that the two can be close."""
     rng = np.random.default_rng([seed, case.vocabulary, *case.rows])
     rows, vocabulary = case.rows, case.vocabulary
     differentiable: dict[str, Any]
@@ -113,7 +117,7 @@ def make_divergence_inputs(case: DivergenceCase, seed: int = 0) -> DivergenceInp
         if case.bias:
             differentiable["linear_bias"] = rng.normal(0, 1, vocabulary)
             logits = logits + differentiable["linear_bias"]
-    # What is dropped may cancel the rest where the two are close, and then the value is rounding alone.
+    # With tail "drop" the value can cancel to rounding errors if the distributions are close.
     apart = max(case.apart, 1.0) if case.teacher == "drop" else case.apart
     near = logits + rng.normal(0, apart, logits.shape)
     options = dict(case.options)
@@ -126,7 +130,7 @@ def make_divergence_inputs(case: DivergenceCase, seed: int = 0) -> DivergenceInp
 
 
 def _first(rows: tuple[int, ...]) -> Any:
-    """Mark the first rows in one run."""
+    """Return a mask of the first fifth of the rows."""
     count = int(np.prod(rows))
     return (np.arange(count) < count // 5).reshape(rows)
 
@@ -146,7 +150,7 @@ def _teacher(case: DivergenceCase, logits: Any, options: dict[str, Any], rng: np
     ids = np.argsort(-log_q, -1)[..., : case.classes]
     ids = np.take_along_axis(ids, rng.permuted(np.broadcast_to(np.arange(case.classes), ids.shape), axis=-1), -1)
     log_probs = np.take_along_axis(log_q, ids, -1)
-    if case.classes > 2:  # a row with fewer classes, padded with an id of no meaning
+    if case.classes > 2:  # some rows have one class less; the padding entry has an arbitrary id
         short = np.arange(int(np.prod(case.rows))).reshape(case.rows) % 4 == 3
         log_probs[..., -1] = np.where(short, -np.inf, log_probs[..., -1])
         ids[..., -1] = np.where(short, ids[..., 0], ids[..., -1])

@@ -1,4 +1,4 @@
-"""Whether a divergence and its gradients are right: as `judge` does it for the losses, and by the same bounds."""
+"""Compare divergences and their gradients with the reference, with the bounds that `judge` uses for losses."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,14 +16,14 @@ from xent.core.validate_divergence import linear_divergence_call, logits_diverge
 
 __all__ = ["judge_divergence"]
 
-# More than of a loss: where both sides nearly agree a gradient is the small difference of large numbers, so that a few
-# rows decide.
+# More draws than for a loss: if teacher and student nearly agree, a gradient is a small difference of large numbers,
+# and a few rows decide the worst error.
 _DRAWS = 24
 Results = dict[str, Any]
 
 
 def judge_divergence(backend: Backend, harness: Harness[Any], case: DivergenceCase, seed: int = 0) -> list[Comparison]:
-    """Run a case on a backend and compare its divergence and every gradient."""
+    """Run a case on a backend, and compare the divergence and every gradient with the reference."""
     draws = [_judge_draw(backend, harness, case, seed)]
     if not all(comparison.passed for comparison in draws[0]):
         draws += [_judge_draw(backend, harness, case, seed + more) for more in range(1, _DRAWS)]
@@ -88,7 +88,7 @@ def _judge_draw(backend: Backend, harness: Harness[Any], case: DivergenceCase, s
 
 
 def _unfused_entropy(harness: Harness[Any], case: DivergenceCase, arrays: tuple[Any, ...], options: Results) -> Any:
-    """Return the student's entropy by the framework's own operations, from logits that are wide from the product on."""
+    """Return the student's entropy, computed in framework operations from float32 or float64 logits."""
     wide = "float64" if case.dtype == "float64" else "float32"
     given = [harness.array(harness.numpy(array), wide) for array in arrays]
     logits = harness.linear(*given, *(None,) * (3 - len(given))) if case.function == "linear_divergence" else given[0]
@@ -110,7 +110,7 @@ def _teacher_of(case: DivergenceCase, arrays: Results) -> Any:
 def _reference(
     harness: Harness[Any], case: DivergenceCase, arrays: Results, teacher: Results, options: Results, upstream: Any
 ) -> Results:
-    """Return the truth for the very numbers that the backend sees."""
+    """Return the reference results, computed from the backend's inputs, which are rounded to the case's dtype."""
     arguments = {name: harness.numpy(value) for name, value in arrays.items()}
     known = _teacher_of(case, {name: harness.numpy(value) for name, value in teacher.items()})
     given: Results = {"beta": 0.0, "temperature": 1.0, "softcap": None, "logit_scale": 1.0, "sample_weight": None}

@@ -1,13 +1,13 @@
-"""Whether results and gradients are right: against the float64 reference, by the framework's own rounding error.
+"""Compare results and gradients with the float64 reference. The bound is the framework's own rounding error.
 
-The reference computes from the very numbers that the backend sees, rounded to the case's dtype. A gradient is judged
-row by row, relative to the row, or to all that the results contribute to it where there are several: its worst error
-may be 1.5 times the worst that the framework's unfused computation makes on the same inputs, plus two units in the last
-place. Rows whose gradient is exactly zero must be exactly zero. A zero, negated, doubled or row-shifted gradient is far
-beyond that in every dtype.
+The reference gets the same inputs as the backend, rounded to the case's dtype. The error of each row of a gradient is
+relative to the norm of the row, or, if there are several results, to the sum of the norms of their contributions. The
+worst error must be at most 1.5 times the worst error of the framework's unfused computation on the same inputs, plus
+two units in the last place (64 in float64). Rows whose gradient is exactly zero must be exactly zero. A zero, negated,
+doubled or row-shifted gradient exceeds this bound by far in every dtype.
 
-A few rows may be rounded well by chance, on one processor and not on another. So where one draw of the inputs is not
-within its bound, the worst errors of both over several draws decide.
+By chance, the unfused computation may round a few rows well on one processor and not on another. If one draw of the
+inputs exceeds its bound, the worst errors of both over several draws are compared.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ _DRAWS = 8
 _MOST_OF_A_DRAW = 2
 _NOTHING = 1e-30
 _UNITS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
-# The float64 reference rounds as a float64 backend does, so there the two differ by the rounding of both.
+# In float64 the bound covers the rounding errors of the backend and of the reference.
 _UNITS_ALLOWED = {"float16": 2, "bfloat16": 2, "float32": 2, "float64": 64}
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output of one case: its error and what it may be."""
+    """The error of one output of one case, and its bound."""
 
     output: str
     error: float
@@ -42,14 +42,14 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        """Whether the error is within the bound; NaN is not."""
+        """Whether the error is within the bound; false for NaN."""
         return self.error <= self.bound
 
 
 def judge_case(
     backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
 ) -> list[Comparison]:
-    """Run a case on a backend and compare its results and every gradient."""
+    """Run a case on a backend, and compare its results and every gradient with the reference."""
     draws = [_judge_draw(backend, harness, case, seed, workspace)]
     if not all(comparison.passed for comparison in draws[0]):
         draws += [_judge_draw(backend, harness, case, seed + more, workspace) for more in range(1, _DRAWS)]
@@ -70,10 +70,10 @@ def worst_of(draws: Sequence[Comparison]) -> Comparison:
 
 
 def typical_of(draws: Sequence[Comparison]) -> Comparison:
-    """Return the geometric means of error and bound over several draws; the worst draw, if it is far beyond all bounds.
+    """Return the geometric means of error and bound over several draws; the worst draw if it is far beyond all bounds.
 
-    For gradients that may nearly cancel: where they do most, one row's rounding decides the worst error of either side
-    by chance. The means hardly depend on such a row.
+    This is for gradients that may nearly cancel. In the row that cancels most, rounding decides the worst error by
+    chance, for the backend and for the unfused computation. The geometric means hardly depend on such a row.
     """
     worst = worst_of(draws)
     if not worst.error <= _MOST_OF_A_DRAW * worst.bound:
@@ -83,15 +83,15 @@ def typical_of(draws: Sequence[Comparison]) -> Comparison:
 
 
 def compare(output: str, made: Any, truth: Any, plain: Any, case: Case, sizes: Any = None) -> Comparison:
-    """Compare one output with the truth, bounded by the error of the plain computation.
+    """Compare one output with the reference. The bound follows from the error of the unfused computation, `plain`.
 
-    `sizes`: what errors of a gradient's rows are relative to; the norm of each row where None.
+    `sizes`: the values that the errors of a gradient's rows are relative to; None for the norm of each row.
     """
     dtype = case.dtype
     is_result = output.removesuffix(ALONE) in case.results
     if is_result and case.function != "linear_cross_entropy" and dtype != "float64":
         dtype = "float32"
-    if output == "target" and dtype != "float64":  # the targets of a case are float32
+    if output == "target" and dtype != "float64":  # class probabilities of a case are float32
         dtype = "float32"
     worst = _worst_result if is_result else partial(_worst_row, sizes)
     bound = _SLACK * worst(plain, truth) + _UNITS_ALLOWED[dtype] * _UNITS[dtype]
@@ -99,7 +99,7 @@ def compare(output: str, made: Any, truth: Any, plain: Any, case: Case, sizes: A
 
 
 def _worst_result(values: Any, truth: Any) -> float:
-    """Return the worst error of any row, relative to the largest of all; what is infinite has to be as it is."""
+    """Return the worst error over rows, relative to the largest absolute value. Infinite values must be equal."""
     infinite = np.isinf(truth)
     if (values[infinite] != truth[infinite]).any():
         return np.inf
@@ -108,7 +108,7 @@ def _worst_result(values: Any, truth: Any) -> float:
 
 
 def _worst_row(sizes: Any, values: Any, truth: Any) -> float:
-    """Return the worst error of the gradient of any row, relative to the row's size."""
+    """Return the worst error over the rows of a gradient, relative to each row's size."""
     if not truth.size:
         return 0.0
     error = np.linalg.norm(np.atleast_2d(values - truth), axis=-1)

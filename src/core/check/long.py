@@ -1,4 +1,4 @@
-"""Cases with many classes or many chunks: what reaches a device's long loops and its other kernels."""
+"""Cases with many classes or many chunks, which reach the loops and kernels for long rows."""
 
 from dataclasses import replace
 
@@ -7,15 +7,15 @@ from xent.core.check.cases import LOG_PROB_OPTIONS, LOSSES, OPTIONS, Case
 __all__ = ["chunk_cases", "long_cases"]
 
 _ROWS = 5
-_MOST_FLOAT16 = 20_000  # classes: of more, much of a classifier's gradient is less than the smallest float16
+_MOST_FLOAT16 = 20_000  # classes; with more, many entries of a classifier's gradient would underflow in float16
 _ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def long_cases(function: str, dtype: str, vocabularies: dict[str, int]) -> list[Case]:
-    """Return cases with each number of classes, named with the reason for it; and with hidden states, of chunks.
+    """Return cases for each number of classes, named by its reason; for linear functions also with several chunks.
 
-    Of losses each with the plain loss, reduced and row by row, and with all options; of log-probabilities each with the
-    entropy, and with all options. Plain ones are computed with and without gradients.
+    Losses get the plain loss with reduction "mean" and "none", and all options. Log-probabilities get the entropy, and
+    all options. Plain cases run with and without gradients.
     """
     plain = Case(function, (_ROWS,), 1, dtype, "", reduction="mean", hidden=16, ignored=0.0, alone=True)
     cases = []
@@ -24,7 +24,8 @@ def long_cases(function: str, dtype: str, vocabularies: dict[str, int]) -> list[
             continue
         case = replace(plain, vocabulary=vocabulary, name=reason)
         if function not in LOSSES:
-            # Of so many classes some that one row alone supports would have a gradient of the classifier that cancels.
+            # No support here: with so many classes, some would be in one row's support only, and their gradient would
+            # cancel.
             options = LOG_PROB_OPTIONS["softcap, temperature of each row" if case.is_linear else "all"]
             every = replace(case, name=f"{reason}, options", options=options, stats=("lse",))
             cases += [replace(one, reduction="none", entropy=True) for one in (case, every)]
@@ -37,7 +38,7 @@ def long_cases(function: str, dtype: str, vocabularies: dict[str, int]) -> list[
 
 
 def chunk_cases(dtype: str, function: str = "linear_cross_entropy") -> list[Case]:
-    """Return cases of a linear function in one chunk and in four, the last of them smaller."""
+    """Return cases of a linear function in one chunk and in four chunks, the last of them smaller."""
     one = Case(function, (96,), 1000, dtype, "one chunk", hidden=64, ignored=0.2, alone=True)
     several = replace(one, name="several chunks", workspace=28 * one.vocabulary * _ITEMSIZE[dtype])
     biased = replace(several, name="several chunks, bias", bias=True)

@@ -1,4 +1,4 @@
-"""How far a check has come: a bar where `rich` is installed, else a line now and then. Both go to stderr."""
+"""Report the progress of a check on stderr: a bar if `rich` is installed, else a line every few seconds."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -7,12 +7,12 @@ from time import monotonic
 
 __all__ = ["progress"]
 
-_SECONDS = 5  # between lines
+_SECONDS = 5  # seconds between lines
 
 
 @contextmanager
 def progress(total: int) -> Iterator[Callable[[str], None]]:
-    """Yield what is told of each of `total` steps, with its description, when it begins."""
+    """Yield a function to call with the description of each of `total` steps when the step begins."""
     try:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

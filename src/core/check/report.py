@@ -1,4 +1,4 @@
-"""Run the gradient checks of this machine's backends on this machine's own hardware, and say what came of it."""
+"""Run the gradient checks of this machine's backends on its own hardware, and report the results."""
 
 import signal
 import warnings
@@ -21,16 +21,16 @@ __all__ = ["Line", "Work", "cases_of", "check_all", "planned", "summary", "table
 
 _FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
 _DTYPES = ("float32", "bfloat16", "float16")
-_CASES_OF_A_PROCESS = 8  # at a time; neighbours run the same compiled kernels
+_CASES_OF_A_PROCESS = 8  # cases sent to a process at a time; neighbouring cases use the same compiled kernels
 AnyCase = Case | DivergenceCase
 Judged = tuple[list[Comparison], list[str]]
-"""A case's comparisons, and what failed."""
+"""The comparisons of a case, and the descriptions of its failures."""
 _NOTHING = Comparison("", 0.0, 1.0)
 
 
 @dataclass(frozen=True)
 class Line:
-    """One backend, function and dtype: how many cases ran, and the comparison nearest to or beyond its bound."""
+    """Results for one backend, function and dtype: number of cases, and the comparison with the largest error/bound."""
 
     backend: str
     device: str
@@ -43,13 +43,13 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What is checked of one backend on one device, and the kernels that were seen at it."""
+    """The cases to check for one backend on one device, and the names of the kernels that ran."""
 
     backend: Backend
     device: str
     harness: Harness[Any]
     cases: dict[tuple[str, str], tuple[Sequence[AnyCase], Sequence[AnyCase]]]
-    """(function, dtype) -> the cases of every backend, and those of this device's kernels."""
+    """(function, dtype) -> (the cases that every backend has, the cases for this device's kernels)."""
     seen: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Work:
 
 
 def planned(names: list[str] | None = None) -> list[Work]:
-    """Return what to check of the named backends, or of all that this machine can run, but for the reference."""
+    """Return the checks of the named backends, or of all available backends except the reference."""
     found = []
     for name, load in (*TABLE.items(), *ALSO.items()):
         backend = load()
@@ -73,8 +73,9 @@ def planned(names: list[str] | None = None) -> list[Work]:
 def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
     """Return the cases that every backend has, and those that reach the kernels and loops of this device.
 
-    The tests' matrix has all cases in all dtypes. Here kernels are compiled for each dtype, option and reduction, which
-    takes most of the time: each option has float32 and bfloat16, with other reductions in each, and float16 has a part.
+    The test matrix has all cases in all dtypes. Here each dtype, option and reduction compiles kernels, which takes
+    most of the time. So float32 and bfloat16 get each option with one reduction, which differs between the two, and
+    float16 gets a subset.
     """
     if function.endswith("divergence"):
         cases = divergence_cases(function, dtype)
@@ -89,7 +90,7 @@ def cases_of(harness: Harness[Any], function: str, dtype: str) -> tuple[Sequence
 
 
 def _in_turn(cases: list[Case], start: int) -> list[Case]:
-    """Return one reduction of each case, another for each next one."""
+    """Return each case with one reduction. The reductions alternate over the cases."""
     named: dict[str, list[Case]] = {}
     for case in cases:
         named.setdefault(case.name, []).append(case)
@@ -97,7 +98,7 @@ def _in_turn(cases: list[Case], start: int) -> list[Case]:
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
-    """Run the checks; `tell` hears of each case. What has passed as a whole is told so at the end."""
+    """Run the checks, and call `tell` with each case. If all of a backend passes, tell its harness at the end."""
     for work in works:
         lines = []
         for (function, dtype), judged in (_here if work.harness.processes == 1 else _in_processes)(work, tell):
@@ -111,7 +112,7 @@ def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: 
 
 
 def _here(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tuple[str, str], list[Judged]]]:
-    """Judge the cases of each function and dtype, one after the other."""
+    """Judge the cases of each function and dtype in this process, one after the other."""
     for kind, (everywhere, reaching) in work.cases.items():
         judged = [_judged(work, case, tell) for case in everywhere]
         with work.harness.watched() as seen:
@@ -121,7 +122,7 @@ def _here(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tuple[str, 
 
 
 def _in_processes(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tuple[str, str], list[Judged]]]:
-    """Judge the same cases in several processes, each of which compiles its own kernels."""
+    """Judge the cases in several processes. Each compiles its own kernels."""
     pool = ProcessPoolExecutor(work.harness.processes, get_context("spawn"), _end_at_interrupt)
     try:
         parts = {
@@ -135,7 +136,7 @@ def _in_processes(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tup
             try:
                 found[part], seen = part.result()
                 work.seen.update(seen)
-            except Exception as error:  # also of a process that ended before its time
+            except Exception as error:  # this includes a process that died
                 found[part] = [([], [f"{case}: {type(error).__name__}: {error}"]) for case in cases]
             for case in cases:
                 tell(f"{work}: {case}")
@@ -148,13 +149,13 @@ def _in_processes(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[tup
 def _parts(
     pool: ProcessPoolExecutor, work: Work, cases: Sequence[AnyCase], watch: bool
 ) -> dict[Future[Any], Sequence[AnyCase]]:
-    """Hand cases to the processes, a few neighbours at a time."""
+    """Submit the cases to the processes, a few neighbouring cases at a time."""
     some = [cases[start : start + _CASES_OF_A_PROCESS] for start in range(0, len(cases), _CASES_OF_A_PROCESS)]
     return {pool.submit(_judge_part, work.backend.name, work.device, part, watch): part for part in some}
 
 
 def _judge_part(name: str, device: str, cases: Sequence[AnyCase], watch: bool) -> tuple[list[Judged], set[str]]:
-    """Judge cases in a process of its own; return with them the kernels that were seen, if anybody watches."""
+    """Judge cases in a worker process. Return the results, and the kernels that ran if `watch` is set."""
     work = _work_of(name, device)
     if not watch:
         return [_judged(work, case, lambda text: None) for case in cases], set()
@@ -170,12 +171,15 @@ def _work_of(name: str, device: str) -> Work:
 
 
 def _end_at_interrupt() -> None:
-    """Let Ctrl-C, which the terminal sends to all processes, end this one without a word."""
+    """Let Ctrl-C, which the terminal sends to all processes, end this process silently."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _judged(work: Work, case: AnyCase, tell: Callable[[str], None]) -> Judged:
-    """Return a case's comparisons, and what failed; an error, or a warning that something else ran, is a failure."""
+    """Return the comparisons of a case, and its failures.
+
+    An exception counts as a failure, and so does a fallback warning.
+    """
     tell(f"{work}: {case}")
     try:
         with warnings.catch_warnings():
@@ -194,7 +198,7 @@ def _nearness(result: Comparison) -> float:
 
 
 def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
-    """Return one sentence: what passed, and which kernels ran."""
+    """Return one sentence with the number of passed or failed cases and the kernels that ran."""
     count, failed = sum(line.cases for line in lines), sum(len(line.failed) for line in lines)
     result = f"all {count} cases passed" if not failed else f"{failed} of {count} cases failed"
     return f"{result[0].upper()}{result[1:]}; {'; '.join(_ran(work) for work in works)}."
@@ -209,7 +213,7 @@ def _ran(work: Work) -> str:
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-    """Return rows of cells as text in columns, the first row as the heading."""
+    """Return rows of cells as text in columns. The first row is the heading."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,7 +1,7 @@
-"""The results and gradients of one case, three times: of the reference, of a backend, and of the framework unfused.
+"""Results and gradients of one case from the reference, from a backend, and from the framework's unfused operations.
 
-The unfused log-probabilities of hidden states begin with the framework's own float32 product: what is allowed to a
-log-probability is the error of float32 logits. Their gradients are allowed the error of float32 logits whose gradient
+For log-probabilities of hidden states, the unfused computation begins with the framework's float32 product. So a
+log-probability may have the error of float32 logits. Its gradients may have the error of float32 logits whose gradient
 is rounded to the case's dtype.
 """
 
@@ -27,7 +27,7 @@ from xent.core.spec import LinearCall, LogitsCall, Support
 __all__ = ["ALONE", "Results", "call_of", "function_of", "placed", "results_of_case"]
 
 ALONE = " without gradients"
-"""What the name of a result ends in that was computed without gradients."""
+"""The suffix for names of results that were computed without gradients."""
 
 Results = dict[str, Any]
 
@@ -51,7 +51,7 @@ def function_of(name: str) -> Any:
 
 
 def placed(harness: Harness[Any], options: Results, wide: str) -> Results:
-    """Return options, the target among them, with their arrays on the device, floats as `wide`."""
+    """Return options (and the target) with arrays moved to the device and floats converted to `wide`."""
 
     def place(value: Any) -> Any:
         if isinstance(value, Support):
@@ -64,7 +64,7 @@ def placed(harness: Harness[Any], options: Results, wide: str) -> Results:
 
 
 def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall | LinearCall:
-    """Describe a case's call on NumPy arrays; `options` with the target."""
+    """Return the validated call of a case on NumPy arrays. `options` includes the target."""
     options = dict(options)
     temperature, support = options.pop("temperature", 1.0), options.pop("support", None)
     options = _DEFAULTS | options | {name: case.keywords[name] for name in case.keywords.keys() - {"entropy"}}
@@ -81,11 +81,12 @@ def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall
 def results_of_case(
     backend: Backend, harness: Harness[Any], case: Case, seed: int = 0, workspace: int | None = None
 ) -> tuple[Results, Results, Results, Results]:
-    """Return results and gradients of the reference, of the backend, and of the framework's unfused computation.
+    """Return (reference, backend, unfused, sizes); the first three contain results and gradients by name.
 
-    Last, the size of each row of the gradients: the sum of the norms of what each result contributes to the row.
-    Contributions may cancel, which leaves an error that is small beside them and large beside their sum. So may the two
-    terms of the entropy's own, p log p and p H, whose errors are those of x: it counts for p more than it is.
+    `sizes` contains the size of each row of the gradients: the sum of the norms of the contributions of each result.
+    Contributions may cancel, so an error may be small compared with them and large compared with their sum. The two
+    terms of the entropy's gradient, p log p and p H, may cancel too, and their errors are those of x. So the entropy
+    counts with the size of p in addition.
     """
     case = replace(case, workspace=case.workspace if workspace is None else workspace)
     run = _Run.drawn(harness, case, seed)
@@ -108,23 +109,23 @@ def results_of_case(
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """A case with its arrays on the device."""
+    """A case, with its arrays on the device."""
 
     harness: Harness[Any]
     case: Case
     inputs: Inputs
     wide: str
-    """The dtype of what is computed from arrays of the case's dtype."""
+    """The dtype of results, of upstream gradients and of options that are arrays."""
     arrays: tuple[Any, ...]
-    """What is differentiated; the target last, if it is."""
+    """The differentiable arrays; the target is the last one if it is differentiable."""
     options: Results
-    """The target, if it is not differentiated, and the options."""
+    """The options, and the target unless it is differentiable."""
     upstream: tuple[Any, ...]
-    """One for each result, None where it is missing."""
+    """An upstream gradient for each result; None if it is missing."""
 
     @classmethod
     def drawn(cls, harness: Harness[Any], case: Case, seed: int) -> "_Run":
-        """Draw the arrays, in the case's dtype."""
+        """Draw the arrays in the case's dtype."""
         inputs = make_inputs(case, seed)
         wide = "float64" if case.dtype == "float64" else "float32"
         arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
@@ -138,7 +139,7 @@ class _Run:
         return cls(harness, case, inputs, wide, arrays, options, upstream)
 
     def in_order(self, returned: Any) -> tuple[Any, ...]:
-        """Return what a call returned as a tuple of the results with gradients."""
+        """Return the differentiable results of a call as a tuple, in order."""
         return tuple(self.case.found_in(returned)[name] for name in self.case.results)
 
     def named(self, found: tuple[tuple[Any, ...], list[Any]]) -> Results:
@@ -149,7 +150,10 @@ class _Run:
 
 
 def _reference(run: _Run) -> tuple[Results, Results]:
-    """Compute from the very numbers that the backend sees, rounded to the case's dtype; and the sizes of rows."""
+    """Compute the reference from the backend's inputs, which are rounded to the case's dtype.
+
+    Return results and sizes.
+    """
     case, numpy = run.case, run.harness.numpy
     arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
     options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
@@ -195,7 +199,7 @@ def _as_numpy(harness: Harness[Any], value: Any) -> Any:
 
 
 def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
-    """Compute in the framework's own operations, on logits of the case's dtype."""
+    """Compute in the framework's own operations, with logits in the case's dtype."""
     case, harness, arrays = run.case, run.harness, run.arrays
     count = len(arrays) - case.trained
     if case.trained:
@@ -213,12 +217,12 @@ def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
 
 
 def _rolled(run: _Run, values: Any, sign: int) -> Any:
-    """Return an array (..., T, V) moved along its rows by the case's shift."""
+    """Return an array (..., T, V) rolled along its rows by the case's shift."""
     return np.roll(values, sign * run.case.shift, -2) if run.case.shift else values
 
 
 def _exact(run: _Run) -> Results:
-    """Compute with logits that are wide from their product on. Their gradient is rounded to the case's dtype."""
+    """Compute with logits in the dtype `wide`. Their gradient is rounded to the case's dtype."""
     harness, dtype = run.harness, run.case.dtype
 
     def product(*given: Any) -> Any:
@@ -234,7 +238,10 @@ def _exact(run: _Run) -> Results:
 
 
 def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
-    """Compute the results of a case unfused, row t with what belongs to row t + shift; `target` if differentiated."""
+    """Compute the results of a case in unfused operations on logits.
+
+    The options of row t are those of row t + shift. `target` contains the target if it is differentiable.
+    """
     found = {}
     if run.case.function in LOSSES:
         options = placed(run.harness, _options_of_loss(run), run.wide) | target
@@ -246,7 +253,7 @@ def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
 
 
 def _options_of_loss(run: _Run) -> Results:
-    """Return target and options as a caller without `shift` would build them."""
+    """Return target and options for a call without `shift`."""
     inputs, shift = run.inputs, run.case.shift
     options = inputs.options | {"target": inputs.target}
     if shift:
@@ -258,7 +265,7 @@ def _options_of_loss(run: _Run) -> Results:
 
 
 def _options_of_rows(run: _Run) -> Results:
-    """Return what log-probabilities need, with dense masks in the place of ignore_index, `shift` and `support`."""
+    """Return the options of log-probabilities, with dense masks that replace ignore_index, `shift` and `support`."""
     inputs, shift = run.inputs, run.case.shift
     here = _has_target(run)
     axis = here.ndim - 1
@@ -282,7 +289,7 @@ def _options_of_rows(run: _Run) -> Results:
 
 
 def _has_target(run: _Run) -> Any:
-    """Return which rows a shift leaves with a target."""
+    """Return a mask of the rows that have a target after the shift."""
     here = np.ones(run.case.rows, bool)
     if run.case.shift:
         here[..., max(here.shape[-1] - run.case.shift, 0) :] = False

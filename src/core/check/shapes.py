@@ -1,4 +1,4 @@
-"""Small shapes, each for the reason that stands beside it; all of them on every backend."""
+"""Small shapes for all backends. Each has a name that says what it covers."""
 
 from dataclasses import replace
 
@@ -32,7 +32,7 @@ SHAPES: dict[str, Case] = {
 
 
 def shape_cases(function: str, dtype: str) -> list[Case]:
-    """Return every shape, as a mean and row by row; those of log-probabilities with the entropy."""
+    """Return a case for every shape: losses with reduction "mean" and "none", log-probabilities with the entropy."""
     chosen = []
     for reason, shape in SHAPES.items():
         if shape.offset and dtype in ("bfloat16", "float16"):

@@ -28,7 +28,7 @@ class ShaderLibrary:
     """The kernels of a source, as attributes; SyntaxError if a rejection by Apple's compiler is simulated."""
 
     def __init__(self, emulator: Emulator, text: str) -> None:
-        assert text.isascii()  # which is how PyTorch hands it on
+        assert text.isascii()  # PyTorch passes it as ASCII
         self._emulator, self._sources = emulator, read(text)
         for source in self._sources.values():
             emulator.sources.append(source)

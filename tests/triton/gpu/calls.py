@@ -1,4 +1,4 @@
-"""The calls that tests on a GPU make: both functions, with every reduction, and their gradients."""
+"""The calls of the GPU tests: both functions, with every reduction, and their gradients."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Call:
         return "-".join([self.function, str(self.vocabulary), *named])
 
     def draw(self, seed: int, device: str = "cuda") -> tuple[Tensor, ...]:
-        """Return what is differentiated, then the target; some targets are ignored."""
+        """Return the differentiable tensors, then the target, of which some entries are ignored."""
         generator = torch.Generator().manual_seed(seed)
         target = torch.randint(self.vocabulary, (ROWS,), generator=generator)
         target[seed % 7 :: 7] = -100
@@ -46,13 +46,13 @@ class Call:
 
 
 def run(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return the loss and the gradients of all tensors that ask for one."""
+    """Return the loss and the gradients of all tensors that require one."""
     loss = call(*tensors)
     leaves = [tensor for tensor in tensors if tensor.requires_grad]
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, 0.5))
 
 
-# Rows of one block, of several, of the largest, and off the 16-byte boundaries.
+# Rows with one block, with several, with the largest blocks, and off the 16-byte boundaries.
 SHORT, LONG, LONGEST, SHIFTED = 1000, 43_520, 131_072, 16_391
 ONE_CHUNK = {"workspace": 2**30}
 SEVERAL_CHUNKS = {"workspace": ROWS // 4 * SHORT * 2}

@@ -1,7 +1,7 @@
-"""These tests are about streams, memory and compiled kernels; they are collected where Triton compiles for a GPU.
+"""Fixtures of the tests of streams, memory and compiled kernels, which are collected only if Triton compiles for a GPU.
 
-Nothing here is skipped: where there is no GPU, or Triton interprets, these tests are not there, as those for two GPUs
-are not where there is one.
+No test is skipped. Without a GPU, or with Triton's interpreter, these tests are not collected. Tests for two GPUs are
+not collected if there is only one.
 """
 
 import gc
@@ -16,7 +16,7 @@ from xent.backends.triton import BACKEND
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave the folder out where kernels are interpreted; leave out what needs two GPUs where there is one."""
+    """Ignore the folder if kernels are interpreted, and tests for two GPUs if there is one."""
     compiled = BACKEND.info().devices == ("cuda",)
     enough = collection_path.name != "test_devices.py" or torch.cuda.device_count() > 1
     return None if compiled and enough else True
@@ -24,14 +24,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture
 def poisoned() -> Iterator[None]:
-    """Fill unwritten memory with NaN."""
+    """Fill uninitialised memory with NaN."""
     with Target("triton", "cuda").poisoned():
         yield
 
 
 @pytest.fixture(autouse=True)
 def returned_memory() -> Iterator[None]:
-    """Give memory back after a test, so that other processes can have what a large one took."""
+    """Release memory after a test, so that other processes can use it."""
     yield
     gc.collect()
     torch.cuda.empty_cache()

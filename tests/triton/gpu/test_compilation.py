@@ -1,4 +1,4 @@
-"""What changes during training, numbers and lengths of batches, compiles no kernel again."""
+"""Numbers and batch lengths that change during training cause no recompilation."""
 
 from typing import Any
 
@@ -8,19 +8,19 @@ import triton
 
 import xent
 
-VOCABULARIES = [1000, 43_520, 16_387]  # of one block, of several, of rows off the 16-byte boundaries
+VOCABULARIES = [1000, 43_520, 16_387]  # one block, several blocks, rows off the 16-byte boundaries
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Collect the names of kernels for which Triton has no program yet when they are launched."""
+    """Collect the names of kernels that Triton has to compile when they are launched."""
     names: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", lambda **launch: names.append(launch["fn"].name))
     return names
 
 
 def step(vocabulary: int = 1000, rows: int = 300, **options: Any) -> None:
-    """Go through forward and backward of both functions, row by row as well, and forward alone."""
+    """Run forward and backward of both functions, with "mean" and "none", and the forward pass alone."""
     upstream = options.pop("upstream", 1.0)
     logits = torch.randn(rows, vocabulary, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -62,7 +62,7 @@ def test_numbers(compiled: list[str], name: str, vocabulary: int) -> None:
     assert compiled == []
 
 
-def test_hook_sees_what_is_compiled(compiled: list[str]) -> None:
+def test_hook_sees_compilations(compiled: list[str]) -> None:
     step()
     compiled.clear()
     logits = torch.randn(4, 77, device="cuda", dtype=torch.float16, requires_grad=True)
@@ -72,9 +72,10 @@ def test_hook_sees_what_is_compiled(compiled: list[str]) -> None:
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_lengths_of_batches(compiled: list[str], vocabulary: int) -> None:
-    """Kernels know no lengths: where targets are added up, a block is the power of two that holds them, up to 4096.
+    """Kernels do not depend on lengths, with two exceptions.
 
-    Tiles have sizes of their own: the last of a row may need a smaller block, of which there are five.
+    The block of the divisor kernel is the power of two that holds all rows, up to 4096. The last tile of a row may need
+    a smaller block, of which there are five.
     """
     for rows in (256, 271):
         step(vocabulary, rows)

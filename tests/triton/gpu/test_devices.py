@@ -1,4 +1,4 @@
-"""Tensors on another GPU than the current one are computed there, whatever the current device is."""
+"""Tensors on a GPU other than the current one are computed on their own device."""
 
 import pytest
 import torch

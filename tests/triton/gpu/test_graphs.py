@@ -1,4 +1,4 @@
-"""A CUDA graph takes forward and backward, and gives right results for inputs that changed since."""
+"""A CUDA graph can capture forward and backward, and gives correct results for changed inputs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_replay_with_other_inputs(call: Call) -> None:
     held = call.draw(0)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # kernels are compiled and buffers made before the capture
+    with torch.cuda.stream(side):  # kernels are compiled and buffers allocated before the capture
         for _ in range(2):
             run(call, held)
     torch.cuda.current_stream().wait_stream(side)
@@ -29,7 +29,7 @@ def test_replay_with_other_inputs(call: Call) -> None:
                 place.copy_(values)
         graph.replay()
         for found, expected in zip(captured, run(call, fresh), strict=True):
-            # A capture computes ignored rows too: chunks have other rows, and their sum in bfloat16 rounds otherwise.
+            # A capture computes ignored rows too, so chunks have other rows, and their bfloat16 sum rounds differently.
             torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2 * float(expected.abs().max()))
 
 
@@ -49,7 +49,7 @@ def test_forward_alone() -> None:
 
 
 def test_training_step_is_captured_whole() -> None:
-    """Loss, gradients and the optimiser's step in one graph: the loss falls as it does step by step."""
+    """Loss, gradients and the optimizer's step in one graph: the loss falls as it does without a graph."""
 
     def losses(captured: bool) -> list[float]:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""More than 2^31 logits: the last rows are as right as the first, and as right as if they came alone."""
+"""More than 2^31 logits: the last rows are correct, and equal to those of a call with these rows only."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 import xent
 
-# More than 2.17e9 logits. With 32771 classes rows lie off the 16-byte boundaries; the last two have larger blocks.
+# More than 2.17e9 logits. Rows of 32771 classes are off the 16-byte boundaries. The last two sizes have larger blocks.
 SIZES = [(70_000, 32_768), (70_000, 32_771), (50_000, 43_520), (17_000, 131_072)]
 SOME = 40
 
@@ -53,7 +53,7 @@ def test_linear() -> None:
     """All rows in one chunk, so that offsets inside a chunk are beyond 2^31."""
     rows, vocabulary, hidden = 70_000, 32_768, 64
     torch.manual_seed(0)
-    # Logits of standard deviation 1: where they are stored in bfloat16, rounding changes a probability by less than 2%.
+    # Logits have standard deviation 1. If stored in bfloat16, rounding changes a probability by less than 2%.
     source = (torch.randn(rows, hidden, device="cuda") / 8).bfloat16().requires_grad_()
     weight = torch.randn(vocabulary, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(vocabulary, (rows,), device="cuda")

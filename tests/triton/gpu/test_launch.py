@@ -1,4 +1,4 @@
-"""Kernels that are launched again without Triton's look at their arguments."""
+"""Repeated launches of kernels without Triton's binder."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def _combine_kernel(
     NEGATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Nothing is known of where memory begins, nor of the numbers."""
+    """Alignment and values of the arguments are not specialised."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     x = tl.load(source + at * pitch, mask=inside, other=0.0) * factor
@@ -34,7 +34,10 @@ def _combine_kernel(
 
 
 def calls() -> list[tuple[int, bool, int, int, float, bool]]:
-    """Where source and found begin, whether there is an offset, count, pitch, factor, NEGATED; neighbours differ."""
+    """Return arguments: offsets of source and found, whether there is an offset, count, pitch, factor, NEGATED.
+
+    Each differs from its neighbours.
+    """
     return [
         (start, with_offset, count, pitch, factor, negated)
         for factor, negated in ((2.0, False), (4.0, True))
@@ -45,7 +48,7 @@ def calls() -> list[tuple[int, bool, int, int, float, bool]]:
     ]
 
 
-def test_each_kind_runs_what_was_compiled_for_it() -> None:
+def test_each_kind_runs_its_own_program() -> None:
     memory, offset = torch.randn(17 * COUNT, device="cuda"), torch.randn(COUNT, device="cuda")
     for _ in range(2):
         for start, with_offset, count, pitch, factor, negated in calls():
@@ -61,8 +64,8 @@ def test_each_kind_runs_what_was_compiled_for_it() -> None:
             assert not place[:start].any()
 
 
-def test_options_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch with other options than the one before runs another program, and Triton sees neither a second time."""
+def test_options_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch with other options runs another program. Repeating either does not call Triton again."""
     x, found = torch.ones(512, device="cuda"), torch.empty(512, device="cuda")
     looks, look = [], _combine_kernel.run
     monkeypatch.setattr(launching, "_compiled", {})

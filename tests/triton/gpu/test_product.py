@@ -1,4 +1,4 @@
-"""The product kernel: no logits are stored, and none are rounded."""
+"""The product kernels store no logits and round none."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from xent.backends.triton.hopper.door import hopper_multiprocessors
 
 @pytest.fixture(autouse=True)
 def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refuse to make logits, where the kernel runs; elsewhere tiles do, as they should."""
+    """Make computing logits an error if the product kernels run; otherwise tiles compute them."""
 
     def refuse(*_: object) -> None:
         raise AssertionError("logits were stored")
@@ -22,7 +22,7 @@ def no_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"z_loss": 1e-3, "logit_scale": 0.7}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_sums_are_those_of_logits_that_are_not_rounded(dtype: torch.dtype, options: dict[str, float]) -> None:
+def test_sums_come_from_unrounded_logits(dtype: torch.dtype, options: dict[str, float]) -> None:
     torch.manual_seed(0)
     hidden = torch.randn(1000, 2000, device="cuda").to(dtype)
     weight = (3 * torch.randn(50_000, 2000, device="cuda") / 2000**0.5).to(dtype)
@@ -37,7 +37,7 @@ def test_sums_are_those_of_logits_that_are_not_rounded(dtype: torch.dtype, optio
 
 
 def test_same_bits_each_time() -> None:
-    """More bands than are worked on at a time, and a last one that is not whole."""
+    """More bands than run at one time, and an incomplete last band."""
     torch.manual_seed(0)
     hidden = torch.randn(1700, 512, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(40_009, 512, device="cuda", dtype=torch.bfloat16)
@@ -50,7 +50,7 @@ def test_same_bits_each_time() -> None:
 
 
 def test_memory() -> None:
-    """Sums of 250 parts of the vocabulary, 16 MiB, in place of logits, 1000 MiB."""
+    """Sums of 250 parts of the vocabulary, 16 MiB, instead of logits, 1000 MiB."""
     hidden = torch.randn(8192, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(64_000, 256, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(64_000, (8192,), device="cuda")
@@ -59,7 +59,7 @@ def test_memory() -> None:
 
 
 def test_rows_beyond_int32() -> None:
-    """No tensor of logits is that large, but its number of elements is."""
+    """No logits of that size are stored, but their number of elements exceeds int32."""
     hidden = torch.randn(70_000, 64, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(40_000, 64, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(40_000, (70_000,), device="cuda")
@@ -70,8 +70,8 @@ def test_rows_beyond_int32() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_are_those_of_logits_that_are_not_rounded(dtype: torch.dtype) -> None:
-    """Logits of up to 80 that were rounded to bfloat16 would be off by 0.25, and their exponentials by a fifth."""
+def test_gradients_come_from_unrounded_logits(dtype: torch.dtype) -> None:
+    """If logits of up to 80 were rounded to bfloat16, they would be off by 0.25, and their exponentials by a fifth."""
     torch.manual_seed(0)
     hidden = torch.randn(300, 520, device="cuda").to(dtype).requires_grad_()
     weight = (20 * torch.randn(5003, 520, device="cuda") / 520**0.5).to(dtype).requires_grad_()

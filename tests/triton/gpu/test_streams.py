@@ -1,4 +1,4 @@
-"""Work goes to the caller's stream: it waits for what is there and for nothing else, and nobody waits on the host."""
+"""Kernels run on the caller's stream, wait for no other stream, and never make the host wait."""
 
 import time
 import warnings
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from tests.triton.gpu.calls import CALLS, ONE_CHUNK, Call, run
 
-LONG = 10**9  # cycles: half a second, against microseconds of work
+LONG = 10**9  # clock cycles: about half a second, while the work takes microseconds
 WITHOUT_WAITING = [call for call in CALLS if call.options.get("workspace") in (None, ONE_CHUNK["workspace"])]
 
 
 def everything(call: Call, tensors: tuple[Tensor, ...]) -> None:
-    """Go forward and backward, and forward alone."""
+    """Run forward and backward, and the forward pass alone."""
     run(call, tensors)
     with torch.no_grad():
         call(*tensors)
@@ -33,7 +33,7 @@ def synchronisation_is_an_error() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_synchronisation_would_be_seen() -> None:
+def test_synchronisation_is_detected() -> None:
     number = torch.ones((), device="cuda")
     with synchronisation_is_an_error(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         number.item()
@@ -41,7 +41,7 @@ def test_synchronisation_would_be_seen() -> None:
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_waits_for_its_stream(call: Call) -> None:
-    """The inputs are NaN until a long sleep on the stream is over: who does not wait for it reads NaN."""
+    """The inputs are NaN until a long sleep on the stream is over, so code that does not wait for it reads NaN."""
     truth = call.draw(0)
     expected = run(call, truth)
     late = call.draw(1)
@@ -67,7 +67,7 @@ def test_waits_for_no_other_stream(call: Call) -> None:
     expected = run(call, tensors)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        run(call, tensors)  # memory of this stream is there before the other one is busy
+        run(call, tensors)  # allocates memory on this stream before the other one is busy
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
     busy = torch.cuda.Event()
@@ -91,7 +91,7 @@ def test_pytorch_sees_no_synchronisation(call: Call) -> None:
 
 @pytest.mark.parametrize("call", WITHOUT_WAITING, ids=str)
 def test_host_runs_ahead(call: Call) -> None:
-    """The device sleeps; forward and backward are queued behind, and the host goes on."""
+    """The device sleeps. Forward and backward are queued behind, and the host continues."""
     tensors = call.draw(0)
     everything(call, tensors)
     torch.cuda.synchronize()
@@ -102,8 +102,8 @@ def test_host_runs_ahead(call: Call) -> None:
     assert not slept.query(), "the host waited for the device"
 
 
-def test_device_does_not_idle_while_the_host_learns_how_many_rows_there_are() -> None:
-    """The host waits for that number once, at the first of several chunks; then it is ahead of the device again."""
+def test_device_is_busy_while_the_host_waits_for_the_number_of_rows() -> None:
+    """The host waits for that number once, during the first of several chunks. Then it is ahead of the device again."""
     call = Call("linear_cross_entropy", {"workspace": 2048 * 32000 * 2})
     torch.manual_seed(0)
     hidden = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)

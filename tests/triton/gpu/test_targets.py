@@ -1,4 +1,4 @@
-"""Targets outside [0, V) on a GPU, in `linear_cross_entropy` and in what goes with it: NaN there, and only there."""
+"""Targets outside [0, V) on a GPU, in `linear_cross_entropy` and its statistics: NaN in their rows and nowhere else."""
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ def test_row_is_nan_and_others_are_not(workspace: int | None, reduction: str) ->
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_other_rows_have_the_gradient_they_have_without(reduction: str) -> None:
+def test_gradients_of_other_rows_are_unchanged(reduction: str) -> None:
     hidden, weight, right, wrong = drawn()
     grads = []
     for target in (right, wrong):
@@ -66,7 +66,7 @@ def test_statistics(linear: bool) -> None:
 
 
 @pytest.mark.parametrize("linear", [False, True])
-def test_looking_is_opt_in(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checking_values_is_opt_in(linear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, _, wrong = drawn()
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     function = xent.linear_cross_entropy if linear else xent.cross_entropy

@@ -1,4 +1,4 @@
-"""Work and memory on a GPU: ignored rows are not multiplied, nothing large is held that nobody asked for."""
+"""Work and memory on a GPU: ignored rows are not multiplied, and no large buffers are held without need."""
 
 import gc
 from collections.abc import Callable
@@ -43,22 +43,25 @@ def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: floa
 def test_ignored_rows_are_not_multiplied(needs: tuple[bool, bool, bool], products: int) -> None:
     assert flops(needs) == products * PRODUCT
     assert flops(needs, ignored=0.75) == products * PRODUCT // 4
-    # The first of the chunks is under way before it is known whether any row is left.
+    # The first chunk starts before it is known whether any row must be computed.
     assert flops(needs, ignored=1.0) <= products * PRODUCT // 6
 
 
 def test_ignored_rows_are_not_multiplied_again() -> None:
-    """The forward pass of "none" looks at all rows once; its backward makes logits of rows to compute alone."""
+    """The forward pass of "none" computes all rows.
+
+    Its backward pass computes only the logits of rows with a gradient.
+    """
     assert flops((True, True, False), "none") == 4 * PRODUCT
     assert flops((True, True, False), "none", ignored=0.75) <= PRODUCT + 3 * PRODUCT // 4
 
 
-def test_nobody_asks() -> None:
+def test_nothing_requires_a_gradient() -> None:
     assert flops((False, False, False)) == PRODUCT
 
 
 def peak(call: Callable[[], Any]) -> int:
-    """Return by how many bytes a call raises the memory that PyTorch has taken, the first of two calls apart."""
+    """Return the peak bytes above those before the call, measured in the second call."""
     for _ in range(2):
         gc.collect()
         before = torch.cuda.memory_allocated()
@@ -79,7 +82,7 @@ def draw(rows: int, hidden: int, vocabulary: int) -> tuple[Tensor, Tensor, Tenso
 
 @pytest.mark.parametrize("chunks", [1, 4])
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"label_smoothing": 0.1, "softcap": 30.0}], ids=str)
-def test_linear_takes_its_workspace_and_the_gradients(chunks: int, options: dict[str, Any]) -> None:
+def test_linear_memory_is_workspace_and_gradients(chunks: int, options: dict[str, Any]) -> None:
     rows, hidden, vocabulary = 4096, 256, 64_000
     source, weight, target = draw(rows, hidden, vocabulary)
     workspace = rows // chunks * vocabulary * 2
@@ -105,7 +108,7 @@ def test_linear_of_a_frozen_classifier() -> None:
     assert peak(call) <= workspace + 6 * MIB
 
 
-def test_linear_without_gradients_takes_a_tile() -> None:
+def test_linear_memory_without_gradients_is_a_tile() -> None:
     source, weight, target = draw(8192, 256, 64_000)
     assert peak(lambda: xent.linear_cross_entropy(source, weight, target, backend="triton")) <= 36 * MIB
     assert peak(lambda: xent.linear_cross_entropy(source, weight, target, workspace=MIB, backend="triton")) <= 4 * MIB
@@ -130,7 +133,7 @@ def test_logits() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weight_gradient_without_wide_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch before 2.8 has none."""
+    """PyTorch before 2.8 has no products with a wider result."""
     source, weight, target = draw(512, 64, 1000)
     master = weight.float().requires_grad_()
 

@@ -1,11 +1,18 @@
-"""A vocabulary in shards, over the ranks of a process group: one more way to run, a loop over the row algebra's steps.
+"""Losses over a vocabulary that is sharded over the ranks of a process group.
 
-How a call flows: `entry` (from the driver) -> `eager`, or for compilers and modes `autograd` and `ops` (what is saved,
-what backward returns) -> `calls` (`layout`: who has which classes) -> `logits` or `linear` (the loop over chunks) -> a
-`job`, the rows of the call. The `steps` of a backend (`plain` here, `xent.backends.triton.shard_steps` on NVIDIA GPUs)
-fold a chunk into a few numbers a row (`sums`), which every rank gathers from all (`collectives`) and merges in the
-order of ranks; `landing` and `finish` turn them into the loss, the statistics and the coefficients of the gradient,
-with the same bits on every rank. `tokens` is sequence parallelism, and `peers` tells the other ranks of an error.
+A call passes through these files:
+
+1. `entry` receives the call from the driver. `eager` (or `autograd` and `ops`, for compilers and modes) decides what is
+   saved for the backward pass.
+2. `calls` finds the layout, which says which rank has which classes (`layout`), and runs `logits` or `linear`, which
+   has the loop over chunks. Both use a `job`, which holds the rows of the call.
+3. The `steps` of a backend (`plain` here, `xent.backends.triton.shard_steps` on NVIDIA GPUs) fold each chunk of logits
+   into a few sums per row (`sums`).
+4. All ranks gather these sums (`collectives`) and merge them in rank order.
+5. `landing` and `finish` compute the loss, the statistics and the coefficients of the gradient from the merged sums.
+   They have the same bits on every rank.
+
+`tokens` implements sequence parallelism. `peers` tells the other ranks about an error on this one.
 """
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""From logits to x, which the loss is a function of, and the slope dx/dz."""
+"""The activation x(z) of logits z, with scale and softcap, and its slope dx/dz."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ __all__ = ["activate", "slope"]
 
 
 def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
-    """Return x (R, ...), in place of the logits; `bend` (R, 2) has each row's scale and softcap, if they differ."""
+    """Return x (R, ...), computed in place. `bend` (R, 2) contains scale and softcap of each row if they differ."""
     scale, cap = _bends(logits, spec, bend)
     if bend is not None or scale != 1:
         logits.mul_(scale)
@@ -20,7 +20,7 @@ def activate(logits: Tensor, spec: LossSpec, bend: Tensor | None) -> Tensor:
 
 
 def slope(x: Tensor, spec: LossSpec, bend: Tensor | None) -> Any:
-    """Return dx/dz, a tensor or a number."""
+    """Return dx/dz, a tensor like x or a number."""
     scale, cap = _bends(x, spec, bend)
     return scale if cap is None else (1 - (x / cap).square()).mul_(scale)
 

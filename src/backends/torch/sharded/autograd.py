@@ -1,4 +1,7 @@
-"""Autograd around the operations on shards, for compilers and modes: see `xent.backends.torch.autograd`."""
+"""Autograd functions around the custom operations on shards, for compilers and modes.
+
+See `xent.backends.torch.autograd`.
+"""
 
 from typing import Any
 
@@ -57,7 +60,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
 
 class ShardedLinearCrossEntropy(torch.autograd.Function):
-    """(input, weight, bias, needs, shift, workspace, dtype, *where, *options) -> see the operation, flat."""
+    """(input, weight, bias, needs, shift, workspace, dtype, *where, *options) -> the operation's results, flattened."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
@@ -114,7 +117,7 @@ class ShardedLinearCrossEntropy(torch.autograd.Function):
 
 
 def _keep(ctx: Any, args: Any) -> Any:
-    """Keep where the shard is and the constants of the options; return the options."""
+    """Store the description of the shard and the options' constants in the context. Return the options."""
     ctx.where, options = args[:_OF_WHERE], args[_OF_WHERE:]
     ctx.reduction, ctx.kernel, ctx.names = reduction_of(options), options[-1], stats_of(options)
     ctx.constants = options[TENSORS:]

@@ -1,4 +1,7 @@
-"""A call on a shard, whoever makes it: find the layout, look at targets if asked to, and run the loop."""
+"""The calls on a shard that eager functions and custom operations share: find the layout, then run the loop.
+
+With XENT_CHECK_TARGETS=1, ranks also compare their targets.
+"""
 
 import os
 from typing import Any, NamedTuple
@@ -29,16 +32,16 @@ WHERE = "str group, int first, int size, int axis, bool reduces"
 
 
 class Where(NamedTuple):
-    """A `xent.VocabParallel` in the form in which custom operations take it, `WHERE`."""
+    """The arguments of `xent.VocabParallel` in the form that custom operations take, with schema `WHERE`."""
 
     group: str
     first: int
-    """-1 where the caller does not say, as for `size`."""
+    """-1 if not given; the same for `size`."""
     size: int
     axis: int
-    """Of the hidden states: the one along which tokens are cut; -1 where every rank has all of them."""
+    """The axis of the hidden states along which tokens are split; -1 if every rank has all tokens."""
     reduces: bool
-    """Whether the gradient of the hidden states is summed over ranks here."""
+    """Whether the call sums the gradient of the hidden states over ranks."""
 
 
 def logits_forward(
@@ -85,7 +88,7 @@ def _of_linear(linear: Linear, where: Where, options: Options) -> Layout:
 
 
 def _kind(options: Options) -> tuple[Any, ...]:
-    """Return what of the options decides which collectives there are; a number's value does not."""
+    """Return the options that determine which collectives a call has. Numbers' values do not."""
     spec = options.spec
     return (
         options.kernel,
@@ -112,7 +115,7 @@ def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> T
 
 
 def _check_targets(layout: Layout, options: Options) -> None:
-    """Compare what is said of rows between ranks, where the caller wants targets looked at."""
+    """Compare the arrays that have rows between ranks, if XENT_CHECK_TARGETS=1."""
     if os.environ.get("XENT_CHECK_TARGETS") != "1":
         return
     names = ("target", "sample_weight", "temperature", "support_ids", "support_offsets")

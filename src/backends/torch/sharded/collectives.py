@@ -1,7 +1,7 @@
-"""The collectives, each started now and waited for later: what runs in between hides it.
+"""Asynchronous collectives: started first, waited for later, so that computation in between hides them.
 
-Waiting makes the current stream wait, not the host (gloo, whose tensors are on the CPU, waits in the host). A group of
-one rank sends nothing, nor does one without rows.
+Waiting blocks the current stream, not the host. (With gloo, whose tensors are on the CPU, it blocks the host.) A group
+of one rank sends nothing. A tensor without elements is not sent either.
 """
 
 from typing import Any, NamedTuple
@@ -12,29 +12,29 @@ from torch import Tensor
 
 __all__ = ["Flight", "add_up", "gather", "scatter_sums"]
 
-# PyTorch 2.13 renames them and warns of the old names.
+# PyTorch 2.13 renamed them and warns about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _reduce: Any = dist.all_reduce
 
 
 class Flight(NamedTuple):
-    """A collective on its way."""
+    """A collective that has been started."""
 
     result: Tensor
     work: Any
     source: Tensor
-    """What is sent, whose memory must stay until it has arrived."""
+    """The tensor that is sent. Its memory must stay allocated until the collective is done."""
 
     def land(self) -> Tensor:
-        """Return the result, once there."""
+        """Wait for the collective and return its result."""
         if self.work is not None:
             self.work.wait()
         return self.result
 
 
 def gather(values: Tensor, group: Any) -> Flight:
-    """Return (ranks, *shape): the contiguous `values` of every rank, which have one shape."""
+    """Gather the contiguous `values` of every rank, which have the same shape, into (ranks, *shape)."""
     ranks = group.size()
     if ranks == 1 or not values.numel():
         return Flight(values.expand(ranks, *values.shape), None, values)
@@ -44,9 +44,10 @@ def gather(values: Tensor, group: Any) -> Flight:
 
 
 def add_up(values: Tensor, group: Any) -> Flight:
-    """Add the contiguous `values` of all ranks up, in place.
+    """Sum the contiguous `values` over all ranks, in place.
 
-    The sum has the same bits on every rank where no more than one rank has anything but 0, whatever the order.
+    If at most one rank has a nonzero value for an element, that sum has the same bits on every rank, whatever the
+    order.
     """
     if group.size() == 1 or not values.numel():
         return Flight(values, None, values)
@@ -54,7 +55,7 @@ def add_up(values: Tensor, group: Any) -> Flight:
 
 
 def scatter_sums(values: Tensor, group: Any) -> Flight:
-    """Return this rank's part of the sum over ranks of contiguous `values` (ranks, ...)."""
+    """Sum contiguous `values` (ranks, ...) over ranks, and return this rank's slice of the sum."""
     if group.size() == 1 or not values.numel():
         return Flight(values[0], None, values)
     out = torch.empty(values.shape[1:], dtype=values.dtype, device=values.device)

@@ -1,11 +1,11 @@
-"""DTensors in and out: what their placements say becomes a shard, and gradients return with the right placements.
+"""Calls with DTensors: their placements describe the shard, and gradients return with matching placements.
 
-One dimension of the mesh has the classes in shards. On the others, rows may be in shards too, or everything be the
-same. Beside DTensors, plain tensors are whole: the same on every rank, with all rows and all classes.
+One dimension of the mesh shards the classes. The other dimensions shard rows or replicate. A plain tensor beside
+DTensors must be whole: the same on every rank, with all rows and all classes.
 
-A call on local parts does the work. Gradients go through `DTensor.to_local`: those of logits and of the classifier are
-this rank's own; that of replicated hidden states is Partial, so that autograd sums it over ranks once, and scatters it
-in the same collective where the hidden states had been gathered.
+The call runs on local parts. Gradients go through `DTensor.to_local`. Those of logits and of the classifier are this
+rank's own. That of replicated hidden states is Partial, so that autograd sums it over ranks once. If the hidden states
+had been gathered, the same collective also scatters the sum.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ _PER_ROW = ("sample_weight", "temperature")
 
 
 def is_cut(array: Any, axis: Any) -> bool:
-    """Whether an array is a DTensor whose classes, on that axis, are in shards."""
+    """Return whether an array is a DTensor whose classes, on that axis, are sharded."""
     if not isinstance(array, DTensor) or not isinstance(axis, int) or not array.dim():
         return False
     return any(placement.is_shard(axis % array.dim()) for placement in array.placements)
 
 
 def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str, Any]) -> Any:
-    """Return what a function of logits (..., V) returns for DTensors."""
+    """Call a function of logits (..., V) with DTensors."""
     axis = arguments["axis"] % logits.dim()
     cut = _Cut.of("logits", logits, axis, arguments)
     if "weight" in arguments:
@@ -48,7 +48,7 @@ def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str
 
 
 def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, arguments: dict[str, Any]) -> Any:
-    """Return what a function of hidden states (..., D) and a classifier (V, D) returns for DTensors."""
+    """Call a function of hidden states (..., D) and a classifier (V, D) with DTensors."""
     cut = _Cut.of("linear_weight", weight, 0, arguments)
     for place, placement in enumerate(weight.placements):
         if place != cut.place and not placement.is_replicate():
@@ -80,20 +80,20 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
 
 @dataclass(frozen=True)
 class _Cut:
-    """How classes and rows lie on a mesh."""
+    """The mesh dimensions over which classes and rows are sharded."""
 
     mesh: DeviceMesh
     place: int
-    """The dimension of the mesh that has the classes in shards."""
+    """The dimension of the mesh that shards the classes."""
     vocabulary: int
     size: int
-    """Without padding."""
+    """The number of classes without padding."""
     rows: dict[int, int]
-    """Dimension of the mesh -> axis of the rows that it has in shards."""
+    """Dimension of the mesh -> axis of the rows that it shards."""
 
     @classmethod
     def of(cls, name: str, array: DTensor, axis: int, arguments: dict[str, Any]) -> "_Cut":
-        """Return the cut of the array that has the classes on that axis; take `vocab_parallel` from the arguments."""
+        """Describe an array with classes on `axis`. Remove `vocab_parallel` from the arguments."""
         mesh, placements = array.device_mesh, array.placements
         places = [place for place, placement in enumerate(placements) if placement.is_shard(axis)]
         if len(places) > 1:
@@ -109,20 +109,20 @@ class _Cut:
             if place != places[0] and isinstance(placement, Shard) and mesh.size(place) > 1:
                 rows[place] = placement.dim if placement.dim < axis else placement.dim - 1
         made = cls(mesh, places[0], vocabulary, vocabulary, rows)
-        return replace(made, size=made._said(arguments.pop("vocab_parallel", None)))
+        return replace(made, size=made._size(arguments.pop("vocab_parallel", None)))
 
     @property
     def name(self) -> str:
-        """What errors call the dimension of the classes."""
+        """The name of the dimension of the classes in error messages."""
         return self.named(self.place)
 
     def named(self, place: int) -> str:
-        """Return what errors call a dimension of the mesh."""
+        """Return the name of a mesh dimension in error messages."""
         names = self.mesh.mesh_dim_names
         return str(place) if names is None else repr(names[place])
 
-    def _said(self, given: Any) -> int:
-        """Return V, of which the caller may say that it is less than DTensors have."""
+    def _size(self, given: Any) -> int:
+        """Return V. `vocab_parallel.size` may make it smaller than the DTensors' size."""
         if given is None:
             return self.vocabulary
         shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
@@ -138,17 +138,17 @@ class _Cut:
         return self.vocabulary if shards.size is None else shards.size
 
     def shard(self, axis: int | None = None, reduces: bool = True) -> Shards:
-        """Return the shard of this rank."""
+        """Return the description of this rank's shard."""
         return Shards(self.mesh.get_group(self.place), self._range()[0], self.size, axis, reduces)
 
     def _range(self) -> tuple[int, int]:
-        """Return [first, stop) of this rank's classes, as DTensor cuts them."""
+        """Return the range [first, stop) of this rank's classes, as DTensor cuts them."""
         step = -(-self.vocabulary // self.mesh.size(self.place))
         first = min(self.mesh.get_local_rank(self.place) * step, self.vocabulary)
         return first, min(first + step, self.vocabulary)
 
     def own_classes(self, name: str, array: Any, axis: int) -> Any:
-        """Return this rank's classes of an array that is whole, or in the same shards."""
+        """Return this rank's classes of an array that is whole or sharded like the classes."""
         if not isinstance(array, Tensor):
             return array
         if isinstance(array, DTensor):
@@ -168,7 +168,7 @@ class _Cut:
         return array.narrow(axis, first, stop - first)
 
     def _placements(self, array: Tensor, axis: int) -> tuple[Placement, ...]:
-        """Return the placements of an array with classes on that axis, and with rows if it has other axes."""
+        """Return the placements of an array with classes on `axis`; other axes are rows."""
         found: list[Placement] = [Replicate()] * self.mesh.ndim
         if array.dim() > 1:
             for place, row in self.rows.items():
@@ -177,9 +177,9 @@ class _Cut:
         return tuple(found)
 
     def own_hidden(self, input: Any, lead: int) -> tuple[Tensor, int | None, bool]:
-        """Return hidden states, the axis along which tokens are cut, and whether the call sums the gradient.
+        """Return (hidden states, axis along which tokens are split, whether the call sums the gradient over ranks).
 
-        `lead`: how many axes the input has in front of the target's.
+        `lead`: the number of axes of the input before those of the target.
         """
         if not isinstance(input, DTensor):
             others = [place for place in range(self.mesh.ndim) if place != self.place and self.mesh.size(place) > 1]
@@ -210,7 +210,7 @@ class _Cut:
         return input.to_local(grad_placements=placements), None, False
 
     def own_rows(self, arguments: dict[str, Any], source: Tensor, classes: int) -> dict[str, Any]:
-        """Return the arguments with this rank's rows of what has rows."""
+        """Return the arguments, with arrays that have rows replaced by this rank's rows."""
         found = dict(arguments)
         for name in ("target", *_PER_ROW):
             array = found.get(name)
@@ -232,7 +232,7 @@ class _Cut:
         return found
 
     def _refuse_local_means(self, arguments: dict[str, Any]) -> None:
-        """Raise for what would be a mean over this rank's rows alone."""
+        """Raise an error for results that would be means over this rank's rows only."""
         if arguments.get("support") is not None:
             raise ValueError(
                 "a support goes with whole rows: redistribute them, or pass local tensors and vocab_parallel"
@@ -250,7 +250,7 @@ class _Cut:
         return tuple(Shard(self.rows[place] + lead) if place in self.rows else Replicate() for place in places)
 
     def results(self, made: Any, target: Any, arguments: dict[str, Any], lead: int = 0) -> Any:
-        """Return the results: DTensors for a target that is one, plain tensors for a plain one."""
+        """Return the results as DTensors if the target is one, else as plain tensors."""
         if not isinstance(target, DTensor):
             return made
         reduced = arguments.get("reduction", "none") != "none"
@@ -277,7 +277,7 @@ def _is_probabilities(target: Any) -> bool:
 
 
 def _check(name: str, array: DTensor) -> None:
-    """Raise for placements that are neither shards, as DTensor cuts them, nor whole."""
+    """Raise an error for placements other than Replicate and Shard as DTensor cuts it."""
     for placement in array.placements:
         if not (placement.is_replicate() or type(placement) is Shard):
             raise ValueError(

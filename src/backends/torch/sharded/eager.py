@@ -1,7 +1,8 @@
-"""Autograd on shards for eager calls that nothing watches: `xent.backends.torch.eager` for shards.
+"""Autograd functions on shards for eager calls without tracers, transforms or modes. See `xent.backends.torch.eager`.
 
-With reduction "none" lse, nll and entropy are outputs with gradients too. Backward of a reduced loss scales what the
-forward pass made, which has been summed over ranks already: upstream gradients are the same on all ranks.
+With reduction "none" lse, nll and entropy are differentiable outputs too. The backward pass of a reduced loss scales
+the gradients from the forward pass. They have been summed over ranks already, because the upstream gradient is the same
+on all ranks.
 """
 
 from functools import partial
@@ -32,7 +33,7 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 def cross_entropy(
     logits: Tensor, where: Where, options: Options, needs_grad: bool, inplace: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the loss and the statistics of (..., V_r) logits."""
+    """Return the loss and the statistics of logits (..., V_r)."""
     if needs_grad:
         loss, _, *stats = _CrossEntropy.apply(logits, where, options, inplace)
         return loss, stats
@@ -145,7 +146,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _made_again(ctx: Any, tensors: list[Any], upstream: Upstream) -> list[Tensor]:
-    """Return the gradients of a linear loss of each row."""
+    """Recompute the gradients of a linear loss with reduction "none"."""
     source, weight, bias, kept, *rest = tensors
     options, (shift, workspace, compute) = _restored(ctx, rest), ctx.linear
     if not all(map(is_simple, upstream)):
@@ -160,7 +161,7 @@ def _made_again(ctx: Any, tensors: list[Any], upstream: Upstream) -> list[Tensor
 
 
 def _tensors_of(ctx: Any, options: Options) -> list[Tensor | None]:
-    """Return the tensors among the options; the context keeps the rest."""
+    """Return the tensors among the options. Store the rest in the context."""
     arrays = options.tensors
     ctx.rest = options[len(arrays) :]
     ctx.numbers = [None if isinstance(value, Tensor) else value for value in arrays]

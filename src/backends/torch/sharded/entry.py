@@ -1,4 +1,4 @@
-"""From the driver to autograd: the shard in the caller's words becomes what functions and operations take."""
+"""The entry from the driver: convert the description of the shard for functions and operations, and select autograd."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ __all__ = ["cross_entropy", "linear_cross_entropy"]
 def cross_entropy(
     logits: Tensor, options: Options, shards: Shards, inplace: bool, quiet: bool
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return loss and statistics of (..., V_r) logits; `quiet`: nothing watches, and tensors are plain."""
+    """Return loss and statistics of logits (..., V_r). `quiet`: no tracer or mode is active, and tensors are plain."""
     _refuse_transforms()
     where = _where(shards, -1)
     needs_grad = asks_for_gradient(logits)[0]
@@ -61,7 +61,7 @@ def _where(shards: Shards, axis: int) -> Where:
 
 
 def _check_tokens(mine: torch.Size, whole: torch.Size, axis: int, group: Any) -> None:
-    """Raise for an input whose tokens are not this rank's, or whose other axes are not the target's."""
+    """Raise an error for an input that does not have this rank's tokens."""
     ranks, rank = group.size(), group.rank()
     start, stop = piece(whole[axis], ranks, rank)
     if mine[axis] != stop - start:

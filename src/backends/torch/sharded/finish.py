@@ -1,13 +1,17 @@
-"""From a row's numbers over all classes to its loss, its statistics and the coefficients of its gradient.
+"""Compute the loss, the statistics and the coefficients of the gradient from a row's merged sums.
 
-With r the row's factor of the gradient and u, n, v the upstream gradients of lse, nll and entropy H::
+With the row's factor r of the gradient, and upstream gradients u, n, v of lse, nll and entropy H::
 
     gamma = r (1-e) w_y + n        beta = -v        delta = r e/V
     alpha = gamma + r (e/V) W + 2 r zeta lse + u - v H
     g_c = p_c (alpha + beta log p_c) - gamma [c == y] - delta w_c
 
-For class probabilities q gamma is 0, the sum of w_c q'_c takes the place of (1-e) w_y + (e/V) W in alpha and the sum of
-q_c that of 1 in n, and delta_c = r w_c q'_c + n q_c. At the target, p_y - 1 is computed with expm1.
+For class probabilities q::
+
+    alpha = r sum_c w_c q'_c + n sum_c q_c + 2 r zeta lse + u - v H
+    g_c = p_c (alpha + beta log p_c) - r w_c q'_c - n q_c
+
+At the target, p_y - 1 is computed with expm1.
 """
 
 from typing import NamedTuple
@@ -25,7 +29,7 @@ __all__ = ["Known", "coefficients", "kept_names", "losses"]
 
 
 class Known(NamedTuple):
-    """What of a row its gradient needs, each (N,): what backward finds saved."""
+    """The data of rows that their gradient needs, each (N,). The backward pass gets it from saved tensors."""
 
     peak: Tensor
     log_sum: Tensor
@@ -34,16 +38,16 @@ class Known(NamedTuple):
     target: Tensor | None = None
     """x_y."""
     row_weight: Tensor | None = None
-    """w_y; None where it is 1."""
+    """w_y; None without class weights."""
     total_weight: Tensor | None = None
-    """W; None where it is V."""
+    """W; None without class weights."""
     entropy: Tensor | None = None
     mass: Tensor | None = None
     given: Tensor | None = None
 
 
 def kept_names(stats: list[str], probabilities: bool, weighted: bool) -> list[str]:
-    """Return the fields of `Known` that a call has."""
+    """Return the names of the fields of `Known` that a call needs."""
     names = ["peak", "log_sum"]
     names += ["mass"] if probabilities else ["log_p", "target"]
     names += ["row_weight", "total_weight"] if weighted and not probabilities else []
@@ -52,7 +56,7 @@ def kept_names(stats: list[str], probabilities: bool, weighted: bool) -> list[st
 
 
 def losses(merged: Merged, known: Known, facts: Facts, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses, their share from the z term, and nll, each (R,); nll is 0 where nobody asks."""
+    """Return (losses, contributions of the z term to them, nll), each (R,). nll is 0 if it is not requested."""
     spec, weight = facts.spec, facts.weight[rows]
     spread = spec.label_smoothing / facts.vocabulary
     lse = merged.peak + merged.log_sum
@@ -80,7 +84,7 @@ def losses(merged: Merged, known: Known, facts: Facts, rows: slice) -> tuple[Ten
 
 
 def coefficients(known: Known, facts: Facts, rows: slice) -> Coefficients:
-    """Return the coefficients of rows' gradients, for the upstream gradients that the facts have."""
+    """Return the coefficients of the rows' gradients, with the upstream gradients in `facts`."""
     spec, zero = facts.spec, None if facts.dead is None else facts.dead[rows]
     r = facts.scale[rows]
     of_lse, of_nll, of_entropy = (
@@ -88,7 +92,7 @@ def coefficients(known: Known, facts: Facts, rows: slice) -> Coefficients:
     )
     if facts.support is not None:
         assert known.log_p is not None
-        beyond = known.log_p == -torch.inf  # targets outside of their support
+        beyond = known.log_p == -torch.inf  # target outside of the support
         r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
     lse = known.peak + known.log_sum
     excess = 2 * spec.z_loss * r * lse if spec.z_loss else torch.zeros_like(r)
@@ -122,7 +126,7 @@ def coefficients(known: Known, facts: Facts, rows: slice) -> Coefficients:
 def _at_target(
     known: Known, facts: Facts, rows: slice, gamma: Tensor, excess: Tensor, beta: Tensor | None, delta: Tensor | None
 ) -> Tensor:
-    """Return the gradient with respect to each row's target logit."""
+    """Return the gradient (R,) with respect to each row's target logit."""
     assert known.log_p is not None
     assert known.target is not None
     p = known.log_p.exp()

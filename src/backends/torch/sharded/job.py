@@ -1,6 +1,6 @@
-"""The rows of one call on a shard of the vocabulary: what a part does before its collective, and what after.
+"""The rows of one call on a shard of the vocabulary, before and after the collective of each part.
 
-Which rows are computed, and how they are cut, follows from targets and weights alone, which are the same on all ranks.
+The rows to compute, and their split into parts, depend only on targets and weights, which are the same on all ranks.
 """
 
 from collections.abc import Iterable
@@ -27,10 +27,10 @@ __all__ = ["Saved", "ShardJob"]
 
 
 class Saved(NamedTuple):
-    """What backward has of the forward pass."""
+    """Data that the backward pass gets from the forward pass."""
 
     kept: Tensor
-    """(K, N): what `kept_names` lists."""
+    """(K, N): the fields that `kept_names` lists."""
     upstream: Upstream
 
 
@@ -54,19 +54,19 @@ class ShardJob(PlainJob):
         self._weights: Weights | None = None
         super().__init__(options, layout.vocabulary, dtype, shift, None if saved is None else saved.upstream, narrow)
         self.kept: Tensor | None = None
-        """(K, N), for backward: what `kept_names` lists; None unless `keep` was called."""
+        """(K, N): the fields for the backward pass that `kept_names` lists; None unless `keep` was called."""
         self._truth: Tensor | None = None
         self._steps_of: tuple[Facts, Steps] | None = None
 
     def keep(self, wanted: bool) -> None:
-        """Fill `kept`, if wanted, with what backward needs; to be called before the first part."""
+        """If wanted, store in `kept` the data that the backward pass needs. Call this before the first part."""
         if wanted:
             self.kept = self._facts.weight.new_zeros(len(self._kept_names), self.count)
 
     def gather(
         self, options: Options, vocabulary: int, dtype: torch.dtype, shift: int, upstream: Upstream | None, narrow: bool
     ) -> Facts:
-        """Return the facts of all rows; with class weights, the ranks tell each other those of the targets."""
+        """Return the facts of all rows. With class weights, ranks exchange the weights of the targets."""
         if options.weight is None or self._given:
             return gather_facts(options, vocabulary, dtype, shift, upstream, narrow)
         weight = options.weight.to(accumulation_dtype(dtype))
@@ -78,10 +78,10 @@ class ShardJob(PlainJob):
             return self._weights.of_rows
 
         facts = gather_facts(options, vocabulary, dtype, shift, upstream, narrow, weigh)
-        return replace(facts, class_weight_total=None)  # that of the shard alone, which nothing here asks for
+        return replace(facts, class_weight_total=None)  # the sum over this shard only, which is not used here
 
     def _exchanged(self, weight: Tensor, target: Tensor) -> Weights:
-        """Return the weight of each target's class, and their sum over all classes."""
+        """Return the weights of the targets, and the sums of all class weights, from all ranks."""
         layout, count = self.layout, len(target)
         sent = torch.zeros(count + len(layout.ranges), dtype=weight.dtype, device=weight.device)
         if layout.count:
@@ -95,11 +95,11 @@ class ShardJob(PlainJob):
         return Weights(of_rows, of_ranks, total.expand(count))
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Return the hidden states of a part, and this shard's target logits where the compute dtype rounds them."""
+        """Return the hidden states of a part, and this shard's target logits if the compute dtype rounds logits."""
         return self._steps().take(linear, part)
 
     def fold(self, part: Part, blocks: Iterable[tuple[int, Tensor]], target_logits: Tensor | None) -> Flight:
-        """Fold a part's logits, and send the sums to all ranks. Blocks (R, C) have their first row beside them."""
+        """Fold a part's logits, and start to gather the sums. `blocks` contains (first row, logits (R, C)) pairs."""
         like = self._facts.weight
         rows = part.stop - part.start
         packed = torch.empty(len(self._names), rows, dtype=like.dtype, device=like.device)
@@ -110,7 +110,7 @@ class ShardJob(PlainJob):
         return gather(packed, self.layout.group)
 
     def land(self, flight: Flight, part: Part, wanted: bool) -> Coefficients | None:
-        """Wait for the sums of all ranks, and record the results of a part; return its gradient's coefficients."""
+        """Wait for the sums of all ranks and record the results of a part. Return its coefficients if wanted."""
         if self._results is None:
             self._results = new_results(self._ordered)
             if self._given and "accuracy" in self.spec.stats:
@@ -119,12 +119,12 @@ class ShardJob(PlainJob):
         return self._steps().land(Slots(self._names, flight.land()), landing)
 
     def again(self, part: Part) -> Coefficients:
-        """Return the coefficients of a part from what was saved: nothing crosses ranks."""
+        """Return the coefficients of a part from saved data, without communication."""
         assert self._saved is not None
         return self._steps().again(self._saved.kept, part)
 
     def write(self, made: Coefficients, part: Part, blocks: Iterable[tuple[int, Tensor, Tensor | None]]) -> None:
-        """Write the gradient of a part's logits, block by block: first row, logits, place."""
+        """Write the gradient of a part's logits. `blocks` contains (first row, logits, gradient) triples."""
         for start, logits, grad in blocks if self.layout.count else ():
             assert grad is not None
             here = slice(start - part.start, start - part.start + len(logits))
@@ -145,7 +145,7 @@ class ShardJob(PlainJob):
         return None if facts.target is None else facts.target[rows] - self.layout.first
 
     def _steps(self) -> Steps:
-        """Return the backend's steps for the rows in their present order."""
+        """Return the backend's steps for the rows in their current order."""
         facts = self._ordered
         if self._steps_of is None or self._steps_of[0] is not facts:
             shard = Shard(facts, self.layout, self._local(facts, slice(None)))
@@ -154,7 +154,7 @@ class ShardJob(PlainJob):
 
 
 def _without_padding(options: Options, layout: Layout) -> Options:
-    """Return the options of the shard's classes alone."""
+    """Return the options with class weights and probabilities cut to the shard's classes without padding."""
     if layout.count == layout.rows:
         return options
     if options.weight is not None:

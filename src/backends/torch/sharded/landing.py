@@ -1,4 +1,4 @@
-"""What becomes of a part's rows once the sums of all ranks are there, in PyTorch's own operations."""
+"""Merge the sums of all ranks for the rows of a part, and record their results, in PyTorch operations."""
 
 import torch
 from torch import Tensor
@@ -51,7 +51,7 @@ def _kept_names(shard: Shard) -> list[str]:
 
 
 def _of_part(values: Tensor, part: Part) -> Tensor:
-    """Return the values of a part's rows, of values (N,) in the call's order."""
+    """Select a part's rows from `values` (N,) in the order of the call."""
     return values[part.start : part.stop] if part.rows is None else values[part.rows]
 
 

@@ -1,9 +1,9 @@
-"""Who has which classes: found in one exchange between the ranks, checked alike on all of them, and remembered.
+"""The layout: which rank has which classes. Ranks exchange it once, check it alike, and cache it.
 
-How many collectives a call has, and of which sizes, follows from what is exchanged here once a group and kind of call
-(`Mine`). A loop of calls of one kind exchanges nothing more. What a rank remembers is by its own shard: of two
-vocabularies on one group whose shards are equal on some ranks and not on others, one has to be named by `size`. With
-XENT_CHECK_TARGETS=1 every call exchanges its layout anew.
+The data that ranks exchange (`Mine`), once per group and kind of call, determines the number and the sizes of a call's
+collectives. Later calls of the same kind exchange nothing for the layout. The cache key has only this rank's own shard.
+So if two vocabularies share a group, and have equal shards on some ranks but not on others, one must be named by
+`size`. With XENT_CHECK_TARGETS=1 every call exchanges its layout.
 """
 
 import hashlib
@@ -21,37 +21,37 @@ from xent.backends.torch.sharded.collectives import gather
 __all__ = ["Layout", "Mine", "Refused", "find", "forget", "is_known", "refuse"]
 
 _MOST = 1024
-_WORDS = 48  # of eight bytes, for the text of an error
+_WORDS = 48  # length of an error message, in words of eight bytes
 _known: WeakKeyDictionary[Any, dict[Hashable, "Layout"]] = WeakKeyDictionary()
 
 
 class Refused(ValueError):
-    """What all ranks of a group have found wrong, from the same facts: no rank has to be told."""
+    """An error that all ranks find from the same data, so that no rank has to be told."""
 
 
 class Mine(NamedTuple):
-    """What a rank says of its call."""
+    """One rank's description of its call."""
 
     rows: int
-    """How many classes the shard has, padding included."""
+    """The number of classes of the shard, including padding."""
     first: int | None
     size: int | None
     kind: tuple[Any, ...]
-    """Everything that decides how many collectives there are and what they hold; alike on all ranks."""
+    """Everything that determines the number of collectives and their sizes; equal on all ranks."""
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The shards of all ranks."""
+    """The shards of all ranks of a group."""
 
     group: Any
     rank: int
     rows: int
-    """How many rows this rank's shard has."""
+    """The number of classes of this rank's shard, including padding."""
     vocabulary: int
-    """V."""
+    """The number V of all classes."""
     ranges: tuple[tuple[int, int], ...]
-    """By rank, [first, stop) of the classes without padding."""
+    """Range [first, stop) of each rank's classes, without padding."""
     most: int
     """The largest number of classes on any rank."""
 
@@ -62,26 +62,29 @@ class Layout:
 
     @property
     def count(self) -> int:
-        """Return how many classes this rank has: its shard without padding."""
+        """Return the number of this rank's classes, without padding."""
         first, stop = self.ranges[self.rank]
         return stop - first
 
     def owners(self, target: Tensor) -> Tensor:
-        """Return which rank has each target, (ranks, N) bool."""
+        """Return a mask (ranks, N) of the rank that has each target."""
         return torch.stack([(target >= first) & (target < stop) for first, stop in self.ranges])
 
     def on_ranks(self, values: list[float], like: Tensor) -> Tensor:
-        """Return one number for each rank, in the dtype and on the device of `like`."""
+        """Return `values`, one per rank, as a tensor (ranks,) with the dtype and device of `like`."""
         return torch.tensor(values, dtype=torch.float64).to(like.device, like.dtype, non_blocking=True)
 
 
 def is_known(group: Any) -> bool:
-    """Whether the ranks of a group have agreed on a layout before."""
+    """Return whether the ranks of a group have agreed on a layout before."""
     return group in _known
 
 
 def find(group: Any, mine: Mine, shard: Tensor, target: Tensor) -> Layout:
-    """Return the layout of a call; exchange it where it is new. `shard` and `target` are looked at only then."""
+    """Return the layout of a call, and exchange it if the call is new.
+
+    The values of `shard` and `target` are read only then.
+    """
     layouts = _known.get(group)
     found = None if layouts is None else layouts.get(mine)
     if found is not None and os.environ.get("XENT_CHECK_TARGETS") != "1":
@@ -91,8 +94,8 @@ def find(group: Any, mine: Mine, shard: Tensor, target: Tensor) -> Layout:
             "the first call of its kind exchanges the layout of the vocabulary, which a CUDA graph cannot capture: "
             "make one call of the kind before the capture"
         )
-    printed = _fingerprint(mine, shard), _fingerprint_of_target(target)
-    table = _exchange(group, mine, printed, "", shard.device)
+    fingerprints = _fingerprint(mine, shard), _fingerprint_of_target(target)
+    table = _exchange(group, mine, fingerprints, "", shard.device)
     found = _agree(group, table)
     layouts = _known.setdefault(group, {})
     if len(layouts) >= _MOST:
@@ -102,17 +105,17 @@ def find(group: Any, mine: Mine, shard: Tensor, target: Tensor) -> Layout:
 
 
 def forget() -> None:
-    """Forget all layouts, which has to happen on all ranks."""
+    """Clear the cache. All ranks must call this."""
     _known.clear()
 
 
 def refuse(group: Any, text: str, device: torch.device) -> None:
-    """Tell the ranks that wait for the layout of a call that this one has an error."""
+    """Tell the ranks that wait for a layout about an error on this rank."""
     _exchange(group, Mine(0, None, None, ()), (0, 0), text, device)
 
 
-class _Said(NamedTuple):
-    """What one rank has said."""
+class _Received(NamedTuple):
+    """The description of a call that was received from one rank."""
 
     rows: int
     first: int
@@ -123,13 +126,15 @@ class _Said(NamedTuple):
     text: str
 
 
-def _exchange(group: Any, mine: Mine, printed: tuple[int, int], text: str, device: torch.device) -> list[_Said]:
+def _exchange(
+    group: Any, mine: Mine, fingerprints: tuple[int, int], text: str, device: torch.device
+) -> list[_Received]:
     numbers = [
         mine.rows,
         -1 if mine.first is None else mine.first,
         -1 if mine.size is None else mine.size,
         _hashed(repr(mine.kind).encode()),
-        *printed,
+        *fingerprints,
     ]
     raw = text.encode(errors="replace")[: 8 * _WORDS].ljust(8 * _WORDS, b"\0")
     words = [int.from_bytes(raw[place : place + 8], "little", signed=True) for place in range(0, len(raw), 8)]
@@ -138,7 +143,9 @@ def _exchange(group: Any, mine: Mine, printed: tuple[int, int], text: str, devic
     for row in gather(sent, group).land().tolist():
         spelt = b"".join(word.to_bytes(8, "little", signed=True) for word in row[len(numbers) :])
         rows, first, size, kind, of_shard, of_target = row[: len(numbers)]
-        said.append(_Said(rows, first, size, kind, of_shard, of_target, spelt.rstrip(b"\0").decode(errors="replace")))
+        said.append(
+            _Received(rows, first, size, kind, of_shard, of_target, spelt.rstrip(b"\0").decode(errors="replace"))
+        )
     return said
 
 
@@ -147,7 +154,7 @@ def _hashed(data: bytes) -> int:
 
 
 def _fingerprint(mine: Mine, shard: Tensor) -> int:
-    """Return a number that shards with other values do not share; 0 where the caller says what they are."""
+    """Return a hash of a shard's values; 0 if the caller describes the shards."""
     if mine.first is not None or mine.size is not None or not shard.numel():
         return 0
     flat = shard.detach().reshape(-1) if shard.is_contiguous() else shard.detach()[..., -1].reshape(-1)
@@ -158,17 +165,17 @@ def _fingerprint(mine: Mine, shard: Tensor) -> int:
 
 
 def _fingerprint_of_target(target: Tensor) -> int:
-    """Return a number that other targets do not share.
+    """Return a hash of the targets.
 
-    0 for class probabilities, of which a rank has its classes, and where targets are compared one by one.
+    It is 0 for class probabilities, of which each rank has its own classes, and if targets are compared one by one.
     """
     if target.is_floating_point() or os.environ.get("XENT_CHECK_TARGETS") == "1":
         return 0
     return _hashed(target.detach().to("cpu", torch.int64).contiguous().numpy().tobytes()) or 1
 
 
-def _agree(group: Any, table: list[_Said]) -> Layout:
-    """Return the layout that the ranks have described; or raise, on all of them, what is wrong with it."""
+def _agree(group: Any, table: list[_Received]) -> Layout:
+    """Return the layout that the ranks describe, or raise the same error on all of them."""
     for rank, said in enumerate(table):
         if said.text:
             raise Refused(f"this call did not begin, because of an error on rank {rank} of the group: {said.text}")
@@ -217,8 +224,8 @@ def _named(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _refuse_whole(table: list[_Said]) -> None:
-    """Raise where every rank has all classes, which would count each of them once a rank."""
+def _refuse_whole(table: list[_Received]) -> None:
+    """Raise an error if every rank has all classes, which would count each class once per rank."""
     ranks, one = len(table), table[0]
     if ranks == 1:
         return
@@ -236,7 +243,7 @@ def _refuse_whole(table: list[_Said]) -> None:
 
 
 def _check_cover(ranges: tuple[tuple[int, int], ...], vocabulary: int) -> None:
-    """Raise where the ranges of classes do not make up [0, V), each class once."""
+    """Raise an error if the ranges do not cover [0, V), each class once."""
     if vocabulary == 0:
         raise Refused("there must be at least one class, got empty shards on all ranks")
     stop, before = 0, None

@@ -1,7 +1,8 @@
-"""`linear_cross_entropy` on a shard of the classifier: chunks of rows, a collective each, behind the next product.
+"""`linear_cross_entropy` on a shard of the classifier: a loop over chunks of rows, with one collective per chunk.
 
-The sums of a chunk are on their way while the next chunk's logits are computed, so two chunks' logits are alive at one
-time. The gradient of the hidden states is summed over ranks once, behind the last chunk's part of the classifier's.
+The next chunk's logits are computed while a chunk's sums are being gathered, so the logits of two chunks exist at one
+time. The gradient of the hidden states is summed over ranks once, while the last chunk's contribution to the
+classifier's gradient is computed.
 """
 
 from dataclasses import replace
@@ -32,12 +33,15 @@ _ALIGNED, _PADDED = 8, 64
 def forward(
     linear: Linear, options: Options, layout: Layout, tokens: Tokens, keeps: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None, list[Tensor], list[Tensor]]:
-    """Return loss, the factor that gradients lack, what backward needs, gradients of a reduced loss, statistics."""
+    """Return (loss, factor to multiply gradients by, data for the backward pass, gradients, statistics).
+
+    The factor is None unless gradients are stored without it. Gradients are those of a reduced loss.
+    """
     wanted = any(linear.needs) and options.spec.reduction != "none"
     whole = _whole(linear, layout, tokens)
     job = ShardJob(options, layout, linear.compute, linear.shift, narrow=wanted and linear.compute == torch.float16)
     job.keep(keeps)
-    # An accelerator's products give float32 at no cost; where there is a gradient beside them, memory is short.
+    # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take too much memory.
     on_cuda = linear.weight.device.type == "cuda" and (not wanted or not _EXACT.isdisjoint(options.spec.stats))
     made = _Chunks(whole, job, wanted, tokens, options.spec.exact or on_cuda, True).forward(linear)
     loss, stats = job.finish()
@@ -47,14 +51,14 @@ def forward(
 def backward(
     upstream: Upstream, linear: Linear, kept: Tensor, options: Options, layout: Layout, tokens: Tokens
 ) -> list[Tensor]:
-    """Return the gradients, from logits made again chunk by chunk and from what was kept."""
+    """Return the gradients. Logits are recomputed chunk by chunk, and the sums are taken from `kept`."""
     job = ShardJob(options, layout, linear.compute, linear.shift, saved=Saved(kept, upstream))
     wide = options.spec.exact and linear.weight.device.type == "cpu"
     return _Chunks(_whole(linear, layout, tokens), job, True, tokens, wide, False).backward(linear)
 
 
 def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
-    """Return the call with all tokens, and without the classifier's padding."""
+    """Return the call with the hidden states of all tokens, and the classifier without padding."""
     source = linear.input
     if tokens.axis is not None:
         source = tokens.gathered(source.to(linear.compute))
@@ -64,8 +68,8 @@ def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
     return replace(linear, input=source, weight=weight, bias=bias)
 
 
-class _Flying:
-    """A chunk whose sums are on their way."""
+class _PendingChunk:
+    """A chunk whose sums are being gathered."""
 
     def __init__(self, part: Part, taken: Taken, logits: Tensor, flight: Flight) -> None:
         self.part, self.taken, self.logits, self.flight = part, taken, logits, flight
@@ -74,29 +78,31 @@ class _Flying:
 class _Chunks:
     """The loop over chunks.
 
-    `wanted`: gradients are computed. `wide`: no logit is rounded below float32. `flies`: sums cross ranks, and the next
-    chunk is computed meanwhile.
+    `wanted`: gradients are computed. `wide`: no logit is rounded below float32. `overlaps`: sums are gathered
+    over ranks while the next chunk is computed.
     """
 
-    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, wide: bool, flies: bool) -> None:
+    def __init__(self, linear: Linear, job: ShardJob, wanted: bool, tokens: Tokens, wide: bool, overlaps: bool) -> None:
         self._linear, self._job, self._tokens, self._wanted = linear, job, tokens, wanted
         compute, device = linear.compute, linear.weight.device
         self._wide = wide and compute.itemsize == 2
-        step, self._places = self._step(flies)
+        step, self._chunks_alive = self._chunk_size(overlaps)
         self._schedule = Schedule(job, step)
         self._padded = linear.padded
         self._gradients = Gradients(self._padded, self._schedule) if wanted else None
         rows, self._classes = max(min(step, self._schedule.count), 0), len(linear.weight)
         dtype = torch.float32 if self._wide else compute
-        self._rooms = [torch.empty(rows, linear.columns, dtype=dtype, device=device) for _ in range(self._places)]
+        self._buffers = [
+            torch.empty(rows, linear.columns, dtype=dtype, device=device) for _ in range(self._chunks_alive)
+        ]
         both = self._wide and wanted
         self._narrow = torch.empty(rows, linear.columns, dtype=compute, device=device) if both else None
         self._flight: Flight | None = None
 
-    def _step(self, flies: bool) -> tuple[int, int]:
-        """Return how many rows a chunk has, and how many chunks are alive: the same on all ranks, whatever their shard.
+    def _chunk_size(self, overlaps: bool) -> tuple[int, int]:
+        """Return (rows of a chunk, chunks that exist at one time), which are the same on all ranks.
 
-        Columns are those of the largest shard.
+        They are computed with the number of classes of the largest shard.
         """
         linear, most = self._linear, self._job.layout.most
         if linear.weight.device.type == "cuda" and most % _ALIGNED:
@@ -106,26 +112,26 @@ class _Chunks:
         device, rows = linear.weight.device, len(linear.hidden)
         rounds = self._wanted and linear.needs[1] and rounds_sums(linear.compute, linear.weight.dtype, device)
         step = rows_per_chunk(rows, most, size + beside, linear.workspace, device.type, rounds)
-        if step >= rows or not flies:
+        if step >= rows or not overlaps:
             return step, 1
         return rows_per_chunk(rows, most, 2 * size + beside, linear.workspace, device.type, rounds), 2
 
     def forward(self, linear: Linear) -> list[Tensor]:
-        """Take all rows; return the gradients of a reduced loss, empty where none are asked for."""
-        flying = None
+        """Compute all rows. Return the gradients of a reduced loss, or no gradients if none are needed."""
+        pending = None
         for number, part in enumerate(self._schedule):
             taken = self._job.take(self._linear, part)
             logits = self._write(part, taken, number)
             flight = self._job.fold(part, [(part.start, logits[:, : self._classes])], taken.target_logits)
-            if flying is not None:
-                self._land(flying, False)
-            flying = _Flying(part, taken, logits, flight)
-        if flying is not None:
-            self._land(flying, True)
+            if pending is not None:
+                self._land(pending, False)
+            pending = _PendingChunk(part, taken, logits, flight)
+        if pending is not None:
+            self._land(pending, True)
         return self._result(linear)
 
     def backward(self, linear: Linear) -> list[Tensor]:
-        """Make the logits of all rows again; return the gradients."""
+        """Recompute the logits of all rows. Return the gradients."""
         for number, part in enumerate(self._schedule):
             taken = self._job.take(self._linear, part)
             logits = self._write(part, taken, number)
@@ -133,17 +139,17 @@ class _Chunks:
         return self._result(linear)
 
     def _write(self, part: Part, taken: Taken, number: int) -> Tensor:
-        logits = self._rooms[number % self._places][: part.stop - part.start]
+        logits = self._buffers[number % self._chunks_alive][: part.stop - part.start]
         self._padded.write_logits(taken.hidden, logits)
         return logits
 
-    def _land(self, flying: _Flying, last: bool) -> None:
-        made = self._job.land(flying.flight, flying.part, self._gradients is not None)
+    def _land(self, pending: _PendingChunk, last: bool) -> None:
+        made = self._job.land(pending.flight, pending.part, self._gradients is not None)
         if made is not None:
-            self._differentiate(flying.part, flying.taken, flying.logits, made, last)
+            self._differentiate(pending.part, pending.taken, pending.logits, made, last)
 
     def _differentiate(self, part: Part, taken: Taken, logits: Tensor, made: Coefficients, last: bool) -> None:
-        """Turn logits into their gradient, and multiply it back."""
+        """Overwrite the logits with their gradient, and add its products to the gradients of input and classifier."""
         gradients, classes = self._gradients, self._classes
         assert gradients is not None
         grad = logits if self._narrow is None else self._narrow[: len(logits)]
@@ -155,7 +161,7 @@ class _Chunks:
         gradients.add_to_classifier(part, taken.trained, grad)
 
     def _send(self) -> None:
-        """Start the sum over ranks of the input's gradient."""
+        """Start the sum of the input's gradient over ranks."""
         of_input = None if self._gradients is None else self._gradients.of_input()
         if of_input is not None:
             self._flight = self._tokens.summed(of_input)

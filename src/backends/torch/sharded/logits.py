@@ -1,4 +1,4 @@
-"""`cross_entropy` on a shard of the logits: fold all rows, one collective, then their gradient."""
+"""`cross_entropy` on a shard of the logits: fold all rows, gather the sums in one collective, write the gradient."""
 
 from torch import Tensor
 
@@ -15,9 +15,9 @@ __all__ = ["backward", "forward"]
 def forward(
     logits: Tensor, grad: Tensor | None, keeps: bool, options: Options, layout: Layout
 ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """Return loss, what backward needs if it is to be kept, and statistics of (..., V_r) logits.
+    """Return (loss, data for the backward pass if `keeps`, statistics) for logits (..., V_r).
 
-    The gradient of the reduced loss is written where there is a place for it.
+    If `grad` is given, the gradient of the reduced loss is written to it.
     """
     job = ShardJob(options, layout, logits.dtype)
     job.keep(keeps)
@@ -35,7 +35,7 @@ def forward(
 def backward(
     upstream: Upstream, logits: Tensor, kept: Tensor, options: Options, layout: Layout, inplace: bool = False
 ) -> Tensor:
-    """Return the gradient, from what was kept; in the logits' memory with `inplace`."""
+    """Return the gradient, computed with the `kept` data; in the logits' memory with `inplace`."""
     grad = logits if inplace else gradient_like(logits)
     job = ShardJob(options, layout, logits.dtype, saved=Saved(kept, upstream))
     whole = Part(0, job.count, None, True)

@@ -1,7 +1,7 @@
-"""The custom operations on shards: what torch.compile and modes see. The collectives are inside, out of sight.
+"""Custom operations on shards, for torch.compile and modes. The collectives are inside, so tracers do not see them.
 
-A compiled graph calls them in one order on all ranks, as it does with functional collectives. A group travels by its
-name, which PyTorch keeps a table of.
+A compiled graph calls them in the same order on all ranks, as it does with functional collectives. A group is passed by
+its name in PyTorch's table of groups.
 """
 
 import math
@@ -38,7 +38,7 @@ _OF_WHERE = len(Where._fields)
 
 
 def keeps_gradient(logits: Tensor, options: Options) -> bool:
-    """Whether the forward pass on logits makes the gradient."""
+    """Return whether the forward pass on logits computes the gradient."""
     return makes_gradient_first(options.spec.reduction, logits.dtype)
 
 

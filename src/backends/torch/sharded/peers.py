@@ -1,7 +1,7 @@
-"""Errors of one rank: they say which rank it is, and reach the others where these wait for the layout of the call.
+"""Errors on one rank: name the rank, and tell the other ranks while they wait for the layout of the call.
 
-The ranks of a group that has never agreed on a layout are waiting for it, or have the same error. Later on, a rank
-cannot know whether the others wait, and just raises.
+If a group has never agreed on a layout, all other ranks wait for it or have the same error. Later, a rank cannot know
+whether the others wait, so it only raises its error.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def group_of(given: Any) -> Any:
 
 
 def told(given: Any, array: Any) -> AbstractContextManager[None]:
-    """Return a context in which errors name this rank, and are told to ranks that wait for it."""
+    """Return a context in which errors name this rank and are sent to ranks that wait for it."""
     if private.is_watched():
         return nullcontext()
     return _told(given, array)

@@ -1,4 +1,4 @@
-"""The steps in PyTorch's own operations: right on every device, with float32 memory for a block of rows."""
+"""The steps in PyTorch operations. They work on every device, and use float32 memory for one block of rows."""
 
 from collections.abc import Iterator
 
@@ -26,7 +26,7 @@ class PlainSteps:
         self.shard, self.spec = shard, shard.facts.spec
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Index and convert what is taken."""
+        """Gather the hidden states of the part and convert them to the compute dtype."""
         facts, rows, count = self.shard.facts, slice(part.start, part.stop), self.shard.layout.count
         hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
         hidden = hidden.to(linear.compute)
@@ -38,24 +38,24 @@ class PlainSteps:
         return Taken(hidden, trained, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
-        """Fold the rows in blocks that stay in cache."""
+        """Fold the rows in blocks that fit in the cache."""
         for rows in self._blocks(logits):
             exact = None if target_logits is None else target_logits[rows]
             here = slice(start + rows.start, start + rows.stop)
             _Block(self.shard, logits[rows], here).fold(Slots(sums.names, sums.values[:, rows]), exact)
 
     def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:
-        """Write the gradient in blocks that stay in cache."""
+        """Write the gradient in blocks that fit in the cache."""
         for rows in self._blocks(logits):
             here = slice(start + rows.start, start + rows.stop)
             _Block(self.shard, logits[rows], here).gradient(coefficients.of(rows), grad[rows])
 
     def land(self, sums: Slots, landing: Landing) -> Coefficients | None:
-        """Merge the sums in one operation after the other."""
+        """Merge the sums in PyTorch operations."""
         return land(self.shard, sums, landing)
 
     def again(self, kept: Tensor, part: Part) -> Coefficients:
-        """Return the coefficients in one operation after the other."""
+        """Compute the coefficients in PyTorch operations."""
         return again(self.shard, kept, part)
 
     def _blocks(self, logits: Tensor) -> Iterator[slice]:
@@ -67,7 +67,7 @@ class PlainSteps:
 
 
 class _Block:
-    """R rows and their C classes on this rank."""
+    """R rows of logits and the C classes of this rank."""
 
     def __init__(self, shard: Shard, logits: Tensor, rows: slice) -> None:
         self.z, self.rows, self.shard, self.spec = logits, rows, shard, shard.facts.spec
@@ -80,7 +80,7 @@ class _Block:
             self.place = local.clamp(0, logits.shape[1] - 1)[:, None]
 
     def fold(self, sums: Slots, target_logits: Tensor | None) -> None:
-        """Write the sums."""
+        """Write the sums of these rows to `sums`."""
         x = self._activations()
         classes = x.shape[1]
         self._find_place(sums)
@@ -117,7 +117,7 @@ class _Block:
                 sums["given"].copy_(row_sum(given))
 
     def gradient(self, coefficients: Coefficients, grad: Tensor) -> None:
-        """Write the gradient."""
+        """Write the gradient (R, C) with respect to the logits to `grad`."""
         made = coefficients
         x = self._activations()
         if not x.shape[1]:
@@ -147,12 +147,12 @@ class _Block:
         grad.copy_(g)
 
     def _activations(self) -> Tensor:
-        """Return x (R, C), in new memory."""
+        """Return x (R, C) in a new tensor."""
         x = activate(self.z.to(self.shard.dtype, copy=True), self.spec, self.bend)
         return x if self.outside is None else x.masked_fill_(self.outside, -torch.inf)
 
     def _find_outside(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the classes here that each row may not take, (R, C) bool, and rows with ids of no class, (R,) bool."""
+        """Return masks of the classes outside of each row's support (R, C), and of rows with invalid class ids (R,)."""
         support = self.shard.facts.support
         if support is None:
             return None, None
@@ -166,7 +166,7 @@ class _Block:
         return ~counted[:, :-1], pairs.sum(pairs.wrong.to(torch.float32)) > 0
 
     def _write_deficit(self, x: Tensor, reference: Tensor, sums: Slots) -> None:
-        """Write the sum of reference - x over all classes here; `x` has differences, and 0 for the target."""
+        """Write the sum of reference - x over this rank's classes. `x` contains x - reference, and 0 for the target."""
         allowed = None if self.outside is None else ~self.outside
         deficit = -row_sum(x if allowed is None else x.masked_fill(~allowed, 0))
         if self.owned is not None:
@@ -178,21 +178,24 @@ class _Block:
             sums["allowed"].copy_(allowed.sum(-1))
 
     def _put(self, values: Tensor, other: Tensor | float) -> None:
-        """Put something else in the place of the target's value, where the target is here."""
+        """Replace the target's value in rows whose target is on this rank."""
         if self.owned is None:
             return
         present = values.gather(1, self.place)
         values.scatter_(1, self.place, torch.where(self.owned, other, present))
 
     def _shares(self) -> tuple[Tensor, Tensor]:
-        """Return q and w q', the share of each class in a row's loss, both (R, C)."""
+        """Return the target probabilities q and the shares w q' of each class in the loss, both (R, C)."""
         facts, spec = self.shard.facts, self.spec
         given = facts.probability_block(self.rows.start, self.rows.stop).to(self.shard.dtype)
         share = given * (1 - spec.label_smoothing) + spec.label_smoothing / facts.vocabulary
         return given, share if facts.class_weight is None else share.mul_(facts.class_weight)
 
     def _find_place(self, sums: Slots) -> None:
-        """Write the largest logit before scale and softcap, which keep the order or reverse it, and its class."""
+        """Write the largest logit and its class.
+
+        It is taken before scale and softcap, which preserve or reverse the order.
+        """
         scale = self.spec.logit_scale
         if "key" in sums:
             sign = (scale > 0) - (scale < 0)
@@ -203,7 +206,7 @@ class _Block:
             self._write_largest(given, 1, sums["likely"], sums.integers("truth"))
 
     def _write_largest(self, values: Tensor, sign: int, key: Tensor, place: Tensor) -> None:
-        """Write the largest of sign * values (R, C), and the first class that has it."""
+        """Write the largest of sign * values (R, C) and the first class that has it."""
         if not values.shape[1] or not sign:
             key.fill_(0 if values.shape[1] else -torch.inf)
             place.fill_(self.shard.layout.first)

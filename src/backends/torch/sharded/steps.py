@@ -1,6 +1,6 @@
-"""What a backend does with one rank's classes: fold a block of logits, land the sums, write the gradient.
+"""The interface of a backend for one rank's classes: fold a block of logits, merge sums, write the gradient.
 
-`plain` has it all in PyTorch's own operations, for every device. A backend with kernels registers its own in `STEPS`.
+`plain` implements it in PyTorch operations for every device. A backend with kernels registers its own in `STEPS`.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -20,13 +20,13 @@ __all__ = ["STEPS", "Coefficients", "Landing", "Shard", "Starter", "Steps", "Wei
 
 
 class Shard(NamedTuple):
-    """The rows of a call in the order in which they are computed, as one rank sees them."""
+    """The rows of a call on one rank, in the order in which they are computed."""
 
     facts: Facts
-    """`target` and `vocabulary` are of the whole vocabulary, `class_weight` and `probabilities` of this shard."""
+    """`target` and `vocabulary` refer to the whole vocabulary, `class_weight` and `probabilities` to this shard."""
     layout: Layout
     local: Tensor | None
-    """(N,) int64: each target as a class of this shard, outside of [0, C) where another rank has it."""
+    """(N,) int64: each target relative to this shard's first class. Outside of [0, C) if another rank has it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -35,37 +35,44 @@ class Shard(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Class weights, as far as a rank knows those of others."""
+    """Class weights of the other ranks' classes, as far as a rank needs them."""
 
     of_rows: Tensor
-    """(N,) w_y, in the order of the call."""
+    """(N,): the weight w_y of each target, in the order of the call."""
     of_ranks: Tensor
-    """(ranks,) the sum of w over each rank's classes."""
+    """(ranks,): the sum of w over each rank's classes."""
     total: Tensor
-    """(N,) W, the same in each row."""
+    """(N,): the sum W of w over all classes, the same value in each row."""
 
 
 class Landing(NamedTuple):
-    """Where the results of a part's rows go."""
+    """The buffers for the results of a part's rows."""
 
     part: Part
     results: Results
-    """Of all rows, in the order in which they are computed."""
+    """Results of all rows, in the order in which they are computed."""
     kept: Tensor | None
-    """(K, N), for backward, in the order of the call: what `xent.backends.torch.sharded.finish.kept_names` lists."""
+    """(K, N), in the order of the call: the data for the backward pass that
+    `xent.backends.torch.sharded.finish.kept_names` lists.
+    """
     truth: Tensor | None
-    """(N,) int64: the most probable class, as `results` are; where class probabilities have an accuracy."""
+    """(N,) int64, in the order of `results`: the most probable class of the target, for the accuracy with class
+    probabilities.
+    """
     weights: Weights | None
-    """None where all classes weigh 1, and for class probabilities."""
+    """None if there are no class weights, and for class probabilities."""
     wanted: bool
-    """Whether there will be a gradient."""
+    """Whether the coefficients of the gradient are needed."""
 
 
 class Coefficients(NamedTuple):
-    """R rows' gradients: g_c = p_c (alpha + beta log p_c) - delta_c, times dx/dz, and `target` at the row's target.
+    """Coefficients of the gradient of R rows, each (R,).
 
-    p_c = exp((x_c - peak) - log_sum), and g_c = 0 for a class outside of the row's support. delta_c is delta w_c, or
-    share w_c q'_c + nll q_c for class probabilities q.
+        g_c = p_c (alpha + beta log p_c) - delta_c, times dx/dz, for c other than the target
+        p_c = exp((x_c - peak) - log_sum)
+
+    At the row's target the gradient is `target`. Outside of the row's support it is 0. delta_c is delta w_c, or share
+    w_c q'_c + nll q_c for class probabilities q.
     """
 
     peak: Tensor
@@ -77,42 +84,42 @@ class Coefficients(NamedTuple):
     nll: Tensor | None
     target: Tensor | None
     zero: Tensor | None
-    """(R,) bool: rows whose gradient is exactly 0, whatever their logits hold; None where there are none."""
+    """(R,) bool: rows whose gradient is exactly 0, whatever their logits are; None if there are no such rows."""
 
     def of(self, rows: slice) -> "Coefficients":
-        """Return those of some rows."""
+        """Return the coefficients of some rows."""
         some: list[Any] = [None if values is None else values[rows] for values in self]
         return Coefficients(*some)
 
 
 class Steps(Protocol):
-    """The steps on the logits of one rank's C classes, z (R, C), of rows [start, start + R), and on the rows' sums."""
+    """The steps for logits z (R, C) of rows [start, start + R) and the C classes of one rank."""
 
     def take(self, linear: Linear, part: Part) -> Taken:
-        """Return the hidden states of a part; where the compute dtype rounds, also its targets' logits, if C > 0."""
+        """Return the hidden states of a part, and its targets' logits if C > 0 and the compute dtype rounds logits."""
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:
-        """Write the sums of these rows to `sums`, (K, R); C may be 0.
+        """Write the sums of these rows to `sums` (K, R). C may be 0.
 
-        `target_logits` (R,) float32 replace the targets' logits, which were rounded, where the target is here.
+        `target_logits` (R,) float32 replace the rounded logits of targets on this rank.
         """
 
     def land(self, sums: Slots, landing: Landing) -> Coefficients | None:
-        """Record the results of a part from the sums of all ranks, (ranks, K, R); return its coefficients if wanted."""
+        """Merge the sums of all ranks, (ranks, K, R). Record the results of a part. Return coefficients if wanted."""
 
     def again(self, kept: Tensor, part: Part) -> Coefficients:
-        """Return the coefficients of a part from what was kept, (K, N)."""
+        """Return the coefficients of a part from the saved data `kept` (K, N)."""
 
     def gradient(self, logits: Tensor, start: int, coefficients: Coefficients, grad: Tensor) -> None:
         """Write the gradient (R, C) with respect to z; `grad` may be `logits`."""
 
 
 class Starter(Protocol):
-    """What a backend registers."""
+    """A function that a backend registers."""
 
     def __call__(self, shard: Shard) -> Steps:
         """Return the steps for the rows of one call."""
 
 
 STEPS: dict[str, Starter] = {}
-"""By backend."""
+"""The registered functions, by the name of the backend."""

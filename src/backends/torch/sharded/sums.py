@@ -1,19 +1,20 @@
-"""What crosses ranks: a few numbers a row, packed in one tensor, and how those of all ranks become one row's.
+"""The per-row sums that ranks exchange, packed in one tensor, and how the sums of all ranks are merged.
 
-For the classes c of one rank, with x as in `xent.cross_entropy`, y the target, q a target that is probabilities, w the
-class weight, w'_c = w_c q'_c the share of such a class, and `peak` the largest x but the target's::
+For the classes c of one rank, with x as in `xent.cross_entropy`, target class y, target probabilities q, class weight
+w, share w'_c = w_c q'_c of a class in the loss, and `peak`, the largest x other than the target's::
 
     total   = sum_{c != y} e^(x_c - peak)                   mixed   = sum_{c != y} e^(x_c - peak) (x_c - peak)
     squares = sum_{c != y} e^(2 (x_c - peak))               target  = x_y on the rank that has it, 0 on others
     below   = sum_{c != y} w_c (peak - x_c)
-    deficit = sum_c (peak - x_c)                            allowed = how many classes c there are, with a support
+    deficit = sum_c (peak - x_c)                            allowed = number of classes c, with a support
     cost    = sum_c w'_c (peak - x_c)                       mass    = sum_c w'_c
     surprise = sum_c q_c (peak - x_c)                       given   = sum_c q_c
     key, place = the largest logit in the order of x, and its class;    likely, truth = the same of q
 
-With a support, classes are those that the row may take; the x of others, a target among them too, is -inf.
+With a support, the sums are over the classes in the row's support. The x of all other classes is -inf, also that of a
+target outside of the support.
 
-All ranks gather all ranks' numbers and add them up in the order of ranks, so that every one of them gets the same bits.
+Every rank gathers the sums of all ranks and adds them in rank order, so that all ranks get the same bits.
 """
 
 from typing import NamedTuple
@@ -28,7 +29,7 @@ __all__ = ["Merged", "Slots", "finite", "merge", "slots_of", "times"]
 
 
 class Slots:
-    """The rows of a packed (K, N) tensor by name; classes are integers in the bits of a float of the same size."""
+    """The rows of a packed (K, N) float tensor, by name. Classes are integers, stored bit by bit as floats."""
 
     def __init__(self, names: tuple[str, ...], values: Tensor) -> None:
         self.names, self.values = names, values
@@ -37,17 +38,17 @@ class Slots:
         return name in self.names
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a view of the numbers (..., N) of that name."""
+        """Return a view (..., N) of the values with that name."""
         return self.values[..., self.names.index(name), :]
 
     def integers(self, name: str) -> Tensor:
-        """Return a view of them as integers."""
+        """Return the same view as int32, or int64 for float64."""
         kind = torch.int64 if self.values.dtype == torch.float64 else torch.int32
         return self[name].view(kind)
 
 
 def slots_of(spec: LossSpec, probabilities: bool, supported: bool) -> tuple[str, ...]:
-    """Return the names of what the loss, its gradient and the statistics need, and nothing else."""
+    """Return the names of the sums that the loss, its gradient and the statistics need."""
     stats = spec.stats
     names = ["peak", "total"]
     if not probabilities:
@@ -65,7 +66,7 @@ def slots_of(spec: LossSpec, probabilities: bool, supported: bool) -> tuple[str,
 
 
 class Merged(NamedTuple):
-    """Rows over all classes, each (N,); relative to `peak`, now the largest x of all; None where nobody asks."""
+    """Results over all classes, each (N,), relative to `peak`, the largest x of all classes. None if not requested."""
 
     peak: Tensor
     log_sum: Tensor
@@ -95,10 +96,10 @@ def merge(
     rank_weights: Tensor | None,
     supported: bool,
 ) -> Merged:
-    """Return one row's numbers from those of all ranks, (ranks, K, N).
+    """Merge the sums of all ranks, (ranks, K, N).
 
-    `classes` (N,) are the targets, `row_weight` (N,) their weights w_y, and `rank_weights` (ranks,) the sum of w over
-    each rank's classes; None where all weights are 1. `supported`: a row may have no class at all.
+    `classes` (N,) are the target classes, `row_weight` (N,) their weights w_y, and `rank_weights` (ranks,) the sum of w
+    over each rank's classes; both weights are None if all weights are 1. `supported`: a row may have no class at all.
     """
     peaks = sums["peak"]
     owners = layout.owners(classes) if classes is not None else None
@@ -116,7 +117,7 @@ def merge(
         distance = target - reference
         own = distance.exp()
         total = others + own
-        # Where the target is the largest, from what the others add to its 1: right to all digits if that is little.
+        # If the target is the largest, use log1p of the sum of the others, which keeps precision if that sum is small.
         log_sum = torch.where(target == peak, others.log1p(), total.log())
         log_p = distance - log_sum
         found |= {"target": target, "log_p": log_p}
@@ -142,14 +143,14 @@ def merge(
 
 
 def _without_classes(rows: Merged, empty: Tensor) -> Merged:
-    """Return the rows, those without any class being `empty`, where -inf - -inf would be NaN."""
+    """Replace NaN (from -inf - -inf) in rows without any class, where `empty` is true."""
     found = {"log_p": -torch.inf, "entropy": 0.0, "log_sum_sq_probs": -torch.inf}
     present = {name: getattr(rows, name) for name in found if getattr(rows, name) is not None}
     return rows._replace(**{name: values.masked_fill(empty, found[name]) for name, values in present.items()})
 
 
 def _mean(sums: Slots, layout: Layout, reference: Tensor, growth: Tensor) -> Tensor:
-    """Return the mean of x, (N,); 0 for a row without classes."""
+    """Return the mean of x, (N,); 0 for rows without classes."""
     if "allowed" in sums:
         counts = sums["allowed"]
     else:
@@ -166,7 +167,7 @@ def _below(
     rank_weights: Tensor | None,
     of_target: Tensor,
 ) -> Tensor:
-    """Return sum_c w_c (peak - x_c) over all classes, the target's too."""
+    """Return sum_c w_c (peak - x_c), (N,), over all classes including the target."""
     if rank_weights is None or row_weight is None:
         counts = [float(stop - first) for first, stop in layout.ranges]
         others = layout.on_ranks(counts, below)[:, None] - owners.to(below.dtype)
@@ -176,17 +177,17 @@ def _below(
 
 
 def finite(peak: Tensor) -> Tensor:
-    """Return a reference for exponents: the largest x, and 0 where there was nothing but -inf."""
+    """Return `peak`, or 0 where it is -inf, to subtract from x before taking exponentials."""
     return peak.masked_fill(peak == -torch.inf, 0)
 
 
 def times(weights: Tensor, values: Tensor) -> Tensor:
-    """Multiply; what has no weight is 0, even where the value is infinite."""
+    """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
     return (weights * values).masked_fill(weights == 0, 0)
 
 
 def _added(values: Tensor) -> Tensor:
-    """Add (ranks, N) up in the order of ranks."""
+    """Sum (ranks, N) over ranks, in rank order."""
     total, *others = values.unbind(0)
     for other in others:
         total = total + other
@@ -194,7 +195,7 @@ def _added(values: Tensor) -> Tensor:
 
 
 def _first_of_largest(keys: Tensor, places: Tensor) -> Tensor:
-    """Return the lowest class among those with the largest key, NaN being the largest; (N,) int64."""
+    """Return the lowest class with the largest key, (N,) int64. NaN counts as the largest."""
     largest = keys.amax(0)
     wins = (keys == largest) | (keys.isnan() & largest.isnan())
     return torch.where(wins, places.to(torch.int64), torch.iinfo(torch.int64).max).amin(0)

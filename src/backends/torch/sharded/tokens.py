@@ -1,7 +1,7 @@
-"""Hidden states and the sum of their gradients over ranks: replicated, or with each rank's tokens on its own rank.
+"""Hidden states on the ranks of a group, replicated or split along the token axis, and the sum of their gradients.
 
-Tokens in shards are cut along one axis as torch.chunk cuts it, in pieces of the same length but for the last ones.
-Every rank knows all pieces from the length of the whole.
+Split tokens are cut along one axis as torch.chunk cuts it: all pieces have the same length, except the last ones. So
+every rank knows all pieces from the total length.
 """
 
 from dataclasses import dataclass
@@ -17,22 +17,22 @@ __all__ = ["Tokens", "piece"]
 
 
 def piece(length: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return [start, stop) of a rank's tokens out of `length`."""
+    """Return the range [start, stop) of a rank's tokens out of `length`."""
     step = -(-length // ranks)
     return min(rank * step, length), min((rank + 1) * step, length)
 
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """How the input (..., D) of a call lies on the ranks of a group."""
+    """The distribution of a call's input (..., D) over the ranks of a group."""
 
     group: Any
     axis: int | None
-    """The axis that is cut; None where every rank has all tokens."""
+    """The axis that is split; None if every rank has all tokens."""
     length: int
-    """Of the whole axis."""
+    """Length of the whole axis, over all ranks."""
     reduces: bool
-    """Whether the gradient is summed over ranks here; else somebody else does it."""
+    """Whether the call sums the gradient over ranks. If not, the caller does."""
 
     @property
     def _step(self) -> int:
@@ -40,14 +40,17 @@ class Tokens:
         return -(-self.length // ranks)
 
     def gathered(self, source: Tensor) -> Tensor:
-        """Return all tokens."""
+        """Return the hidden states of all tokens."""
         if self.axis is None:
             return source
         pieces = gather(self._padded(source).movedim(self.axis, 0).contiguous(), self.group).land()
         return pieces.flatten(0, 1)[: self.length].movedim(0, self.axis)
 
     def summed(self, grad: Tensor) -> Flight:
-        """Return the sum over ranks of a gradient of all tokens, of this rank's tokens where they are cut."""
+        """Start the sum of `grad`, the gradient of all tokens, over ranks.
+
+        The result is this rank's part if tokens are split.
+        """
         if not self.reduces:
             return Flight(grad, None, grad)
         if self.axis is None:
@@ -57,7 +60,7 @@ class Tokens:
         return scatter_sums(pieces.contiguous().view(ranks, self._step, -1), self.group)
 
     def mine(self, summed: Tensor, shape: torch.Size) -> Tensor:
-        """Return the result of `summed` in the shape of this rank's input."""
+        """Reshape the result of `summed` to the shape of this rank's input."""
         if self.axis is None or not self.reduces:
             return summed
         here, rest = shape[self.axis], [size for place, size in enumerate(shape) if place != self.axis]

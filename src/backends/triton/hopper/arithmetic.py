@@ -1,4 +1,4 @@
-"""Barriers and arithmetic of kernels in Gluon."""
+"""Barriers and arithmetic of the Gluon kernels."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -11,9 +11,10 @@ LOG2E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
-    """Return the barriers of so many places in shared memory: one each for "full", one for "empty", READERS to say so.
+    """Return arrays of COUNT "full" and COUNT "empty" barriers in shared memory, for the slots of a ring.
 
-    Before the copy engine uses them there has to be a fence, or it might come upon a barrier that is not there yet.
+    A "full" barrier expects one arrival, an "empty" barrier READERS arrivals. A fence is needed before the copy engine
+    uses them, or it might find uninitialised barriers.
     """
     full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
@@ -25,37 +26,40 @@ def barriers(COUNT: gl.constexpr, READERS: gl.constexpr):
 
 @gluon.jit
 def exp2(x):
-    """Return 2^x, 0 where it is too small for a normal float32."""
+    """Return 2^x; 0 if it is too small for a normal float32."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _reciprocal(x):
-    """Return 1 / x, to two units of the last place."""
+    """Return 1 / x, to two units in the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def finite(largest):
-    """Return what exponents are taken relative to: the largest x, and 0 where there was nothing but -inf."""
+    """Return `largest`, or 0 if it is -inf, as the reference of exponents."""
     return gl.where(largest == float("-inf"), 0.0, largest)
 
 
 @gluon.jit
 def fade(c, larger):
-    """Return what turns a sum relative to c into one relative to a larger reference."""
+    """Return the factor that converts a sum relative to c into one relative to a larger reference."""
     return exp2(gl.minimum(c - larger, 0.0) * LOG2E)
 
 
 @gluon.jit
 def _below(x, softcap):
-    """Return 1 / (1 + e^(2 x / k)), of which both a softcap and its slope are made."""
+    """Return 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed."""
     return _reciprocal(1 + exp2(x * (2 * LOG2E / softcap)))
 
 
 @gluon.jit
 def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z, for bend = (s, k); k - 2k / (1 + e^2v) is exact enough for 16-bit logits."""
+    """Return x = k tanh(s z / k), or s z, for bend = (s, k).
+
+    The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits.
+    """
     logit_scale, softcap = bend
     x = z
     if SCALED:
@@ -67,7 +71,7 @@ def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
 
 @gluon.jit
 def bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x as `activate` does, and dx/dz = s (1 - tanh(s z / k)^2), without its cancellation, or s."""
+    """Return x as `activate` does, and dx/dz = s (1 - tanh(s z / k)^2), computed without cancellation, or s."""
     logit_scale, softcap = bend
     x = z
     steep = z

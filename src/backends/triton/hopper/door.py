@@ -1,4 +1,4 @@
-"""The one door to kernels written in Gluon: the chips and the releases of Triton that they run on."""
+"""The only entry to the Gluon kernels: the GPUs and the releases of Triton that they run on."""
 
 import os
 import warnings
@@ -13,13 +13,16 @@ from xent.backends.triton.machine import DEVICES, release
 __all__ = ["RELEASES", "can_be_copied", "copyable", "descriptor", "fast_path", "hopper_multiprocessors"]
 
 RELEASES = ((3, 6), (3, 7))
-"""Releases of Triton that the kernels were tried on. Gluon, Triton's lower-level language, is not yet stable."""
+"""Releases of Triton that the kernels were tested with. Gluon, Triton's lower-level language, is not stable yet."""
 _HOPPER = 9
 
 
 @cache
 def hopper_multiprocessors(index: int) -> int:
-    """Return how many a Hopper GPU has; 0 where its kernels do not run, with a warning if Triton's release is why."""
+    """Return the number of multiprocessors of a Hopper GPU; 0 if the Gluon kernels do not run on it.
+
+    Warn if the reason is Triton's release.
+    """
     reason = _closed(index)
     if reason is None:
         return torch.cuda.get_device_properties(index).multi_processor_count
@@ -34,7 +37,7 @@ def hopper_multiprocessors(index: int) -> int:
 
 
 def fast_path() -> str:
-    """Say whether the Hopper kernels run on the current GPU, for `xent.backends()`."""
+    """Return a sentence for `xent.backends()`: whether the Hopper kernels run on the current GPU."""
     if DEVICES != ("cuda",):
         return "Hopper kernels: off, no GPU"
     reason = _closed(torch.cuda.current_device())
@@ -42,7 +45,7 @@ def fast_path() -> str:
 
 
 def _closed(index: int) -> str | None:
-    """Return why the kernels do not run on a GPU, None if they do."""
+    """Return the reason why the kernels do not run on a GPU; None if they do."""
     if DEVICES != ("cuda",) or torch.version.hip is not None:
         return "Triton compiles for no NVIDIA GPU here"
     if torch.cuda.get_device_properties(index).major != _HOPPER:
@@ -56,7 +59,7 @@ def _closed(index: int) -> str | None:
 
 
 def can_be_copied(matrix: Tensor) -> bool:
-    """Whether the copy engine takes a matrix: 16 bits an element, on boundaries of 16 bytes, none sharing memory."""
+    """Return whether the copy engine supports a matrix: 16-bit elements, rows at multiples of 16 bytes, no overlap."""
     if matrix.dtype not in (torch.bfloat16, torch.float16):
         return False
     pitch, width = matrix.stride(0), matrix.shape[1]
@@ -65,12 +68,12 @@ def can_be_copied(matrix: Tensor) -> bool:
 
 
 def copyable(matrix: Tensor) -> Tensor:
-    """Return a matrix that the copy engine takes, if it takes one of that width: itself, or a copy."""
+    """Return the matrix, or a contiguous copy if the copy engine does not support the matrix itself."""
     return matrix if can_be_copied(matrix) else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def descriptor(matrix: Tensor, block: list[int]) -> Any:
-    """Return a matrix as the copy engine takes it, in blocks whose rows are swizzled by 128 bytes in shared memory."""
+    """Return the copy engine's descriptor of a matrix. Rows of a block are swizzled by 128 bytes in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], block, _layout(8 * matrix.itemsize))

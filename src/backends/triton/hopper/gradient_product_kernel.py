@@ -1,8 +1,8 @@
-"""The gradient of logits on Hopper, in Gluon, from hidden states and each row's sums: a product that stores no logits.
+"""The gradient of logits on Hopper, in Gluon: a matrix product that never stores the logits.
 
-Tiles are computed as in `product_kernel`. When a tile is complete, a consumer turns its float32 logits, which are in
-registers, into gradients, and stores only these. `coefficients_kernel` has computed each row's coefficients. For a
-class c that is not the target,
+Tiles are computed as in `product_kernel`. When a tile is complete, its float32 logits are in the registers of a
+consumer. It computes their gradients from the row's coefficients, which `coefficients_kernel` has computed, and stores
+only the gradients. For a class c other than the target,
 
     g_c = e^(x_c - m) (factor + tilt log2(e) (x_c - m)) dx_c/dz_c.
 """
@@ -21,9 +21,9 @@ FLOOR = gl.constexpr(-300.0)
 
 @gluon.constexpr_function
 def _stored(rows, classes):
-    """Return the layout in which a tile is written: each thread has 8 classes, 16 bytes, of a row.
+    """Return the layout for storing a tile: each thread has 8 classes (16 bytes) of a row.
 
-    Four neighbours of a warp exchange what they have to come from `accumulator` to here.
+    Converting from `accumulator` exchanges data between four neighbouring threads of a warp only.
     """
     registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 2**bit] for bit in range(5, classes.bit_length() - 1)]
     warps = [[2**bit, 0] for bit in range(4, rows.bit_length() - 1)]
@@ -35,7 +35,7 @@ def _consume(
     slots, rest, walk, bend,
     HALF_INDEX: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, TILTED: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: one half of the rows of each tile."""
+    """Code of a consumer, four warps: compute one half of the rows of each tile."""
     upper, lower, columns, full, empty = slots
     halves = upper
     if HALF_INDEX == 1:
@@ -95,11 +95,11 @@ def _consume(
     do_not_specialize_on_alignment=["target", "coefficients"],
 )  # fmt: skip
 def gradient_product_kernel(
-    hidden,  # arguments of the same names are those of `product_kernel`
+    hidden,  # see `product_kernel` for arguments that are not described here
     classifier,
     target,  # (R,) int32; -2: the gradient of the row is 0
     coefficients,  # (4, R) float32: m, factor, the target's gradient, tilt
-    grad,  # (R, 8 pitch8) of 16 bits, on a boundary of 16 bytes; 0 beyond the vocabulary
+    grad,  # (R, 8 * pitch8), 16-bit, aligned to 16 bytes; 0 beyond the vocabulary
     rows,
     vocabulary,
     pitch8,

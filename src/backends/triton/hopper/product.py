@@ -1,6 +1,6 @@
-"""Which linear losses the two matrix products for Hopper GPUs serve, and how they are launched.
+"""The two matrix products for Hopper GPUs: the calls that they support, and their launches.
 
-`fold_product` computes the sums of rows, `gradient_product` the gradients of their logits. Neither stores a logit. They
+`fold_product` computes the sums of rows, `gradient_product` the gradients of their logits. Neither stores logits. They
 support no bias and no per-row temperature.
 """
 
@@ -15,27 +15,27 @@ from xent.core.spec import LossSpec
 
 __all__ = ["LARGEST_SOFTCAP", "fold_product", "gradient_product", "serves"]
 
-LARGEST_SOFTCAP = 256  # the kernels find k tanh(v / k) to about k / 10^7: a softcap k that hardly bends would round x
+LARGEST_SOFTCAP = 256  # the kernels compute k tanh(v / k) with an error of about k / 10^7, too much if k is large
 _BAND = 128  # rows of a tile
-_CLASSES = 256  # of a tile
-_DEPTH = 64  # columns of both factors in a slot: 128 bytes, which the copy engine can swizzle
+_CLASSES = 256  # classes of a tile
+_DEPTH = 64  # width of a slice of both factors: 128 bytes, which the copy engine can swizzle
 _SLOTS = 4
 _WARPS = 4
-_ENTRY_REGISTERS = 168  # of each thread of three groups of four warps, before they are dealt out
+_ENTRY_REGISTERS = 168  # registers per thread at entry, for three groups of four warps, before they are redistributed
 _REGISTERS = 240
-_GROUP = 12  # bands side by side: their rows and the classes that other programs read with them stay in L2
-_MOST_CHUNKS = 320  # of a vocabulary, each with sums of its own
-_SUMS_BYTES = 32 * 2**20  # of all chunks of a launch
-_JOINED = 32  # rows
+_GROUP = 12  # bands computed at the same time, so that their rows and the classes that they share stay in the L2 cache
+_MOST_CHUNKS = 320  # chunks of the vocabulary, each with its own sums
+_SUMS_BYTES = 32 * 2**20  # bytes of the sums of all chunks in a launch
+_JOINED = 32  # rows of a program of `join_kernel`
 
 
 def serves(classifier: Tensor, spec: LossSpec) -> bool:
-    """Whether the kernels take a classifier (V, D), and hidden states (N, D) of its dtype and any strides."""
+    """Return whether the kernels serve a classifier (V, D), with hidden states (N, D) of its dtype and any strides."""
     if classifier.device.type != "cuda" or not hopper_multiprocessors(classifier.device.index):
         return False
     if (spec.softcap is not None and spec.softcap > LARGEST_SOFTCAP) or len(classifier) < _CLASSES:
         return False
-    # Hidden states may have to be made contiguous: then their rows are D elements apart.
+    # Hidden states may be copied to contiguous memory. Then their rows are D elements apart.
     return can_be_copied(classifier) and classifier.shape[1] * classifier.itemsize % 16 == 0
 
 
@@ -49,10 +49,10 @@ def fold_product(
     mixed: Tensor | None,
     workspace: int | None,
 ) -> None:
-    """Write each row's largest x without its target, the sum of e = e^(x - largest), and the sum of e log e, (N,) each.
+    """Write each row's largest x, the sum of e = e^(x - largest), and the sum of e log e, (N,) each.
 
-    `classes` (N,) int32 are the targets. `mixed`, for the sum of e log e, may be None. Logits stay in registers, in
-    float32. The bits of a row do not depend on the other rows.
+    They exclude the target, `classes` (N,) int32. `mixed`, for the sum of e log e, may be None. Logits stay in
+    registers in float32. A row's bits do not depend on the other rows.
     """
     hidden, (count, _) = copyable(hidden), hidden.shape
     chunks = _walk(count, classifier)[2]
@@ -113,9 +113,9 @@ def gradient_product(
     grad: Tensor,
     tilted: bool,
 ) -> None:
-    """Write the gradient of the logits (R, 8n) of hidden (R, D), contiguous; 0 in columns beyond the vocabulary.
+    """Write the gradient (R, 8n) of the logits of hidden states (R, D); 0 in columns beyond the vocabulary.
 
-    `classes` (R,) int32 and `coefficients` (4, R) are what `coefficients_kernel` writes.
+    `classes` (R,) int32 and `coefficients` (4, R) are the outputs of `coefficients_kernel`.
     """
     from xent.backends.triton.hopper.gradient_product_kernel import gradient_product_kernel
 
@@ -140,9 +140,9 @@ def gradient_product(
 
 
 def _walk(rows: int, classifier: Tensor) -> tuple[int, int, int, int, int, int]:
-    """Return units, group, chunks, tiles of a chunk, tiles of a row, and slices of the width.
+    """Return (units, group, chunks, tiles per chunk, tiles per row, slices of the width).
 
-    Chunks follow from the vocabulary alone.
+    The chunks depend on the vocabulary only.
     """
     vocabulary, width = classifier.shape
     tiles = cdiv(vocabulary, _CLASSES)

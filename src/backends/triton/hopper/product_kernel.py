@@ -1,15 +1,15 @@
-"""The forward pass on Hopper where nothing needs the logits again, in Gluon: a matrix product that stores none of them.
+"""The forward pass on Hopper, in Gluon, if the logits are not needed later: a matrix product that never stores them.
 
-A program makes tiles of logits, 128 rows by 256 classes, one after the other. A producer warp copies slices of both
-factors, 64 of their columns at a time, into a ring of slots in shared memory (the bulk copy engine, one mbarrier a
-slot). Two consumers of four warps have 64 rows each: the tensor cores add a slot's product to logits that are their
-registers, and when a tile is complete a consumer folds it into its rows' sums. The slots let one consumer run ahead of
+A program computes tiles of logits, 128 rows by 256 classes, one after the other. A producer warp copies slices of both
+factors, 64 columns at a time, into a ring of slots in shared memory, with the bulk copy engine and one mbarrier per
+slot. Two consumers of four warps have 64 rows each. The tensor cores add the product of a slot to logits in registers.
+When a tile is complete, the consumer folds it into its rows' sums. Because of the slots, one consumer can run ahead of
 the other, so that one folds while the other multiplies.
 
-A unit of work is a band of 128 rows and a chunk of a few class tiles; its sums stay in registers until they are
-written. `join_kernel` adds up the chunks in their order. Which chunks there are follows from the vocabulary alone, so
-that a row has the same bits in every batch. Programs side by side have a few bands and a few hundred classes each,
-which come from the L2 cache.
+A unit of work is a band of 128 rows and a chunk of a few class tiles. Its sums stay in registers until they are
+written. `join_kernel` merges the chunks in order. The chunks depend on the vocabulary only, so that a row has the same
+bits in every batch. Programs that run at the same time share a few bands and a few hundred classes, which they read
+from the L2 cache.
 """
 
 from triton.experimental import gluon
@@ -26,13 +26,13 @@ FLOOR = gl.constexpr(-300.0)  # keeps 0 * -inf out of sums: e^(x - largest) is 0
 
 @gluon.jit
 def _growth(m, ref):
-    """Return by how much, in units of log2, a reference has grown since m; 0 where there was none."""
+    """Return the increase of the reference from m to ref, in units of log2; 0 if m is -inf."""
     return gl.where(m == float("-inf"), 0.0, (ref - m) * LOG2E)
 
 
 @gluon.jit
 def _fold(m, s, t, x, ENTROPY: gl.constexpr):
-    """Return a row's and lane's sums (R, 4) with a tile (R, C): the largest x, sum e, and with ENTROPY sum e log2 e."""
+    """Add a tile (R, C) to per-lane sums (R, 4): the largest x, the sum of e, and with ENTROPY the sum of e log2 e."""
     x = by_lane(x)
     larger = gl.maximum(m, gl.max(gl.max(x, 3), 1))
     ref = finite(larger)
@@ -49,7 +49,7 @@ def _consume(
     slots, target, sums, rows, vocabulary, walk, bend,
     HALF_INDEX: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: one half of the rows of each tile."""
+    """Code of a consumer, four warps: fold one half of the rows of each tile."""
     upper, lower, columns, full, empty = slots
     halves = upper
     if HALF_INDEX == 1:
@@ -99,16 +99,16 @@ def _consume(
     do_not_specialize_on_alignment=["target", "peaks", "totals", "mixed"],
 )
 def product_kernel(
-    hidden,  # for the copy engine: (R, D) in blocks of [64, 64]
-    classifier,  # (V, D) in blocks of [256, 64]
-    target,  # (R,) int32, classes that are left out
-    peaks,  # (chunks, R) float32: the largest x of the classes of a chunk, -inf where there was none
-    totals,  # and their sum of e = e^(x - largest)
-    mixed,  # and of e log2 e, with ENTROPY
+    hidden,  # descriptor for the copy engine: (R, D) in blocks of [64, 64]
+    classifier,  # descriptor: (V, D) in blocks of [256, 64]
+    target,  # (R,) int32, the classes to exclude
+    peaks,  # (chunks, R) float32: the largest x of the classes of a chunk, -inf if there was none
+    totals,  # (chunks, R) float32: the sum of e = e^(x - largest)
+    mixed,  # (chunks, R) float32: the sum of e log2 e, with ENTROPY
     rows,
     vocabulary,
-    units,  # of work, chunks of each band of 128 rows
-    group,  # of bands that are worked on at a time
+    units,  # units of work: number of chunks times number of bands of 128 rows
+    group,  # number of bands that are computed at the same time
     chunks,
     tiles_per_chunk,
     class_tiles,
@@ -121,7 +121,7 @@ def product_kernel(
     ENTROPY: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """Fold all logits of all rows; see the module's docstring."""
+    """Compute the sums of all rows; see the module's docstring."""
     upper, lower, columns = slots_of(hidden, classifier, SLOTS)
     full, empty = barriers(SLOTS, 2)
     fence_async_shared()

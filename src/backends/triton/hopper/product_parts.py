@@ -1,4 +1,4 @@
-"""What the kernels that multiply share, in Gluon: tiles and a ring of slots, and how the tensor cores go through it."""
+"""Parts that both matrix product kernels share, in Gluon: tiles, the ring of slots, and the loop over slots."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +15,7 @@ def accumulator(classes, warps):
 
 @gluon.jit
 def next_slot(slot, phase, SLOTS: gl.constexpr):
-    """Return the slot after this one, and the phase of its barrier."""
+    """Return the next slot, and the phase of its barrier."""
     slot += 1
     wrapped = slot == SLOTS
     return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
@@ -23,15 +23,15 @@ def next_slot(slot, phase, SLOTS: gl.constexpr):
 
 @gluon.jit
 def _before(slot, SLOTS: gl.constexpr):
-    """Return the slot before this one: found anew where a loop needs it, for Triton 3.6 loses a variable with it."""
+    """Return the previous slot. A variable for it in the loop would be lost by Triton 3.6."""
     return gl.where(slot == 0, SLOTS - 1, slot - 1)
 
 
 @gluon.jit
 def multiply(halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constexpr):
-    """Return the logits (rows, columns) of a tile, summed over so many slots, then the next slot and its phase.
+    """Compute the logits (rows, columns) of a tile from `steps` slots. Return them, the next slot and its phase.
 
-    Slots hold halves (rows, depth) and columns (columns, depth).
+    A slot holds slices of the rows, halves (rows, depth), and of the classes, columns (columns, depth).
     """
     HALF: gl.constexpr = halves.shape[1]
     CLASSES: gl.constexpr = columns.shape[1]
@@ -40,7 +40,7 @@ def multiply(halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constex
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         z = warpgroup_mma(halves.index(slot), columns.index(slot).permute([1, 0]), z, is_async=True)
-        z = warpgroup_mma_wait(1, deps=[z])  # for the one before, whose slot nobody reads any more
+        z = warpgroup_mma_wait(1, deps=[z])  # waits for the previous product, after which its slot is free
         mbarrier.arrive(empty.index(_before(slot, SLOTS)), pred=step > 0)
         slot, phase = next_slot(slot, phase, SLOTS)
     z = warpgroup_mma_wait(0, deps=[z])
@@ -50,9 +50,9 @@ def multiply(halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constex
 
 @gluon.jit
 def place(unit, walk):
-    """Return a unit's band of rows, and the first of its class tiles and the one after its last.
+    """Return a unit's band of rows, its first class tile, and the end of its class tiles.
 
-    Units go through a group of bands chunk by chunk; the last group may have fewer bands.
+    Units go through a group of bands chunk by chunk. The last group may have fewer bands.
     """
     units, group, chunks, tiles_per_chunk, class_tiles, _steps = walk
     first = unit // (group * chunks) * group
@@ -64,7 +64,7 @@ def place(unit, walk):
 
 @gluon.jit
 def slots_of(hidden, classifier, SLOTS: gl.constexpr):
-    """Return a ring of slots in shared memory for the upper and lower rows of a tile and for its classes."""
+    """Allocate a ring of slots in shared memory, for the upper and lower rows of a tile and for its classes."""
     HALF: gl.constexpr = hidden.block_shape[0]
     CLASSES: gl.constexpr = classifier.block_shape[0]
     DEPTH: gl.constexpr = classifier.block_shape[1]
@@ -76,7 +76,7 @@ def slots_of(hidden, classifier, SLOTS: gl.constexpr):
 
 @gluon.jit
 def produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
-    """One warp: every free slot starts to load the next slices at once."""
+    """Code of the producer, one warp: copy the next slices into a slot as soon as it is free."""
     upper, lower, columns, full, empty = slots
     units, _group, _chunks, _tiles_per_chunk, _class_tiles, steps = walk
     HALF: gl.constexpr = upper.shape[1]
@@ -101,5 +101,5 @@ def produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
 
 @gluon.jit
 def by_lane(x):
-    """Return a tile (R, C) as (R, C / 8, 4, 2), of which the second and last axes lie within a thread."""
+    """Reshape a tile (R, C) to (R, C / 8, 4, 2). The second and last axes are within one thread."""
     return x.reshape([x.shape[0], x.shape[1] // 8, 4, 2])
