@@ -78,7 +78,8 @@ class TritonJob:
         """Compute the rows of a part."""
         place = geometry(logits, grad)
         assert place is not None
-        self._take_rows(Block(logits, grad, place, part.start, False, self._order, target_logits), None)
+        alone = self._order is None and part.start == 0 and part.stop == self.count
+        self._take_rows(Block(logits, grad, place, part.start, alone, self._order, target_logits), None)
 
     def _take_rows(self, block: Block, norm: Tensor | None) -> None:
         if self.facts.probabilities is not None:
