@@ -38,14 +38,14 @@ SCHEMAS = {
     "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
     "citation-file-format": "CITATION.cff",
 }
+WITHOUT_BACKENDS = ("divergence/test_reference.py", "test_chunks.py", "test_covering.py", "test_reference.py")
+"""Tests that call no backend but the reference: tests-torch alone runs them."""
 WITHOUT_KERNELS = (
+    *WITHOUT_BACKENDS,
     "convergence/test_planted_faults.py",
     "distributed",
-    "test_chunks.py",
-    "test_covering.py",
     "test_errors.py",
     "test_judge.py",
-    "test_reference.py",
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
     "torch/test_distributed.py",
@@ -215,9 +215,9 @@ def tests_triton(session: nox.Session) -> None:
 
 @nox.session(name="tests-mlx")
 def tests_mlx(session: nox.Session) -> None:
-    """Run the tests on the MLX backend, on every device that MLX has here."""
+    """Run the tests on the MLX backend, on every device that MLX has here, without those that call no backend."""
     install(session, "test", "parallel", "mlx-lm", extras="mlx", also=[f"mlx{MLX}"] if MLX else [])
-    run_pytest(session, XENT_TEST_BACKENDS="mlx")
+    run_pytest(session, *leave_out(*WITHOUT_BACKENDS), XENT_TEST_BACKENDS="mlx")
 
 
 @nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
