@@ -12,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -37,49 +38,62 @@ SCHEMAS = {
     "github-issue-config": ".github/ISSUE_TEMPLATE/config.yml",
     "citation-file-format": "CITATION.cff",
 }
+WITHOUT_BACKENDS = ("divergence/test_reference.py", "test_chunks.py", "test_covering.py", "test_reference.py")
+"""Tests that call no backend but the reference: tests-torch alone runs them."""
 WITHOUT_KERNELS = (
+    *WITHOUT_BACKENDS,
     "convergence/test_planted_faults.py",
     "distributed",
-    "test_chunks.py",
-    "test_covering.py",
     "test_errors.py",
     "test_judge.py",
-    "test_reference.py",
     "torch/test_benchmarks.py",
     "torch/test_compile.py",
     "torch/test_distributed.py",
+    "torch/test_divergence.py::test_compiles_whole",
     "torch/test_heads.py",
     "torch/test_longest.py",
     "torch/test_modules.py",
     "torch/test_plan.py",
     "torch/test_private.py",
+    "torch/test_scale.py::test_compiles_whole_for_all_values",
+    "torch/test_scale.py::test_shards_accept_a_scale_without_gradient",
+    "torch/test_scale.py::test_torch_func_differentiates_a_scale",
     "torch/test_threads.py",
     "torch/test_work.py",
 )
 
 
-def install(session: nox.Session, *groups: str, torch: bool = False) -> None:
-    """Install torch, if asked for, then the package in editable mode with the dependency groups.
+def install(session: nox.Session, *groups: str, extras: str, also: Sequence[str] = ()) -> None:
+    """Install the package in editable mode with extras and dependency groups, and before it torch, if it is an extra.
 
     Torch goes first and by itself: its requirement may carry an index that nothing else may come from, and
     what is installed later is satisfied with the build that is there.
     """
-    if torch:
-        session.install(*shlex.split(TORCH))
-    session.install("--editable", ".[torch]" if torch else ".", *nox.project.dependency_groups(PROJECT, *groups))
+    if "torch" in extras:
+        unpack(session, *shlex.split(TORCH))
+    unpack(session, "--editable", f".[{extras}]", *also, *nox.project.dependency_groups(PROJECT, *groups))
+
+
+def unpack(session: nox.Session, *requirements: str) -> None:
+    """Install without compiling: Python compiles modules when they are imported, and keeps them.
+
+    To compile all of torch takes longer than to unpack it.
+    """
+    session.env["PYTHONDONTWRITEBYTECODE"] = ""
+    session.install("--no-compile", *requirements)
 
 
 def install_compiler(session: nox.Session) -> None:
     """Install torch, and Triton; a torch for CUDA brings the Triton that it was built with."""
-    session.install(*shlex.split(TORCH))
+    unpack(session, *shlex.split(TORCH))
     if not ask(session, "any(need.startswith('triton') for need in importlib.metadata.requires('torch'))"):
-        session.install(*shlex.split(TRITON))
+        unpack(session, *shlex.split(TRITON))
 
 
 def install_triton(session: nox.Session, *groups: str) -> None:
     """Install torch, Triton, then the package."""
     install_compiler(session)
-    session.install("--editable", ".[triton]", *nox.project.dependency_groups(PROJECT, *groups))
+    install(session, *groups, extras="triton")
 
 
 def ask(session: nox.Session, question: str) -> bool:
@@ -115,11 +129,15 @@ def run_pytest(session: nox.Session, *arguments: str, **settings: str) -> None:
     session.run("pytest", "--numprocesses=2", "--dist=worksteal", *arguments, *session.posargs, env=environment)
 
 
+def leave_out(*names: str) -> list[str]:
+    """Return pytest's options that leave out files and folders, and single tests, as "file::test"."""
+    return [f"--{'deselect' if '::' in name else 'ignore'}=tests/{name}" for name in names]
+
+
 @nox.session
 def checks(session: nox.Session) -> None:
     """Check style, formatting, types and the documentation, in one environment."""
-    install(session, "lint", "typecheck", "docs", torch=True)
-    session.install("--editable", ".[mlx]")
+    install(session, "lint", "typecheck", "docs", extras="torch,mlx")
     check_style(session)
     check_types(session)
     build_docs(session)
@@ -135,16 +153,14 @@ def lint(session: nox.Session) -> None:
 @nox.session(default=False)
 def typecheck(session: nox.Session) -> None:
     """Check the types of the package with mypy and pyright."""
-    install(session, "typecheck", torch=True)
-    session.install("--editable", ".[mlx]")
+    install(session, "typecheck", extras="torch,mlx")
     check_types(session)
 
 
 @nox.session(default=False)
 def docs(session: nox.Session) -> None:
     """Build the documentation into site/; a warning is an error."""
-    install(session, "docs", torch=True)
-    session.install("--editable", ".[mlx]")
+    install(session, "docs", extras="torch,mlx")
     build_docs(session)
 
 
@@ -173,7 +189,7 @@ def build_docs(session: nox.Session) -> None:
 @nox.session(name="tests-torch")
 def tests_torch(session: nox.Session) -> None:
     """Run the tests on the reference and on the PyTorch backend."""
-    install(session, "test", "parallel", torch=True)
+    install(session, "test", "parallel", extras="torch")
     run_pytest(session, XENT_TEST_BACKENDS="numpy,torch")
 
 
@@ -184,7 +200,7 @@ def tests_triton(session: nox.Session) -> None:
     The session's own torch says whether there is a GPU, since it is torch that has to use it. A GPU that nvidia-smi
     lists and torch cannot use is an error, and TRITON_INTERPRET=1 asks for the interpreter all the same.
 
-    In the interpreter two processes share the work, batches have few rows, and files are left out which launch no
+    In the interpreter two processes share the work, batches have few rows, and tests are left out which launch no
     kernel of this backend or show what the driver does whatever the kernel (`WITHOUT_KERNELS`): tests-torch runs
     them. On a GPU everything runs.
     """
@@ -193,16 +209,15 @@ def tests_triton(session: nox.Session) -> None:
         session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "triton"})
         return
     session.log("Triton interprets its kernels on the CPU")
-    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "packaging/test_examples.py")]
+    left_out = leave_out(*WITHOUT_KERNELS, "packaging/test_examples.py")
     run_pytest(session, *left_out, XENT_TEST_BACKENDS="triton", TRITON_INTERPRET="1")
 
 
 @nox.session(name="tests-mlx")
 def tests_mlx(session: nox.Session) -> None:
-    """Run the tests on the MLX backend, on every device that MLX has here."""
-    groups = nox.project.dependency_groups(PROJECT, "test", "parallel", "mlx-lm")
-    session.install("--editable", ".[mlx]", *([f"mlx{MLX}"] if MLX else []), *groups)
-    run_pytest(session, XENT_TEST_BACKENDS="mlx")
+    """Run the tests on the MLX backend, on every device that MLX has here, without those that call no backend."""
+    install(session, "test", "parallel", "mlx-lm", extras="mlx", also=[f"mlx{MLX}"] if MLX else [])
+    run_pytest(session, *leave_out(*WITHOUT_BACKENDS), XENT_TEST_BACKENDS="mlx")
 
 
 @nox.session(name="tests-metal", default=sys.platform in ("darwin", "linux"))
@@ -213,9 +228,8 @@ def tests_metal(session: nox.Session) -> None:
     names. Compiled kernels are kept in .pytest_cache/. Files are left out which launch no kernel or show what the
     driver does whatever the kernel: other sessions run them.
     """
-    install(session, "test", "metal", torch=True)
-    session.install("--editable", ".[mlx]")
-    left_out = [f"--ignore=tests/{name}" for name in (*WITHOUT_KERNELS, "mlx", "packaging")]
+    install(session, "test", "metal", extras="torch,mlx")
+    left_out = leave_out(*WITHOUT_KERNELS, "mlx", "packaging")
     run_pytest(session, *left_out, XENT_TEST_BACKENDS="metal")
 
 
@@ -225,13 +239,14 @@ def tests_integrations(session: nox.Session) -> None:
 
     Liger-Kernel is interpreted by Triton where there is no GPU.
     """
-    install(session, "test", "parallel", "integrations", "trl", torch=True)
+    install(session, "test", "parallel", "integrations", "trl", extras="torch")
     settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
     settings["HF_HUB_OFFLINE"] = "1"  # models and data are made in the tests
     examples = "tests/packaging/test_examples.py"
     run_pytest(session, "tests/integrations", examples, **settings)
     if sys.platform == "linux" and not session.posargs:
-        install_triton(session, "guide")
+        install_compiler(session)
+        unpack(session, *nox.project.dependency_groups(PROJECT, "guide"))
         interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
         session.run("pytest", examples, "-k", "replace.md", env={**settings, **interpreter})
 
@@ -269,7 +284,7 @@ def installed(session: nox.Session, extra: str) -> None:
     if extra == "triton":
         install_compiler(session)
     elif extra == "torch":
-        session.install(*shlex.split(TORCH))
+        unpack(session, *shlex.split(TORCH))
     session.install("--force-reinstall", "--no-deps", str(wheels[0]))
     session.install(f"{wheels[0]}[{extra}]" if extra else str(wheels[0]), "pytest>=9", "tomli; python_version < '3.11'")
     copy = Path(session.create_tmp()) / "elsewhere"
@@ -299,14 +314,14 @@ def sanitize(session: nox.Session) -> None:
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure time and memory against other implementations."""
-    install(session, "bench", torch=True)
+    install(session, "bench", extras="torch")
     session.run("python", "-m", "benchmarks", *session.posargs)
 
 
 @nox.session(name="bench-mlx", default=False)
 def bench_mlx(session: nox.Session) -> None:
     """Measure time, memory and errors on MLX's default device, against MLX's own unfused loss."""
-    session.install("--editable", ".[mlx]")
+    install(session, extras="mlx")
     session.run("python", "-m", "benchmarks.mlx", *session.posargs)
 
 
@@ -317,7 +332,7 @@ def demo(session: nox.Session) -> None:
     `-- rl` trains a toy model by its reward instead, and `-- distillation` students of a larger model.
     """
     first, *rest = session.posargs or [""]
-    install(session, "demo", *(["integrations"] if first == "rl" else []), torch=True)
+    install(session, "demo", *(["integrations"] if first == "rl" else []), extras="torch")
     if first in SHOWN:
         Path("demo", "out").mkdir(exist_ok=True)
         session.run("python", *SHOWN[first], *rest)

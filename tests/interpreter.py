@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.interpreter_types import prepare_types
+
 __all__ = ["prepare"]
 
 
@@ -21,7 +23,7 @@ def prepare() -> None:
 
     interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
-    _remember_shapes()
+    prepare_types()
     patched: set[int] = set()
     interpreter._patch_lang = _patch_once(interpreter._patch_lang, patched)
     run = interpreter.GridExecutor.__call__
@@ -57,25 +59,6 @@ def _remembered(numpy_dtype: Any) -> Any:
         return numpy_dtype(kind) if number.is_ptr() else of_number(number)
 
     return remembered
-
-
-def _remember_shapes() -> None:
-    """Cache shapes and sizes of values."""
-    from triton.language.core import tensor
-
-    make = tensor.__init__
-    known: dict[tuple[int, ...], tuple[Any, Any]] = {}
-
-    def initialize(self: Any, handle: Any, type: Any) -> None:
-        shape = tuple(type.shape) if type.is_block() else ()
-        if shape in known:
-            self.handle, self.type, self.dtype = handle, type, type.scalar
-            self.numel, self.shape = known[shape]
-        else:
-            make(self, handle, type)
-            known[shape] = self.numel, self.shape
-
-    tensor.__init__ = initialize
 
 
 def _patch_once(patch: Any, patched: set[int]) -> Any:

@@ -208,7 +208,8 @@ def test_command_prints_one_sentence_per_device(
     def few(harness: Any, function: str, dtype: str) -> tuple[list[Any], list[Any]]:
         if function.endswith("divergence"):
             return [], divergence_cases(function, dtype)[:2]
-        return option_cases(function, dtype)[:1], [replace(option_cases(function, dtype)[0], vocabulary=300)]
+        case = target.sized(option_cases(function, dtype)[0])
+        return [case], [replace(case, vocabulary=300)]
 
     monkeypatch.setattr(report, "cases_of", few)
     assert main(["check", target.name]) == 0

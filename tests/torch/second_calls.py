@@ -724,9 +724,11 @@ def pairs_of(function: str) -> dict[str, tuple[Change, Change]]:
     return SAMPLING if function.endswith("log_probs") else PAIRS
 
 
-def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) -> Any:
+def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str, forgotten: str = "") -> Any:
     """Return the results of the last call: alone, after the other one, or in reverse order."""
     before, after = pair
+    if forgotten:
+        forget(forgotten)
     if order == "alone":
         call = make()
         before(call)
@@ -792,23 +794,27 @@ def _in_a_fork(work: Callable[[], Any]) -> Any:
         process.join()
 
 
-def main(backend: str, device: str, function: str, forgotten: str = "", only: str = "") -> None:
-    """Print {pair: {order: outcome}} of a function."""
+def main(backend: str, device: str, function: str, *faults: str) -> None:
+    """Print {pair: {order: outcome}} of a function, or {fault: {order: outcome}} for each "what is forgotten: pair"."""
     for module in IMPORTED:
         importlib.import_module(module)
     on_cpu = device == "cpu"
     for load in TABLE.values() if on_cpu else ():
         load().info()  # not for CUDA: this would initialise it, and a fork cannot do so again
-    if forgotten:
-        forget(forgotten)
     found: dict[str, dict[str, Any]] = {}
     make = partial(Call, device, backend, function)
-    plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
-    for name, pair in pairs_of(function).items():
-        if only in name and (on_cpu or only or name in SAMPLE):
-            orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
-            made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
-            found[name] = {"first": plain} | made
+    pairs = pairs_of(function)
+    for fault in faults:
+        forgotten, _, name = fault.partition(": ")
+        orders = ("alone", "after")
+        found[fault] = {order: _in_a_fork(partial(outcomes, pairs[name], make, order, forgotten)) for order in orders}
+    if not faults:
+        plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
+        for name, pair in pairs.items():
+            if on_cpu or name in SAMPLE:
+                orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
+                made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
+                found[name] = {"first": plain} | made
     json.dump(found, sys.stdout)
 
 

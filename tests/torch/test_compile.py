@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
 from xent.core.spec import STAT_NAMES
 
@@ -416,10 +417,14 @@ def transformed(how: str, loss: Any) -> Any:
     }[how]
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("how", ["grad", "vjp", "value_and_grad", "jacrev"])
-@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    *crossed(
+        asks=[False, True],
+        how=["grad", "vjp", "value_and_grad", "jacrev"],
+        reduction=["mean", "none"],
+        function=["cross_entropy", "linear_cross_entropy"],
+    )
+)
 def test_compiles_torch_func(target: Target, function: str, reduction: str, how: str, asks: bool) -> None:
     """The transform's argument is an argument of the loss, and requires a gradient as parameters do."""
     x, w, y = (tensor.detach() for tensor in drawn(target))

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -101,9 +102,7 @@ def test_second_derivative_raises(target: Target, tensors: dict[str, Tensor], re
         torch.func.jvp(loss, (source,), (source,))
 
 
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("kind", TEACHERS)
-@pytest.mark.parametrize("is_linear", [False, True])
+@pytest.mark.parametrize(*crossed(is_linear=[False, True], kind=TEACHERS, reduction=REDUCTIONS))
 def test_compiles_whole(target: Target, tensors: dict[str, Tensor], reduction: str, kind: str, is_linear: bool) -> None:
     torch._dynamo.reset()
 

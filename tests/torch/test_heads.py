@@ -7,7 +7,7 @@ from torch._dynamo.utils import counters
 
 import xent
 from tests.targets import Target
-from tests.torch.test_work import peak
+from tests.torch.peak import peak
 
 MIB = 2**20
 SHIFT = (1, 2, 9)

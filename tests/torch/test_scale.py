@@ -303,9 +303,13 @@ def test_compiles_whole_for_all_values(target: Target, values: None, reduction: 
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("how", ["grad", "jacrev", "compiled grad", "compiled jacrev"])
+@pytest.mark.parametrize(
+    *crossed(
+        how=["grad", "jacrev", "compiled grad", "compiled jacrev"],
+        function=["cross_entropy", "linear_cross_entropy"],
+        reduction=["mean", "none"],
+    )
+)
 def test_torch_func_differentiates_a_scale(target: Target, reduction: str, function: str, how: str) -> None:
     torch._dynamo.reset()
     loss, _ = pair(target, function, reduction)

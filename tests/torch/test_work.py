@@ -1,14 +1,11 @@
 """Work and memory in PyTorch: results that are not needed are not computed, and unneeded memory is not kept."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import xent
+from tests.torch.peak import peak
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import plain
 from xent.backends.torch.job import Upstream
@@ -117,29 +114,6 @@ def test_sums_over_chunks_are_rounded_once() -> None:
     truth = gradients(None, w.double(), b.double())
     for whole, chunked, true in zip(gradients(None, w, b), gradients(V * 2 * 4, w, b), truth, strict=True):
         assert (chunked - true).norm() <= 1.15 * (whole - true).norm()
-
-
-PEAK = """
-import torch, xent
-from benchmarks.memory import resident_peak
-warm = torch.randn(4, 8, requires_grad=True)
-xent.cross_entropy(warm, torch.zeros(4, dtype=torch.int64)).backward()
-xent.linear_cross_entropy(warm, torch.randn(50, 8, requires_grad=True), torch.zeros(4, dtype=torch.int64)).backward()
-{setup}
-def call():
-    {call}
-print(resident_peak(call))
-"""
-
-
-def peak(setup: str, call: str) -> int:
-    """Return the increase of the resident memory of a fresh process by a call, in bytes.
-
-    The process has two threads, because each thread has its own buffers for matrix products.
-    """
-    program = [sys.executable, "-c", PEAK.format(setup=setup, call=call)]
-    environment = os.environ | {"OMP_NUM_THREADS": "2"}
-    return int(subprocess.run(program, check=True, capture_output=True, text=True, env=environment).stdout)
 
 
 LOGITS = "x = torch.randn(1024, 32000).requires_grad_(); y = torch.randint(32000, (1024,))"

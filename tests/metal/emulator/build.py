@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,8 +18,17 @@ from tests.metal.emulator.capture import Source
 __all__ = ["Workshop", "translate"]
 
 _HERE = Path(__file__).parent
-_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
+_FLAGS = [
+    "-std=c++20",
+    "-Og",
+    "-fPIC",
+    "-fno-semantic-interposition",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-w",
+]
 _CHECKED = ["-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]  # a misaligned access is a SIGILL
+_LINKED = ["-shared"] if sys.platform == "darwin" else ["-shared", "-nostdlib"]  # the libraries are loaded already
 _DECLARATION = re.compile(r"(?m)^(\s*)threadgroup\s+([\w:]+)\s+(\w+)\s*\[([^\]]+)\]\s*;")
 _POINTER = re.compile(r"\bthreadgroup\s+([\w:]+)\s*\*")
 _INSTANTIATION = re.compile(r"(?m)^template \[\[host_name.*;$")
@@ -50,7 +60,7 @@ class Workshop:
         self.runtime()
         text = translate(source)
         header = self._header()
-        made = self._make("kernel", text, ["-include", str(header), *_CHECKED, "-shared"])
+        made = self._make("kernel", text, ["-include", str(header), *_CHECKED, *_LINKED])
         return ctypes.cast(ctypes.CDLL(str(made)).emulator_entry, ctypes.c_void_p)
 
     def _runtime(self) -> Path:
