@@ -1,6 +1,7 @@
 """The description of a validated call: frozen dataclasses that every backend reads. Imports no framework."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 __all__ = [
@@ -60,6 +61,11 @@ class LossSpec:
     """Whether logits that the call computes must be float32 or float64, for every input dtype."""
     accuracy_of_rows: bool = False
     """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
+
+    @cached_property
+    def fields(self) -> tuple[Any, ...]:
+        """All fields, in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
 
     def without_stats(self) -> "LossSpec":
         """Return the same without statistics."""

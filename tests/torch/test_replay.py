@@ -1,6 +1,8 @@
 """Functions of PyTorch's operations are recorded and repeated with other tensors; what cannot be is called as it is."""
 
 import gc
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -86,6 +88,30 @@ def test_another_kind_is_not_repeated(change: Callable[..., Any]) -> None:
     changed = change(*arguments)
     assert torch.equal(replay.replayed(function, *changed), function.function(*changed))
     assert function.calls == 3
+
+
+def test_signs_of_zeros_are_told_apart() -> None:
+    for sign in (1.0, 1.0, 1.0, -1.0):
+        found = replay.replayed(scaled, torch.ones(2), sign * 0.0)
+        assert torch.copysign(torch.ones(2), found).tolist() == [sign, sign]
+
+
+def scaled(values: Tensor, scale: float) -> Tensor:
+    return values * scale
+
+
+def test_recording_does_not_import_the_compiler() -> None:
+    """It takes a second, in the middle of training."""
+    program = """
+import sys, torch
+from xent.backends.torch.recorder import record
+values = torch.ones(2)
+results, recording = record(lambda values: values + 1, (values,), [values])
+assert recording is not None and results.tolist() == [2, 2]
+print("torch._dynamo" in sys.modules)
+"""
+    found = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert found.stdout.split() == ["False"]
 
 
 def test_slices_of_one_memory_are_told_apart() -> None:

@@ -111,6 +111,13 @@ def test_repeated_calls_have_the_same_bits(
     assert len(made) == 1 + (not once or dtype == torch.float16)
 
 
+def test_a_validated_call_and_the_next_are_of_one_kind(target: Target, recordings: dict[Any, Any]) -> None:
+    for seed in range(2):
+        logits, classes, _ = draw(target, seed, {})
+        xent.cross_entropy(logits, classes, z_loss=1e-3, backend="triton")
+    assert [type(made) for made in recordings.values()] == [Recording]
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 def test_log_probabilities(target: Target, entropy: bool) -> None:
     for seed in range(4):

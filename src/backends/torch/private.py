@@ -83,7 +83,10 @@ any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", 
 """() -> whether autocast is on for any device. Without it: a look at the device's own."""
 
 DispatchMode: Any = getattr(_python_dispatch, "TorchDispatchMode", None)
-"""The base class of modes that see every operation. Without it: no recordings of calls."""
+"""The base class of modes that see every operation. Without it: no recordings of calls.
+
+Subclasses that return False from `_should_skip_dynamo` are used without importing the compiler, which takes a second.
+"""
 
 
 def storage_of(tensor: Tensor) -> int:

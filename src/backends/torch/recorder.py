@@ -186,6 +186,10 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         """Whether operations are part of a launch, as in Triton's interpreter."""
         self._failed = self._slots.overlap()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = function(*args, **kwargs)

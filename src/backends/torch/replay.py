@@ -7,6 +7,7 @@ with that call's tensors. Recordings contain no tensors.
 """
 
 from collections.abc import Callable, Hashable
+from math import copysign
 from typing import Any
 
 import torch
@@ -75,5 +76,7 @@ def _describe(values: Any, tensors: list[Tensor], key: list[Any]) -> None:
         elif hasattr(kind, "fields"):
             key.append(kind)
             _describe(value.fields, tensors, key)
+        elif kind is float and value == 0:
+            key += ("zero", copysign(1.0, value))
         else:
             key += (kind, value)
