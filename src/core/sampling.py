@@ -15,7 +15,7 @@ from xent.core.arrays import (
     one_framework,
 )
 from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support, bounded
-from xent.core.validate import check_number
+from xent.core.validate_options import check_number
 
 __all__ = ["of_log_probs", "sampled"]
 

@@ -18,14 +18,8 @@ from xent.core.arrays import (
 )
 from xent.core.spec import DIVERGENCE_STATS, REDUCTIONS, QuantizedWeight, bounded
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
-from xent.core.validate import (
-    check_number,
-    check_numbers,
-    check_quantized,
-    check_shift_and_workspace,
-    check_stats,
-    parts_of,
-)
+from xent.core.validate import check_quantized, parts_of
+from xent.core.validate_options import check_number, check_numbers, check_shift_and_workspace, check_stats
 
 __all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
 

@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
-from xent.core.validate import check_shift_and_workspace, heads_of, loss_spec
+from xent.core.validate_options import check_shift_and_workspace, heads_of, loss_spec
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
 

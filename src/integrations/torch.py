@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.validate import check_shift_and_workspace, heads_of, loss_spec
+from xent.core.validate_options import check_shift_and_workspace, heads_of, loss_spec
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 

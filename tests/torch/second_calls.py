@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import xent
 from xent.backends import TABLE
-from xent.core import validate
+from xent.core import validate, validate_options
 
 __all__ = ["FUNCTIONS", "SAMPLE", "Call", "main", "pairs_of"]
 
@@ -757,7 +757,7 @@ def forget(what: str) -> None:
     if what == "sampling":
         importlib.import_module("xent.backends.torch.plan")._sampled = lambda target, sampling: sampling is not None
         return
-    true_spec = validate.loss_spec
+    true_spec = validate_options.loss_spec
     kept: dict[Any, Any] = {}
 
     def forgetful(framework: str, **options: Any) -> Any:
@@ -770,7 +770,7 @@ def forget(what: str) -> None:
             kept[key] = true_spec(framework, **options)
         return kept[key]
 
-    validate.loss_spec = forgetful
+    validate.loss_spec = validate_options.loss_spec = forgetful
 
 
 def _child(pipe: Connection, work: Callable[[], Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
 from xent.core.spec import LossSpec, bounded
-from xent.core.validate import check_numbers
+from xent.core.validate_options import check_numbers
 
 __all__ = [
     "ARGUMENTS",

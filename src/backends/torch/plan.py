@@ -18,7 +18,7 @@ from xent.backends.torch import driver, private
 from xent.backends.torch.options import Options, without_tensors
 from xent.core.sampling import of_log_probs
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LossSpec, Stats, Support
-from xent.core.validate import check_number, loss_spec
+from xent.core.validate_options import check_number, loss_spec
 
 __all__ = ["Found", "find_linear", "find_logits", "forget", "keep", "run_linear", "run_logits"]
 

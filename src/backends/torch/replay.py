@@ -42,7 +42,7 @@ def replayed(function: Callable[..., Any], *arguments: Any) -> Any:
         key += map(addresses.index, addresses)
     kind = tuple(key)
     found = _kinds.get(kind, _NEW)
-    if found.__class__ is Recording:
+    if isinstance(found, Recording):
         return found.repeat(tensors)
     if found is _ONCE:
         results, recording = record(function, arguments, tensors)

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.core.validate import check_numbers
 from xent.core.validate_divergence import check_beta, check_temperature
+from xent.core.validate_options import check_numbers
 
 __all__ = ["SCHEMA", "Divergence", "pack", "reduction_of", "unpack"]
 
