@@ -21,6 +21,7 @@ from benchmarks.process import NotMeasured
 from benchmarks.protocol import Describe, OpenTraining
 from benchmarks.training.measure import Deadline, NoTimeLeft, Plan, Result, Trainer, measure
 from benchmarks.training.models import SHAPES
+from benchmarks.training.plot import save_plot
 from benchmarks.training.table import markdown
 from benchmarks.training.variants import VARIANTS
 
@@ -38,7 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _options(arguments)
     if options.show:
         lines = [json.loads(line) for path in options.show for line in path.read_text(encoding="utf-8").splitlines()]
-        print(markdown([line for line in lines if "variant" in line]))
+        results = [line for line in lines if "variant" in line]
+        print(markdown(results))
+        if options.plot:
+            save_plot(results, _title(lines[0]["machine"]), options.plot)
         return 0
     deadline = Deadline(options.minutes)
     plans = [(plan, plan.results()) for plan in _plans(options)]
@@ -63,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(result["status"] not in ("measured", "absent") for result in results))
 
 
+def _title(machine: dict[str, Any]) -> str:
+    where = machine.get("gpu") or machine["cpu"]
+    return f"Training steps on one {where}, torch {machine['versions']['torch']}"
+
+
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     add = parser.add_argument
@@ -79,6 +88,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seconds", type=float, default=10.0, help="search no sequences whose step takes longer than this (10)")
     add("--minutes", type=float, help="stop after this time and write what was measured")
     add("--out", type=Path, default=_DEFAULT_OUT, help="folder of the results (%(default)s)")
+    add("--plot", type=Path, metavar="PNG", help="with --show: draw speed against peak memory")
     add("--show", type=Path, nargs="+", metavar="JSONL", help="measure nothing, print the table of these results")
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")

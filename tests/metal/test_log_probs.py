@@ -13,17 +13,17 @@ from torch import Tensor
 import xent
 from tests.mlx import test_statistics as statistics
 from tests.mlx.test_log_probs import (  # noqa: F401
-    test_class_of_a_support_that_does_not_exist,
     test_every_target_ignored,
+    test_invalid_class_in_a_support,
+    test_invalid_offsets,
     test_logits_are_never_rounded_to_16_bits,
     test_logits_of_a_quantized_classifier_are_float32,
     test_logits_of_minus_infinity,
     test_no_rows,
-    test_offsets_that_describe_no_support,
     test_one_class,
-    test_same_bits_whatever_is_asked_for,
+    test_row_statistics_equal_the_reference,
+    test_same_bits_with_and_without_gradients_and_statistics,
     test_second_derivatives_raise_and_temperature_has_none,
-    test_statistics_of_rows_are_the_references,
     test_support_with_a_shift_and_leading_axes,
     test_target_outside_its_support,
     test_temperature_that_is_not_positive,

@@ -176,7 +176,7 @@ def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options
 @pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
 @pytest.mark.parametrize("function", log_probs.FUNCTIONS)
 def test_statistics_of_log_probs(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
-    log_probs.test_statistics_of_rows_are_the_references(target, function, dtype, name)
+    log_probs.test_row_statistics_equal_the_reference(target, function, dtype, name)
 
 
 @pytest.mark.parametrize("name", log_probs.ASKED)
