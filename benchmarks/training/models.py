@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 __all__ = ["SHAPES", "Shape", "make_model"]
 
@@ -141,8 +142,8 @@ def make_model(name: str, device: str, dtype: str, checkpointing: bool) -> Any:
         use_cache=False,
     )
     # transformers 5 refuses SDPA for Gemma-2 because of the softcap of attention, which the configuration above lacks.
-    transformers.Gemma2PreTrainedModel._supports_sdpa = True
-    with torch.device(device):
+    gemma = transformers.Gemma2PreTrainedModel
+    with patch.object(gemma, "_supports_sdpa", True), torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, dtype), attn_implementation="sdpa"
         )
