@@ -89,7 +89,8 @@ def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_kinds_of_calls() -> None:
-    """Clear the cache of validated calls before each test, because some tests simulate another machine."""
-    plan = sys.modules.get("xent.backends.torch.plan")
-    if plan is not None:
-        plan.forget()
+    """Clear the caches of calls before each test, because some tests simulate another machine."""
+    for name in ("plan", "replay"):
+        module = sys.modules.get(f"xent.backends.torch.{name}")
+        if module is not None:
+            module.forget()

@@ -5,7 +5,8 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -15,15 +16,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from xent.backends.torch import replay
-from xent.backends.torch.recorder import Recording
+from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.recorder import Recording, is_recording
 
 
-@pytest.fixture(autouse=True)
-def recordings() -> Iterator[dict[Any, Any]]:
-    """Begin and end without recordings."""
-    replay.forget()
-    yield replay._kinds
-    replay.forget()
+@pytest.fixture
+def recordings() -> dict[Any, Any]:
+    """Return the kinds of calls; there are none at first."""
+    return replay._kinds
+
+
+def recorded(kinds: dict[Any, Any]) -> int:
+    return sum(isinstance(found, Recording) for found in kinds.values())
 
 
 class Counted:
@@ -90,10 +94,11 @@ def test_another_kind_is_not_repeated(change: Callable[..., Any]) -> None:
     assert function.calls == 3
 
 
-def test_signs_of_zeros_are_told_apart() -> None:
+def test_signs_of_zeros_are_told_apart(recordings: dict[Any, Any]) -> None:
     for sign in (1.0, 1.0, 1.0, -1.0):
         found = replay.replayed(scaled, torch.ones(2), sign * 0.0)
         assert torch.copysign(torch.ones(2), found).tolist() == [sign, sign]
+    assert recorded(recordings) == 1
 
 
 def scaled(values: Tensor, scale: float) -> Tensor:
@@ -145,6 +150,22 @@ def test_the_same_tensor_twice_is_written_once() -> None:
 OUTSIDE = torch.arange(4.0)
 
 
+def outside_in_freed_memory(values: Tensor) -> Tensor:
+    """Use a tensor that may lie where the first one was."""
+    first = values + 1
+    total = first.sum()
+    del first
+    return values * torch.tensor([1.0, 2.0, 3.0, 4.0]) + total
+
+
+def number_in_freed_memory(values: Tensor) -> Tensor:
+    total = values.sum()
+    made = values * total
+    del total
+    made[0] = 7.0
+    return made
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -152,8 +173,10 @@ OUTSIDE = torch.arange(4.0)
         lambda values: values[values > 0],
         lambda values: values + OUTSIDE,
         lambda values: torch.cat([values, values]),
+        outside_in_freed_memory,
+        number_in_freed_memory,
     ],
-    ids=["host reads", "shape from data", "outside tensor", "list of tensors"],
+    ids=["host reads", "shape from data", "outside tensor", "list of tensors", "freed memory", "number"],
 )
 def test_what_cannot_be_repeated_is_called(function: Callable[[Tensor], Tensor]) -> None:
     counted = Counted(function)
@@ -190,7 +213,7 @@ class Alive(TorchDispatchMode):
         return made
 
 
-def test_memory_is_freed_after_its_last_use() -> None:
+def test_memory_is_freed_after_its_last_use(recordings: dict[Any, Any]) -> None:
     def chain(values: Tensor) -> Tensor:
         for _ in range(8):
             values = values + 1
@@ -202,6 +225,7 @@ def test_memory_is_freed_after_its_last_use() -> None:
         assert float(total) == 32
         assert len(alive.made) >= 9
         assert alive.most <= 3
+    assert recorded(recordings) == 1
 
 
 def test_errors_leave_the_recorder_off(recordings: dict[Any, Any]) -> None:
@@ -214,14 +238,42 @@ def test_errors_leave_the_recorder_off(recordings: dict[Any, Any]) -> None:
     replay.replayed(calls, other(4))
     with pytest.raises(RuntimeError, match="stop"):
         replay.replayed(calls, other(4))
-    assert torch.equal(replay.replayed(product, torch.ones(4, 3), torch.ones(3, 5), 1.0)[1][0], torch.full((5,), 12.0))
+    assert not is_recording()
+    for _ in range(3):
+        found = replay.replayed(product, torch.ones(4, 3), torch.ones(3, 5), 1.0)
+        assert torch.equal(found[1][0], torch.full((5,), 12.0))
+    assert recorded(recordings) == 1
 
 
 def test_the_number_of_kinds_is_bounded(recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was called once is dropped first, then all."""
     monkeypatch.setattr(replay, "_MOST", 8)
-    for rows in range(1, 40):
+    for _ in range(2):
+        replay.replayed(product, other(4, 3), other(3, 5), 1.0)
+    for rows in range(5, 40):
         replay.replayed(product, other(rows, 3), other(3, 5), 1.0)
-    assert len(recordings) <= 8
+        assert len(recordings) <= 8
+        assert recorded(recordings) == 1
+    for rows in range(5, 40):
+        for _ in range(2):
+            replay.replayed(product, other(rows, 3), other(3, 5), 1.0)
+        assert len(recordings) <= 8
+
+
+def test_tensors_of_other_classes_are_not_recorded(recordings: dict[Any, Any]) -> None:
+    class Special(Tensor):
+        pass
+
+    for _ in range(3):
+        made = replay.replayed(scaled, other(4).as_subclass(Special), 2.0)
+        assert isinstance(made, Special)
+    assert not recordings
+
+
+def test_fields_of_a_linear_call_are_all_its_fields() -> None:
+    """What is missing there is missing in the key of a repeated call."""
+    linear = Linear(other(2, 3), other(4, 3), None, 1, 8, torch.float32, (True, False, False))
+    assert all(one is getattr(linear, field.name) for one, field in zip(linear.fields, fields(Linear), strict=True))
 
 
 def test_threads_record_their_own_calls() -> None:
@@ -248,3 +300,4 @@ def test_threads_record_their_own_calls() -> None:
     for thread in threads:
         thread.join()
     assert not wrong
+    assert recorded(replay._kinds) == 2

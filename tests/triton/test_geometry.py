@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from xent.backends.torch import devices
 from xent.backends.torch.rows import gradient_like
-from xent.backends.triton import geometry as module
 from xent.backends.triton.geometry import geometry, rows_of, sizes
 
 SIZE = {torch.float32: 4, torch.bfloat16: 8}  # elements of a vector of 16 bytes
@@ -166,10 +166,10 @@ def test_allocator_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
         is_cuda = True
 
     tensor = torch.empty(3, 37, dtype=torch.bfloat16).as_subclass(Cuda)
-    monkeypatch.setattr(module, "_ROUNDS_UP", True)
-    assert module._is_padded(tensor)
-    monkeypatch.setattr(module, "_ROUNDS_UP", False)
-    assert not module._is_padded(tensor)
+    monkeypatch.setattr(devices, "_ROUNDS_UP", True)
+    assert devices.is_padded(tensor)
+    monkeypatch.setattr(devices, "_ROUNDS_UP", False)
+    assert not devices.is_padded(tensor)
 
 
 @pytest.mark.parametrize("vocabulary", [1, 7, 8, 9, 1024, 4096, 4097, 32_000, 43_520, 50_257, 81_920, 128_256, 10**6])

@@ -1,6 +1,6 @@
 """Calls that are repeated from a recording: the same bits as calls that are not, whatever differs between the calls."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +10,10 @@ from torch import Tensor
 import xent
 from tests.targets import Target
 from tests.triton.noted import note_launches
-from xent.backends.torch import facts, options, replay
+from xent.backends.torch import devices, facts, options, replay
 from xent.backends.torch.divergence import facts as divergence_facts
 from xent.backends.torch.recorder import Recording
-from xent.backends.triton import job as _job  # noqa: F401  before its launches are noted
+from xent.backends.triton.job import TritonJob
 
 N, V, D = 6, 72, 16
 LOSSES: dict[str, dict[str, Any]] = {
@@ -28,13 +28,21 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def recordings(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Begin without recordings. No target is looked at on the host, as on a GPU."""
+def recordings(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Any]:
+    """Return the kinds of calls. The host looks neither at targets nor at the number of rows, as on a GPU."""
     for module in (facts, options, divergence_facts, replay):
         monkeypatch.setattr(module, "looks_at_targets", lambda device: False)
-    replay.forget()
-    yield replay._kinds
-    replay.forget()
+    partition = TritonJob.partition
+
+    def as_on_a_gpu(self: TritonJob, several: bool) -> Any:
+        return partition(self, several) if several else (None, self.count)
+
+    monkeypatch.setattr(TritonJob, "partition", as_on_a_gpu)
+    return replay._kinds
+
+
+def recorded(kinds: dict[Any, Any]) -> int:
+    return sum(isinstance(found, Recording) for found in kinds.values())
 
 
 def draw(target: Target, seed: int, wanted: dict[str, Any], rows: int = N, vocabulary: int = V) -> tuple[Any, ...]:
@@ -66,12 +74,15 @@ def results_of(function: Callable[..., Any], given: Tensor, *arguments: Any, **n
 
 
 def same(found: list[Tensor], expected: list[Tensor]) -> bool:
-    """Whether all bits are the same, NaN counting as NaN."""
-    pairs = list(zip(found, expected, strict=True))
-    return all(
-        one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
-        for one, other in pairs
-    )
+    """Whether all values, dtypes, shapes and strides are the same, NaN counting as NaN and zeros by their signs."""
+    for one, other in zip(found, expected, strict=True):
+        if (one.dtype, one.shape, one.stride()) != (other.dtype, other.shape, other.stride()):
+            return False
+        if not torch.equal(torch.signbit(one) & (one == 0), torch.signbit(other) & (other == 0)):
+            return False
+        if not torch.equal(one.nan_to_num(1234.5), other.nan_to_num(1234.5)):
+            return False
+    return True
 
 
 def alone(call: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -107,8 +118,7 @@ def test_repeated_calls_have_the_same_bits(
         once = "reduction" not in more or more["reduction"] == "sum"
         if seed > 1:
             assert len(launches) == (once and dtype != torch.float16)
-    made = [value for value in recordings.values() if isinstance(value, Recording)]
-    assert len(made) == 1 + (not once or dtype == torch.float16)
+    assert recorded(recordings) == 1 + (not once or dtype == torch.float16)
 
 
 def test_a_validated_call_and_the_next_are_of_one_kind(target: Target, recordings: dict[Any, Any]) -> None:
@@ -119,33 +129,69 @@ def test_a_validated_call_and_the_next_are_of_one_kind(target: Target, recording
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_log_probabilities(target: Target, entropy: bool) -> None:
+@pytest.mark.parametrize("temperature", [0.7, N], ids=["one temperature", "a temperature for each row"])
+def test_log_probabilities(target: Target, entropy: bool, temperature: Any, recordings: dict[Any, Any]) -> None:
     for seed in range(4):
-        logits, classes, more = draw(target, seed, {"temperature": N})
+        logits, classes, more = draw(target, seed, {"temperature": temperature} if temperature == N else {})
+        more.setdefault("temperature", temperature)
 
         def call() -> list[Tensor]:
             return results_of(xent.log_probs, logits, classes, backend="triton", entropy=entropy, **more)  # noqa: B023
 
         assert same(call(), alone(call)), seed
+    assert recorded(recordings) == 2
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("workspace", [None, 4 * V])
-def test_linear(target: Target, reduction: str, workspace: int | None) -> None:
-    """On a CPU the host reads the number of rows, so that nothing is repeated there; nor with several chunks."""
+@pytest.mark.parametrize("name", ["probabilities", "scale", "support", "in place", "no rows"])
+def test_other_calls(target: Target, name: str, recordings: dict[Any, Any]) -> None:
+    for seed in range(4):
+        logits, classes, _ = draw(target, seed, {})
+        more: dict[str, Any] = {"reduction": "none"}
+        if name == "probabilities":
+            classes = draw(target, seed + 10, {})[0].softmax(-1)
+        if name == "scale":
+            more = {"logit_scale": torch.tensor(0.5 + seed, device=target.device)}
+        if name == "in place":
+            more["inplace"] = True
+        if name == "no rows":
+            logits, classes = logits[:0], classes[:0]
+        function = xent.cross_entropy
+        if name == "support":
+            classes.clamp_(min=0)
+            ids = torch.stack([classes, (classes + 1 + seed) % V], 1).flatten()
+            offsets = torch.arange(0, 2 * N + 1, 2, device=target.device)
+            function, more = xent.log_probs, {"support": xent.Support(ids, offsets)}
+
+        def call() -> list[Tensor]:
+            return results_of(function, logits.clone(), classes, backend="triton", **more)  # noqa: B023
+
+        assert same(call(), alone(call)), seed
+    assert recorded(recordings) >= 1
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"reduction": "none"}, {"stats": ("lse", "accuracy", "entropy")}, {"workspace": 4 * V}, {"bias": True}],
+    ids=str,
+)
+def test_linear(target: Target, more: dict[str, Any], recordings: dict[Any, Any]) -> None:
+    """With several chunks the host waits for the number of rows, so that nothing is recorded."""
     for seed in range(4):
         _, classes, _ = draw(target, seed, {})
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(V, D, generator=generator).to(target.device).requires_grad_()
         hidden = torch.randn(N, D, generator=generator).to(target.device)
+        options = dict(more)
+        if options.pop("bias", False):
+            options["linear_bias"] = torch.randn(V, generator=generator).to(target.device)
 
         def call() -> list[Tensor]:
             weight.grad = None  # noqa: B023
-            named = {"reduction": reduction, "workspace": workspace, "backend": "triton"}
-            found = results_of(xent.linear_cross_entropy, hidden, weight, classes, **named)  # noqa: B023
+            found = results_of(xent.linear_cross_entropy, hidden, weight, classes, backend="triton", **options)  # noqa: B023
             return [*found, weight.grad.clone()]  # noqa: B023
 
         assert same(call(), alone(call)), seed
+    assert recorded(recordings) == (0 if "workspace" in more else 1 + (more.get("reduction") == "none"))
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]] = {
@@ -200,4 +246,21 @@ def test_targets_are_looked_at_as_soon_as_it_is_asked(target: Target, monkeypatc
         monkeypatch.setattr(module, "looks_at_targets", lambda device: True)
     classes[2] = V
     with pytest.raises(IndexError, match=r"target\[2\] is 72"):
-        xent.cross_entropy(logits, classes, backend="triton")
+        results_of(xent.cross_entropy, logits, classes, backend="triton")
+
+
+def test_memory_that_ends_with_the_logits_is_another_kind(
+    target: Target, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last vector of 16 bytes must not be read as a whole there. PyTorch's CUDA allocator leaves room."""
+    monkeypatch.setattr(devices, "_ROUNDS_UP", False)
+    logits, classes, _ = draw(target, 0, {}, vocabulary=V - 1)
+    roomy = torch.zeros(N * V, device=target.device)[: logits.numel()].view(logits.shape)
+    for _ in range(3):
+        xent.cross_entropy(roomy, classes, backend="triton")
+    assert recorded(recordings) == 1
+    exact = logits.clone()
+    assert exact.untyped_storage().nbytes() % 16
+    launches = note_launches(monkeypatch)
+    xent.cross_entropy(exact, classes, backend="triton")
+    assert "rows_kernel" in [name for name, *_ in launches]

@@ -25,10 +25,10 @@ from xent.backends.torch.replay import replayed
 from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
+__all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
+
 _REPLAYED = frozenset(("triton",))
 """Backends whose kernels are launched through `xent.backends.torch.recorder`."""
-
-__all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
 
 
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
@@ -59,7 +59,7 @@ def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
 
 def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
     """Do the same as `on_device`, with launches recorded and repeated where the backend's are known."""
-    if kernel in _REPLAYED and private.DispatchMode is not None:
+    if kernel in _REPLAYED:
         return on_device(tensor, replayed, function, *args)
     return on_device(tensor, function, *args)
 

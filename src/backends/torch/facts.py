@@ -236,13 +236,22 @@ def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | No
     if temperature is None and options.logit_scale is None and options.softcap is None:
         return None
     made = torch.empty(1 if temperature is None else temperature.numel(), 2, dtype=dtype, device=target.device)
-    made[:, 0] = spec.logit_scale if options.logit_scale is None else options.logit_scale
-    made[:, 1] = (spec.softcap or 0.0) if options.softcap is None else options.softcap.to(dtype).clamp(max=LARGEST)
+    _fill(made[:, 0], spec.logit_scale if options.logit_scale is None else options.logit_scale)
+    cap = options.softcap
+    _fill(made[:, 1], (spec.softcap or 0.0) if cap is None else cap.to(dtype).clamp(max=LARGEST))
     if temperature is None:
         return made.expand((target.shape[:-1] if target.is_floating_point() else target.shape).numel(), 2)
     divisor = temperature.to(dtype).flatten()
-    divisor = torch.where(divisor > 0, divisor, torch.nan).clamp(max=LARGEST)
+    divisor = divisor.masked_fill(~(divisor > 0), torch.nan).clamp(max=LARGEST)
     return made.div_(divisor[:, None])
+
+
+def _fill(place: Tensor, value: Tensor | float) -> None:
+    """Write one value, by an operation that can be recorded: that of `place[...] = number` is not."""
+    if isinstance(value, Tensor):
+        place.copy_(value)
+    else:
+        place.fill_(value)
 
 
 def check_targets(options: Options, vocabulary: int, shift: int, first: bool = True) -> bool:

@@ -89,7 +89,7 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
     room = torch.empty(rows, linear.columns, dtype=torch.float32 if wide else compute, device=device)
     memory = torch.empty_like(room, dtype=compute) if wide and wanted else room
     if wide and wanted and linear.columns > vocabulary:
-        memory[:, vocabulary:] = 0
+        memory[:, vocabulary:].zero_()
     for part in schedule:
         taken, count = job.take(linear, part), part.stop - part.start
         logits, grad = room[:count], memory[:count]
@@ -98,6 +98,6 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
         job.chunk(logits[:, :vocabulary], part, place, taken.target_logits)
         if gradients is not None:
             if taken.trained is not taken.hidden:
-                grad[:, vocabulary:] = 0  # a skipped row with NaN times the padding's 0 gave NaN
+                grad[:, vocabulary:].zero_()  # a skipped row with NaN times the padding's 0 gave NaN
             gradients.add(part, taken.trained, grad)
     return no_gradients(linear) if gradients is None else gradients.result(vocabulary)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _python_dispatch
 
 __all__ = [
@@ -89,12 +90,12 @@ Subclasses that return False from `_should_skip_dynamo` are used without importi
 """
 
 
-def storage_of(tensor: Tensor) -> int:
-    """Return a number that only tensors in the same storage have at the same time.
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Return what is equal for tensors in the same storage, and for no others while it is kept.
 
-    The public address of a storage is 0 for all that are empty.
+    It does not keep the storage's memory. The public address of a storage is 0 for all that are empty.
     """
-    return int(tensor.untyped_storage()._cdata)
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 _function_modes: Callable[[], int] = _found(torch._C, "_len_torch_function_stack", lambda: 1)

@@ -1,7 +1,7 @@
 """Record which memory a call allocates, and which PyTorch operations and kernel launches it starts.
 
-A call cannot be recorded if the host reads values from the device, or if an operation uses memory that is neither an
-argument nor allocated by the call.
+A call cannot be recorded if the host reads values from an accelerator, or if an operation uses memory that is neither
+an argument nor allocated by the call.
 """
 
 import threading
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from xent.backends.torch.private import DispatchMode, storage_of
 
-__all__ = ["Launch", "Recording", "is_recording", "note_launch", "paused", "record"]
+__all__ = ["Recording", "is_recording", "note_launch", "paused", "record"]
 
 _aten = torch.ops.aten
 _FACTORIES = (
@@ -131,15 +131,15 @@ class _Slots:
     """The slots of memory while a call is recorded."""
 
     device: torch.device
-    owners: dict[int, list[int]] = field(default_factory=dict)
-    """Storage -> slots that are in it."""
+    owners: dict[Any, list[int]] = field(default_factory=dict)
+    """Storage -> slots that are in it. As long as it is here, no other storage is taken for it."""
     spans: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]] = field(default_factory=list)
     """Of each slot: dtype, size, stride, and the first and the last element in the storage."""
 
-    def add(self, tensor: Tensor, fresh: bool) -> int:
-        """Append a slot; `fresh` memory may lie where freed memory was."""
-        slot, storage, first = len(self.spans), storage_of(tensor), int(tensor.storage_offset())
-        self.owners[storage] = [slot] if fresh else [*self.owners.get(storage, ()), slot]
+    def add(self, tensor: Tensor) -> int:
+        """Append a slot."""
+        slot, first = len(self.spans), int(tensor.storage_offset())
+        self.owners.setdefault(storage_of(tensor), []).append(slot)
         self.spans.append((tensor.dtype, tensor.shape, tensor.stride(), first, first + _extent(tensor)))
         return slot
 
@@ -181,7 +181,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         self._steps: list[tuple[Step, set[int]]] = []
         self._allocations: set[Step] = set()
         for tensor in tensors:
-            self._slots.add(tensor, fresh=False)
+            self._slots.add(tensor)
         self.paused = False
         """Whether operations are part of a launch, as in Triton's interpreter."""
         self._failed = self._slots.overlap()
@@ -204,7 +204,8 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         known = {storage_of(tensor) for tensor in given}
         fresh = [tensor for tensor in _tensors((made,)) if storage_of(tensor) not in known]
-        if any(tag in function.tags for tag in _READS) or (fresh and made is not fresh[0]):
+        elsewhere = any(tensor.device != self._slots.device for tensor in fresh)
+        if elsewhere or any(tag in function.tags for tag in _READS) or (fresh and made is not fresh[0]):
             self._failed = True
             return
         if not fresh and not function._schema.is_mutable:
@@ -219,7 +220,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         if not fresh:
             self._steps.append((run, used))
             return
-        slot = self._slots.add(made, fresh=True)
+        slot = self._slots.add(made)
 
         def step(memory: Memory) -> None:
             memory[slot] = run(memory)
@@ -231,7 +232,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
             self._failed = True
             return
         size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        slot = self._slots.add(tensor, fresh=True)
+        slot = self._slots.add(tensor)
 
         def allocate(memory: Memory) -> None:
             memory[slot] = torch.empty_strided(size, stride, dtype=dtype, device=device)
@@ -261,7 +262,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
                     places.append((index, place))
                 constants[index] = None
             elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
-                self._failed = True
+                self._failed, constants[index] = True, None
 
         def fill(memory: Memory) -> list[Any]:
             filled = constants.copy()

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.devices import is_padded, looks_at_targets
+from xent.backends.torch.private import PLAIN_TYPES
 from xent.backends.torch.recorder import Recording, record
 
 __all__ = ["forget", "replayed"]
 
 _MOST = 1024
 _ALIGNMENT = 16  # bytes: kernels choose by it how wide their loads are
-_PLAIN = (Tensor, torch.nn.Parameter)
-_NEW, _ONCE, _NEVER = "no call", "one call", "cannot be recorded"
+_ONCE, _NEVER = "called once", "cannot be recorded"
 _kinds: dict[Hashable, str | Recording] = {}
+
+
+class _UnknownTensorError(Exception):
+    """An argument is a tensor of another class than PyTorch's own."""
 
 
 def replayed(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -34,23 +38,27 @@ def replayed(function: Callable[..., Any], *arguments: Any) -> Any:
     """
     tensors: list[Tensor] = []
     key: list[Any] = [function]
-    _describe(arguments, tensors, key)
+    try:
+        _describe(arguments, tensors, key)
+    except _UnknownTensorError:
+        return function(*arguments)
     addresses = [tensor.data_ptr() for tensor in tensors]
     key += [address % _ALIGNMENT for address in addresses]
+    key += map(is_padded, tensors)
     key.append(looks_at_targets(tensors[0].device))
     if len(set(addresses)) < len(addresses):
         key += map(addresses.index, addresses)
     kind = tuple(key)
-    found = _kinds.get(kind, _NEW)
+    found = _kinds.get(kind)
     if isinstance(found, Recording):
         return found.repeat(tensors)
-    if found is _ONCE:
+    if found is _ONCE and not _is_capturing(tensors[0]):
         results, recording = record(function, arguments, tensors)
         _kinds[kind] = recording or _NEVER
         return results
-    if found is _NEW:
+    if found is None:
         if len(_kinds) >= _MOST:
-            _kinds.clear()
+            _make_room()
         _kinds[kind] = _ONCE
     return function(*arguments)
 
@@ -60,23 +68,38 @@ def forget() -> None:
     _kinds.clear()
 
 
+def _make_room() -> None:
+    """Drop the kinds that were called once; if there are none, all."""
+    for kind in [kind for kind, found in _kinds.items() if found is _ONCE]:
+        del _kinds[kind]
+    if len(_kinds) >= _MOST:
+        _kinds.clear()
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph is captured: a call then does not wait for the device, as it might outside."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _describe(values: Any, tensors: list[Tensor], key: list[Any]) -> None:
     """Append the tensors among nested values to `tensors`, and everything else that matters to `key`."""
     for value in values:
         if value is None:
             key.append(None)
             continue
-        kind = value.__class__
-        if kind in _PLAIN:
+        cls = value.__class__
+        if cls in PLAIN_TYPES:
             tensors.append(value)
             key += (value.dtype, value.shape, value.stride(), value.device)
         elif isinstance(value, tuple):
-            key += (kind, len(value))
+            key += (cls, len(value))
             _describe(value, tensors, key)
-        elif hasattr(kind, "fields"):
-            key.append(kind)
+        elif hasattr(cls, "fields"):
+            key.append(cls)
             _describe(value.fields, tensors, key)
-        elif kind is float and value == 0:
+        elif isinstance(value, Tensor):
+            raise _UnknownTensorError
+        elif cls is float and value == 0:
             key += ("zero", copysign(1.0, value))
         else:
-            key += (kind, value)
+            key += (cls, value)

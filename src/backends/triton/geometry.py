@@ -1,18 +1,16 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from xent.backends.torch.devices import is_padded
 from xent.backends.triton.launch import cdiv, next_power_of_2
 
 __all__ = ["Geometry", "Sizes", "geometry", "rows_of", "sizes"]
 
 _KIB = 1024
-# PyTorch's allocator rounds sizes up to multiples of 512 bytes, so the last vector of a tensor can be read as a whole.
-_ROUNDS_UP = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "0") in ("", "0")
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ def geometry(logits: Tensor, grad: Tensor | None) -> Geometry | None:
     skew = logits.data_ptr() // size % vector
     skewed = skew != 0 or rows[1] % vector != 0 or rows[2] % vector != 0
     ragged = skewed or vocabulary % vector != 0
-    if (ragged and not _is_padded(logits)) or (grad is not None and not _lie_alike(rows, places, skew, grad, logits)):
+    if (ragged and not is_padded(logits)) or (grad is not None and not _lie_alike(rows, places, skew, grad, logits)):
         return Geometry(rows, places, 0, 1, False, True, grouped)
     return Geometry(rows, places, skew if skewed else 0, vector, skewed, ragged, grouped)
 
@@ -110,11 +108,6 @@ def _lie_alike(
         return False
     outer = [shape[1] if shape[0] < count else grouped[0] * shape[2] for shape in (rows, places)]
     return (outer[0] - outer[1]) % vector == 0
-
-
-def _is_padded(tensor: Tensor) -> bool:
-    """Return whether the vector that contains a tensor's last element can be read as a whole."""
-    return (tensor.is_cuda and _ROUNDS_UP) or tensor.untyped_storage().nbytes() % 16 == 0
 
 
 @dataclass(frozen=True)
