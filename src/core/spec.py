@@ -63,9 +63,10 @@ class LossSpec:
     """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
 
     @cached_property
-    def fields(self) -> tuple[Any, ...]:
-        """All fields, in order."""
-        return tuple(getattr(self, field.name) for field in fields(self))
+    def identity(self) -> tuple[Any, ...]:
+        """Types and values of all fields; it tells 1 from True, and 0.0 from -0.0."""
+        values = [getattr(self, field.name) for field in fields(self)]
+        return tuple((type(value), repr(value) if isinstance(value, float) else value) for value in values)
 
     def without_stats(self) -> "LossSpec":
         """Return the same without statistics."""

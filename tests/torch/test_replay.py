@@ -1,6 +1,7 @@
 """Functions of PyTorch's operations are recorded and repeated with other tensors; what cannot be is called as it is."""
 
 import gc
+import math
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from xent.backends.torch import replay
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.recorder import Recording, is_recording
+from xent.core.spec import LossSpec
 
 
 @pytest.fixture
@@ -274,6 +276,25 @@ def test_fields_of_a_linear_call_are_all_its_fields() -> None:
     """What is missing there is missing in the key of a repeated call."""
     linear = Linear(other(2, 3), other(4, 3), None, 1, 8, torch.float32, (True, False, False))
     assert all(one is getattr(linear, field.name) for one, field in zip(linear.fields, fields(Linear), strict=True))
+
+
+def test_options_are_told_apart_by_every_field() -> None:
+    changed = {
+        "reduction": "sum",
+        "ignore_index": 7,
+        "label_smoothing": 0.5,
+        "z_loss": 0.5,
+        "softcap": 0.5,
+        "logit_scale": -1.0,
+        "stats": ("lse",),
+        "exact": True,
+        "accuracy_of_rows": True,
+    }
+    assert list(changed) == [field.name for field in fields(LossSpec)]
+    specs = [LossSpec(), *(LossSpec(**{name: value}) for name, value in changed.items())]
+    specs += [LossSpec(z_loss=-0.0), LossSpec(z_loss=0), LossSpec(logit_scale=True), LossSpec(logit_scale=1)]
+    assert len({spec.identity for spec in specs}) == len(specs)
+    assert LossSpec(logit_scale=math.nan).identity == LossSpec(logit_scale=float("nan")).identity
 
 
 def test_threads_record_their_own_calls() -> None:

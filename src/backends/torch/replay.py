@@ -7,7 +7,6 @@ with that call's tensors. Recordings contain no tensors.
 """
 
 from collections.abc import Callable, Hashable
-from math import copysign
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ __all__ = ["forget", "replayed"]
 _MOST = 1024
 _ALIGNMENT = 16  # bytes: kernels choose by it how wide their loads are
 _ONCE, _NEVER = "called once", "cannot be recorded"
+_SIMPLE = frozenset((bool, int, str, torch.dtype))
 _kinds: dict[Hashable, str | Recording] = {}
 
 
@@ -32,9 +32,9 @@ class _UnknownTensorError(Exception):
 def replayed(function: Callable[..., Any], *arguments: Any) -> Any:
     """Return `function(*arguments)`, by a recording if there is one for this kind of arguments.
 
-    Arguments are tensors, hashable values, tuples, and objects whose `fields` are a tuple of these. At least one is a
-    tensor. Results are tensors, None, and tuples or lists of these. Apart from its results the function has no effect
-    on the host.
+    Arguments are tensors, hashable values, tuples, objects whose `fields` are a tuple of these, and objects that their
+    hashable `identity` tells apart. At least one is a tensor. Results are tensors, None, and tuples or lists of these.
+    Apart from its results the function has no effect on the host.
     """
     tensors: list[Tensor] = []
     key: list[Any] = [function]
@@ -91,15 +91,19 @@ def _describe(values: Any, tensors: list[Tensor], key: list[Any]) -> None:
         if cls in PLAIN_TYPES:
             tensors.append(value)
             key += (value.dtype, value.shape, value.stride(), value.device)
+        elif cls is float:
+            key += (cls, repr(value))  # 0.0 and -0.0 are equal
+        elif cls in _SIMPLE:
+            key += (cls, value)
         elif isinstance(value, tuple):
             key += (cls, len(value))
             _describe(value, tensors, key)
+        elif hasattr(cls, "identity"):
+            key += (cls, value.identity)
         elif hasattr(cls, "fields"):
             key.append(cls)
             _describe(value.fields, tensors, key)
         elif isinstance(value, Tensor):
             raise _UnknownTensorError
-        elif cls is float and value == 0:
-            key += ("zero", copysign(1.0, value))
         else:
             key += (cls, value)
