@@ -200,7 +200,7 @@ CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, dict[str, An
     "stride": lambda logits, classes: (torch.cat([logits, logits], 1)[:, :V], classes, {}),
     "classes first": lambda logits, classes: (logits.t().contiguous().t(), classes, {}),
     "alignment": lambda logits, classes: (
-        torch.cat([logits.flatten()[:1], logits.flatten()])[1:].view(N, V),
+        torch.cat([logits.flatten()[:1], logits.flatten(), logits.flatten()[:3]])[1:-3].view(N, V),
         classes,
         {},
     ),
