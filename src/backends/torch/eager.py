@@ -58,7 +58,7 @@ def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Do the same as `on_device`, with launches recorded and repeated where the backend's are known."""
+    """Call `on_device`. If the backend's launches can be recorded, repeat an earlier call of the same kind."""
     if kernel in _REPLAYED:
         return on_device(tensor, replayed, function, *args)
     return on_device(tensor, function, *args)

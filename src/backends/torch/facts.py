@@ -247,7 +247,7 @@ def bend_of(options: Options, dtype: torch.dtype = torch.float32) -> Tensor | No
 
 
 def _fill(place: Tensor, value: Tensor | float) -> None:
-    """Write one value, by an operation that can be recorded: that of `place[...] = number` is not."""
+    """Write one value to all of `place`. The assignment `place[...] = number` could not be recorded."""
     if isinstance(value, Tensor):
         place.copy_(value)
     else:

@@ -91,9 +91,10 @@ Subclasses that return False from `_should_skip_dynamo` are used without importi
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Return what is equal for tensors in the same storage, and for no others while it is kept.
+    """Return a weak reference to a tensor's storage. Two references are equal if the storage is the same.
 
-    It does not keep the storage's memory. The public address of a storage is 0 for all that are empty.
+    While a reference exists, no other storage equals it, but the storage's memory may be freed. Public addresses do not
+    tell storages apart: empty ones all have address 0, and a new storage may lie where a freed one was.
     """
     return StorageWeakRef(tensor.untyped_storage())
 
