@@ -23,9 +23,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     from xent.backends.triton.geometry import sizes
     from xent.backends.triton.launch import cdiv, next_power_of_2
 
-    def cut(vocabulary: int, itemsize: int, place: Any, predicted: bool) -> Any:
+    def cut(vocabulary: int, itemsize: int, place: Any, *more: bool) -> Any:
         block = 2 * max(place.vector, 4)
-        found = sizes(vocabulary, itemsize, place, predicted)
+        found = sizes(vocabulary, itemsize, place, *more)
         return replace(
             found,
             block=block,

@@ -125,20 +125,21 @@ class Sizes:
         return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
 
 
-def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> Sizes:
-    """Return the sizes for rows of `vocabulary` classes.
+def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool, writes: bool) -> Sizes:
+    """Return the sizes for rows of `vocabulary` classes. `writes`: whether the kernel writes their gradient.
 
-    The second pass over a row should find it in the L1 or L2 cache. So three programs run on a multiprocessor for short
-    rows, and one for long rows, with as many loads in flight as registers allow. Measured on an H200
-    (benchmarks/NOTES.md).
+    A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
+    run on a multiprocessor for short rows, and one for long rows, with as many loads in flight as registers allow.
+    Without a second pass, four small programs are best for all rows. Measured on an H200 (benchmarks/NOTES.md).
     """
     row = vocabulary * itemsize
+    is_odd = place.skewed or place.vector == 1
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
-    elif place.skewed or place.vector == 1:
+    elif not writes or row <= 88 * _KIB:
+        block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
+    elif is_odd:
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
-    elif row <= 88 * _KIB:
-        block, warps, registers = 16 * _KIB // itemsize, 8, 64
     elif row <= 160 * _KIB or predicted:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     else:
@@ -147,7 +148,7 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool) -> S
     # block.
     block = max(block, 2 * place.vector)
     warps = warps or max(min(block * itemsize // _KIB, 8), 1)
-    lanes = block if place.skewed or place.vector == 1 else block // place.vector
+    lanes = block if is_odd else block // place.vector
     options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
     blocks = next_power_of_2(cdiv(vocabulary, block))
     return Sizes(block, lanes, blocks, vocabulary % block == 0 and not place.skewed, options)

@@ -63,7 +63,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
     if not programs:
         return
     half = logits.itemsize == 2
-    size = sizes(facts.vocabulary, logits.itemsize, place, predicted)
+    size = sizes(facts.vocabulary, logits.itemsize, place, predicted, block.grad is not None)
     smoothed, bent = spec.label_smoothing != 0, facts.bent
     launch(
         rows_kernel,
