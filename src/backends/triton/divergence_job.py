@@ -58,6 +58,7 @@ def triton_rows(
     constants = {
         "FORWARD": call.beta == 0,
         "REVERSE": call.beta == 1,
+        "FROM_P": call.beta <= 0.5,
         "EXACT": exact,
         **student,
         "TEACHER_SCALED": call.teacher_scale != 1,
@@ -65,7 +66,7 @@ def triton_rows(
         "ALIGNED": all(_is_aligned(matrix) for matrix in (z, teacher, grad) if matrix is not None),
         "BLOCK": block,
     }
-    weights = (float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
+    weights = (1.0 - call.beta, float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
     sides = (z, z.stride(0), teacher, teacher.stride(0))
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.

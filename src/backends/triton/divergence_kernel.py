@@ -15,7 +15,7 @@ In the last two, d and (for float32 logits) v are relative to an offset near the
 import triton
 import triton.language as tl
 
-from xent.backends.triton.divergence_maths import gap, log_share, pulled
+from xent.backends.triton.divergence_maths import gap, mixture, pulled
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, slope
 
@@ -34,19 +34,9 @@ def read(
     """Return a block of raw logits and its x, which is -inf beyond the end of the row."""
     classes = first + tl.arange(0, BLOCK)
     inside = classes < vocabulary
-    z = tl.load(row + classes, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(row + classes, mask=inside, other=-float("inf")).to(tl.float32)
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
-    return z, tl.where(inside, x, -float("inf"))
-
-
-@triton.jit
-def _mixed(p, q, apart, beta):
-    """Return beta KL(q || m) + (1 - beta) KL(p || m) per class, and v = log m - log p."""
-    common = log_share(apart, beta)
-    from_p = common + tl.maximum(apart, 0.0)
-    m = (1 - beta) * p + beta * q
-    terms = beta * gap(q, m, common - tl.minimum(apart, 0.0)) + (1 - beta) * gap(p, m, from_p)
-    return terms, from_p
+    return z, tl.where(inside, x, -float("inf")) if SCALED or CAPPED else x
 
 
 @kernel
@@ -63,6 +53,7 @@ def divergence_kernel(
     loss,  # (R,) float32
     entropy,  # (R,) float32 or None
     vocabulary: "i32",
+    alpha: "fp32",  # 1 - beta
     beta: "fp32",
     logit_scale: "fp32",
     softcap: "fp32",
@@ -70,6 +61,7 @@ def divergence_kernel(
     teacher_softcap: "fp32",
     FORWARD: tl.constexpr,  # beta is 0
     REVERSE: tl.constexpr,  # beta is 1
+    FROM_P: tl.constexpr,  # beta is at most 0.5
     EXACT: tl.constexpr,  # the logits are float32
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -170,12 +162,12 @@ def divergence_kernel(
             pull = tl.sum(mean, 0) / z_p
         factor = tl.load(scale + here)
         if not FORWARD and not REVERSE:
-            factor *= 1 - beta
+            factor *= alpha
             if EXACT:
                 # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
                 # v is close to it.
                 top = top - m_q - shift
-                offset = log_share(top, beta) + tl.maximum(top, 0.0)
+                _top_cost, _top_p, offset = mixture(top, alpha, beta, FROM_P)
         found = tl.zeros([BLOCK], tl.float32)
         surprise = tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
@@ -196,15 +188,16 @@ def divergence_kernel(
                 found += gap(p, q, t_apart - x_apart - shift)
                 g = pulled(p, t - x - offset, pull)
             else:
-                terms, from_p = _mixed(p, q, t_apart - x_apart - shift, beta)
-                found += terms
-                mean += tl.where(p == 0, 0.0, p * (from_p - offset))
+                cost, from_p, v = mixture(t_apart - x_apart - shift, alpha, beta, FROM_P)
+                found += cost * tl.where(from_p, p, q)
+                mean += p * (v - offset)
                 g = p
             if grad is not None:
                 if FORWARD or REVERSE:
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
-        tl.store(loss + here, tl.sum(found, 0) * tl.load(weight + here))
+        # shift - shift is NaN if one of the sides has a NaN.
+        tl.store(loss + here, (tl.sum(found, 0) + (shift - shift)) * tl.load(weight + here))
         if entropy is not None:
             tl.store(entropy + here, tl.sum(surprise, 0) + tl.log(z_p))
         if grad is not None:
@@ -216,7 +209,7 @@ def divergence_kernel(
                         t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
                     )
                     p = exp(x - m_p) * share_p
-                    apart = (t - m_q) - (x - m_p) - shift
-                    g = pulled(p, log_share(apart, beta) + tl.maximum(apart, 0.0) - offset, pull)
+                    _cost, _p, v = mixture((t - m_q) - (x - m_p) - shift, alpha, beta, FROM_P)
+                    g = p * (pull - (v - offset))
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
