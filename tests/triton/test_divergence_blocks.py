@@ -33,3 +33,47 @@ def test_first_block(
     close = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7}[dtype]
     for one, other in zip(made, right, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
+
+
+def top_k(logits: torch.Tensor, tail: str) -> xent.TopKTeacher:
+    found = torch.log_softmax(logits.double(), -1).topk(5)
+    return xent.TopKTeacher(found.indices, found.values.float(), tail=tail)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("first", ["far below", "-inf", "far above", "like the others"])
+@pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"logit_scale": -0.5}], ids=str)
+def test_top_k(
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    tail: str,
+    dtype: torch.dtype,
+    first: str,
+    options: dict[str, float],
+) -> None:
+    """The kernel overwrites logits of the K classes, but not the caller's, and infinite logits keep their meaning."""
+    monkeypatch.setattr(divergence_job, "_BLOCK", 16)
+    torch.manual_seed(0)
+    student, other = 3 * torch.randn(2, 4, 88)
+    student[:3, :16] += {"far below": -60.0, "-inf": -torch.inf, "far above": 60.0, "like the others": 0.0}[first]
+    if first == "-inf" and "logit_scale" in options:
+        student[:3, :16] *= -1
+    student = student.to(target.device, dtype)
+    before = student.clone()
+    teacher = top_k(torch.cat((torch.full((4, 16), -torch.inf), other[:, 16:]), 1), tail)
+    known = xent.TopKTeacher(teacher.ids.to(target.device), teacher.log_probs.to(target.device), tail=tail)
+
+    def found(one: torch.Tensor, other: xent.TopKTeacher, backend: str) -> list[torch.Tensor]:
+        call = {"beta": 0.0, "reduction": "none", "backend": backend} | options
+        leaf = one.detach().requires_grad_()
+        loss = xent.divergence(leaf, other, **call)
+        entropy = xent.divergence(one, other, stats=("entropy",), **call)[1].entropy
+        return [loss.detach(), entropy, *torch.autograd.grad(loss, leaf, torch.linspace(1, 2, 4).to(loss))]
+
+    made = found(student, known, target.name)
+    right = found(student.cpu().double(), teacher, "torch")
+    torch.testing.assert_close(student, before, rtol=0, atol=0)
+    close = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
+    for one, other in zip(made, right, strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))

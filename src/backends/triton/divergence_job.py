@@ -9,14 +9,14 @@ from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK
 from xent.backends.torch.divergence.steps import STEPS
 from xent.backends.triton.divergence_kernel import divergence_kernel
-from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.launch import launch, next_power_of_2
 from xent.backends.triton.top_k_kernel import top_k_kernel
+from xent.core.chunks import rows_per_block
 
 __all__ = ["triton_rows"]
 
 _BLOCK = 4096
 _ELEMENTS_PER_WARP = 256
-_BITS = 32
 
 
 def triton_rows(
@@ -29,30 +29,35 @@ def triton_rows(
     entropy: Tensor | None,
 ) -> None:
     """See `xent.backends.torch.divergence.steps.Steps`."""
-    count, vocabulary = z.shape
-    if not count:
+    if not len(z):
         return
-    dead = None if facts.dead is None else facts.dead.view(torch.uint8)
-    place = (None, 0) if grad is None else (grad, grad.stride(0))
-    rows = (facts.weight, facts.scale, dead, loss, entropy, vocabulary)
-    student_numbers = (call.logit_scale, 0.0 if call.softcap is None else call.softcap)
-    student: dict[str, Any] = {"SCALED": call.logit_scale != 1, "CAPPED": call.softcap is not None}
-    block = min(next_power_of_2(vocabulary), _BLOCK)
-    warps = max(min(block // _ELEMENTS_PER_WARP, 16), 1)
-    if isinstance(teacher, TopK):
-        ids, log_q = teacher.ids.contiguous(), teacher.log_q.contiguous()
-        bits = _bits(ids, log_q, vocabulary)
-        known = (ids, log_q, bits, bits.shape[1])
-        constants = {
-            "BUCKET": call.tail == "bucket",
-            "RENORMALIZED": call.tail == "renormalize",
-            **student,
-            "WIDTH": next_power_of_2(ids.shape[1]),
-            "BLOCK": block,
-        }
-        numbers = (ids.shape[1], teacher.tolerance, *student_numbers)
-        launch(top_k_kernel, count, (z, z.stride(0), *known, *place, *rows, *numbers), constants, num_warps=warps)
-        return
+    if not isinstance(teacher, TopK):
+        _from_logits(call, z, teacher, facts, loss, grad, entropy)
+    elif call.weight is not None:
+        _from_top_k(call, z, teacher, facts, loss, grad, entropy)
+    elif grad is not None:  # the kernel overwrites logits, and these are the caller's
+        grad.copy_(z)
+        _from_top_k(call, grad, teacher, facts, loss, grad, entropy)
+    else:
+        step = rows_per_block(z.shape[1], z.itemsize, z.device.type, 1)
+        for start in range(0, len(z), step):
+            rows = slice(start, start + step)
+            known = TopK(teacher.ids[rows], teacher.log_q[rows], teacher.tolerance)
+            some = RowFacts(facts.weight[rows], facts.scale[rows], None if facts.dead is None else facts.dead[rows])
+            surprise = None if entropy is None else entropy[rows]
+            _from_top_k(call, z[rows].clone(), known, some, loss[rows], None, surprise)
+
+
+def _from_logits(
+    call: Divergence,
+    z: Tensor,
+    teacher: Tensor,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
+) -> None:
+    """Compute rows for a teacher's logits (R, V)."""
     teacher_cap = 0.0 if call.teacher_softcap is None else call.teacher_softcap
     exact = z.dtype == torch.float32
     constants = {
@@ -60,37 +65,89 @@ def triton_rows(
         "REVERSE": call.beta == 1,
         "FROM_P": call.beta <= 0.5,
         "EXACT": exact,
-        **student,
+        **_bent(call),
         "TEACHER_SCALED": call.teacher_scale != 1,
         "TEACHER_CAPPED": call.teacher_softcap is not None,
-        "ALIGNED": all(_is_aligned(matrix) for matrix in (z, teacher, grad) if matrix is not None),
-        "BLOCK": block,
+        "ALIGNED": _are_aligned(z, teacher, grad),
     }
-    weights = (1.0 - call.beta, float(call.beta), *student_numbers, call.teacher_scale, teacher_cap)
-    sides = (z, z.stride(0), teacher, teacher.stride(0))
+    numbers = (1.0 - call.beta, float(call.beta), *_numbers(call), call.teacher_scale, teacher_cap)
+    matrices = (*_matrix(z), *_matrix(teacher), *_matrix(grad))
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
     fusion: dict[str, int] = {"enable_fp_fusion": False} if exact else {}
+    rows = _rows(facts, loss, entropy, z)
     launch(
-        divergence_kernel, count, (*sides, *place, *rows, *weights), constants, num_warps=warps, maxnreg=64, **fusion
+        divergence_kernel,
+        len(z),
+        (*matrices, *rows, *numbers),
+        constants | _block(z),
+        **_warps(z),
+        maxnreg=64,
+        **fusion,
     )
 
 
-def _is_aligned(matrix: Tensor) -> bool:
+def _from_top_k(
+    call: Divergence,
+    z: Tensor,
+    teacher: TopK,
+    facts: RowFacts,
+    loss: Tensor,
+    grad: Tensor | None,
+    entropy: Tensor | None,
+) -> None:
+    """Compute rows for the teacher's K most probable classes. The logits at these are overwritten."""
+    width = teacher.ids.shape[1]
+    constants = {
+        "BUCKET": call.tail == "bucket",
+        "RENORMALIZED": call.tail == "renormalize",
+        **_bent(call),
+        "ALIGNED": _are_aligned(z, grad),
+        "WIDTH": next_power_of_2(width),
+    }
+    known = (teacher.ids.contiguous(), teacher.log_q.contiguous())
+    numbers = (width, teacher.tolerance, *_numbers(call))
+    matrices = (*_matrix(z), *known, *_matrix(grad))
+    rows = _rows(facts, loss, entropy, z)
+    launch(top_k_kernel, len(z), (*matrices, *rows, *numbers), constants | _block(z), **_warps(z))
+
+
+def _bent(call: Divergence) -> dict[str, bool]:
+    """Return the constants of the student's activation."""
+    return {"SCALED": call.logit_scale != 1, "CAPPED": call.softcap is not None}
+
+
+def _numbers(call: Divergence) -> tuple[float, float]:
+    """Return the student's logit scale and softcap."""
+    return call.logit_scale, 0.0 if call.softcap is None else call.softcap
+
+
+def _rows(facts: RowFacts, loss: Tensor, entropy: Tensor | None, z: Tensor) -> tuple[Any, ...]:
+    """Return the arguments of rows, and the number of classes."""
+    dead = None if facts.dead is None else facts.dead.view(torch.uint8)
+    return facts.weight, facts.scale, dead, loss, entropy, z.shape[1]
+
+
+def _block(z: Tensor) -> dict[str, int]:
+    return {"BLOCK": min(next_power_of_2(z.shape[1]), _BLOCK)}
+
+
+def _warps(z: Tensor) -> dict[str, int]:
+    return {"num_warps": max(min(_block(z)["BLOCK"] // _ELEMENTS_PER_WARP, 16), 1)}
+
+
+def _matrix(matrix: Tensor | None) -> tuple[Tensor | None, int]:
+    """Return a matrix and the stride of its rows."""
+    return matrix, 0 if matrix is None else matrix.stride(0)
+
+
+def _are_aligned(*matrices: Tensor | None) -> bool:
     """Return whether all rows begin and end at multiples of 16 bytes, and have a multiple of 8 elements."""
-    pitch = matrix.stride(0) * matrix.itemsize
-    return matrix.shape[1] % 8 == 0 and pitch % 16 == 0 and matrix.data_ptr() % 16 == 0
-
-
-def _bits(ids: Tensor, log_q: Tensor, vocabulary: int) -> Tensor:
-    """Return a bitmap (R, words) int32 of each row's classes: 1 if the class is among the row's ids."""
-    known = (log_q != -torch.inf) & (ids >= 0) & (ids < vocabulary)
-    safe = ids.masked_fill(~known, 0)
-    ones = torch.where(known, torch.bitwise_left_shift(torch.ones_like(safe), safe % _BITS), 0)
-    signed = torch.where(ones >= 2 ** (_BITS - 1), ones - 2**_BITS, ones).to(torch.int32)
-    words = torch.zeros(len(ids), cdiv(vocabulary, _BITS), dtype=torch.int32, device=ids.device)
-    # The ids of a row are distinct, so the sum of their bits is the union.
-    return words.scatter_add_(1, safe // _BITS, signed)
+    return all(
+        matrix.shape[1] % 8 == 0 and matrix.stride(0) * matrix.itemsize % 16 == 0 and matrix.data_ptr() % 16 == 0
+        for matrix in matrices
+        if matrix is not None
+    )
 
 
 STEPS["triton"] = triton_rows

@@ -1,31 +1,89 @@
 """Divergence and gradient of rows for a teacher that is known at K classes. One launch, one program per row.
 
 The probability of the other classes is summed directly, because 1 minus the probability of the K classes would cancel.
-`bits` marks the K classes, one bit per class. With the teacher's q_k at the K classes, the rest t of its mass, the
-student's exponentials e_c of the other classes relative to the largest of them, and their sum s::
+So that the loops need not find the K classes, their logits are overwritten in the row after they were read: by -inf, or
+if -inf has a finite x, by a NaN with certain bits. With the teacher's q_k at the K classes, the rest t of its mass, the
+student's exponentials e_c of the other classes relative to a logit m_others near the largest of them, and their sum s::
 
     other classes    dl/dx_c = e_c ((sum q + t) e^(m_others - m) / Z - t / s)
     the K classes    dl/dx_k = (sum q + t) p_k - q_k
 """
 
+import triton
 import triton.language as tl
 
-from xent.backends.triton.divergence_kernel import read
+from xent.backends.triton.divergence_kernel import FAR_ABOVE, NEAR
 from xent.backends.triton.divergence_maths import exact_exp, gap
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, slope
 
 __all__ = ["top_k_kernel"]
 
+# Bits of NaNs that no computation returns.
+_MARK_32 = tl.constexpr(0x7FC5A5A5)
+_MARK_BF16 = tl.constexpr(0x7FE5)
+_MARK_FP16 = tl.constexpr(0x7EA5)
+
+
+@triton.jit
+def _bits(values):
+    """Return the bits of floating-point numbers as an integer of the same size."""
+    if values.dtype == tl.float32:
+        return values.to(tl.int32, bitcast=True)
+    else:
+        return values.to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def _mark(dtype: tl.constexpr):
+    """Return the bits of a hidden logit."""
+    if dtype == tl.float32:
+        mark: tl.constexpr = _MARK_32
+    elif dtype == tl.bfloat16:
+        mark: tl.constexpr = _MARK_BF16
+    else:
+        mark: tl.constexpr = _MARK_FP16
+    return mark
+
+
+@triton.jit
+def _hide(row, ids, known, WIDTH: tl.constexpr, MARKED: tl.constexpr):
+    """Overwrite the logits of classes in a row, when all threads have read them."""
+    dtype: tl.constexpr = row.dtype.element_ty
+    if MARKED:
+        if dtype == tl.float32:
+            hidden = tl.full([WIDTH], _mark(dtype), tl.int32).to(dtype, bitcast=True)
+        else:
+            hidden = tl.full([WIDTH], _mark(dtype), tl.int16).to(dtype, bitcast=True)
+    else:
+        hidden = tl.full([WIDTH], -float("inf"), tl.float32).to(dtype)
+    tl.debug_barrier()
+    tl.store(row + ids, hidden, mask=known)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _read(
+    row, first, vocabulary, logit_scale, softcap,
+    BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return a block of raw logits and its x, which is -inf for hidden classes and beyond the end of the row."""
+    classes = first + tl.arange(0, BLOCK)
+    inside = classes < vocabulary
+    stored = tl.load(row + classes, mask=inside, other=-float("inf"))
+    z = stored.to(tl.float32)
+    x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
+    if SCALED or CAPPED:
+        x = tl.where(inside & (_bits(stored) != _mark(stored.dtype)), x, -float("inf"))
+    return z, x
+
 
 @kernel
 def top_k_kernel(
-    student,  # (R, V) raw logits, rows `student_row` apart
+    student,  # (R, V) raw logits, rows `student_row` apart; overwritten at the K classes
     student_row: "i64",
     ids,  # (R, K) int64
     log_probs,  # (R, K) float32, -inf for padding
-    bits,  # (R, words) int32: class c is bit c % 32 of word c // 32
-    words: "i64",
     grad,  # (R, V) or None; may be the student's logits
     grad_row: "i64",
     weight,  # (R,) float32
@@ -42,6 +100,7 @@ def top_k_kernel(
     RENORMALIZED: tl.constexpr,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
+    ALIGNED: tl.constexpr,  # rows of logits and gradient are whole multiples of 16 bytes
     WIDTH: tl.constexpr,  # K rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
@@ -51,6 +110,9 @@ def top_k_kernel(
     place = student  # the gradient's row if there is a gradient
     if grad is not None:
         place = grad + here * grad_row
+    if ALIGNED:
+        z_row, place = tl.multiple_of(z_row, 16), tl.multiple_of(place, 16)
+        vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
     is_dead = False
     if dead is not None:
         is_dead = tl.load(dead + here) != 0
@@ -76,23 +138,33 @@ def top_k_kernel(
             log_q -= largest + tl.log(tl.sum(exp(log_q - largest), 0))
         q = tl.where(known, exact_exp(log_q), 0.0)
         mass = tl.sum(q, 0)
-        m_others = -float("inf")
+        _hide(z_row, y, known, WIDTH, SCALED or CAPPED)
+        # The sum is relative to the largest logit of the first block, unless that is far from the largest of all.
+        _z, x = _read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+        m_others = finite(tl.max(x, 0))
         sums = tl.zeros([BLOCK], tl.float32)
-        below = tl.zeros([BLOCK], tl.float32)
+        below = tl.zeros([BLOCK], tl.float32)  # of e (m_others - x)
         for first in range(0, last + 1, BLOCK):
-            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
-            c = first + lanes
-            word = tl.load(bits + here * words + c // 32, mask=c < vocabulary, other=0)
-            x = tl.where(((word >> (c % 32)) & 1) != 0, -float("inf"), x)
-            largest = tl.maximum(m_others, tl.max(x, 0))
-            shrink, e = exp(m_others - finite(largest)), exp(x - finite(largest))
+            _z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            e = exp(x - m_others)
+            sums += e
             if entropy is not None:
-                # sum of e (largest - x), rescaled when the largest x changes
-                risen = tl.where(sums == 0, 0.0, sums * (largest - m_others))
-                below = (below + risen) * shrink + tl.where(e == 0, 0.0, e * (largest - x))
-            sums = sums * shrink + e
-            m_others = largest
+                below += tl.where(e == 0, 0.0, e * (m_others - x))
         s = tl.sum(sums, 0)
+        if ((s >= NEAR) & (s < FAR_ABOVE)) == 0:
+            m_others = -float("inf")
+            sums = tl.zeros([BLOCK], tl.float32)
+            below = tl.zeros([BLOCK], tl.float32)
+            for first in range(0, last + 1, BLOCK):
+                _z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                largest = tl.maximum(m_others, tl.max(x, 0))
+                shrink, e = exp(m_others - finite(largest)), exp(x - finite(largest))
+                if entropy is not None:
+                    risen = tl.where(sums == 0, 0.0, sums * (largest - m_others))
+                    below = (below + risen) * shrink + tl.where(e == 0, 0.0, e * (largest - x))
+                sums = sums * shrink + e
+                m_others = largest
+            s = tl.sum(sums, 0)
         m = finite(tl.maximum(m_others, tl.max(x_k, 0)))
         # Without other classes any finite value works, as long as exp(m_others - m) does not overflow.
         m_others = tl.where(s == 0, m, finite(m_others))
@@ -122,12 +194,9 @@ def top_k_kernel(
             each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)
             for back in range(0, last + 1, BLOCK):
                 first = last - back
-                z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
-                c = first + lanes
-                word = tl.load(bits + here * words + c // 32, mask=c < vocabulary, other=0)
-                others = ((word >> (c % 32)) & 1) == 0
-                g = exp(tl.where(others, x - m_others, 0.0)) * each
-                g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
-                tl.store(place + c, g.to(place.dtype.element_ty), mask=(c < vocabulary) & others)
+                z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                g = exp(x - m_others) * each * (factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False))
+                tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
             g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, logit_scale, softcap, SCALED, CAPPED, False))
+            tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
