@@ -1,5 +1,6 @@
 """Cases of a vocabulary in shards, and the ways to run them."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from tests.distributed.calls import Way
 from tests.distributed.cuts import CUTS, cut
 from tests.distributed.pool import PROCESSES
 from xent.core.check.cases import Case
+from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["RANKS", "cases_in_shards"]
+__all__ = ["RANKS", "cases_in_shards", "saturated_cases"]
 
 RANKS = tuple(ranks for ranks in (2, 3) if ranks <= PROCESSES)
 SETTINGS: dict[str, tuple[Any, ...]] = {"ranks": RANKS, "cut": CUTS, "reports": (False, True)}
@@ -20,6 +22,29 @@ OF_LINEAR_WAYS: dict[str, tuple[Any, ...]] = {
     "needs": ((True, True, True), (True, False, False), (False, True, True)),
     "sequence_parallel": (False, True),
 }
+
+_ROWS, _CLASSES = (3, 7), 67
+_CAPPED = {"softcap": 3.0}
+_SATURATED = (
+    Case("cross_entropy", _ROWS, _CLASSES, "float32", "one launch", _CAPPED),
+    Case("cross_entropy", _ROWS, _CLASSES, "float32", "saved", _CAPPED, "none"),
+    Case(
+        "cross_entropy",
+        _ROWS,
+        _CLASSES,
+        "float32",
+        "statistics",
+        _CAPPED | {"logit_scale": -0.7, "weight": True, "label_smoothing": 0.1},
+        "none",
+        stats=DIFFERENTIABLE,
+    ),
+    Case("cross_entropy", _ROWS, _CLASSES, "float32", "probabilities", _CAPPED | {"probabilities": True}),
+    Case("linear_cross_entropy", _ROWS, _CLASSES, "float32", "shift", _CAPPED, bias=True, shift=2),
+    Case("linear_cross_entropy", _ROWS, _CLASSES, "float32", "saved", _CAPPED, "none", bias=True),
+    Case("log_probs", _ROWS, _CLASSES, "float32", "temperature", _CAPPED | {"temperature": "rows"}, "none"),
+    Case("log_probs", _ROWS, _CLASSES, "float32", "support", _CAPPED | {"support": True}, "none", entropy=True),
+    Case("linear_log_probs", _ROWS, _CLASSES, "float32", "shift", _CAPPED, "none", bias=True, shift=2),
+)
 
 
 def cases_in_shards(
@@ -51,3 +76,17 @@ def cases_in_shards(
             )
             found.append(pytest.param(case, way, id=f"{case}{row['ranks']} ranks, {row['cut']}, {options | fields}"))
     return found
+
+
+def saturated_cases(backend: str = "torch") -> list[Any]:
+    """Return cases and ways with most logits far above the softcap, and with an empty shard.
+
+    There, dx/dz is the small difference of 1 and tanh^2. Each case has several draws, as not every draw has a target
+    whose gradient shows a rounding error of x.
+    """
+    way = Way(RANKS[-1], cut("empty", _CLASSES, RANKS[-1]), backend)
+    return [
+        pytest.param(replace(case, offset=8.0), replace(way, seed=seed), id=f"{case}, saturated, {seed}")
+        for case in _SATURATED
+        for seed in range(3)
+    ]

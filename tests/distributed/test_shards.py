@@ -10,7 +10,7 @@ from tests.covering import crossed
 from tests.distributed.calls import Way
 from tests.distributed.cuts import cut
 from tests.distributed.judge import joined, judged, judged_beside_the_whole
-from tests.distributed.matrix import RANKS, cases_in_shards
+from tests.distributed.matrix import RANKS, cases_in_shards, saturated_cases
 from tests.distributed.pool import Pool
 from xent.core.check.cases import OPTIONS, Case
 from xent.core.check.shapes import SHAPES
@@ -19,6 +19,7 @@ MATRIX = [
     *(param for function in FUNCTIONS for param in cases_in_shards(function, FACTORS)),
     *(param for function in FUNCTIONS for param in cases_in_shards(function, FACTORS_OF_STATS, " with statistics")),
     *(param for function in LOG_PROBS for param in cases_in_shards(function, FACTORS_OF_LOG_PROBS)),
+    *saturated_cases(),
 ]
 
 

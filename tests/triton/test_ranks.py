@@ -12,7 +12,7 @@ from tests.covering import FULL
 from tests.distributed.calls import Way
 from tests.distributed.conftest import pool as pool
 from tests.distributed.judge import judged_beside_the_whole
-from tests.distributed.matrix import cases_in_shards
+from tests.distributed.matrix import cases_in_shards, saturated_cases
 from tests.distributed.pool import GPUS, INTERPRETED, Pool, device, group
 from tests.triton.noted import note_launches
 from xent.backends.torch.sharded import layout
@@ -32,9 +32,12 @@ MATRIX = [
 @pytest.mark.parametrize(
     ("case", "way"),
     [
-        param
-        for name, function, factors in MATRIX
-        for param in cases_in_shards(function, factors, name, "triton", EVERYWHERE, TOGETHER)
+        *(
+            param
+            for name, function, factors in MATRIX
+            for param in cases_in_shards(function, factors, name, "triton", EVERYWHERE, TOGETHER)
+        ),
+        *saturated_cases("triton"),
     ],
 )
 def test_kernels_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:

@@ -181,6 +181,21 @@ def test_probable_target_keeps_its_precision(target: Target) -> None:
     torch.testing.assert_close(made.target.double(), right, rtol=4e-6, atol=0)
 
 
+@pytest.mark.parametrize("name", ["weight, softcap", "temperature, softcap"])
+def test_saturated_target_keeps_its_precision(target: Target, name: str) -> None:
+    """The slope of the softcap at the target is between 0.07 and 2e-5."""
+    logits, _ = draw(target)
+    logits = logits.nan_to_num()
+    classes = torch.arange(ROWS, device=target.device) + 5
+    logits[torch.arange(ROWS), classes] = torch.linspace(8, 24, ROWS, device=target.device)
+    call = Call(logits, classes, OPTIONS[name])
+    found, right = call.landed("triton", torch.float32), call.landed("torch", torch.float64)
+    for one, other in zip(found[2:], right[2:], strict=True):
+        assert one.target is not None
+        assert other.target is not None
+        torch.testing.assert_close(one.target.double(), other.target, rtol=4e-6, atol=0)
+
+
 def test_one_launch_per_part(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     launches = note_launches(monkeypatch)
     Call(*draw(target), OPTIONS["smoothing, z_loss"]).landed("triton", torch.float32)

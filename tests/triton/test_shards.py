@@ -18,7 +18,7 @@ from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.plain import PlainSteps
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard
-from xent.backends.torch.sharded.sums import Slots, finite, merge, slots_of
+from xent.backends.torch.sharded.sums import Slots, finite, logits_of_targets, merge, slots_of
 from xent.backends.triton import shard_steps
 from xent.core.spec import LossSpec
 
@@ -241,6 +241,18 @@ def test_target_logits_replace_rounded_ones(target: Target, dtype: torch.dtype) 
     check_fold(Piece(logits, local, OPTIONS["softcap, scale, smoothing"]), exact)
 
 
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("name", ["softcap, scale, smoothing", "temperature, softcap"])
+def test_ranks_send_raw_logits_of_targets(target: Target, name: str, dtype: torch.dtype) -> None:
+    logits, local = draw(target, 33, dtype)
+    piece = Piece(logits, local, OPTIONS[name])
+    right = torch.where((local >= 0) & (local < 33), logits.float().gather(1, local.clamp(0, 32)[:, None])[:, 0], 0)
+    for steps in (STEPS["triton"], PlainSteps):
+        found = piece.slots(torch.float32)
+        steps(piece.shard(torch.float32)).fold(logits, 0, found, None)
+        assert torch.equal(found["target"], right)
+
+
 KINDS: dict[str, Callable[[Tensor, int], Any]] = {
     "sure": lambda row, y: row[y].fill_(40),
     "surest": lambda row, y: row[y].fill_(3e4),
@@ -270,7 +282,7 @@ def lost(piece: Piece, found: Slots) -> Tensor:
     """Return -log p of each row's target among the classes of this rank only, computed like the merged result."""
     layout = Layout(None, 0, 0, piece.logits.shape[1], ((0, piece.logits.shape[1]),), 0)
     gathered = Slots(found.names, found.values[None])
-    log_p = merge(gathered, layout, piece.local, None, None, False).log_p
+    log_p = merge(gathered, layout, piece.local, logits_of_targets(gathered), None, None, False).log_p
     assert log_p is not None
     return -log_p.double()
 

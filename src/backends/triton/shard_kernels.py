@@ -1,6 +1,7 @@
 """Kernels for one rank's classes: the sums that it sends to the other ranks (one program per row), and the gradient.
 
-The names, meaning and order of the sums are in `xent.backends.torch.sharded.sums`. The target is only in its own slot.
+The names, meaning and order of the sums are in `xent.backends.torch.sharded.sums`. The target is only in its own slot,
+which has its raw logit.
 Logits are read once: the reference of a row is the largest x of its first block without the target. Only rows whose sum
 relative to it is less than 1/2, or too large, are read again with the largest x of all classes.
 
@@ -117,7 +118,6 @@ def shard_fold_kernel(
         z_y = tl.load(logits + begin + y, mask=owned, other=0.0).to(tl.float32)
     else:
         z_y = tl.load(target_logits + here)
-    x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
 
     lane, classes, in_lane, z_lane = lane_of_target(True, source, off, y, classes_here, BLOCK, LANES, BLOCKS)
     m, _exact, s, t, u, q, v, best, at = quick_sums(
@@ -142,7 +142,7 @@ def shard_fold_kernel(
     place = sums + here
     tl.store(place, tl.where(total == 0, -float("inf"), m))
     tl.store(place + slot, total)
-    tl.store(place + 2 * slot, tl.where(owned, x_y, 0.0))
+    tl.store(place + 2 * slot, tl.where(owned, z_y, 0.0))
     if WEIGHED:
         tl.store(place + BELOW * slot, below * LN2)
     if ENTROPY:
@@ -150,6 +150,7 @@ def shard_fold_kernel(
     if SQUARED:
         tl.store(place + SQUARES * slot, squares)
     if AVERAGED:
+        x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         counted = tl.where(owned, classes_here - 1, classes_here).to(tl.float32)
         tl.store(place + DEFICIT * slot, counted * m - level + tl.where(owned, m - x_y, 0.0))
     if PREDICTED:

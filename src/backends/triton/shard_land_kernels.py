@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import exp, finite, log1p, times
+from xent.backends.triton.maths import activate, exp, finite, log1p, slope, times
 from xent.backends.triton.row_algebra import bend_of_row
 
 __all__ = ["shard_again_kernel", "shard_land_kernel"]
@@ -28,7 +28,7 @@ def _expm1(x):
 
 @triton.jit
 def _write_coefficients(
-    coefficients, count, here, inside, peak, log_sum, log_p, x_y, r, w_y, total_weight, of_lse, of_nll, of_entropy,
+    coefficients, count, here, inside, peak, log_sum, log_p, z_y, r, w_y, total_weight, of_lse, of_nll, of_entropy,
     entropy, keep, spread, z_loss, softcap, logit_scale,
     TILTED: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, CAPPED: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
@@ -48,10 +48,8 @@ def _write_coefficients(
         g -= times(p, of_entropy * log_p)
     if SMOOTHED:
         g -= delta * w_y
-    if SCALED:
-        g *= logit_scale
-    if CAPPED:
-        g *= 1 - (x_y / softcap) * (x_y / softcap)
+    if SCALED or CAPPED:
+        g *= slope(z_y, logit_scale, softcap, SCALED, CAPPED, False)
     place = coefficients + here
     tl.store(place, peak, mask=inside)
     tl.store(place + count, log_sum, mask=inside)
@@ -135,12 +133,14 @@ def shard_land_kernel(
         w_y = tl.load(row_weight + of_call, mask=inside, other=1.0)
         weights = nothing + tl.load(total_weight)
 
-    x_y = nothing
+    z_y = nothing
     largest = nothing - float("inf")
     for rank in range(ranks):
         slots = sums + rank * rank_stride + here
         largest = tl.maximum(largest, tl.load(slots, mask=inside, other=0.0))
-        x_y += tl.load(slots + 2 * count, mask=inside, other=0.0)
+        z_y += tl.load(slots + 2 * count, mask=inside, other=0.0)
+    softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, length, 0, False)
+    x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
     peak = tl.maximum(largest, x_y)
     reference = finite(peak)
     others = nothing
@@ -220,17 +220,16 @@ def shard_land_kernel(
         tl.store(kept + of_call, peak, mask=inside)
         tl.store(kept + kept_row + of_call, log_sum, mask=inside)
         tl.store(kept + 2 * kept_row + of_call, log_p, mask=inside)
-        tl.store(kept + 3 * kept_row + of_call, x_y, mask=inside)
+        tl.store(kept + 3 * kept_row + of_call, z_y, mask=inside)
         if WEIGHED:
             tl.store(kept + 4 * kept_row + of_call, w_y, mask=inside)
             tl.store(kept + 5 * kept_row + of_call, weights, mask=inside)
         if MIXED >= 0:
             tl.store(kept + (6 if WEIGHED else 4) * kept_row + of_call, row_entropy, mask=inside)
     if coefficients is not None:
-        cap, steepness = bend_of_row(row, bend, bend_stride, softcap, logit_scale, length, 0, False)
         _write_coefficients(
-            coefficients, count, here, inside, peak, log_sum, log_p, x_y, tl.load(scale + row, mask=inside, other=0.0),
-            w_y, weights, nothing, nothing, nothing, row_entropy, keep, spread, z_loss, cap, steepness,
+            coefficients, count, here, inside, peak, log_sum, log_p, z_y, tl.load(scale + row, mask=inside, other=0.0),
+            w_y, weights, nothing, nothing, nothing, row_entropy, keep, spread, z_loss, softcap, logit_scale,
             False, SMOOTHED, Z_LOSS, CAPPED, SCALED,
         )  # fmt: skip
 

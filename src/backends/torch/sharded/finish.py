@@ -36,7 +36,7 @@ class Known(NamedTuple):
     log_p: Tensor | None = None
     """log p_y."""
     target: Tensor | None = None
-    """x_y."""
+    """z_y, the target's raw logit."""
     row_weight: Tensor | None = None
     """w_y; None without class weights."""
     total_weight: Tensor | None = None

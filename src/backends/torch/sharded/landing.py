@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.schedule import Part
+from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.finish import Known, coefficients, kept_names, losses
 from xent.backends.torch.sharded.steps import Coefficients, Landing, Shard
-from xent.backends.torch.sharded.sums import Merged, Slots, merge
+from xent.backends.torch.sharded.sums import Merged, Slots, logits_of_targets, merge
 
 __all__ = ["again", "land"]
 
@@ -19,12 +20,14 @@ def land(shard: Shard, sums: Slots, landing: Landing) -> Coefficients | None:
     row_weight = None if weights is None else _of_part(weights.of_rows, part)
     total_weight = None if weights is None else _of_part(weights.total, part)
     of_ranks = None if weights is None else weights.of_ranks
-    merged = merge(sums, shard.layout, target, row_weight, of_ranks, facts.support is not None)
+    z_y = None if target is None else logits_of_targets(sums)
+    x_y = None if z_y is None else _activated(shard, rows, z_y)
+    merged = merge(sums, shard.layout, target, x_y, row_weight, of_ranks, facts.support is not None)
     known = Known(
         merged.peak,
         merged.log_sum,
         merged.log_p,
-        merged.target,
+        z_y,
         row_weight,
         total_weight,
         merged.entropy,
@@ -43,6 +46,18 @@ def again(shard: Shard, kept: Tensor, part: Part) -> Coefficients:
     rows = slice(part.start, part.stop)
     saved = zip(_kept_names(shard), kept[:, rows if part.rows is None else part.rows], strict=True)
     return coefficients(Known(**dict(saved)), shard.facts, rows)
+
+
+def _activated(shard: Shard, rows: slice, z_y: Tensor) -> Tensor:
+    """Return x_y (R,) of some rows; -inf for a target outside of its row's support."""
+    facts = shard.facts
+    x_y = activate(z_y.clone(), facts.spec, None if facts.bend is None else facts.bend[rows])
+    if facts.support is None:
+        return x_y
+    assert facts.target is not None
+    pairs = facts.support.pairs(rows.start, rows.stop)
+    is_target = pairs.classes == pairs.each_row(facts.target[rows])
+    return x_y.masked_fill(pairs.sum(is_target.to(x_y.dtype)) == 0, -torch.inf)
 
 
 def _kept_names(shard: Shard) -> list[str]:

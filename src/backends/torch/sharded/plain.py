@@ -9,7 +9,7 @@ from xent.backends.torch.job import Taken
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import row_sum
 from xent.backends.torch.schedule import Part
-from xent.backends.torch.sharded.activation import activate, slope
+from xent.backends.torch.sharded.activation import activate, activate_with_slope
 from xent.backends.torch.sharded.landing import again, land
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard
 from xent.backends.torch.sharded.sums import Slots, finite, times
@@ -81,17 +81,14 @@ class _Block:
 
     def fold(self, sums: Slots, target_logits: Tensor | None) -> None:
         """Write the sums of these rows to `sums`."""
-        x = self._activations()
+        x = self._supported(activate(self._logits(), self.spec, self.bend))
         classes = x.shape[1]
         self._find_place(sums)
         if "target" in sums:
             sums["target"].zero_()
         if self.owned is not None:
-            found = x.gather(1, self.place)
-            if target_logits is not None:
-                exact = activate(target_logits.to(found.dtype, copy=True), self.spec, self.bend)[:, None]
-                found = torch.where(found == -torch.inf, found, exact)
-            sums["target"].copy_(found.masked_fill(~self.owned, 0)[:, 0])
+            found = self.z.gather(1, self.place)[:, 0] if target_logits is None else target_logits
+            sums["target"].copy_(found.masked_fill(~self.owned[:, 0], 0))
             self._put(x, -torch.inf)
         peak = x.amax(-1) if classes else x.new_full(x.shape[:1], -torch.inf)
         sums["peak"].copy_(peak if self.broken is None else peak.masked_fill(self.broken, torch.nan))
@@ -119,10 +116,10 @@ class _Block:
     def gradient(self, coefficients: Coefficients, grad: Tensor) -> None:
         """Write the gradient (R, C) with respect to the logits to `grad`."""
         made = coefficients
-        x = self._activations()
+        x, slopes = activate_with_slope(self._logits(), self.spec, self.bend)
         if not x.shape[1]:
             return
-        slopes = slope(x, self.spec, self.bend)
+        self._supported(x)
         x.sub_(made.peak[:, None]).sub_(made.log_sum[:, None])
         p = x.exp()
         g = p * made.alpha[:, None]
@@ -146,9 +143,12 @@ class _Block:
             g.masked_fill_(made.zero[:, None], 0)
         grad.copy_(g)
 
-    def _activations(self) -> Tensor:
-        """Return x (R, C) in a new tensor."""
-        x = activate(self.z.to(self.shard.dtype, copy=True), self.spec, self.bend)
+    def _logits(self) -> Tensor:
+        """Return z (R, C) in a new tensor."""
+        return self.z.to(self.shard.dtype, copy=True)
+
+    def _supported(self, x: Tensor) -> Tensor:
+        """Return x (R, C), with -inf outside of each row's support, in place."""
         return x if self.outside is None else x.masked_fill_(self.outside, -torch.inf)
 
     def _find_outside(self) -> tuple[Tensor | None, Tensor | None]:
@@ -171,7 +171,8 @@ class _Block:
         deficit = -row_sum(x if allowed is None else x.masked_fill(~allowed, 0))
         if self.owned is not None:
             mine = self.owned if allowed is None else self.owned & allowed.gather(1, self.place)
-            deficit = deficit + torch.where(mine[:, 0], reference - sums["target"], 0)
+            x_y = activate(sums["target"].clone(), self.spec, self.bend)
+            deficit = deficit + torch.where(mine[:, 0], reference - x_y, 0)
         sums["deficit"].copy_(deficit)
         if "allowed" in sums:
             assert allowed is not None

@@ -1,18 +1,21 @@
 """The per-row sums that ranks exchange, packed in one tensor, and how the sums of all ranks are merged.
 
-For the classes c of one rank, with x as in `xent.cross_entropy`, target class y, target probabilities q, class weight
-w, share w'_c = w_c q'_c of a class in the loss, and `peak`, the largest x other than the target's::
+For the classes c of one rank, with raw logits z, x as in `xent.cross_entropy`, target class y, target probabilities q,
+class weight w, share w'_c = w_c q'_c of a class in the loss, and `peak`, the largest x other than the target's::
 
     total   = sum_{c != y} e^(x_c - peak)                   mixed   = sum_{c != y} e^(x_c - peak) (x_c - peak)
-    squares = sum_{c != y} e^(2 (x_c - peak))               target  = x_y on the rank that has it, 0 on others
+    squares = sum_{c != y} e^(2 (x_c - peak))               target  = z_y on the rank that has it, 0 on others
     below   = sum_{c != y} w_c (peak - x_c)
     deficit = sum_c (peak - x_c)                            allowed = number of classes c, with a support
     cost    = sum_c w'_c (peak - x_c)                       mass    = sum_c w'_c
     surprise = sum_c q_c (peak - x_c)                       given   = sum_c q_c
     key, place = the largest logit in the order of x, and its class;    likely, truth = the same of q
 
+All ranks compute the target's x_y and dx/dz from z_y. With a softcap much smaller than z_y, dx/dz computed from x_y
+would be mostly rounding error.
+
 With a support, the sums are over the classes in the row's support. The x of all other classes is -inf, also that of a
-target outside of the support.
+target outside of the support. Its slot has z_y too, as all ranks know the support.
 
 Every rank gathers the sums of all ranks and adds them in rank order, so that all ranks get the same bits.
 """
@@ -25,7 +28,7 @@ from torch import Tensor
 from xent.backends.torch.sharded.layout import Layout
 from xent.core.spec import LossSpec
 
-__all__ = ["Merged", "Slots", "finite", "merge", "slots_of", "times"]
+__all__ = ["Merged", "Slots", "finite", "logits_of_targets", "merge", "slots_of", "times"]
 
 
 class Slots:
@@ -65,14 +68,17 @@ def slots_of(spec: LossSpec, probabilities: bool, supported: bool) -> tuple[str,
     return tuple(names)
 
 
+def logits_of_targets(sums: Slots) -> Tensor:
+    """Return z_y of each row, (N,), from the sums of all ranks, (ranks, K, N)."""
+    return _added(sums["target"])
+
+
 class Merged(NamedTuple):
     """Results over all classes, each (N,), relative to `peak`, the largest x of all classes. None if not requested."""
 
     peak: Tensor
     log_sum: Tensor
     """log sum_c e^(x_c - peak)."""
-    target: Tensor | None = None
-    """x_y."""
     log_p: Tensor | None = None
     """log p_y."""
     below: Tensor | None = None
@@ -92,18 +98,18 @@ def merge(
     sums: Slots,
     layout: Layout,
     classes: Tensor | None,
+    target: Tensor | None,
     row_weight: Tensor | None,
     rank_weights: Tensor | None,
     supported: bool,
 ) -> Merged:
     """Merge the sums of all ranks, (ranks, K, N).
 
-    `classes` (N,) are the target classes, `row_weight` (N,) their weights w_y, and `rank_weights` (ranks,) the sum of w
-    over each rank's classes; both weights are None if all weights are 1. `supported`: a row may have no class at all.
+    `classes` (N,) are the target classes, `target` (N,) their x_y, `row_weight` (N,) their weights w_y, and
+    `rank_weights` (ranks,) the sum of w over each rank's classes; both weights are None if all weights are 1.
+    `supported`: a row may have no class at all.
     """
     peaks = sums["peak"]
-    owners = layout.owners(classes) if classes is not None else None
-    target = None if owners is None else _added(torch.where(owners, sums["target"], 0))
     peak = peaks.amax(0) if target is None else torch.maximum(peaks.amax(0), target)
     reference = finite(peak)
     factors, growth = (peaks - reference).exp(), reference - finite(peaks)
@@ -120,10 +126,11 @@ def merge(
         # If the target is the largest, use log1p of the sum of the others, which keeps precision if that sum is small.
         log_sum = torch.where(target == peak, others.log1p(), total.log())
         log_p = distance - log_sum
-        found |= {"target": target, "log_p": log_p}
+        found["log_p"] = log_p
         mixed = None if mixed is None else mixed + times(own, distance)
         squares = None if squares is None else squares + own.square()
-        if "below" in sums and owners is not None:
+        if "below" in sums and classes is not None:
+            owners = layout.owners(classes)
             found["below"] = _below(sums["below"], growth, layout, owners, row_weight, rank_weights, -distance)
     if mixed is not None:
         found["entropy"] = log_sum - mixed / total
