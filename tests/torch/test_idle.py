@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import xent
 from tests.targets import Target
 from xent.backends.torch import linear as linear_driver
+from xent.backends.torch import schedule
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain_job import PlainJob
-from xent.backends.torch.schedule import Schedule
 from xent.core.spec import LossSpec
 
 ROWS, WIDTH, V = 8, 8, 67
@@ -61,8 +61,13 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         finally:
             self.device = device
 
-    def await_count(self: Schedule, number: Tensor) -> None:
-        self._awaited = SimpleNamespace(synchronize=lambda: waits.append(int(number))), number
+    class Number:
+        def __init__(self, number: Tensor) -> None:
+            self.number = number
+
+        def read_usual(self, usual: int) -> int:
+            waits.append(int(self.number))
+            return waits[-1]
 
     def unknown(facts: Facts) -> Tensor:
         known = idle(facts)
@@ -85,7 +90,7 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     elif target.device == "cpu":
         monkeypatch.setattr(job, "_empty", lambda self, shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
         monkeypatch.setattr(job, "partition", partition)
-    monkeypatch.setattr(Schedule, "_await_count", await_count)
+    monkeypatch.setattr(schedule, "HostNumber", Number)
     return waits
 
 

@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import fields
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from xent.backends.torch import replay
 from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.recorder import Recording, is_recording
+from xent.backends.torch.recorder import Derived, Recording, is_recording, note_check, note_launch, note_object, paused
 from xent.core.spec import LossSpec
 
 
@@ -204,6 +205,62 @@ def test_what_cannot_be_repeated_is_called(function: Callable[[Tensor], Tensor])
         values = other(4)
         assert torch.equal(replay.replayed(counted, values), function(values))
         assert counted.calls == call + 1
+
+
+class Length:
+    """The sum of a tensor, read by the host."""
+
+    def __init__(self, values: Tensor) -> None:
+        with paused() if is_recording() else nullcontext():
+            self.number = float(values.sum())
+        self.slot = note_object(Length, values) if is_recording() else None
+
+    def is_usual(self) -> bool:
+        if self.slot is not None:
+            note_check(self.slot, Length.is_usual, self.number > 0)
+        return self.number > 0
+
+
+@pytest.mark.parametrize("unusual", [1, 3])
+def test_calls_that_go_on_otherwise_are_called(unusual: int, recordings: dict[Any, Any]) -> None:
+    """The unusual call is the one that would be recorded, or one that would be repeated."""
+    function = Counted(lambda values: values * 2 if Length(values + 1).is_usual() else values.sum())
+    for call in range(5):
+        values = torch.rand(4) if call != unusual else -3 - torch.rand(4)
+        expected = values * 2 if call != unusual else values.sum()
+        assert torch.equal(replay.replayed(function, values), expected)
+        assert recorded(recordings) == (unusual == 3 and call in (1, 2))
+    assert function.calls == {1: 5, 3: 4}[unusual]
+
+
+def test_objects_of_other_memory_are_not_recorded(recordings: dict[Any, Any]) -> None:
+    function = Counted(lambda values: values * 2 if Length(OUTSIDE).is_usual() else values)
+    for _ in range(3):
+        replay.replayed(function, other(4))
+    assert recorded(recordings) == 0
+
+
+def test_arguments_made_from_tensors_are_made_again() -> None:
+    """Like the descriptors of Hopper's copy engine."""
+    seen: list[Tensor] = []
+
+    def launch(programs: int, arguments: list[Any]) -> None:
+        description, place = arguments
+        place.copy_(description["base"])
+        seen.append(description["base"])
+
+    def call(values: Tensor) -> Tensor:
+        place, part = torch.empty(2), values[1:3]
+        with paused() if is_recording() else nullcontext():
+            launch(1, [{"base": part}, place])
+        if is_recording():
+            note_launch(launch, 1, (Derived(part, lambda tensor: {"base": tensor}), place), False)
+        return place
+
+    for _ in range(4):
+        values = other(4)
+        assert torch.equal(replay.replayed(call, values), values[1:3])
+        assert seen[-1].data_ptr() == values[1:].data_ptr()
 
 
 def test_recordings_keep_no_tensor_alive(recordings: dict[Any, Any]) -> None:

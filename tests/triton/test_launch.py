@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
 
 from xent.backends.triton import launch as launching
+from xent.backends.torch.replay import replayed
 from xent.backends.triton.hopper.door import descriptor
 from xent.backends.triton.launch import _examined, cdiv, launch, next_power_of_2
 
@@ -131,6 +132,25 @@ def test_profilers_see_every_launch(device: SimpleNamespace, monkeypatch: pytest
         launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
         launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
         assert launches[-1][0] == found
+
+
+def test_descriptors_are_made_again_when_a_call_is_repeated(device: SimpleNamespace) -> None:
+    launches: list[Any] = []
+    kernel = Kernel(Compiled(launches))
+
+    def call(values: torch.Tensor) -> torch.Tensor:
+        launch(kernel, 3, (descriptor(values[64:], [64, 64]), 7, 2.0), {"BLOCK": 32, "EXACT": True})
+        return torch.empty(2)
+
+    for calls in range(1, 5):
+        values = torch.zeros(128, 64, dtype=torch.bfloat16)
+        replayed(call, values)
+        assert len(kernel.looks) + len(launches) == calls
+    (_, first), (_, last) = launches[0], launches[-1]
+    assert len(launches) == 3
+    assert last[0].base.data_ptr() == values[64:].data_ptr()
+    assert {**vars(last[0]), "base": None} == {**vars(first[0]), "base": None}
+    assert last[1:] == first[1:]
 
 
 def test_each_kernel_runs_its_own_program(device: SimpleNamespace) -> None:

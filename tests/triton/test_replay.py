@@ -1,6 +1,7 @@
 """Calls that are repeated from a recording: the same bits as calls that are not, whatever differs between the calls."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.targets import Target
 from tests.triton.noted import note_launches
 from xent.backends.torch import devices, facts, options, replay
 from xent.backends.torch.divergence import facts as divergence_facts
+from xent.backends.torch.host_number import HostNumber
 from xent.backends.torch.recorder import Recording
 from xent.backends.triton.job import TritonJob
 
@@ -175,7 +177,7 @@ def test_other_calls(target: Target, name: str, recordings: dict[Any, Any]) -> N
     ids=str,
 )
 def test_linear(target: Target, more: dict[str, Any], recordings: dict[Any, Any]) -> None:
-    """With several chunks the host waits for the number of rows, so that nothing is recorded."""
+    """With several chunks and ignored rows, the host waits for the number of rows, and nothing is recorded."""
     for seed in range(4):
         _, classes, _ = draw(target, seed, {})
         generator = torch.Generator().manual_seed(seed)
@@ -192,6 +194,54 @@ def test_linear(target: Target, more: dict[str, Any], recordings: dict[Any, Any]
 
         assert same(call(), alone(call)), seed
     assert recorded(recordings) == (0 if "workspace" in more else 1 + (more.get("reduction") == "none"))
+
+
+def test_chunks_are_repeated_while_all_rows_are_computed(
+    target: Target, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if target.device == "cpu":
+        let_numbers_arrive(monkeypatch)
+    launches = note_launches(monkeypatch)
+    for seed in range(6):
+        _, classes, _ = draw(target, seed, {})
+        classes.clamp_(min=0)
+        if seed == 4:
+            classes[2] = -100
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(V, D, generator=generator).to(target.device).requires_grad_()
+        hidden = torch.randn(N, D, generator=generator).to(target.device)
+
+        def call() -> list[Tensor]:
+            weight.grad = None  # noqa: B023
+            found = results_of(xent.linear_cross_entropy, hidden, weight, classes, workspace=8 * V, backend="triton")  # noqa: B023
+            return [*found, weight.grad.clone()]  # noqa: B023
+
+        expected = alone(call)
+        launches.clear()
+        assert same(call(), expected), seed
+        # What a recording starts is not noted.
+        assert ("rows_kernel" in [name for name, *_ in launches]) == (seed not in (2, 3))
+        assert recorded(recordings) == (0 < seed < 4)
+
+
+def let_numbers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let jobs partition rows as on a GPU, where the host has to wait for their number."""
+    partition = TritonJob.partition
+
+    def far(self: TritonJob, several: bool) -> Any:
+        device, self.device = self.device, SimpleNamespace(type="cuda")
+        try:
+            return partition(self, several)
+        finally:
+            self.device = device
+
+    def start(self: HostNumber, number: Tensor) -> None:
+        self._on_host, self._event = number.clone(), SimpleNamespace(synchronize=lambda: None)
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(TritonJob, "_empty", lambda self, shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
+    monkeypatch.setattr(TritonJob, "partition", far)
+    monkeypatch.setattr(HostNumber, "_start", start)
 
 
 CHANGES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor, dict[str, Any]]]] = {

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -16,7 +17,17 @@ from torch import Tensor
 
 from xent.backends.torch.private import DispatchMode, storage_of
 
-__all__ = ["Recording", "is_recording", "note_launch", "paused", "record"]
+__all__ = [
+    "Derived",
+    "OtherwiseError",
+    "Recording",
+    "is_recording",
+    "note_check",
+    "note_launch",
+    "note_object",
+    "paused",
+    "record",
+]
 
 _aten = torch.ops.aten
 _FACTORIES = (
@@ -32,7 +43,22 @@ Launch = Callable[[int, list[Any]], None]
 """(programs, arguments): start a kernel. Arguments are numbers, None, and tensors or their addresses."""
 
 Memory = list[Any]
-"""A call's tensors by slot: first the arguments, then what the call allocates; None before and after its use."""
+"""A call's tensors by slot: first the arguments, then what the call allocates; None before and after its use.
+
+Other objects of the call have slots as well.
+"""
+
+
+class OtherwiseError(Exception):
+    """A repeated call goes on otherwise than the recorded one did. Its arguments are unchanged."""
+
+
+class Derived(NamedTuple):
+    """An argument of a launch that is made from a tensor."""
+
+    tensor: Tensor
+    make: Callable[[Tensor], Any]
+
 
 _recorders: dict[int, "_Recorder"] = {}
 """Thread -> the recorder of the call that the thread runs."""
@@ -72,9 +98,11 @@ class Recording:
     steps: list[tuple[Step, tuple[int, ...]]]
     """Each with the slots that are not used after it."""
     results: Callable[[Memory], Any]
+    waits: bool
+    """Whether the host waits for the device."""
 
     def repeat(self, tensors: list[Tensor]) -> Any:
-        """Run the operations with these tensors as arguments, and return the results."""
+        """Run the operations with these tensors as arguments, and return the results; or raise `OtherwiseError`."""
         memory: Memory = [*tensors, *(None,) * (self.slots - len(tensors))]
         for step, unused in self.steps:
             step(memory)
@@ -126,6 +154,16 @@ def note_launch(launch: Launch | None, programs: int, arguments: Any, by_address
     _recorders[threading.get_ident()].note_launch(launch, programs, arguments, by_address)
 
 
+def note_object(make: Callable[[Tensor], Any], tensor: Tensor) -> int:
+    """Record that the host made an object from a tensor; return its slot."""
+    return _recorders[threading.get_ident()].note_object(make, tensor)
+
+
+def note_check(slot: int, check: Callable[[Any], bool], passed: bool) -> None:
+    """Record that the call goes on as it did if the object in a slot passes a check; if it did not, record nothing."""
+    _recorders[threading.get_ident()].note_check(slot, check, passed)
+
+
 @dataclass(eq=False)
 class _Slots:
     """The slots of memory while a call is recorded."""
@@ -133,8 +171,8 @@ class _Slots:
     device: torch.device
     owners: dict[Any, list[int]] = field(default_factory=dict)
     """Storage -> slots that are in it. As long as it is here, no other storage is taken for it."""
-    spans: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]] = field(default_factory=list)
-    """Of each slot: dtype, size, stride, and the first and the last element in the storage."""
+    spans: list[tuple[torch.dtype, torch.Size, tuple[int, ...], int, int] | None] = field(default_factory=list)
+    """Of each slot: dtype, size, stride, and the first and the last element in the storage; None for other objects."""
 
     def add(self, tensor: Tensor) -> int:
         """Append a slot."""
@@ -143,6 +181,11 @@ class _Slots:
         self.spans.append((tensor.dtype, tensor.shape, tensor.stride(), first, first + _extent(tensor)))
         return slot
 
+    def reserve(self) -> int:
+        """Append a slot for an object that is no tensor."""
+        self.spans.append(None)
+        return len(self.spans) - 1
+
     def find(self, tensor: Tensor) -> _Place | None:
         """Return where a tensor is, None if in no slot."""
         if tensor.device != self.device:
@@ -150,7 +193,7 @@ class _Slots:
         first = int(tensor.storage_offset())
         last = first + _extent(tensor)
         for slot in self.owners.get(storage_of(tensor), ()):
-            dtype, size, stride, begin, end = self.spans[slot]
+            dtype, size, stride, begin, end = self._span(slot)
             if tensor.dtype == dtype and begin <= first and last <= end:
                 whole = tensor.shape == size and tensor.stride() == stride and first == begin
                 return _Place(slot, whole, tensor.shape, tensor.stride(), first - begin, tensor.itemsize)
@@ -159,10 +202,15 @@ class _Slots:
     def overlap(self) -> bool:
         """Whether slots share memory, other than as the same tensor."""
         for slots in self.owners.values():
-            spans = sorted({self.spans[slot][1:] for slot in slots}, key=lambda span: span[2:])
+            spans = sorted({self._span(slot)[1:] for slot in slots}, key=lambda span: span[2:])
             if any(one[3] > other[2] for one, other in pairwise(spans)):
                 return True
         return False
+
+    def _span(self, slot: int) -> tuple[torch.dtype, torch.Size, tuple[int, ...], int, int]:
+        span = self.spans[slot]
+        assert span is not None
+        return span
 
 
 def _extent(tensor: Tensor) -> int:
@@ -183,7 +231,8 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         for tensor in tensors:
             self._slots.add(tensor)
         self.paused = False
-        """Whether operations are part of a launch, as in Triton's interpreter."""
+        """Whether operations are not the call's, but part of a launch, as in Triton's interpreter, or of an object."""
+        self._waits = False
         self._failed = self._slots.overlap()
 
     @classmethod
@@ -248,29 +297,56 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         fill, used = self._filled(arguments, _Place.address if by_address else _Place.tensor)
         self._steps.append((lambda memory: launch(programs, fill(memory)), used))
 
+    def note_object(self, make: Callable[[Tensor], Any], tensor: Tensor) -> int:
+        """See `note_object`."""
+        slot, place = self._slots.reserve(), self._slots.find(tensor)
+        if place is None:
+            self._failed = True
+            return slot
+
+        def step(memory: Memory) -> None:
+            memory[slot] = make(place.tensor(memory))
+
+        self._steps.append((step, {slot, place.slot}))
+        return slot
+
+    def note_check(self, slot: int, check: Callable[[Any], bool], passed: bool) -> None:
+        """See `note_check`."""
+        self._failed |= not passed
+        self._waits = True
+
+        def step(memory: Memory) -> None:
+            if not check(memory[slot]):
+                raise OtherwiseError
+
+        self._steps.append((step, {slot}))
+
     def _filled(
         self, values: Any, of: Callable[[_Place, Memory], Any]
     ) -> tuple[Callable[[Memory], list[Any]], set[int]]:
         """Return a function that returns `values` with the tensors of another call, and the slots of the tensors."""
-        constants, places = list(values), []
+        constants = list(values)
+        places: list[tuple[int, _Place, Callable[[_Place, Memory], Any]]] = []
         for index, value in enumerate(values):
-            if isinstance(value, Tensor):
-                place = self._slots.find(value)
+            if isinstance(value, (Tensor, Derived)):
+                place = self._slots.find(value.tensor if isinstance(value, Derived) else value)
                 if place is None:
                     self._failed = True
+                elif isinstance(value, Derived):
+                    places.append((index, place, partial(_derived, value.make)))
                 else:
-                    places.append((index, place))
+                    places.append((index, place, of))
                 constants[index] = None
             elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
                 self._failed, constants[index] = True, None
 
         def fill(memory: Memory) -> list[Any]:
             filled = constants.copy()
-            for index, place in places:
-                filled[index] = of(place, memory)
+            for index, place, made in places:
+                filled[index] = made(place, memory)
             return filled
 
-        return fill, {place.slot for _, place in places}
+        return fill, {place.slot for _, place, _ in places}
 
     def recording(self, results: Any) -> Recording | None:
         """Return what was recorded of a call with these results."""
@@ -284,7 +360,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
                 continue
             steps.append((step, tuple(used - needed)))
             needed |= used
-        return Recording(len(self._slots.spans), steps[::-1], template)
+        return Recording(len(self._slots.spans), steps[::-1], template, self._waits)
 
     def _template(self, value: Any) -> Callable[[Memory], Any]:
         """Return a function that builds `value` from the memory of another call."""
@@ -301,6 +377,10 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
                 return lambda memory: kind(*(part(memory) for part in parts))
             return lambda memory: kind([part(memory) for part in parts])
         return lambda memory: value
+
+
+def _derived(make: Callable[[Tensor], Any], place: _Place, memory: Memory) -> Any:
+    return make(place.tensor(memory))
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from xent.backends.torch.devices import is_padded, looks_at_targets
 from xent.backends.torch.private import PLAIN_TYPES
-from xent.backends.torch.recorder import Recording, record
+from xent.backends.torch.recorder import OtherwiseError, Recording, record
 
 __all__ = ["forget", "replayed"]
 
@@ -50,8 +50,11 @@ def replayed(function: Callable[..., Any], *arguments: Any) -> Any:
         key += map(addresses.index, addresses)
     kind = tuple(key)
     found = _kinds.get(kind)
-    if isinstance(found, Recording):
-        return found.repeat(tensors)
+    if isinstance(found, Recording) and not (found.waits and _is_capturing(tensors[0])):
+        try:
+            return found.repeat(tensors)
+        except OtherwiseError:
+            _kinds[kind] = _NEVER
     if found is _ONCE and not _is_capturing(tensors[0]):
         results, recording = record(function, arguments, tensors)
         _kinds[kind] = recording or _NEVER

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
+
+from xent.backends.torch.host_number import HostNumber
 
 __all__ = ["Part", "Schedule"]
 
@@ -42,11 +43,11 @@ class Schedule:
         """`job` is a `xent.backends.torch.job.Job`."""
         self.step, self._job = step, job
         self._order, number = job.partition(job.count > step)
-        self._awaited: tuple[torch.cuda.Event, Tensor] | None = None
+        self._awaited: HostNumber | None = None
         self.count: int = job.count
         """The number of rows to compute; an upper bound until the host knows it."""
         if isinstance(number, Tensor):
-            self._await_count(number)
+            self._awaited = HostNumber(number)
         else:
             self.count = number
 
@@ -69,20 +70,12 @@ class Schedule:
         """Return the number of parts; an upper bound until the host knows it."""
         return -(-self.count // self.step)
 
-    def _await_count(self, number: Tensor) -> None:
-        on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        on_host.copy_(number, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._awaited = event, on_host
-
     def _learn_count(self) -> None:
         """Wait for the number of rows to compute, if its copy to the host was started."""
         if self._awaited is None:
             return
-        event, number = self._awaited
-        event.synchronize()
-        self._awaited, self.count = None, int(number)
+        self.count = self._awaited.read_usual(self._job.count)
+        self._awaited = None
         self._job.learn(self.count)
         if self.count == self._job.count:
             self._order = None  # all rows in the call's order, because the partition is stable

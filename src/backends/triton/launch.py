@@ -8,13 +8,15 @@ tensor, but not for an integer. Triton's knobs are those of the first launch of 
 
 import inspect
 from collections.abc import Callable
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import triton
 from torch import Tensor
 from torch.nn import Parameter
 
-from xent.backends.torch.recorder import is_recording, note_launch, paused
+from xent.backends.torch.recorder import Derived, is_recording, note_launch, paused
 from xent.backends.triton.machine import release
 
 __all__ = ["cdiv", "kernel", "launch", "next_power_of_2"]
@@ -43,7 +45,7 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
         function[(programs,)](*arguments, **constants, **options)
         _note(None, programs, ())
         return
-    kinds, values, can_repeat = _examined(arguments)
+    kinds, values, noted = _examined(arguments)
     device = triton.runtime.driver.active.get_current_device()
     key = (function, device, *kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
@@ -55,18 +57,15 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
             if len(_compiled) >= _MOST:
                 _compiled.clear()
             found = _compiled[key] = _Compiled(made, [constants[name] for name in function.arg_names[len(values) :]])
-    _note(found if can_repeat else None, programs, arguments)
+    _note(found, programs, noted)
 
 
-def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], bool]:
-    """Return the arguments' kinds, their values with addresses for tensors, and whether the launch can be repeated.
-
-    It can be repeated if all that differs is addresses.
-    """
+def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
+    """Return the arguments' kinds, their values with addresses for tensors, and the arguments for a recording."""
     kinds: list[Any] = []
     values: list[Any] = []
-    can_repeat = True
-    for argument in arguments:
+    noted = arguments
+    for index, argument in enumerate(arguments):
         kind = argument.__class__
         if kind is Tensor or kind is Parameter:
             kinds.append(argument.dtype)
@@ -79,8 +78,19 @@ def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], bool]:
             kinds.append(kind)
         else:  # a descriptor for the copy engine; these determine its layout
             kinds.append((argument.base.dtype, *argument.block_shape))
-            can_repeat = False
-    return kinds, values, can_repeat
+            again = Derived(argument.base, partial(_of_tensor, argument.__class__, _fields_of(argument)))
+            noted = (*noted[:index], again, *noted[index + 1 :])
+    return kinds, values, noted
+
+
+def _fields_of(descriptor: Any) -> dict[str, Any]:
+    """Return the fields of a descriptor, without its tensor."""
+    return {field.name: getattr(descriptor, field.name) for field in fields(descriptor) if field.name != "base"}
+
+
+def _of_tensor(kind: Any, others: dict[str, Any], tensor: Tensor) -> Any:
+    """Return a descriptor of a tensor."""
+    return kind(base=tensor, **others)
 
 
 class _Compiled:

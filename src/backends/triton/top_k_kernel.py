@@ -38,12 +38,11 @@ def _bits(values):
 def _mark(dtype: tl.constexpr):
     """Return the bits of a hidden logit."""
     if dtype == tl.float32:
-        mark: tl.constexpr = _MARK_32
+        return _MARK_32
     elif dtype == tl.bfloat16:
-        mark: tl.constexpr = _MARK_BF16
+        return _MARK_BF16
     else:
-        mark: tl.constexpr = _MARK_FP16
-    return mark
+        return _MARK_FP16
 
 
 @triton.jit
