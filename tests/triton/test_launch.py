@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from triton.backends.nvidia.compiler import CUDABackend
 
-from xent.backends.triton import launch as launching
 from xent.backends.torch.replay import replayed
+from xent.backends.triton import launch as launching
 from xent.backends.triton.hopper.door import descriptor
 from xent.backends.triton.launch import _examined, cdiv, launch, next_power_of_2
 
