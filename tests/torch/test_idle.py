@@ -21,7 +21,7 @@ from xent.backends.torch.options import Options
 from xent.backends.torch.plain_job import PlainJob
 from xent.core.spec import LossSpec
 
-ROWS, WIDTH, V = 8, 8, 67
+ROWS, WIDTH, V = 8, 8, 72
 CALLS: list[tuple[dict[str, Any], bool, int]] = [
     ({}, False, 1),
     ({"stats": ("lse", "predictions", "accuracy", "z_loss")}, True, 4),
