@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
-from xent.backends.triton.row_memory import fetch, store
+from xent.backends.triton.row_memory import edges, fetch, store
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
 
@@ -64,7 +64,8 @@ def write_gradient(
     """Write the gradient of a row's blocks from `start` to `last`, in which the target's gradient is still wrong.
 
     It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
-    loaded while the previous one is computed. The last block is masked, and the first block of a SKEWED row.
+    loaded while the previous one is computed. The last block is masked, and the first block of a SKEWED row. Partial
+    vectors of a RAGGED row are written at the end.
     """
     ahead = fetch(source, last, whole, BLOCK, "evict_first")
     if not WHOLE:
@@ -93,3 +94,11 @@ def write_gradient(
                 delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
             )  # fmt: skip
             store(place, start, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
+    if RAGGED:
+        places, inside = edges(start, last + BLOCK, off, vocabulary, VECTOR)
+        z = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
+        g = gradient_block(
+            z, places - off, vocabulary, reference, exact, factor, tilt, delta, class_weight, logit_scale, softcap,
+            CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+        )  # fmt: skip
+        tl.store(place + places, g.to(place.dtype.element_ty), mask=inside)

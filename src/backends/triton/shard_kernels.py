@@ -16,8 +16,8 @@ from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import FLOOR, LN2, activate, exp, exponent, order, times
 from xent.backends.triton.row_algebra import bend_of_row
 from xent.backends.triton.row_fold import careful_sums, lane_of_target, quick_sums, turn
-from xent.backends.triton.row_gradient import gradient_block
-from xent.backends.triton.row_memory import fetch, store
+from xent.backends.triton.row_gradient import write_gradient
+from xent.backends.triton.row_memory import fetch, fill
 
 __all__ = ["shard_fold_kernel", "shard_gradient_kernel"]
 
@@ -214,11 +214,9 @@ def shard_gradient_kernel(
     if zero is not None:
         skipped = tl.load(zero + here) != 0
     if skipped:
-        store(place, first, tl.zeros([BLOCK], tl.float32), off, classes_here, BLOCK, True, RAGGED, VECTOR)
+        fill(place, 0.0, off, first, first, classes_here, BLOCK, RAGGED, VECTOR)
     else:
         whole = (classes_here + off + VECTOR - 1) // VECTOR * VECTOR
-        z = fetch(source, first, whole, BLOCK, "evict_first").to(tl.float32)
-        classes = first + tl.arange(0, BLOCK) - off
         softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, 0, False)
         shift = tl.load(log_sum + here)
         part = exp(-shift)
@@ -231,11 +229,12 @@ def shard_gradient_kernel(
         row_delta = 0.0
         if SMOOTHED:
             row_delta = tl.load(delta + here)
-        g = gradient_block(
-            z, classes, classes_here, tl.load(peak + here), True, factor, tilt, row_delta, class_weight, logit_scale,
-            softcap, True, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, False,
+        write_gradient(
+            source, place, off, first, first, classes_here, whole, tl.load(peak + here), True, factor, tilt, row_delta,
+            class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, False, True, QUICK, SCALED, CAPPED,
+            SMOOTHED, TILTED, False,
         )  # fmt: skip
         y = tl.load(local + row)
-        if (y + off >= first) & (y + off < first + BLOCK):
-            g = tl.where(classes == y, tl.load(target + here), g)
-        store(place, first, g, off, classes_here, BLOCK, True, RAGGED, VECTOR)
+        if (y >= 0) & (y < classes_here) & (y + off >= first) & (y + off < first + BLOCK):
+            tl.debug_barrier()
+            tl.store(place + (off + y), tl.load(target + here).to(grad.dtype.element_ty))
