@@ -1,10 +1,13 @@
 """The divergence kernels with blocks so small that rows have several, against float64."""
 
+from typing import Any
+
 import pytest
 import torch
 
 import xent
 from tests.targets import Target
+from xent.backends.torch.divergence import loop
 from xent.backends.triton import divergence_job
 
 
@@ -77,3 +80,38 @@ def test_top_k(
     close = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
     for one, other in zip(made, right, strict=True):
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "top-k"])
+@pytest.mark.parametrize("vocabulary", [88, 83, 4104])
+@pytest.mark.parametrize("dead", [False, True])
+def test_gradient_over_logits(
+    target: Target, monkeypatch: pytest.MonkeyPatch, beta: Any, vocabulary: int, dead: bool
+) -> None:
+    """The same bits whether the gradient of logits has memory of its own or is written over the logits."""
+    if vocabulary < 4104:
+        monkeypatch.setattr(divergence_job, "_BLOCK", 16)
+    torch.manual_seed(0)
+    hidden, other = (torch.randn(6, 16).to(target.device, torch.bfloat16) for _ in range(2))
+    weight = torch.randn(vocabulary, 16).to(target.device, torch.bfloat16)
+    teacher: Any = xent.LinearTeacher(other, weight)
+    if beta == "top-k":
+        known = top_k((other @ weight.t()).cpu(), "bucket")
+        teacher = xent.TopKTeacher(known.ids.to(target.device), known.log_probs.to(target.device))
+    rows = torch.ones(6, device=target.device)
+    rows[4] = 0 if dead else 2
+    found = []
+    for overlays in (set[str](), {"triton"}):
+        monkeypatch.setattr(loop, "OVERLAYS", overlays)
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        loss = xent.linear_divergence(
+            *leaves,
+            teacher,
+            beta=0.0 if beta == "top-k" else beta,
+            sample_weight=rows,
+            workspace=3 * 12 * vocabulary,
+            backend=target.name,
+        )
+        found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK
-from xent.backends.torch.divergence.steps import STEPS
+from xent.backends.torch.divergence.steps import OVERLAYS, STEPS
+from xent.backends.torch.private import storage_of
 from xent.backends.triton.divergence_kernel import divergence_kernel
 from xent.backends.triton.launch import launch, next_power_of_2
 from xent.backends.triton.top_k_kernel import top_k_kernel
@@ -69,6 +70,7 @@ def _from_logits(
         "TEACHER_SCALED": call.teacher_scale != 1,
         "TEACHER_CAPPED": call.teacher_softcap is not None,
         "ALIGNED": _are_aligned(z, teacher, grad),
+        "OVERLAID": _is_overlaid(z, grad),
     }
     numbers = (1.0 - call.beta, float(call.beta), *_numbers(call), call.teacher_scale, teacher_cap)
     matrices = (*_matrix(z), *_matrix(teacher), *_matrix(grad))
@@ -103,6 +105,7 @@ def _from_top_k(
         "RENORMALIZED": call.tail == "renormalize",
         **_bent(call),
         "ALIGNED": _are_aligned(z, grad),
+        "OVERLAID": _is_overlaid(z, grad),
         "WIDTH": next_power_of_2(width),
     }
     known = (teacher.ids.contiguous(), teacher.log_q.contiguous())
@@ -150,4 +153,10 @@ def _are_aligned(*matrices: Tensor | None) -> bool:
     )
 
 
+def _is_overlaid(z: Tensor, grad: Tensor | None) -> bool:
+    """Return whether the gradient is in the memory of logits of another dtype."""
+    return grad is not None and grad.dtype != z.dtype and storage_of(grad) == storage_of(z)
+
+
 STEPS["triton"] = triton_rows
+OVERLAYS.add("triton")

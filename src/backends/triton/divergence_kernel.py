@@ -1,9 +1,9 @@
 """Divergence and gradient of rows with stored logits of both sides, in one launch, with one program per row.
 
 The first pass sums the exponentials of both sides, relative to the largest logit of the first block. The second pass
-goes backwards from the row's end, which is still in the caches. It sums the divergence and writes the gradient.
-Mixtures need a third pass for the gradient, which contains KL(p || m), and m is not known before the first pass is
-done. With d = t - x::
+sums the divergence and writes the gradient. Mixtures need a third pass for the gradient, which contains KL(p || m), and
+m is not known before the first pass is done. Each pass starts where the one before it ended, which is still in the
+caches, and the last one goes backwards. With d = t - x::
 
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
@@ -68,9 +68,15 @@ def divergence_kernel(
     TEACHER_SCALED: tl.constexpr,
     TEACHER_CAPPED: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of both sides and of the gradient are whole multiples of 16 bytes
+    OVERLAID: tl.constexpr,  # a row of the gradient is the second half of the student's row
     BLOCK: tl.constexpr,
 ):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    An OVERLAID gradient of a class is written over the logits of this class and later ones, when all threads have read
+    them.
+    """
+    MIXED: tl.constexpr = not (FORWARD or REVERSE)
     here = tl.program_id(0).to(tl.int64)
     z_row, t_row = student + here * student_row, teacher + here * teacher_row
     place = student  # the gradient's row if there is a gradient
@@ -107,7 +113,8 @@ def divergence_kernel(
             e = exp(x - m_p)
             some = tl.sum(e, 0)
             offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
-        for first in range(0, last + 1, BLOCK):
+        for step in range(0, last + 1, BLOCK):
+            first = last - step if MIXED else step
             _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
             _t, t = read(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
@@ -120,7 +127,7 @@ def divergence_kernel(
             elif EXACT and not FORWARD:
                 best_t = tl.where(x > best, t, best_t)
                 best = tl.maximum(best, x)
-        if EXACT and not (FORWARD or REVERSE):
+        if EXACT and MIXED:
             top = tl.max(tl.where(best == tl.max(best, 0), best_t, -float("inf")), 0)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
         if ((z_p >= NEAR) & (z_p < FAR_ABOVE) & (z_q >= NEAR) & (z_q < FAR_ABOVE)) == 0:
@@ -161,7 +168,7 @@ def divergence_kernel(
         if REVERSE:
             pull = tl.sum(mean, 0) / z_p
         factor = tl.load(scale + here)
-        if not FORWARD and not REVERSE:
+        if MIXED:
             factor *= alpha
             if EXACT:
                 # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
@@ -171,8 +178,8 @@ def divergence_kernel(
         found = tl.zeros([BLOCK], tl.float32)
         surprise = tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
-        for back in range(0, last + 1, BLOCK):
-            first = last - back
+        for step in range(0, last + 1, BLOCK):
+            first = step if MIXED else last - step
             z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
             _t, t = read(
                 t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
@@ -193,7 +200,9 @@ def divergence_kernel(
                 mean += p * (v - offset)
                 g = p
             if grad is not None:
-                if FORWARD or REVERSE:
+                if not MIXED:
+                    if OVERLAID:
+                        tl.debug_barrier()
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
         # shift - shift is NaN if one of the sides has a NaN.
@@ -201,9 +210,10 @@ def divergence_kernel(
         if entropy is not None:
             tl.store(entropy + here, tl.sum(surprise, 0) + tl.log(z_p))
         if grad is not None:
-            if not FORWARD and not REVERSE:
+            if MIXED:
                 pull = tl.sum(mean, 0)
-                for first in range(0, last + 1, BLOCK):
+                for back in range(0, last + 1, BLOCK):
+                    first = last - back
                     z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
                     _t, t = read(
                         t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
@@ -211,5 +221,7 @@ def divergence_kernel(
                     p = exp(x - m_p) * share_p
                     _cost, _p, v = mixture((t - m_q) - (x - m_p) - shift, alpha, beta, FROM_P)
                     g = p * (pull - (v - offset))
+                    if OVERLAID:
+                        tl.debug_barrier()
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)

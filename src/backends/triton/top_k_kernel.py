@@ -100,6 +100,7 @@ def top_k_kernel(
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
     ALIGNED: tl.constexpr,  # rows of logits and gradient are whole multiples of 16 bytes
+    OVERLAID: tl.constexpr,  # see `divergence_kernel`
     WIDTH: tl.constexpr,  # K rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
@@ -194,6 +195,8 @@ def top_k_kernel(
             for back in range(0, last + 1, BLOCK):
                 first = last - back
                 z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                if OVERLAID:
+                    tl.debug_barrier()
                 g = exp(x - m_others) * each * (factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False))
                 tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
             g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, logit_scale, softcap, SCALED, CAPPED, False))

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK, gather_facts, gather_top_k
-from xent.backends.torch.divergence.steps import STEPS
+from xent.backends.torch.divergence.steps import OVERLAYS, STEPS
 from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.linear_call import WIDE_PRODUCTS, Linear
 from xent.backends.torch.product_sum import rounds_sums
@@ -15,7 +15,7 @@ from xent.core.chunks import rows_per_block, rows_per_chunk
 
 __all__ = ["backward", "empty_gradients", "forward"]
 
-_WORKSPACE = 1280 * 2**20  # bytes, on an accelerator
+_WORKSPACE, _WORKSPACE_TOP_K = 1280 * 2**20, 800 * 2**20  # bytes, on an accelerator
 _WORKSPACE_CPU = 128 * 2**20
 _FEWEST_ROWS = 256
 _WIDENED_BYTES = 32 * 2**20  # of the part of a classifier that is converted to float32 at one time
@@ -87,7 +87,8 @@ class _Run:
         if wanted and call.weight is None:
             place = _GradientOfLogits(call)
         elif wanted:
-            place = _GradientOfClassifier(call, _linear_of(call).padded, schedule, rows)
+            assert isinstance(student, _Classifier)
+            place = _GradientOfClassifier(call, _linear_of(call).padded, schedule, student.room)
         steps = STEPS[call.kernel]
         for part in schedule:
             facts = self.facts.of(part)
@@ -118,14 +119,15 @@ class _Run:
         call, device = self.call, self.call.student.device.type
         size = student.bytes_per_row(call.accumulation)
         size += 0 if isinstance(teacher, TopK) else teacher.bytes_per_row(call.accumulation)
-        if call.weight is not None and wanted and call.compute.itemsize == 2:
+        if call.weight is not None and wanted and call.compute.itemsize == 2 and call.kernel not in OVERLAYS:
             size += call.vocabulary * 2
         if not size:  # all logits are in memory already
             most = rows_per_block(call.vocabulary, call.accumulation.itemsize, device, torch.get_num_threads())
             return (
                 most if device == "cpu" or student.copies or getattr(teacher, "copies", False) else max(self.count, 1)
             )
-        default = max(_WORKSPACE_CPU if device == "cpu" else _WORKSPACE, _FEWEST_ROWS * size)
+        accelerator = _WORKSPACE_TOP_K if isinstance(teacher, TopK) else _WORKSPACE
+        default = max(_WORKSPACE_CPU if device == "cpu" else accelerator, _FEWEST_ROWS * size)
         workspace = call.workspace or default
         sums = (
             call.needs[1]
@@ -225,26 +227,37 @@ class _GradientOfLogits:
 
 
 class _GradientOfClassifier:
-    """The gradients of hidden states, classifier and bias, accumulated over chunks."""
+    """The gradients of hidden states, classifier and bias, accumulated over chunks.
 
-    def __init__(self, call: Divergence, padded: Linear, schedule: Schedule, rows: int) -> None:
+    The gradient of a chunk's logits is in their memory if the backend can write it there.
+    """
+
+    def __init__(self, call: Divergence, padded: Linear, schedule: Schedule, room: Tensor) -> None:
+        """`room` (R, columns) is the memory of the student's logits."""
         self._call = call
         self._gradients = Gradients(padded, schedule)
-        self._memory: Tensor | None = None
-        if call.compute != call.accumulation:
-            self._memory = torch.empty(rows, padded.columns, dtype=call.compute, device=padded.weight.device)
+        self._memory = room  # (R, columns), of the gradient
+        self._overlays = False
+        if call.compute == room.dtype:
+            return
+        self._overlays = call.kernel in OVERLAYS and room.dtype == torch.float32
+        if self._overlays:
+            self._memory = room.view(call.compute)[:, padded.columns :]
+        else:
+            self._memory = torch.empty(room.shape, dtype=call.compute, device=room.device)
             self._memory[:, call.vocabulary :] = 0
 
     def memory(self, part: Part, z: Tensor) -> Tensor:
-        return z if self._memory is None else self._memory[: len(z), : self._call.vocabulary]
+        return self._memory[: len(z), : self._call.vocabulary]
 
     def add(self, part: Part, student: "_Stored | _Classifier", facts: RowFacts) -> None:
         assert isinstance(student, _Classifier)
-        grad = (student.room if self._memory is None else self._memory)[: part.stop - part.start]
+        grad, vocabulary = self._memory[: part.stop - part.start], self._call.vocabulary
         hidden = student.hidden(part)
         if facts.dead is not None:
             hidden = hidden.masked_fill(facts.dead[:, None], 0)  # rows with weight 0 may hold NaN
-            grad[:, self._call.vocabulary :] = 0
+        if grad.shape[1] > vocabulary and (self._overlays or facts.dead is not None):
+            grad[:, vocabulary:] = 0
         self._gradients.add(part, hidden, grad)
 
     def result(self) -> list[Tensor]:

@@ -8,7 +8,7 @@ from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK
 from xent.backends.torch.divergence.plain import plain_rows
 
-__all__ = ["STEPS", "Steps"]
+__all__ = ["OVERLAYS", "STEPS", "Steps"]
 
 
 class Steps(Protocol):
@@ -28,9 +28,13 @@ class Steps(Protocol):
 
         `z` (R, V) are the student's raw logits and `teacher` (R, V) those of the teacher, both with contiguous rows and
         of any float dtypes. `loss` and `entropy` (R,) have the accumulation dtype; the student's entropy is 0 in dead
-        rows. `grad` (R, V), with contiguous rows, is the gradient with respect to `z`, and may be `z` itself.
+        rows. `grad` (R, V), with contiguous rows, is the gradient with respect to `z`, and may be `z` itself. If the
+        backend is in `OVERLAYS`, a row of a 16-bit `grad` may be the second half of the same row of a float32 `z`.
         """
 
 
 STEPS: dict[str, Steps] = {"torch": plain_rows, "metal": plain_rows}
 """Backend -> its steps. Metal has no kernels for divergences and uses PyTorch's own operations."""
+
+OVERLAYS: set[str] = set()
+"""Backends whose steps can write a 16-bit gradient over float32 logits."""
