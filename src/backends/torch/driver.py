@@ -77,7 +77,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
     """
     given = logits
     logits, options = _classes_last(logits, options, axis)
-    if not _finds_gradients_later():
+    if options.logit_scale is not None and not _finds_gradients_later():
         logits, scale = scale_gradient.of_logits(logits, options.logit_scale, inplace)
         options = options._replace(logit_scale=scale)
     needs_grad = logits.requires_grad and torch.is_grad_enabled()
@@ -120,7 +120,7 @@ def run_linear(
 ) -> Any:
     """Return the loss, or (loss, Stats) if the spec names statistics; `quiet` as in `run_logits`."""
     compute = _compute_dtype(source, weight, bias)
-    if not _finds_gradients_later():
+    if options.logit_scale is not None and not _finds_gradients_later():
         source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
         options = options._replace(logit_scale=scale)
     needs = asks_for_gradient(source, weight, bias)

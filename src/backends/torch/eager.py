@@ -34,7 +34,7 @@ _REPLAYED = frozenset(("triton",))
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of logits (..., V)."""
     if needs_grad:
-        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace, *options.tensors)
+        loss, _, *stats = _CrossEntropy.apply(logits, options, inplace)
         return loss, stats
     loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
@@ -65,25 +65,25 @@ def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(logits, options, inplace, *the options' tensors) -> (loss, anchor, *stats)."""
+    """(logits, options, inplace) -> (loss, anchor, *stats)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool, *tensors: Any) -> Any:
+    def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool) -> Any:
         ctx.rest, ctx.kernel, ctx.inplace = options[-2:], options.kernel, inplace
         ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
-            grad = logits if inplace else gradient_like(logits)
-            call = (logits_driver.forward, logits.detach(), grad.detach(), None, options)
-            loss, stats = _run(options.kernel, logits, *call)
+            source = logits.detach()
+            grad = source if inplace else gradient_like(source)
+            loss, stats = _run(options.kernel, logits, logits_driver.forward, source, grad, None, options)
             if inplace:
                 torch.autograd.graph.increment_version(logits)
-            ctx.save_for_backward(anchor := loss.new_empty(0), grad)
+            ctx.save_for_backward(anchor := loss.new_empty(0), logits if inplace else grad)
         else:
             norm = new_norm(logits)
             loss, stats = _run(options.kernel, logits, logits_driver.forward, logits.detach(), None, norm, options)
             entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
-            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(tensors))
-            ctx.number = None if isinstance(tensors[3], Tensor) else tensors[3]
+            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(options.tensors))
+            ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
         if stats:
             ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
         ctx.set_materialize_grads(False)
@@ -91,13 +91,14 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
-        rest = (None,) * 11
+        if ctx.is_made:
+            if of_loss is None:
+                return None, None, None
+            anchor, kept = ctx.saved_tensors
+            return once(anchor, lambda: scaled(ctx.kernel, kept, of_loss, None)), None, None
         upstream = _upstream(ctx, of_loss, of_stats)
         if all(one is None for one in upstream):
-            return None, *rest
-        if ctx.is_made:
-            anchor, kept = ctx.saved_tensors
-            return once(anchor, lambda: scaled(ctx.kernel, kept, of_loss, None)), *rest
+            return None, None, None
         anchor, logits, norm, entropy, *tensors = ctx.saved_tensors
         entropy = None if upstream.entropy is None else entropy
         options = _restored(ctx, tensors)
@@ -114,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
                 made = operation(logits.detach(), norm, entropy, *upstream, *pack(options))
             return made
 
-        return once(anchor, gradient), *rest
+        return once(anchor, gradient), None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -75,6 +75,8 @@ def without_tensors(spec: LossSpec, logit_scale: Tensor | None, softcap: Tensor 
 def read(options: Options, always: bool = False) -> Options:
     """Replace 0-d tensors by validated numbers. With `always`, also those whose reading synchronises with a device."""
     spec, scale, cap = options.spec, options.logit_scale, options.softcap
+    if scale is None and cap is None:
+        return options
     if scale is not None and (always or looks_at_targets(scale.device)):
         spec, scale = replace(spec, logit_scale=float(scale)), None
         check_numbers(0.0, 0.0, None, spec.logit_scale, None)
