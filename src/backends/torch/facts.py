@@ -37,6 +37,8 @@ class Facts:
     """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None if there are none."""
     weight: Tensor
     """(N,) a_i."""
+    unweighted: bool
+    """Whether it is known that all a_i are 1."""
     scale: Tensor
     """(N,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     deferred: Tensor | None
@@ -113,10 +115,11 @@ def gather_facts(
     the weights of all classes.
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
-    device = options.target.device
-    shape = options.target.shape[:-1] if options.target.is_floating_point() else options.target.shape
+    device, on_cpu = options.target.device, options.target.is_cpu
+    has_classes = not options.target.is_floating_point()
+    shape = options.target.shape if has_classes else options.target.shape[:-1]
     count, invalid, ignored = shape.numel(), None, None
-    if options.target.is_floating_point():
+    if not has_classes:
         target, probabilities = None, Rows(options.target)
         source = None if not shift else shifted(torch.arange(count, device=device).view(shape), shift, 0)
         if shift:
@@ -125,9 +128,9 @@ def gather_facts(
     else:
         probabilities, source = None, None
         all_classes = check_targets(options, vocabulary, shift, first=upstream is None)
-        target = shifted(options.target.to(torch.int64), shift, options.spec.ignore_index).flatten()
+        target = shifted(_as_int64(options.target), shift, spec.ignore_index).flatten()
         if shift or not all_classes:
-            ignored = target == options.spec.ignore_index
+            ignored = target == spec.ignore_index
             outside = ignored
             if not looks_at_targets(device):
                 invalid = ((target < 0) | (target >= vocabulary)) & ~ignored
@@ -144,10 +147,10 @@ def gather_facts(
         if support.broken is not None:
             broken = support.broken if ignored is None else support.broken & ~ignored
             invalid = broken if invalid is None else invalid | broken
-    temperature = None if options.temperature is None else shifted(options.temperature, shift, 1)
-    bend = bend_of(options._replace(temperature=temperature), acc)
-
-    sample, on_cpu = options.sample_weight, device.type == "cpu"
+    if shift and options.temperature is not None:
+        options = options._replace(temperature=shifted(options.temperature, shift, 1))
+    bend = bend_of(options, acc)
+    sample = options.sample_weight
     if sample is None:
         weight = torch.ones(count, dtype=acc, device=device)
     else:
@@ -202,6 +205,7 @@ def gather_facts(
         dead=dead,
         invalid=invalid,
         weight=weight,
+        unweighted=ones,
         scale=scale,
         deferred=deferred,
         divisor=divisor,
@@ -266,7 +270,7 @@ def check_targets(options: Options, vocabulary: int, shift: int, first: bool = T
         _check_temperature(options.temperature, shift)
     if first and options.support_ids is not None:
         check_support(options.support_ids, options.support_offsets, vocabulary)
-    used, ignore_index = options.target.to(torch.int64), options.spec.ignore_index
+    used, ignore_index = _as_int64(options.target), options.spec.ignore_index
     if shift:
         used = used[..., shift:]
     if not used.numel():
@@ -284,6 +288,11 @@ def check_targets(options: Options, vocabulary: int, shift: int, first: bool = T
             f"target{position or ''} is {found}; classes are 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
     return False
+
+
+def _as_int64(target: Tensor) -> Tensor:
+    """Return the target itself if it is int64: a conversion that does nothing takes time too."""
+    return target if target.dtype == torch.int64 else target.to(torch.int64)
 
 
 def _check_temperature(temperature: Tensor, shift: int) -> None:
@@ -316,7 +325,7 @@ def _divisor(
         return number
     if tensor is None:
         if options.sample_weight is None and row_weight is None and ignored is None and invalid is None:
-            return float(len(weight))
+            return float(weight.shape[0])
         parts = weight if row_weight is None else weight * row_weight
         tensor = (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
     return float(tensor) if tensor.device.type == "cpu" else tensor.to(weight.dtype)

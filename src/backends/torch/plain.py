@@ -30,6 +30,8 @@ from xent.core.chunks import rows_per_block
 
 __all__ = ["PlainPass"]
 
+_NO_UPSTREAM = Upstream()
+
 
 class PlainPass:
     """A `xent.backends.torch.plain_job.RowPass` over the rows of one call."""
@@ -55,7 +57,7 @@ class PlainPass:
     ) -> Iterator["_Block"]:
         count, vocabulary = logits.shape
         step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
-        if count == len(self.facts.weight) and count <= step:
+        if count == self.facts.weight.shape[0] and count <= step:
             yield _Block(self, logits, slice(None), grad, target_logits)
             return
         for first in range(0, count, step):
@@ -89,14 +91,14 @@ class _Block:
         self.whole = rows == slice(None)
         in_grad = grad is not None and grad.dtype == facts.weight.dtype
         self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
-        self.target = None if facts.target is None else self._of(facts.target)[:, None]
+        self.target = None if facts.target is None else self._of(facts.target)
         self.spread = self.spec.label_smoothing / facts.vocabulary
         self.scale: Any = self.spec.logit_scale
         self.cap: Any = self.spec.softcap
         if facts.bend is not None:
             self.scale, cap = self._of(facts.bend).unbind(1)
             self.scale, self.cap = self.scale[:, None], None if self.cap is None else cap[:, None]
-        self.upstream = Upstream()
+        self.upstream = _NO_UPSTREAM
         if facts.upstream is not None and grad is not None:
             self.upstream = Upstream(*(None if one is None else self._of(one) for one in facts.upstream))
         self.one_minus_tanh2: Tensor | None = None
@@ -162,7 +164,7 @@ class _Block:
         self._predict(x)
         if x is self.work:
             if self.target_logits is not None and self.target is not None:
-                x.scatter_(1, self.target, self.target_logits[:, None])
+                x.scatter_(1, self.target[:, None], self.target_logits[:, None])
             if scaled:
                 x.mul_(self.scale)
         if self.cap is not None:
@@ -175,7 +177,7 @@ class _Block:
 
     def _log_softmax(self, x: Tensor) -> None:
         """Overwrite `work` with log p."""
-        if x.device.type == "cpu":
+        if x.is_cpu:
             torch.log_softmax(x, -1, out=self.work)
             return
         torch.sub(x, x.amax(-1, keepdim=True), out=self.work)
@@ -217,7 +219,7 @@ class _Block:
             if facts.class_weight is not None:
                 share.mul_(facts.class_weight)
             return share, row_sum(share)[:, None]
-        each: Any = keep if facts.class_weight is None else keep * facts.class_weight[self.target]
+        each: Any = keep if facts.class_weight is None else keep * facts.class_weight[self.target[:, None]]
         return each, each + self.spread * facts.class_weight_total
 
     def _probabilities(self) -> Tensor:
@@ -235,7 +237,7 @@ class _Block:
             if results.nll is not None:
                 self._record(results.nll, -row_sum(_product(self._probabilities().to(log_p.dtype), log_p)))
         else:
-            nll = nll_loss(log_p, self.target[:, 0], reduction="none")
+            nll = nll_loss(log_p, self.target, reduction="none")
             if isinstance(share, Tensor):
                 loss = _product(share[:, 0], nll)
             else:
@@ -244,7 +246,8 @@ class _Block:
                 spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
                 loss = loss - self.spread * row_sum(spread_over)
             self._record(results.nll, nll)
-        loss = weight * loss
+        if not facts.unweighted:
+            loss = weight * loss
         if lse is not None:
             z_term = weight * self.spec.z_loss * lse.square()
             if self.spec.z_loss:
@@ -257,7 +260,7 @@ class _Block:
         """Turn p in `work` into the gradient with respect to z, and write it to `grad`."""
         facts, spec, grad, work = self.facts, self.spec, self.grad, self.work
         assert grad is not None
-        scale = self._of(facts.scale)[:, None]
+        scale = self._of(facts.scale).unsqueeze(1)
         if not isinstance(self.scale, float) or self.scale != 1:
             scale = scale * self.scale
         if spec.z_loss:
@@ -268,15 +271,14 @@ class _Block:
         if of_nll is not None and self.target is None:
             raw = self._probabilities().to(work.dtype)
             mixed = of_nll * row_sum(raw)[:, None]
-        factor = scale if isinstance(total, float) and total == 1 else scale * total
-        self._multiply(factor, of_nll if mixed is None else mixed, entropy)
+        self._multiply(_scaled(scale, total), of_nll if mixed is None else mixed, entropy)
         if self.target is None:
             work.sub_(share.mul_(scale))
             if raw is not None and of_nll is not None:
                 work.sub_(raw * of_nll)
         else:
-            of_target = scale * -share
-            work.scatter_add_(1, self.target, of_target if of_nll is None else of_target - of_nll)
+            of_target = -_scaled(scale, share)
+            work.scatter_add_(1, self.target.unsqueeze(1), of_target if of_nll is None else of_target - of_nll)
             if self.spread:
                 each = scale * self.spread
                 work.sub_(each if facts.class_weight is None else each * facts.class_weight)
@@ -305,6 +307,11 @@ class _Block:
     def _alive(self, values: Tensor) -> Tensor:
         dead = self.facts.dead
         return values if dead is None else values.masked_fill(self._of(dead), 0)
+
+
+def _scaled(scale: Tensor, share: Any) -> Tensor:
+    """Return scale * share; the scale itself if the share is the number 1."""
+    return scale if not isinstance(share, Tensor) and share == 1 else scale * share
 
 
 def _product(weights: Tensor, values: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class PlainJob:
     ) -> None:
         self.spec = options.spec
         self._facts = self._ordered = self.gather(options, vocabulary, dtype, shift, upstream, narrow)
-        self.count = len(self._facts.weight)
+        self.count = self._facts.weight.shape[0]
         self.deferred = self._facts.deferred
         self._order: Tensor | None = None
         self._number = self.count

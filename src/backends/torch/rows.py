@@ -93,7 +93,9 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
     """
     vocabulary = logits.shape[-1]
     if logits.is_contiguous() and (grad is None or grad.is_contiguous()) and logits.numel():
-        yield 0, logits.view(-1, vocabulary), None if grad is None else grad.view(-1, vocabulary)
+        if logits.dim() != 2:
+            logits, grad = logits.view(-1, vocabulary), None if grad is None else grad.view(-1, vocabulary)
+        yield 0, logits, grad
         return
     contiguous = vocabulary == 1 or logits.stride(-1) == 1
     most = logits.shape[:-1].numel()
