@@ -11,7 +11,7 @@ from torch import Tensor
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
-from xent.backends.torch.rows import Rows, shifted
+from xent.backends.torch.rows import Rows, cast, shifted
 from xent.backends.torch.support import Support, check_support, support_of
 from xent.core.spec import LARGEST, LossSpec
 
@@ -128,7 +128,7 @@ def gather_facts(
     else:
         probabilities, source = None, None
         all_classes = check_targets(options, vocabulary, shift, first=upstream is None)
-        target = shifted(_as_int64(options.target), shift, spec.ignore_index).flatten()
+        target = shifted(cast(options.target, torch.int64), shift, spec.ignore_index).flatten()
         if shift or not all_classes:
             ignored = target == spec.ignore_index
             outside = ignored
@@ -270,7 +270,7 @@ def check_targets(options: Options, vocabulary: int, shift: int, first: bool = T
         _check_temperature(options.temperature, shift)
     if first and options.support_ids is not None:
         check_support(options.support_ids, options.support_offsets, vocabulary)
-    used, ignore_index = _as_int64(options.target), options.spec.ignore_index
+    used, ignore_index = cast(options.target, torch.int64), options.spec.ignore_index
     if shift:
         used = used[..., shift:]
     if not used.numel():
@@ -288,11 +288,6 @@ def check_targets(options: Options, vocabulary: int, shift: int, first: bool = T
             f"target{position or ''} is {found}; classes are 0 to {vocabulary - 1}, or ignore_index={ignore_index}"
         )
     return False
-
-
-def _as_int64(target: Tensor) -> Tensor:
-    """Return the target itself if it is int64: a conversion that does nothing takes time too."""
-    return target if target.dtype == torch.int64 else target.to(torch.int64)
 
 
 def _check_temperature(temperature: Tensor, shift: int) -> None:

@@ -1,10 +1,13 @@
 """Accumulate the gradients of input, classifier and bias from the gradients of chunks of logits."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
+from xent.backends.torch.rows import span
 from xent.backends.torch.schedule import Part, Schedule
 
 __all__ = ["Gradients", "no_gradients"]
@@ -12,12 +15,13 @@ __all__ = ["Gradients", "no_gradients"]
 
 def no_gradients(linear: Linear) -> list[Tensor]:
     """Return three empty tensors, for the gradients of input, weight and bias."""
-    weight = linear.weight
-    return [
-        linear.input.new_empty(0),
-        weight.new_empty(0),
-        (weight if linear.bias is None else linear.bias).new_empty(0),
-    ]
+    return _completed(linear, (None, None, None))
+
+
+def _completed(linear: Linear, made: Iterable[Tensor | None]) -> list[Tensor]:
+    """Replace None by an empty tensor in the gradients of input, weight and bias."""
+    sources = (linear.input, linear.weight, linear.weight if linear.bias is None else linear.bias)
+    return [source.new_empty(0) if grad is None else grad for grad, source in zip(made, sources, strict=True)]
 
 
 class Gradients:
@@ -54,7 +58,7 @@ class Gradients:
         if not self._needs_input:
             return
         if part.rows is None and self._input.dtype == grad_logits.dtype:
-            torch.mm(grad_logits, self._linear.classifier, out=self._input[part.start : part.stop])
+            torch.mm(grad_logits, self._linear.classifier, out=span(self._input, part.start, part.stop))
         else:
             part.put(grad_logits @ self._linear.classifier, self._input)
 
@@ -64,18 +68,17 @@ class Gradients:
             return None
         if self._schedule.left_out is not None:
             self._input.index_fill_(0, self._schedule.left_out, 0)
-        return self._input.view(self._linear.input.shape)
+        shape = self._linear.input.shape
+        return self._input if len(shape) == 2 else self._input.view(shape)
 
     def of_classifier(self, vocabulary: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the first `vocabulary` classes of weight and bias; None if they are not needed."""
         bias = self._linear.bias
         return (
-            self._weight.result()[:vocabulary] if self._needs_weight else None,
+            span(self._weight.result(), 0, vocabulary) if self._needs_weight else None,
             self._bias[:vocabulary].to(kept_dtype(bias.dtype)) if self._needs_bias and bias is not None else None,
         )
 
     def result(self, vocabulary: int) -> list[Tensor]:
         """Return the gradients of input, weight and bias; an empty tensor for each that is not needed."""
-        made = (self.of_input(), *self.of_classifier(vocabulary))
-        missing = no_gradients(self._linear)
-        return [empty if grad is None else grad for grad, empty in zip(made, missing, strict=True)]
+        return _completed(self._linear, (self.of_input(), *self.of_classifier(vocabulary)))

@@ -9,6 +9,7 @@ from xent.backends.torch.gradients import Gradients, no_gradients
 from xent.backends.torch.job import Job, Upstream, start
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
+from xent.backends.torch.rows import span
 from xent.backends.torch.schedule import Schedule
 
 __all__ = ["Forward", "backward", "forward"]
@@ -34,14 +35,15 @@ def forward(linear: Linear, options: Options) -> Forward:
     each_row = options.spec.reduction == "none"
     wanted = any(linear.needs) and not each_row
     narrow = wanted and linear.compute == torch.float16
-    job = start(options, len(linear.weight), linear.compute, linear.shift, narrow=narrow)
-    made = no_gradients(linear)
+    job = start(options, linear.weight.shape[0], linear.compute, linear.shift, narrow=narrow)
     wide = options.spec.exact or (
-        linear.weight.device.type == "cuda" and wanted and not _EXACT.isdisjoint(options.spec.stats)
+        linear.weight.is_cuda and wanted and not _EXACT.isdisjoint(options.spec.stats)
     )
     norm = job.new_norm(linear) if each_row and any(linear.needs) else None
     if wanted or not job.tiles(linear, norm):
         made = _in_chunks(linear, job, wanted, wide and linear.compute.itemsize == 2)
+    else:
+        made = no_gradients(linear)
     loss, stats = job.finish()
     return Forward(loss, job.deferred, made, stats, norm)
 
@@ -80,7 +82,7 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
 
     `wide`: store logits in float32, without rounding them to the compute dtype.
     """
-    compute, device, vocabulary = linear.compute, linear.weight.device, len(linear.weight)
+    compute, device, vocabulary = linear.compute, linear.weight.device, linear.weight.shape[0]
     step = linear.rows_per_chunk(4 + wanted * compute.itemsize if wide else None, wanted)
     schedule = Schedule(job, step)
     padded = linear.padded
@@ -92,10 +94,11 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
         memory[:, vocabulary:].zero_()
     for part in schedule:
         taken, count = job.take(linear, part), part.stop - part.start
-        logits, grad = room[:count], memory[:count]
+        logits = span(room, 0, count)
+        grad = logits if memory is room else span(memory, 0, count)
         padded.write_logits(taken.hidden, logits)
-        place = grad[:, :vocabulary] if gradients is not None else None
-        job.chunk(logits[:, :vocabulary], part, place, taken.target_logits)
+        place = linear.without_padding(grad) if gradients is not None else None
+        job.chunk(linear.without_padding(logits), part, place, taken.target_logits)
         if gradients is not None:
             if taken.trained is not taken.hidden:
                 grad[:, vocabulary:].zero_()  # a skipped row with NaN times the padding's 0 gave NaN

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.product_sum import rounds_sums
+from xent.backends.torch.rows import cast
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Linear"]
@@ -18,7 +19,7 @@ _ALIGNED, _PADDED = 8, 64  # elements
 _TILE_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: see `xent.backends.torch.facts.Facts`
 class Linear:
     """Hidden states and classifier of a linear loss."""
 
@@ -39,26 +40,27 @@ class Linear:
     @cached_property
     def hidden(self) -> Tensor:
         """Hidden states (N, D), in the caller's dtype."""
-        return self.input.reshape(self.input.shape[:-1].numel(), self.input.shape[-1])
+        source = self.input
+        return source if source.dim() == 2 else source.reshape(source.shape[:-1].numel(), source.shape[-1])
 
     @cached_property
     def classifier(self) -> Tensor:
         """Weight (V, D), in the compute dtype."""
-        return self.weight.to(self.compute)
+        return cast(self.weight, self.compute)
 
     @cached_property
     def classifier_bias(self) -> Tensor | None:
         """Bias (V,), in the compute dtype."""
         return None if self.bias is None else self.bias.to(self.compute)
 
-    @cached_property
+    @property
     def columns(self) -> int:
         """The number of columns of a chunk: V, or on CUDA a multiple of 64 if rows of V are not multiples of 16 bytes.
 
         Matrix products with unaligned rows are several times slower. The columns beyond V are 0.
         """
-        vocabulary = len(self.weight)
-        if self.weight.device.type != "cuda" or vocabulary % _ALIGNED == 0:
+        vocabulary = self.weight.shape[0]
+        if not self.weight.is_cuda or vocabulary % _ALIGNED == 0:
             return vocabulary
         return -(-vocabulary // _PADDED) * _PADDED
 
@@ -68,7 +70,7 @@ class Linear:
 
         It is not cached: if nothing is appended, that would be a reference cycle and keep memory alive.
         """
-        more = self.columns - len(self.weight)
+        more = self.columns - self.weight.shape[0]
         if not more:
             return self
         return replace(
@@ -77,13 +79,20 @@ class Linear:
             bias=None if self.bias is None else F.pad(self.bias, (0, more)),
         )
 
-    def write_logits(self, hidden: Tensor, out: Tensor, classes: slice = slice(None)) -> None:
-        """Write the logits (R, C) of these classes to `out`, for hidden (R, D) in the compute dtype.
+    def without_padding(self, block: Tensor) -> Tensor:
+        """Return the first V columns of a block (R, columns)."""
+        vocabulary = self.weight.shape[0]
+        return block if block.shape[1] == vocabulary else block[:, :vocabulary]
+
+    def write_logits(self, hidden: Tensor, out: Tensor, classes: slice | None = None) -> None:
+        """Write the logits (R, C) of these classes, by default all, to `out`, for hidden (R, D) in the compute dtype.
 
         `out` may be float32 if the compute dtype is narrower.
         """
-        columns = self.classifier[classes].t()
-        bias = None if self.classifier_bias is None else self.classifier_bias[classes]
+        columns = self.classifier.t() if classes is None else self.classifier[classes].t()
+        bias = None if self.bias is None else self.classifier_bias
+        if bias is not None and classes is not None:
+            bias = bias[classes]
         if out.dtype == hidden.dtype:
             if bias is None:
                 torch.mm(hidden, columns, out=out)
@@ -115,4 +124,4 @@ class Linear:
         if self.workspace is None and device != "cpu":
             # With wider logits a chunk has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // self.compute.itemsize
-        return rows_per_chunk(len(self.hidden), columns, size, self.workspace, device, rounds)
+        return rows_per_chunk(self.hidden.shape[0], columns, size, self.workspace, device, rounds)

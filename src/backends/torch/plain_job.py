@@ -12,7 +12,7 @@ from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.plain import PlainPass
 from xent.backends.torch.results import Results, new_results, scattered
-from xent.backends.torch.rows import logit_blocks
+from xent.backends.torch.rows import cast, logit_blocks, span
 from xent.backends.torch.sampled import SupportPass
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.steps import reduced, scale, target_logits
@@ -106,8 +106,8 @@ class PlainJob:
     def take(self, linear: Linear, part: Part) -> Taken:
         """Gather the hidden states of a part, and compute its target logits if the compute dtype is 16-bit."""
         facts, rows = self._ordered, slice(part.start, part.stop)
-        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
-        hidden = hidden.to(linear.compute)
+        hidden = span(linear.hidden, part.start, part.stop) if part.rows is None else linear.hidden[part.rows]
+        hidden = cast(hidden, linear.compute)
         trained, dead = hidden, facts.dead
         if dead is not None:
             trained = hidden.masked_fill(dead[rows, None], 0)

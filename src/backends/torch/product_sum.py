@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from xent.backends.torch.rows import cast
 from xent.core.chunks import MOST_ROUNDED_SUMS
 
 __all__ = ["ProductSum", "kept_dtype", "rounds_sums"]
@@ -19,7 +20,7 @@ def kept_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) -> bool:
     """Whether a sum of few products is stored in the compute dtype, and so rounded by each addition."""
-    return device.type == "cuda" and compute == out == torch.bfloat16
+    return compute == out == torch.bfloat16 and device.type == "cuda"
 
 
 class ProductSum:
@@ -47,7 +48,7 @@ class ProductSum:
         """Start a sum of this number of products; None if the sum must not be rounded, for any number of products."""
         self._shape, self._compute, self._out, self._device = shape, compute, kept_dtype(out), device
         self._sum: Tensor | None = None
-        on_cuda = device.type == "cuda" and compute in (torch.bfloat16, torch.float16)
+        on_cuda = compute in (torch.bfloat16, torch.float16) and device.type == "cuda"
         self._fused = on_cuda and _WIDE_PRODUCTS
         rounds = chunks is not None and chunks <= MOST_ROUNDED_SUMS and rounds_sums(compute, out, device)
         self._wide = compute if compute.itemsize >= 4 or rounds else torch.float32
@@ -73,7 +74,7 @@ class ProductSum:
         """Return the sum in the output dtype."""
         if self._sum is None:
             return torch.zeros(self._shape, dtype=self._out, device=self._device)
-        return self._sum.to(self._out)
+        return cast(self._sum, self._out)
 
     def _add_in_place(self, left: Tensor, right: Tensor) -> None:
         if self._sum is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from xent.core.chunks import rows_per_block
 
-__all__ = ["Rows", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum", "shifted"]
+__all__ = ["Rows", "cast", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum", "shifted", "span"]
 
 _ALIGNED = 8  # elements, 16 bytes of the 16-bit dtypes
 
@@ -149,6 +149,16 @@ def row_sum(block: Tensor) -> Tensor:
     if block.device.type == "cuda":
         return block.sum(-1, dtype=torch.float64).to(block.dtype)
     return block.sum(-1) if block.shape[0] > 1 else block.expand(2, -1).sum(-1)[:1]
+
+
+def span(values: Tensor, start: int, stop: int) -> Tensor:
+    """Return values[start:stop], without an operation if these are all rows."""
+    return values if stop - start == values.shape[0] else values[start:stop]
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values in `dtype`, without an operation if they have it."""
+    return values if values.dtype == dtype else values.to(dtype)
 
 
 def shifted(values: Tensor, shift: int, fill: Any) -> Tensor:

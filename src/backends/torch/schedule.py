@@ -7,8 +7,7 @@ first. A call with a single chunk, or in a CUDA graph, computes all rows and doe
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -17,8 +16,7 @@ from xent.backends.torch.host_number import HostNumber
 __all__ = ["Part", "Schedule"]
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Rows [start, stop) of the schedule's order."""
 
     start: int
