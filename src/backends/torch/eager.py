@@ -22,7 +22,7 @@ from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.ops import NO_SECOND, undisturbed
 from xent.backends.torch.options import Options, pack
 from xent.backends.torch.replay import replayed
-from xent.backends.torch.rows import gradient_like
+from xent.backends.torch.rows import cast, gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
 __all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
@@ -142,10 +142,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
-        upstream = _upstream(ctx, of_loss, of_stats)
-        if all(one is None for one in upstream):
-            return (None,) * 5
-        if not ctx.is_made:
+        if ctx.is_made:
+            if of_loss is None:
+                return (None,) * 5
+            anchor, deferred, *kept = ctx.saved_tensors
+            made = [
+                scaled(ctx.kernel, grad, of_loss, deferred) if need else None
+                for grad, need in zip(kept, ctx.needs, strict=True)
+            ]
+        else:
+            upstream = _upstream(ctx, of_loss, of_stats)
+            if all(one is None for one in upstream):
+                return (None,) * 5
             anchor, source, weight, bias, norm, entropy, *tensors = ctx.saved_tensors
             options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
             if all(map(is_simple, upstream)):
@@ -156,14 +164,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
                 made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
-        else:
-            anchor, deferred, *kept = ctx.saved_tensors
-            made = [
-                scaled(ctx.kernel, grad, of_loss, deferred) if need else None
-                for grad, need in zip(kept, ctx.needs, strict=True)
-            ]
         grads = [
-            once(anchor, partial(grad.to, dtype)) if need and grad is not None else None
+            once(anchor, partial(cast, grad, dtype)) if need and grad is not None else None
             for grad, dtype, need in zip(made, ctx.dtypes, ctx.needs, strict=True)
         ]
         return *grads, None, None

@@ -31,10 +31,10 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
 def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
     """Return a gradient times 0-d factors of the accumulation dtype, rounded once; with `inplace` overwrite it."""
     factor = upstream if deferred is None else upstream * deferred
-    if factor.device.type == "cpu" or grad.dtype == factor.dtype or not grad.numel():
+    if factor.is_cpu or grad.dtype == factor.dtype or not grad.numel():
         if not inplace:
             return grad * factor
-        return grad if factor.device.type == "cpu" and float(factor) == 1 else grad.mul_(factor)
+        return grad if factor.is_cpu and float(factor) == 1 else grad.mul_(factor)
     # On an accelerator PyTorch rounds a 0-d factor to the gradient's dtype first, but not a 1-d factor.
     out = grad if inplace else torch.empty_like(grad)
     step = rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)
