@@ -35,10 +35,8 @@ class Facts:
     """(N,) bool: rows whose loss and gradient are exactly 0; None if it is known that there are none."""
     invalid: Tensor | None
     """(N,) bool: rows with a target outside [0, V), whose loss and gradient are NaN; None if there are none."""
-    weight: Tensor
-    """(N,) a_i."""
-    unweighted: bool
-    """Whether it is known that all a_i are 1."""
+    given_weight: Tensor | None
+    """(N,) a_i; None if it is known that all are 1."""
     scale: Tensor
     """(N,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     deferred: Tensor | None
@@ -55,6 +53,11 @@ class Facts:
     """The classes that a sampler allowed for each row; None for all classes."""
     upstream: Upstream | None
     """The upstream gradients of the statistics, (N,) each; None if there are none."""
+
+    @property
+    def weight(self) -> Tensor:
+        """(N,) a_i."""
+        return torch.ones_like(self.scale) if self.given_weight is None else self.given_weight
 
     @property
     def idle(self) -> Tensor | None:
@@ -79,7 +82,7 @@ class Facts:
             ignored=None if self.ignored is None else self.ignored[rows],
             dead=dead,
             invalid=None if self.invalid is None else self.invalid[rows],
-            weight=self.weight[rows],
+            given_weight=None if self.given_weight is None else self.given_weight[rows],
             scale=self.scale[rows],
             bend=None if self.bend is None else self.bend[rows],
             support=None if self.support is None else self.support.select(rows),
@@ -150,43 +153,43 @@ def gather_facts(
     if shift and options.temperature is not None:
         options = options._replace(temperature=shifted(options.temperature, shift, 1))
     bend = bend_of(options, acc)
-    sample = options.sample_weight
-    if sample is None:
+    weight: Tensor | None = None
+    if options.sample_weight is not None:
+        weight = shifted(options.sample_weight.to(acc), shift, 0).flatten()
+    elif ignored is not None or invalid is not None:
         weight = torch.ones(count, dtype=acc, device=device)
-    else:
-        weight = shifted(sample.to(acc), shift, 0).flatten()
-    if ignored is not None:
+    if weight is not None and ignored is not None:
         weight = weight.masked_fill(ignored, 0)
-    ones = sample is None and ignored is None and invalid is None
-    divisor = _divisor(options, weight, row_weight, ignored, invalid) if spec.reduction == "mean" else None
-    dead = None
-    if divisor is not None and not isinstance(divisor, Tensor) and divisor == 0:
-        dead = torch.ones_like(weight, dtype=torch.bool)
-    elif sample is not None or ignored is not None or not on_cpu:
-        dead = weight == 0
-        if isinstance(divisor, Tensor):
-            dead = dead | (divisor == 0)
+    divisor = _divisor(options, weight, row_weight, invalid, count, acc) if spec.reduction == "mean" else None
+    dead: Tensor | None = None
+    inverse: Any = 1.0
+    if isinstance(divisor, Tensor):
+        dead, inverse = (divisor == 0).repeat(count), torch.where(divisor == 0, 0, 1 / divisor)
+    elif divisor == 0:
+        dead, inverse = torch.ones(count, dtype=torch.bool, device=device), 0.0
+    elif divisor is not None:
+        inverse = 1 / divisor
+    if weight is not None:
+        dead = weight == 0 if dead is None else dead | (weight == 0)
         if on_cpu and not bool(dead.any()):
             dead = None
-    if invalid is not None:
+    elif narrow or isinstance(divisor, Tensor):
+        weight = torch.ones(count, dtype=acc, device=device)
+    if weight is not None and invalid is not None:
         weight = weight.masked_fill(invalid, torch.nan)
         dead = None if dead is None else dead & ~invalid
-    scale, deferred = weight, None
-    if divisor is not None or narrow:
-        inverse: Any = 1
-        if isinstance(divisor, Tensor):
-            inverse = torch.where(divisor == 0, 0, 1 / divisor)
-        elif divisor is not None:
-            inverse = 1 / divisor if divisor else 0.0
-        if narrow:
-            # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
-            # weights they could overflow. So the stored gradients have row factors of at most 1.
-            largest = (weight if row_weight is None else weight * row_weight).abs().nan_to_num()
-            size = largest.amax() if len(largest) else weight.new_ones(())
-            size = torch.where(size == 0, 1, size)
-            scale, deferred = weight / size, inverse * size
-        else:
-            scale = torch.full_like(weight, inverse) if ones and not isinstance(inverse, Tensor) else weight * inverse
+    deferred = None
+    if weight is None:
+        scale = torch.full((count,), inverse, dtype=acc, device=device)
+    elif narrow:
+        # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row
+        # weights they could overflow. So the stored gradients have row factors of at most 1.
+        largest = (weight if row_weight is None else weight * row_weight).abs().nan_to_num()
+        size = largest.amax() if len(largest) else weight.new_ones(())
+        size = torch.where(size == 0, 1, size)
+        scale, deferred = weight / size, inverse * size
+    else:
+        scale = weight if divisor is None else weight * inverse
     statistics = None
     if upstream is not None:
         scale = torch.zeros_like(scale) if upstream.loss is None else scale * upstream.loss.to(acc).flatten()
@@ -204,8 +207,7 @@ def gather_facts(
         ignored=ignored,
         dead=dead,
         invalid=invalid,
-        weight=weight,
-        unweighted=ones,
+        given_weight=weight,
         scale=scale,
         deferred=deferred,
         divisor=divisor,
@@ -311,19 +313,31 @@ def _of_rows(dtype: torch.dtype, invalid: Tensor | None, upstream: Tensor) -> Te
     return rows if invalid is None else rows.masked_fill(invalid, torch.nan)
 
 
+def _product(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the product of two weights (N,); None stands for 1 in all rows."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one * other
+
+
 def _divisor(
-    options: Options, weight: Tensor, row_weight: Tensor | None, ignored: Tensor | None, invalid: Tensor | None
+    options: Options,
+    weight: Tensor | None,
+    row_weight: Tensor | None,
+    invalid: Tensor | None,
+    count: int,
+    dtype: torch.dtype,
 ) -> Tensor | float:
-    """Return the divisor of "mean", as a number if the host knows it without synchronising."""
+    """Return the divisor of "mean" over `count` rows, as a number if the host knows it without synchronising."""
     number, tensor = divisor_of(options)
     if number is not None:
         return number
     if tensor is None:
-        if options.sample_weight is None and row_weight is None and ignored is None and invalid is None:
-            return float(weight.shape[0])
-        parts = weight if row_weight is None else weight * row_weight
+        parts = _product(weight, row_weight)
+        if parts is None:
+            return float(count)
         tensor = (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
-    return float(tensor) if tensor.device.type == "cpu" else tensor.to(weight.dtype)
+    return float(tensor) if tensor.is_cpu else tensor.to(dtype)
 
 
 def _has_target(shape: torch.Size, shift: int, device: torch.device) -> Tensor:

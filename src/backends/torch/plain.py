@@ -39,7 +39,7 @@ class PlainPass:
     def __init__(self, facts: Facts, results: Results) -> None:
         self.facts = facts
         self.results = results
-        self._acc = facts.weight.dtype
+        self._acc = facts.scale.dtype
         self._scratch: dict[str, Tensor] = {}
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
@@ -57,7 +57,7 @@ class PlainPass:
     ) -> Iterator["_Block"]:
         count, vocabulary = logits.shape
         step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
-        if count == self.facts.weight.shape[0] and count <= step:
+        if count == self.facts.scale.shape[0] and count <= step:
             yield _Block(self, logits, slice(None), grad, target_logits)
             return
         for first in range(0, count, step):
@@ -89,7 +89,7 @@ class _Block:
         facts, results = parent.facts, parent.results
         self.facts, self.results, self.spec = facts, results, facts.spec
         self.whole = rows == slice(None)
-        in_grad = grad is not None and grad.dtype == facts.weight.dtype
+        in_grad = grad is not None and grad.dtype == facts.scale.dtype
         self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
         self.target = None if facts.target is None else self._of(facts.target)
         self.spread = self.spec.label_smoothing / facts.vocabulary
@@ -230,7 +230,8 @@ class _Block:
     def _losses(self, lse: Tensor | None) -> tuple[Any, Any]:
         """Record the losses, from log p in `work`; return the shares."""
         facts, results = self.facts, self.results
-        log_p, weight = self.work, self._of(facts.weight)
+        log_p = self.work
+        weight = None if facts.given_weight is None else self._of(facts.given_weight)
         share, total = self._shares()
         if self.target is None:
             loss = -row_sum(_product(share, log_p))
@@ -246,10 +247,9 @@ class _Block:
                 spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
                 loss = loss - self.spread * row_sum(spread_over)
             self._record(results.nll, nll)
-        if not facts.unweighted:
-            loss = weight * loss
+        loss = loss if weight is None else weight * loss
         if lse is not None:
-            z_term = weight * self.spec.z_loss * lse.square()
+            z_term = (self.spec.z_loss if weight is None else weight * self.spec.z_loss) * lse.square()
             if self.spec.z_loss:
                 loss = loss + z_term
             self._record(results.z_term, self._alive(z_term))

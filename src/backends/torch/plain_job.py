@@ -46,7 +46,7 @@ class PlainJob:
     ) -> None:
         self.spec = options.spec
         self._facts = self._ordered = self.gather(options, vocabulary, dtype, shift, upstream, narrow)
-        self.count = self._facts.weight.shape[0]
+        self.count = self._facts.scale.shape[0]
         self.deferred = self._facts.deferred
         self._order: Tensor | None = None
         self._number = self.count
@@ -98,7 +98,7 @@ class PlainJob:
         if norm is None:
             self.logits(logits, grad, None)
             return
-        run = self._start_pass(self._facts, Results(loss=self._facts.weight, norm=norm, entropy=entropy))
+        run = self._start_pass(self._facts, Results(loss=self._facts.scale, norm=norm, entropy=entropy))
         for start, block, out in logit_blocks(logits, grad):
             assert out is not None
             run.backward(block, start, out)

@@ -67,13 +67,13 @@ class Results:
 
     def _count(self, facts: Facts) -> Tensor:
         if facts.ignored is None:
-            return torch.full((), len(facts.weight), dtype=torch.int64, device=facts.weight.device)
+            return torch.full((), facts.scale.shape[0], dtype=torch.int64, device=facts.scale.device)
         return (~facts.ignored).sum()
 
 
 def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
     """Return unfilled results for the rows of `facts`."""
-    names, like = facts.spec.stats, facts.weight
+    names, like = facts.spec.stats, facts.scale
     wants_prediction = "predictions" in names or "accuracy" in names
     return Results(
         loss=torch.empty_like(like),
@@ -120,6 +120,6 @@ def _truth(facts: Facts) -> Tensor:
     """Return the target class of each row, (N,); for class probabilities the most probable class."""
     if facts.target is not None:
         return facts.target
-    count, step = len(facts.weight), 256
+    count, step = facts.scale.shape[0], 256
     blocks = [facts.probability_block(i, min(i + step, count)).argmax(-1) for i in range(0, count, step)]
-    return torch.cat(blocks) if blocks else facts.weight.new_empty(0, dtype=torch.int64)
+    return torch.cat(blocks) if blocks else facts.scale.new_empty(0, dtype=torch.int64)

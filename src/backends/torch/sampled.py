@@ -28,9 +28,9 @@ class SupportPass:
         self._facts, self._results = facts, results
         self._support: Support = facts.support
         # One block on a GPU, because the host waits for the number of pairs of each block.
-        self._step = max(len(facts.weight), 1)
-        if facts.weight.device.type == "cpu":
-            self._step = max(_PAIRS * len(facts.weight) // max(len(facts.support.ids), 1), 1)
+        self._step = max(len(facts.scale), 1)
+        if facts.scale.device.type == "cpu":
+            self._step = max(_PAIRS * len(facts.scale) // max(len(facts.support.ids), 1), 1)
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""

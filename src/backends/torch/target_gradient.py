@@ -28,7 +28,7 @@ def of_logits(upstream: Upstream, logits: Tensor, options: Options) -> Tensor:
     """Return the gradient of the target for logits (..., V), contiguous, in the target's dtype."""
     facts = _facts(upstream, logits.shape[-1], logits.dtype, options)
     made = options.target.new_empty(options.target.shape)
-    grad, step = made.view(len(facts.weight), facts.vocabulary), _rows_per_block(facts, logits.device)
+    grad, step = made.view(len(facts.scale), facts.vocabulary), _rows_per_block(facts, logits.device)
     for start, block in Rows(logits).blocks(step):
         grad[start : start + len(block)] = _block(facts, block, start)
     return made
@@ -39,8 +39,8 @@ def of_linear(upstream: Upstream, linear: Linear, options: Options) -> Tensor:
     vocabulary, device = len(linear.weight), linear.weight.device
     facts = _facts(upstream, vocabulary, linear.compute, options, linear.shift)
     made = options.target.new_zeros(options.target.shape)
-    grad, count = made.view(len(facts.weight), vocabulary), len(linear.hidden)
-    wide, padded = facts.weight.dtype, linear.padded
+    grad, count = made.view(len(facts.scale), vocabulary), len(linear.hidden)
+    wide, padded = facts.scale.dtype, linear.padded
     step = max(min(linear.rows_per_chunk(wide.itemsize, False), count), 1)
     room = torch.empty(step, linear.columns, dtype=wide, device=device)
     for first in range(0, count, step):
@@ -64,13 +64,13 @@ def _facts(upstream: Upstream, vocabulary: int, dtype: torch.dtype, options: Opt
 
 
 def _rows_per_block(facts: Facts, device: torch.device) -> int:
-    return rows_per_block(facts.vocabulary, facts.weight.itemsize, device.type, torch.get_num_threads())
+    return rows_per_block(facts.vocabulary, facts.scale.itemsize, device.type, torch.get_num_threads())
 
 
 def _block(facts: Facts, logits: Tensor, start: int) -> Tensor:
     """Return the gradient (R, V) of the targets of R rows from `start` on, in the accumulation dtype."""
     spec, rows = facts.spec, slice(start, start + len(logits))
-    x = logits.to(facts.weight.dtype)
+    x = logits.to(facts.scale.dtype)
     scale: Any = spec.logit_scale
     cap: Any = spec.softcap
     if facts.bend is not None:
