@@ -19,6 +19,8 @@ def reduced(values: Tensor, facts: Facts) -> Tensor:
         return total
     if isinstance(divisor, Tensor):
         return torch.where(divisor == 0, 0, total / divisor)
+    if total.is_cpu and divisor >= 1:  # so that the quotient is in the dtype's range
+        return total.fill_(float(total) / divisor)  # as exact as PyTorch's division by a number, which takes longer
     return total / divisor if divisor else torch.zeros_like(total)
 
 
