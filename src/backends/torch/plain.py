@@ -253,7 +253,11 @@ class _Block:
             if self.spec.z_loss:
                 loss = loss + z_term
             self._record(results.z_term, self._alive(z_term))
-        self._record(results.loss, self._alive(loss))
+        loss = self._alive(loss)
+        if self.whole:
+            results.found_loss = loss
+        else:
+            self._record(results.loss, loss)
         return share, total
 
     def _gradient(self, share: Any, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:

@@ -98,7 +98,7 @@ class PlainJob:
         if norm is None:
             self.logits(logits, grad, None)
             return
-        run = self._start_pass(self._facts, Results(loss=self._facts.scale, norm=norm, entropy=entropy))
+        run = self._start_pass(self._facts, Results(self._facts.scale, norm=norm, entropy=entropy))
         for start, block, out in logit_blocks(logits, grad):
             assert out is not None
             run.backward(block, start, out)

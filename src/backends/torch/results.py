@@ -15,7 +15,10 @@ __all__ = ["Results", "new_results", "scattered"]
 class Results:
     """Per-row results (N,), in the accumulation dtype, which a row pass fills. Those that are not needed are None."""
 
-    loss: Tensor
+    like: Tensor
+    """A tensor with the shape, dtype and device of the losses."""
+    found_loss: Tensor | None = None
+    """The losses, None until some are computed."""
     norm: Tensor | None = None
     """(3, N): the largest x, log sum_c exp(x_c - largest), and an unused row. Their sum, lse, would be rounded."""
     lse: Tensor | None = None
@@ -25,6 +28,13 @@ class Results:
     log_sum_sq_probs: Tensor | None = None
     mean_logit: Tensor | None = None
     z_term: Tensor | None = None
+
+    @property
+    def loss(self) -> Tensor:
+        """The losses, or memory for them."""
+        if self.found_loss is None:
+            self.found_loss = torch.empty_like(self.like)
+        return self.found_loss
 
     def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
         """Return the statistics in the order of the spec, those per row as (N,); `reduced` reduces losses (N,)."""
@@ -76,7 +86,7 @@ def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
     names, like = facts.spec.stats, facts.scale
     wants_prediction = "predictions" in names or "accuracy" in names
     return Results(
-        loss=torch.empty_like(like),
+        like,
         norm=norm,
         lse=torch.empty_like(like) if "lse" in names else None,
         nll=torch.empty_like(like) if "nll" in names else None,
@@ -100,7 +110,8 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
     loss = spread(results.loss)
     assert loss is not None
     return Results(
-        loss=loss,
+        loss,
+        loss,
         lse=spread(results.lse),
         nll=spread(results.nll),
         entropy=spread(results.entropy),
