@@ -51,9 +51,8 @@ def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list
 
 def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
     """Call a function with the tensor's device as the current device, and without autocast."""
-    device = tensor.device
-    if private.any_autocast() or (device.type == "cuda" and device.index != torch.cuda.current_device()):
-        return undisturbed(function, device, *args)
+    if private.any_autocast() or (tensor.is_cuda and tensor.device.index != torch.cuda.current_device()):
+        return undisturbed(function, tensor.device, *args)
     return function(*args)
 
 
@@ -69,8 +68,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool) -> Any:
-        ctx.rest, ctx.kernel, ctx.inplace = options[-2:], options.kernel, inplace
-        ctx.is_made = makes_gradient_first(options.spec.reduction, logits.dtype)
+        ctx.kernel, ctx.is_made = options.kernel, makes_gradient_first(options.spec.reduction, logits.dtype)
         if ctx.is_made:
             source = logits.detach()
             grad = source if inplace else gradient_like(source)
@@ -83,6 +81,7 @@ class _CrossEntropy(torch.autograd.Function):
             loss, stats = _run(options.kernel, logits, logits_driver.forward, logits.detach(), None, norm, options)
             entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(options.tensors))
+            ctx.rest, ctx.inplace = options[-2:], inplace
             ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
         if stats:
             ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))

@@ -144,7 +144,7 @@ class PlainJob:
         results = self._results or new_results(self._ordered)
         if self._order is not None:
             results = scattered(results, self._order[: self._number], self.count)
-        return reduced(results.loss, facts), results.stats(facts, reduced)
+        return reduced(results.loss, facts), results.stats(facts, reduced) if facts.spec.stats else []
 
 
 STARTERS["torch"] = PlainJob, scale

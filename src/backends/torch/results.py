@@ -84,6 +84,8 @@ class Results:
 def new_results(facts: Facts, norm: Tensor | None = None) -> Results:
     """Return unfilled results for the rows of `facts`."""
     names, like = facts.spec.stats, facts.scale
+    if not names:
+        return Results(like, norm=norm)
     wants_prediction = "predictions" in names or "accuracy" in names
     return Results(
         like,
