@@ -119,10 +119,10 @@ def gather_facts(
     """
     spec, acc = options.spec, accumulation_dtype(dtype)
     device, on_cpu = options.target.device, options.target.is_cpu
-    has_classes = not options.target.is_floating_point()
-    shape = options.target.shape if has_classes else options.target.shape[:-1]
+    has_probabilities = options.target.is_floating_point()
+    shape = options.target.shape[:-1] if has_probabilities else options.target.shape
     count, invalid, ignored = shape.numel(), None, None
-    if not has_classes:
+    if has_probabilities:
         target, probabilities = None, Rows(options.target)
         source = None if not shift else shifted(torch.arange(count, device=device).view(shape), shift, 0)
         if shift:
