@@ -83,8 +83,9 @@ def rows_per_chunk(
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
         elements = min(max(wanted * vocabulary, least), int(largest * growth))
         most = max(elements // vocabulary, _ROWS_WANTED)
-    chunks = max(math.ceil(rows / most), 1)
-    even = max(math.ceil(rows / chunks), 1)
+    if rows <= most:
+        return max(rows, 1)
+    even = math.ceil(rows / math.ceil(rows / most))
     rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
     return rounded if device not in ("cpu", "mlx-cpu") and rounded <= min(most, rows) else even
 

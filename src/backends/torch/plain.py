@@ -30,7 +30,7 @@ from xent.core.chunks import rows_per_block
 
 __all__ = ["PlainPass"]
 
-_NO_UPSTREAM = Upstream()
+_NO_UPSTREAM, _WHOLE = Upstream(), slice(None)
 
 
 class PlainPass:
@@ -58,7 +58,7 @@ class PlainPass:
         count, vocabulary = logits.shape
         step = rows_per_block(vocabulary, self._acc.itemsize, logits.device.type, torch.get_num_threads())
         if count == self.facts.scale.shape[0] and count <= step:
-            yield _Block(self, logits, slice(None), grad, target_logits)
+            yield _Block(self, logits, _WHOLE, grad, target_logits)
             return
         for first in range(0, count, step):
             part = slice(first, min(first + step, count))
@@ -88,7 +88,7 @@ class _Block:
         self.parent, self.z, self.rows, self.grad, self.target_logits = parent, z, rows, grad, target_logits
         facts, results = parent.facts, parent.results
         self.facts, self.results, self.spec = facts, results, facts.spec
-        self.whole = rows == slice(None)
+        self.whole = rows is _WHOLE
         in_grad = grad is not None and grad.dtype == facts.scale.dtype
         self.work: Tensor = grad if in_grad and grad is not None else parent.scratch("work", z)
         self.target = None if facts.target is None else self._of(facts.target)
