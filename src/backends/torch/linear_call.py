@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.product_sum import rounds_sums
-from xent.backends.torch.rows import cast
 from xent.core.chunks import rows_per_chunk
 
 __all__ = ["Linear"]
@@ -37,16 +36,23 @@ class Linear:
         """All fields."""
         return self.input, self.weight, self.bias, self.shift, self.workspace, self.compute, self.needs
 
-    @cached_property
+    @property
     def hidden(self) -> Tensor:
         """Hidden states (N, D), in the caller's dtype."""
-        source = self.input
-        return source if source.dim() == 2 else source.reshape(source.shape[:-1].numel(), source.shape[-1])
+        return self.input if self.input.dim() == 2 else self._flat
 
     @cached_property
+    def _flat(self) -> Tensor:
+        return self.input.reshape(self.input.shape[:-1].numel(), self.input.shape[-1])
+
+    @property
     def classifier(self) -> Tensor:
         """Weight (V, D), in the compute dtype."""
-        return cast(self.weight, self.compute)
+        return self.weight if self.weight.dtype == self.compute else self._converted
+
+    @cached_property
+    def _converted(self) -> Tensor:
+        return self.weight.to(self.compute)
 
     @cached_property
     def classifier_bias(self) -> Tensor | None:
