@@ -31,9 +31,8 @@ class Gradients:
         """Start with no chunk."""
         self._linear, self._schedule = linear, schedule
         self._needs_input, self._needs_weight, self._needs_bias = linear.needs
-        source, weight = linear.input, linear.weight
-        if self._needs_input:
-            self._input = torch.empty(linear.hidden.shape, dtype=kept_dtype(source.dtype), device=source.device)
+        weight = linear.weight
+        self._input: Tensor | None = None
         if self._needs_weight:
             chunks = schedule.chunks()
             self._weight = ProductSum(weight.shape, linear.compute, weight.dtype, weight.device, chunks)
@@ -57,19 +56,32 @@ class Gradients:
         """Write the gradient of a part's hidden states only."""
         if not self._needs_input:
             return
-        if part.rows is None and self._input.dtype == grad_logits.dtype:
-            torch.mm(grad_logits, self._linear.classifier, out=span(self._input, part.start, part.stop))
+        classifier, source = self._linear.classifier, self._linear.hidden
+        fits = part.rows is None and kept_dtype(source.dtype) == grad_logits.dtype
+        if fits and part.stop - part.start == source.shape[0]:
+            self._input = grad_logits @ classifier
+            return
+        place = self._memory()
+        if fits:
+            torch.mm(grad_logits, classifier, out=place[part.start : part.stop])
         else:
-            part.put(grad_logits @ self._linear.classifier, self._input)
+            part.put(grad_logits @ classifier, place)
 
     def of_input(self) -> Tensor | None:
         """Return the gradient of the input after the last part; None if it is not needed."""
         if not self._needs_input:
             return None
+        made, shape = self._memory(), self._linear.input.shape
         if self._schedule.left_out is not None:
-            self._input.index_fill_(0, self._schedule.left_out, 0)
-        shape = self._linear.input.shape
-        return self._input if len(shape) == 2 else self._input.view(shape)
+            made.index_fill_(0, self._schedule.left_out, 0)
+        return made if len(shape) == 2 else made.view(shape)
+
+    def _memory(self) -> Tensor:
+        """Return the memory of the input's gradient."""
+        if self._input is None:
+            source = self._linear.hidden
+            self._input = torch.empty(source.shape, dtype=kept_dtype(source.dtype), device=source.device)
+        return self._input
 
     def of_classifier(self, vocabulary: int) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of the first `vocabulary` classes of weight and bias; None if they are not needed."""

@@ -85,7 +85,7 @@ def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     `Function.apply` itself looks at every argument for such wrappers, which takes 3 us in Python. Without `alive`: it.
     """
-    direct: Callable[..., Any] = super(torch.autograd.Function, function).apply
+    direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return direct if hasattr(_functorch, "unwrap_if_dead") else function.apply
 
 
