@@ -149,6 +149,24 @@ def test_upstream_gradients_that_are_views(target: Target, function: str, reduct
             assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_tensors_of_an_ended_transform(target: Target, function: str, reduction: str) -> None:
+    leaves, classes = draw(target, function)
+    kept: list[Tensor] = []
+
+    def keep(*wrapped: Tensor) -> Tensor:
+        kept.extend(wrapped)
+        return torch.stack([one.sum() for one in wrapped]).sum()
+
+    torch.func.grad(keep, argnums=tuple(range(len(leaves))))(*leaves)
+    found, expected = (
+        torch.autograd.grad(loss_of(target, function, tensors, classes, reduction=reduction).sum(), leaves)
+        for tensors in (kept, leaves)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("argument", ["logits", "sample_weight"])
 def test_arguments_with_a_negative_bit(target: Target, argument: str) -> None:
     logits, sample = torch.randn(5, 11, device=target.device), torch.rand(5, device=target.device)

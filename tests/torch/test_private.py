@@ -110,7 +110,7 @@ from torch.autograd import forward_ad
 names = ["_are_functorch_transforms_active", "_len_torch_function_stack", "_len_torch_dispatch_stack", "_is_tracing"]
 hidden = [(torch._C, name) for name in names]
 names = ["is_functorch_wrapped_tensor", "get_unwrapped", "maybe_get_level", "get_interpreter_stack"]
-hidden += [(torch._C._functorch, name) for name in (*names, "is_legacy_batchedtensor")]
+hidden += [(torch._C._functorch, name) for name in (*names, "is_legacy_batchedtensor", "unwrap_if_dead")]
 hidden += [(torch._C._autograd, "_get_current_graph_task_keep_graph"), (forward_ad, "_current_level")]
 held = [(module, name, getattr(module, name)) for module, name in hidden]
 for module, name in hidden:

@@ -93,7 +93,7 @@ def run_logits(logits: Tensor, options: Options, axis: int, inplace: bool, quiet
         options = read(options)
         if inplace and needs_grad:
             _check_inplace(given)
-        loss, stats = eager.cross_entropy(logits, options, needs_grad, inplace)
+        loss, stats = eager.cross_entropy(private.alive(logits), options, needs_grad, inplace)
     elif _compiles_a_transform():
         from xent.backends.torch import compiled
 
@@ -129,6 +129,8 @@ def run_linear(
         return _with_target(made, options, source, weight, bias, needs, shift, workspace, compute)
     if quiet:
         options = read(options)
+        source, weight = private.alive(source), private.alive(weight)
+        bias = None if bias is None else private.alive(bias)
         linear = Linear(source, weight, bias, shift, workspace, compute, (needs[0], needs[1], needs[2]))
         loss, stats = eager.linear_cross_entropy(linear, options)
         return _shaped(loss, stats, options.spec, source.shape[:-1])

@@ -34,7 +34,7 @@ _REPLAYED = frozenset(("triton",))
 def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of logits (..., V)."""
     if needs_grad:
-        loss, _, *stats = _apply_to_logits(private.alive(logits), options, inplace)
+        loss, _, *stats = _apply_to_logits(logits, options, inplace)
         return loss, stats
     loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, None, None, options)
     return loss, stats
@@ -43,9 +43,7 @@ def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: b
 def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of hidden states and a classifier."""
     if any(linear.needs):
-        source, weight, bias = private.alive(linear.input), private.alive(linear.weight), linear.bias
-        bias = None if bias is None else private.alive(bias)
-        loss, _, *stats = _apply_to_linear(source, weight, bias, linear, options)
+        loss, _, *stats = _apply_to_linear(linear.input, linear.weight, linear.bias, linear, options)
         return loss, stats
     made = _run(options.kernel, linear.input, linear_driver.forward, linear, options)
     return made.loss, made.stats
