@@ -95,8 +95,9 @@ def _in_chunks(linear: Linear, job: Job, wanted: bool, wide: bool = False) -> li
         logits = span(room, 0, count)
         grad = logits if memory is room else span(memory, 0, count)
         padded.write_logits(taken.hidden, logits)
-        place = linear.without_padding(grad) if gradients is not None else None
-        job.chunk(linear.without_padding(logits), part, place, taken.target_logits)
+        block = linear.without_padding(logits)
+        place = None if gradients is None else block if grad is logits else linear.without_padding(grad)
+        job.chunk(block, part, place, taken.target_logits)
         if gradients is not None:
             if taken.trained is not taken.hidden:
                 grad[:, vocabulary:].zero_()  # a skipped row with NaN times the padding's 0 gave NaN

@@ -166,5 +166,5 @@ def is_watched() -> bool:
         or _function_modes()
         or transforms_possible()
         or jit_traces()
-        or forward_mode()
+        or getattr(forward_ad, "_current_level", 0) >= 0
     )
