@@ -53,8 +53,7 @@ def backward(
 ) -> list[Tensor]:
     """Return the gradients. Logits are recomputed chunk by chunk, and the sums are taken from `kept`."""
     job = ShardJob(options, layout, linear.compute, linear.shift, saved=Saved(kept, upstream))
-    wide = options.spec.exact and linear.weight.device.type == "cpu"
-    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, wide, False).backward(linear)
+    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, options.spec.exact, False).backward(linear)
 
 
 def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
