@@ -174,8 +174,10 @@ class LogitsProblem:
     def set_up(self, in_place: bool = False, fresh: bool = True) -> tuple[Tensor, ...]:
         """Return (logits, target); for a call in place a copy of the logits, which `fresh` restores."""
         self.clear()
-        if not in_place:
+        if not in_place and not self.case.batch:
             return self.leaf.view_as(self.leaf), self.target
+        if not in_place:  # PyTorch would make the gradient of a leaf with gaps contiguous
+            return _Producer.apply(self._anchor, self.template, self.received), self.target
         if self._copy is None or fresh:
             self._copy = self.template.clone() if self._copy is None else self._copy.copy_(self.template)
         return _Producer.apply(self._anchor, self._copy, self.received), self.target
@@ -196,7 +198,7 @@ class LogitsProblem:
 
 
 class _Producer(torch.autograd.Function):
-    """A stand-in for the model: a loss in place needs logits that are not a leaf or a view of one."""
+    """A stand-in for the model, for logits that must not be a leaf or a view of one: in place, or with gaps."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, logits: Tensor, received: list[Tensor]) -> Tensor:
