@@ -63,9 +63,9 @@ def merge_kernel(peaks, totals, others, other_totals, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def order_kernel(z, found, logit_scale, BLOCK: tl.constexpr):
+def order_kernel(z, found, logit_scale, SCALED: tl.constexpr, BLOCK: tl.constexpr):
     places = tl.arange(0, BLOCK)
-    tl.store(found + places, maths.order(tl.load(z + places), places < BLOCK - 1, logit_scale))
+    tl.store(found + places, maths.order(tl.load(z + places), places < BLOCK - 1, logit_scale, SCALED))
 
 
 def spread(least: float, most: float, *edges: float) -> np.ndarray:
@@ -157,11 +157,11 @@ def test_pairs_merge(target: Target) -> None:
     torch.testing.assert_close(sums.cpu().double(), expected, rtol=1e-6, atol=1e-37)
 
 
-@pytest.mark.parametrize("logit_scale", [1.0, 0.0, -2.0])
-def test_order_is_that_of_the_activations(target: Target, logit_scale: float) -> None:
+@pytest.mark.parametrize(("logit_scale", "scaled"), [(1.0, False), (1.0, True), (0.0, True), (-2.0, True)])
+def test_order_is_that_of_the_activations(target: Target, logit_scale: float, scaled: bool) -> None:
     values = torch.tensor([3.0, -INF, np.nan, -2.0, INF, 0.0, 1e30, 5.0])
     found = torch.empty(8, device=target.device)
-    order_kernel[(1,)](values.to(target.device), found, logit_scale, BLOCK=8)
+    order_kernel[(1,)](values.to(target.device), found, logit_scale, SCALED=scaled, BLOCK=8)
     expected = torch.where(values.isnan(), INF, values * logit_scale if logit_scale else torch.zeros(8))
     expected[7] = -INF  # outside the row
     assert torch.equal(found.cpu().argsort(stable=True), expected.argsort(stable=True))

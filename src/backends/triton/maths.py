@@ -138,12 +138,12 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, inside, logit_scale):
+def order(z, inside, logit_scale, SCALED: tl.constexpr):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
 
     NaN is largest.
     """
-    key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z))
+    key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z)) if SCALED else z
     return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
 
 

@@ -136,7 +136,7 @@ def probabilities_kernel(
             x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
             peaks = tl.maximum(peaks, tl.where(inside, x, -float("inf")))
             if predictions is not None or hits is not None:
-                key = order(z, inside, logit_scale)
+                key = order(z, inside, logit_scale, SCALED)
                 at = tl.where(key > best, classes, at)
                 best = tl.maximum(best, key)
             if hits is not None:

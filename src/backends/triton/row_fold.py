@@ -70,7 +70,7 @@ def _add(
     if AVERAGED:
         v += in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if PREDICTED:
-        key = order(z, inside if MASKED else True, logit_scale)
+        key = order(z, inside if MASKED else True, logit_scale, SCALED)
         largest = tl.max(tl.reshape(key, [LANES, BLOCK // LANES]), 1)
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)

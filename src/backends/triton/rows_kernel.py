@@ -243,7 +243,7 @@ def rows_kernel(
             z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
             classes = first + tl.arange(0, BLOCK) - off
             inside = (classes >= 0) & (classes < vocabulary)
-            found = tl.min(tl.where(inside & (order(z, inside, logit_scale) == top), classes, NOWHERE), 0)
+            found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), classes, NOWHERE), 0)
             if predictions is not None:
                 tl.store(predictions + row, found.to(tl.int64))
             if hits is not None:

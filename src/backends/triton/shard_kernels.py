@@ -159,7 +159,7 @@ def shard_fold_kernel(
         z = fetch(source, block, whole, BLOCK, "evict_first").to(tl.float32)
         ids = block + tl.arange(0, BLOCK) - off
         inside = (ids >= 0) & (ids < classes_here)
-        found = tl.min(tl.where(inside & (order(z, inside, logit_scale) == top), ids, NOWHERE), 0)
+        found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), ids, NOWHERE), 0)
         tl.store(place + KEY * slot, top)
         tl.store(place + (KEY + 1) * slot, (first_class + found).to(tl.float32, bitcast=True))
 

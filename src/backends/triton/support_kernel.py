@@ -160,7 +160,7 @@ def support_kernel(
             x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
             peaks = tl.maximum(peaks, tl.where(known, x, -float("inf")))
             if PREDICTED:
-                key = order(z, known, logit_scale)
+                key = order(z, known, logit_scale, SCALED)
                 largest = tl.max(key, 0)
                 lowest = tl.min(tl.where(known & (key == largest), classes, NOWHERE), 0)
                 found = tl.where(largest > top, lowest, tl.where(largest == top, tl.minimum(found, lowest), found))

@@ -80,7 +80,7 @@ def tile_kernel(
         inside = columns < width
         z = tl.load(tile + columns, mask=inside, other=0.0).to(tl.float32)
         if best is not None:
-            key = order(z, inside, logit_scale)
+            key = order(z, inside, logit_scale, SCALED)
             largest = tl.max(key, 0)
             lowest = tl.min(tl.where(key == largest, columns, NOWHERE), 0) + first
             found = tl.where(largest > top, lowest, found)
