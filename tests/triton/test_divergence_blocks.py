@@ -38,6 +38,41 @@ def test_first_block(
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
 
 
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("place", [3, 50])
+@pytest.mark.parametrize("first", [0.0, -120.0])
+def test_equal_distributions(
+    target: Target, monkeypatch: pytest.MonkeyPatch, beta: float, place: int, first: float
+) -> None:
+    """Loss and gradient are exactly 0, also if the most probable class is not in the first block."""
+    monkeypatch.setattr(divergence_job, "_BLOCK", 16)
+    torch.manual_seed(0)
+    logits = 3 * torch.randn(4, 88)
+    logits[:, :16] += first
+    logits[:, place] = 25
+    logits = logits.to(target.device).requires_grad_()
+    loss = xent.divergence(logits, logits.detach().clone(), beta=beta, backend=target.name)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert not logits.grad.any()
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("side", ["student", "teacher"])
+def test_unknown_rows_are_nan(target: Target, beta: float, dtype: torch.dtype, value: float, side: str) -> None:
+    torch.manual_seed(0)
+    student, teacher = torch.randn(2, 3, 88)
+    (student if side == "student" else teacher)[1, 40] = value
+    leaf = student.to(target.device, dtype).requires_grad_()
+    other = teacher.to(target.device, dtype)
+    loss = xent.divergence(leaf, other, beta=beta, reduction="none", backend=target.name)
+    loss.sum().backward()
+    assert loss.isnan().tolist() == [False, True, False]
+    assert leaf.grad.isnan().any(-1).tolist() == [False, True, False]
+
+
 def top_k(logits: torch.Tensor, tail: str) -> xent.TopKTeacher:
     found = torch.log_softmax(logits.double(), -1).topk(5)
     return xent.TopKTeacher(found.indices, found.values.float(), tail=tail)

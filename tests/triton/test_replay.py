@@ -299,6 +299,17 @@ def test_targets_are_looked_at_as_soon_as_it_is_asked(target: Target, monkeypatc
         results_of(xent.cross_entropy, logits, classes, backend="triton")
 
 
+def test_calls_that_look_at_few_targets_are_not_repeated(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (facts, options, replay):
+        monkeypatch.setattr(module, "looks_at_targets", lambda device: True)
+    for seed in range(4):
+        logits, classes, _ = draw(target, seed, {})
+        results_of(xent.cross_entropy, logits, classes, backend="triton")
+    classes[2] = V
+    with pytest.raises(IndexError, match=r"target\[2\] is 72"):
+        results_of(xent.cross_entropy, logits, classes, backend="triton")
+
+
 def test_memory_that_ends_with_the_logits_is_another_kind(
     target: Target, recordings: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
+from xent.backends.torch.recorder import is_recording
 from xent.backends.torch.rows import Rows, cast, shifted
 from xent.backends.torch.support import Support, check_support, support_of
 from xent.core.spec import LARGEST, LossSpec
@@ -279,7 +280,7 @@ def check_targets(options: Options, vocabulary: int, shift: int, first: bool = T
         used = used[..., shift:]
     if not used.numel():
         return True
-    if used.numel() <= _FEW:
+    if used.numel() <= _FEW and not is_recording():  # the recorder does not see `tolist`
         numbers = used.flatten().tolist()
         low, high = min(numbers), max(numbers)
     else:

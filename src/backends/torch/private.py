@@ -83,7 +83,8 @@ alive: Callable[[Tensor], Tensor] = _found(_functorch, "unwrap_if_dead", lambda 
 def apply_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return a Function's `apply` for calls outside torch.func, whose tensors are `alive`.
 
-    `Function.apply` itself looks at every argument for such wrappers, which takes 3 us in Python. Without `alive`: it.
+    `Function.apply` itself looks at every argument for such wrappers, which takes 3 us in Python. It is returned where
+    PyTorch has no `alive`.
     """
     direct: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     return direct if hasattr(_functorch, "unwrap_if_dead") else function.apply

@@ -107,7 +107,7 @@ def divergence_kernel(
         mean = tl.zeros([BLOCK], tl.float32)
         best, best_t = tl.full([BLOCK], -float("inf"), tl.float32), tl.zeros([BLOCK], tl.float32)
         offset = 0.0
-        top = 0.0  # the teacher's logit of the student's most probable class
+        highest, top = 0.0, 0.0  # the student's largest x, and the teacher's x of that class
         if REVERSE:
             # The offset is the mean of d in the first block: summed terms and their rounding are small.
             e = exp(x - m_p)
@@ -128,7 +128,8 @@ def divergence_kernel(
                 best_t = tl.where(x > best, t, best_t)
                 best = tl.maximum(best, x)
         if EXACT and MIXED:
-            top = tl.max(tl.where(best == tl.max(best, 0), best_t, -float("inf")), 0)
+            highest = tl.max(best, 0)
+            top = tl.max(tl.where(best == highest, best_t, -float("inf")), 0)
         z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
         if ((z_p >= NEAR) & (z_p < FAR_ABOVE) & (z_q >= NEAR) & (z_q < FAR_ABOVE)) == 0:
             m_p, m_q = -float("inf"), -float("inf")
@@ -159,6 +160,7 @@ def divergence_kernel(
                     top = tl.where(largest_p > m_p, block_top, top)
                 m_p, m_q = largest_p, largest_q
             m_p, m_q = finite(m_p), finite(m_q)
+            highest = m_p
             z_p, z_q = tl.sum(s_p, 0), tl.sum(s_q, 0)
         # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
         # exact.
@@ -173,8 +175,8 @@ def divergence_kernel(
             if EXACT:
                 # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
                 # v is close to it.
-                top = top - m_q - shift
-                _top_cost, _top_p, offset = mixture(top, alpha, beta, FROM_P)
+                apart = (top - m_q) - (highest - m_p) - shift
+                _top_cost, _top_p, offset = mixture(apart, alpha, beta, FROM_P)
         found = tl.zeros([BLOCK], tl.float32)
         surprise = tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
@@ -205,13 +207,14 @@ def divergence_kernel(
                         tl.debug_barrier()
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
-        # shift - shift is NaN if one of the sides has a NaN.
-        tl.store(loss + here, (tl.sum(found, 0) + (shift - shift)) * tl.load(weight + here))
+        # `mixture` is finite for NaN. This is NaN if one of the sides has a NaN or no finite logit.
+        unknown = shift - shift
+        tl.store(loss + here, (tl.sum(found, 0) + unknown) * tl.load(weight + here))
         if entropy is not None:
             tl.store(entropy + here, tl.sum(surprise, 0) + tl.log(z_p))
         if grad is not None:
             if MIXED:
-                pull = tl.sum(mean, 0)
+                pull = tl.sum(mean, 0) + unknown
                 for back in range(0, last + 1, BLOCK):
                     first = last - back
                     z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)

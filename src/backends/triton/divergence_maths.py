@@ -28,8 +28,7 @@ LN2_PER_BIT = tl.constexpr(0.6931471805599453 / 2**23)
 def exact_exp(x):
     """Return e^x for x < 88 with an error of one or two roundings for any x; 0 below e^-87.
 
-    GPUs approximate 2^x to two units in the last place. The polynomial is for
-    [-ln(2) / 2, ln(2) / 2].
+    GPUs approximate 2^x to two units in the last place. The polynomial is for [-ln(2) / 2, ln(2) / 2].
     """
     near = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
     whole = tl.floor(near * LOG2E + 0.5)
@@ -70,7 +69,7 @@ def _of_pair(a, small, large):
         (small KL(o || m) + large KL(w || m)) per class = w c        M = m / w = 1 + s (e^u - 1)        L = log M
         c = s u e^u - M L        s = small        u = a
 
-    If e^a is very large, c is relative to o and the roles are exchanged. For small u, terms of first order, which
+    If a > 4, c is relative to o and the roles are exchanged. For small u, terms of first order, which
     cancel, are left out: c = -(s (E - u) + (L - y) + y (L - u)) with E = e^u - 1 and y = s E.
 
     L is 2 atanh(z) with z = y / (2 + y), after factors of two are taken out of M. Without these, L - y is
@@ -94,7 +93,7 @@ def _of_pair(a, small, large):
     log = tl.fma(power.to(tl.float32), LN2_PER_BIT, tl.fma(z, 2.0, third))
     near = tl.fma(share, excess, tl.fma(y, log - u, tl.fma(-y, z, third)))
     far = tl.fma(-share * power_of_e, u, mixed * log)
-    return -tl.where(is_near, near, far), from_o, log
+    return tl.maximum(-tl.where(is_near, near, far), 0.0), from_o, log
 
 
 @triton.jit

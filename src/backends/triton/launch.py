@@ -78,8 +78,9 @@ def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[A
             kinds.append(kind)
         else:  # a descriptor for the copy engine; these determine its layout
             kinds.append((argument.base.dtype, *argument.block_shape))
-            again = Derived(argument.base, partial(_of_tensor, argument.__class__, _fields_of(argument)))
-            noted = (*noted[:index], again, *noted[index + 1 :])
+            if is_recording():
+                again = Derived(argument.base, partial(_of_tensor, argument.__class__, _fields_of(argument)))
+                noted = (*noted[:index], again, *noted[index + 1 :])
     return kinds, values, noted
 
 
