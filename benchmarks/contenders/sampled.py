@@ -89,6 +89,7 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("xent", _LINEAR, _ours("linear_log_probs"), kind="ours"),
     Contender("TRL", _LINEAR, _trl_linear),
     Contender("CCE without entropy", _LINEAR, _cce),
+    Contender("torch", _LINEAR, _unfused(in_float32=False), holds_logits=True),
     Contender("torch fp32 logits", _LINEAR, _unfused(in_float32=True), holds_logits=True),
     Contender("torch checkpointed", _LINEAR, _checkpointed),
     Contender("xent", _LOGITS, _ours("log_probs"), kind="ours"),

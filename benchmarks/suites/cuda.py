@@ -156,6 +156,7 @@ _HOST = (
     _host(
         "linear", (1024, 128, 1024), (*_OURS, "xent 8 chunks"), Goal("xent 8 chunks", "host us a further chunk", 150)
     ),
+    _case("host", "linear log-probabilities", (64, 128, 1024), ("torch", "xent", "TRL"), Goal("xent", "loop", 2.0)),
     *HOST_ON_CPU,
 )
 
