@@ -119,7 +119,7 @@ class _Run:
         call, device = self.call, self.call.student.device.type
         size = student.bytes_per_row(call.accumulation)
         size += 0 if isinstance(teacher, TopK) else teacher.bytes_per_row(call.accumulation)
-        if call.weight is not None and wanted and call.compute.itemsize == 2 and call.kernel not in OVERLAYS:
+        if call.weight is not None and wanted and call.compute.itemsize == 2 and not _overlays(call):
             size += call.vocabulary * 2
         if not size:  # all logits are in memory already
             most = rows_per_block(call.vocabulary, call.accumulation.itemsize, device, torch.get_num_threads())
@@ -240,7 +240,7 @@ class _GradientOfClassifier:
         self._overlays = False
         if call.compute == room.dtype:
             return
-        self._overlays = call.kernel in OVERLAYS and room.dtype == torch.float32
+        self._overlays = _overlays(call)
         if self._overlays:
             self._memory = room.view(call.compute)[:, padded.columns :]
         else:
@@ -262,6 +262,14 @@ class _GradientOfClassifier:
 
     def result(self) -> list[Tensor]:
         return self._gradients.result(self._call.vocabulary)
+
+
+def _overlays(call: Divergence) -> bool:
+    """Return whether a chunk's 16-bit gradient is written over the float32 logits.
+
+    Not on CPUs: oneDNN's product of odd rows in bfloat16 multiplies what follows a row by 0, which is NaN for NaN.
+    """
+    return call.kernel in OVERLAYS and call.student.is_cuda
 
 
 def _linear_of(call: Divergence) -> Linear:
