@@ -130,16 +130,17 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool, writ
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
     run on a multiprocessor for short rows, and one for long rows, with as many loads in flight as registers allow.
-    Without a second pass, four small programs are best for all rows. Measured on an H200 (benchmarks/NOTES.md).
+    Without a second pass, four small programs are best for all rows. Measured on an H200 (benchmarks/NOTES.md). Rows of
+    up to 16 KiB are one block, whose largest logit is the best reference of sums.
     """
     row = vocabulary * itemsize
     is_odd = place.skewed or place.vector == 1
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
+    elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
+        block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or row <= 88 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif is_odd:
-        block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif row <= 160 * _KIB or predicted:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     else:
