@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import xent
+from tests.calls import as_on_cuda
 from tests.targets import Target
 from xent.backends.torch import linear as linear_driver
 from xent.backends.torch import schedule
@@ -54,13 +55,6 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """
     job, waits = job_of(target), []
 
-    def partition(self: Any, several: bool) -> Any:
-        device, self.device = self.device, SimpleNamespace(type="cuda")
-        try:
-            return near(self, several)
-        finally:
-            self.device = device
-
     class Number:
         def __init__(self, number: Tensor) -> None:
             self.number = number
@@ -89,7 +83,7 @@ def far(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         monkeypatch.setattr(job, "partition", far_partition)
     elif target.device == "cpu":
         monkeypatch.setattr(job, "_empty", lambda self, shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
-        monkeypatch.setattr(job, "partition", partition)
+        monkeypatch.setattr(job, "partition", as_on_cuda(near))
     monkeypatch.setattr(schedule, "HostNumber", Number)
     return waits
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.calls import as_on_cuda
 from tests.targets import Target
 from tests.triton.noted import note_launches
 from xent.backends.torch import devices, facts, options, replay
@@ -226,21 +227,13 @@ def test_chunks_are_repeated_while_all_rows_are_computed(
 
 def let_numbers_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let jobs partition rows as on a GPU, where the host has to wait for their number."""
-    partition = TritonJob.partition
-
-    def far(self: TritonJob, several: bool) -> Any:
-        device, self.device = self.device, SimpleNamespace(type="cuda")
-        try:
-            return partition(self, several)
-        finally:
-            self.device = device
 
     def start(self: HostNumber, number: Tensor) -> None:
         self._on_host, self._event = number.clone(), SimpleNamespace(synchronize=lambda: None)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(TritonJob, "_empty", lambda self, shape, dtype=torch.float32: torch.empty(shape, dtype=dtype))
-    monkeypatch.setattr(TritonJob, "partition", far)
+    monkeypatch.setattr(TritonJob, "partition", as_on_cuda(TritonJob.partition))
     monkeypatch.setattr(HostNumber, "_start", start)
 
 

@@ -9,7 +9,7 @@
 - Logits that are never stored: `tile_kernels`.
 - Before and after the matrix products of a linear loss: `facts_kernels`, `linear_kernels`, `coefficients_kernel`.
 - A vocabulary in shards: `shard_kernels`, `shard_land_kernels`, `shard_take_kernel`.
-- Divergences: `divergence_kernel`, `top_k_kernel`.
+- Divergences: `divergence_kernel` and `top_k_kernel`, which share `divergence_maths` and `divergence_memory`.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
 

@@ -12,31 +12,18 @@ caches, and the last one goes backwards. With d = t - x::
 In the last two, d and (for float32 logits) v are relative to an offset near their mean, which cancels.
 """
 
-import triton
 import triton.language as tl
 
 from xent.backends.triton.divergence_maths import gap, mixture, pulled
+from xent.backends.triton.divergence_memory import read
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exp, finite, slope
+from xent.backends.triton.maths import exp, finite, slope
 
-__all__ = ["divergence_kernel", "read"]
+__all__ = ["FAR_ABOVE", "NEAR", "divergence_kernel"]
 
 # A sum between these bounds is relative to a logit near the largest.
 NEAR = tl.constexpr(0.5)
 FAR_ABOVE = tl.constexpr(1e8)
-
-
-@triton.jit
-def read(
-    row, first, vocabulary, logit_scale, softcap,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Return a block of raw logits and its x, which is -inf beyond the end of the row."""
-    classes = first + tl.arange(0, BLOCK)
-    inside = classes < vocabulary
-    z = tl.load(row + classes, mask=inside, other=-float("inf")).to(tl.float32)
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
-    return z, tl.where(inside, x, -float("inf")) if SCALED or CAPPED else x
 
 
 @kernel
@@ -100,8 +87,8 @@ def divergence_kernel(
                 tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
     else:
         # Sums are relative to the largest logits of the first block, unless these are far from the largest of all.
-        _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
-        _t, t = read(t_row, 0, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED)
+        _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
+        _t, t = read(t_row, 0, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED, False)
         m_p, m_q = finite(tl.max(x, 0)), finite(tl.max(t, 0))
         s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK], tl.float32)
@@ -115,9 +102,9 @@ def divergence_kernel(
             offset = tl.sum(tl.where(e == 0, 0.0, e * (t - x)), 0) / tl.where(some == 0, 1.0, some)
         for step in range(0, last + 1, BLOCK):
             first = last - step if MIXED else step
-            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
             _t, t = read(
-                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED, False
             )
             e = exp(x - m_p)
             s_p += e
@@ -138,9 +125,17 @@ def divergence_kernel(
             offset = 0.0
             top = 0.0
             for first in range(0, last + 1, BLOCK):
-                _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
                 _t, t = read(
-                    t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                    t_row,
+                    first,
+                    vocabulary,
+                    teacher_scale,
+                    teacher_softcap,
+                    BLOCK,
+                    TEACHER_SCALED,
+                    TEACHER_CAPPED,
+                    False,
                 )
                 # If all x so far are -inf, there is nothing to rescale. NaN propagates to the sums.
                 largest_p = tl.maximum(m_p, tl.max(x, 0))
@@ -182,9 +177,9 @@ def divergence_kernel(
         mean = tl.zeros([BLOCK], tl.float32)
         for step in range(0, last + 1, BLOCK):
             first = step if MIXED else last - step
-            z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
             _t, t = read(
-                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED, False
             )
             x_apart, t_apart = x - m_p, t - m_q
             p, q = exp(x_apart) * share_p, exp(t_apart) * share_q
@@ -217,9 +212,17 @@ def divergence_kernel(
                 pull = tl.sum(mean, 0) + unknown
                 for back in range(0, last + 1, BLOCK):
                     first = last - back
-                    z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                    z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
                     _t, t = read(
-                        t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED
+                        t_row,
+                        first,
+                        vocabulary,
+                        teacher_scale,
+                        teacher_softcap,
+                        BLOCK,
+                        TEACHER_SCALED,
+                        TEACHER_CAPPED,
+                        False,
                     )
                     p = exp(x - m_p) * share_p
                     _cost, _p, v = mixture((t - m_q) - (x - m_p) - shift, alpha, beta, FROM_P)

@@ -1,80 +1,23 @@
 """Divergence and gradient of rows for a teacher that is known at K classes. One launch, one program per row.
 
 The probability of the other classes is summed directly, because 1 minus the probability of the K classes would cancel.
-So that the loops need not find the K classes, their logits are overwritten in the row after they were read: by -inf, or
-if -inf has a finite x, by a NaN with certain bits. With the teacher's q_k at the K classes, the rest t of its mass, the
-student's exponentials e_c of the other classes relative to a logit m_others near the largest of them, and their sum s::
+So that the loops need not find the K classes, their logits are hidden in the row after they were read
+(`divergence_memory`). With the teacher's q_k at the K classes, the rest t of its mass, the student's exponentials e_c
+of the other classes relative to a logit m_others near the largest of them, and their sum s::
 
     other classes    dl/dx_c = e_c ((sum q + t) e^(m_others - m) / Z - t / s)
     the K classes    dl/dx_k = (sum q + t) p_k - q_k
 """
 
-import triton
 import triton.language as tl
 
 from xent.backends.triton.divergence_kernel import FAR_ABOVE, NEAR
 from xent.backends.triton.divergence_maths import exact_exp, gap
+from xent.backends.triton.divergence_memory import hide, read
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, slope
 
 __all__ = ["top_k_kernel"]
-
-# Bits of NaNs that no computation returns.
-_MARK_32 = tl.constexpr(0x7FC5A5A5)
-_MARK_BF16 = tl.constexpr(0x7FE5)
-_MARK_FP16 = tl.constexpr(0x7EA5)
-
-
-@triton.jit
-def _bits(values):
-    """Return the bits of floating-point numbers as an integer of the same size."""
-    if values.dtype == tl.float32:
-        return values.to(tl.int32, bitcast=True)
-    else:
-        return values.to(tl.int16, bitcast=True)
-
-
-@triton.jit
-def _mark(dtype: tl.constexpr):
-    """Return the bits of a hidden logit."""
-    if dtype == tl.float32:
-        return _MARK_32
-    elif dtype == tl.bfloat16:
-        return _MARK_BF16
-    else:
-        return _MARK_FP16
-
-
-@triton.jit
-def _hide(row, ids, known, WIDTH: tl.constexpr, MARKED: tl.constexpr):
-    """Overwrite the logits of classes in a row, when all threads have read them."""
-    dtype: tl.constexpr = row.dtype.element_ty
-    if MARKED:
-        if dtype == tl.float32:
-            hidden = tl.full([WIDTH], _mark(dtype), tl.int32).to(dtype, bitcast=True)
-        else:
-            hidden = tl.full([WIDTH], _mark(dtype), tl.int16).to(dtype, bitcast=True)
-    else:
-        hidden = tl.full([WIDTH], -float("inf"), tl.float32).to(dtype)
-    tl.debug_barrier()
-    tl.store(row + ids, hidden, mask=known)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _read(
-    row, first, vocabulary, logit_scale, softcap,
-    BLOCK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
-    """Return a block of raw logits and its x, which is -inf for hidden classes and beyond the end of the row."""
-    classes = first + tl.arange(0, BLOCK)
-    inside = classes < vocabulary
-    stored = tl.load(row + classes, mask=inside, other=-float("inf"))
-    z = stored.to(tl.float32)
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, False)
-    if SCALED or CAPPED:
-        x = tl.where(inside & (_bits(stored) != _mark(stored.dtype)), x, -float("inf"))
-    return z, x
 
 
 @kernel
@@ -138,14 +81,14 @@ def top_k_kernel(
             log_q -= largest + tl.log(tl.sum(exp(log_q - largest), 0))
         q = tl.where(known, exact_exp(log_q), 0.0)
         mass = tl.sum(q, 0)
-        _hide(z_row, y, known, WIDTH, SCALED or CAPPED)
+        hide(z_row, y, known, WIDTH, SCALED or CAPPED)
         # The sum is relative to the largest logit of the first block, unless that is far from the largest of all.
-        _z, x = _read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+        _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, True)
         m_others = finite(tl.max(x, 0))
         sums = tl.zeros([BLOCK], tl.float32)
         below = tl.zeros([BLOCK], tl.float32)  # of e (m_others - x)
         for first in range(0, last + 1, BLOCK):
-            _z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+            _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, True)
             e = exp(x - m_others)
             sums += e
             if entropy is not None:
@@ -156,7 +99,7 @@ def top_k_kernel(
             sums = tl.zeros([BLOCK], tl.float32)
             below = tl.zeros([BLOCK], tl.float32)
             for first in range(0, last + 1, BLOCK):
-                _z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, True)
                 largest = tl.maximum(m_others, tl.max(x, 0))
                 shrink, e = exp(m_others - finite(largest)), exp(x - finite(largest))
                 if entropy is not None:
@@ -194,7 +137,7 @@ def top_k_kernel(
             each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)
             for back in range(0, last + 1, BLOCK):
                 first = last - back
-                z, x = _read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED)
+                z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, True)
                 if OVERLAID:
                     tl.debug_barrier()
                 g = exp(x - m_others) * each * (factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False))
