@@ -172,16 +172,18 @@ def test_allocator_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not devices.is_padded(tensor)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 7, 8, 9, 1024, 4096, 4097, 32_000, 43_520, 50_257, 81_920, 128_256, 10**6])
+@pytest.mark.parametrize(
+    "vocabulary", [1, 7, 8, 9, 1024, 4096, 4097, 16_384, 32_000, 43_520, 50_257, 81_920, 128_256, 10**6]
+)
 @pytest.mark.parametrize("dtype", SIZE)
-@pytest.mark.parametrize("predicted", [False, True])
+@pytest.mark.parametrize("busy", [False, True])
 @pytest.mark.parametrize("writes", [False, True])
-def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicted: bool, writes: bool) -> None:
+def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, busy: bool, writes: bool) -> None:
     base = torch.empty(2 * vocabulary + 16, dtype=dtype)
     for start in (0, 1):
         place = geometry(base[start : start + vocabulary], None)
         assert place is not None
-        size = sizes(vocabulary, dtype.itemsize, place, predicted, writes)
+        size = sizes(vocabulary, dtype.itemsize, place, busy, writes)
         assert size.block & (size.block - 1) == 0
         assert size.lanes & (size.lanes - 1) == 0
         assert size.block >= 2 * place.vector
@@ -193,4 +195,4 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicted: bool
         assert size.block * dtype.itemsize <= 64 * 1024
         assert 1 <= size.options["num_warps"] <= 32
         # The same bits of a loss with and without predictions, if no gradient is written.
-        assert writes or size == sizes(vocabulary, dtype.itemsize, place, not predicted, writes)
+        assert writes or size == sizes(vocabulary, dtype.itemsize, place, not busy, writes)

@@ -52,9 +52,9 @@ class Facts:
         self.all_rows = bool(names) or self.statistics
         """Whether rows with weight 0 must be computed, for their statistics or for gradients of these."""
         self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
-        needed = spec.reduction != "none" or narrow or self.counted is not None
+        needed = self.mean or self.counted is not None
         self.scratch = self._divided(divisor_of(options), narrow) if needed else None
-        """(4,) float32: D, 1 / D, the remaining factor of narrow gradients, and a counter of finished programs."""
+        """(3,) float32: D, 1 / D, and the remaining factor of narrow gradients."""
 
     def _empty(self, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -104,7 +104,7 @@ class Facts:
 
     def _divided(self, divisor: tuple[float | None, Tensor | None], narrow: bool) -> Tensor:
         """Compute and return `scratch`; fill `counted` if it is needed."""
-        scratch = self._empty(4)
+        scratch = self._empty(3)
         number, normalizer = divisor
         mean = self.spec.reduction == "mean"
         launch(

@@ -15,7 +15,7 @@ def divisor_kernel(
     sample_weight,
     class_weight,
     normalizer,  # () or None
-    scratch,  # float32: D, 1 / D or 0, remaining factor of narrow gradients, 0
+    scratch,  # float32: D, 1 / D or 0, remaining factor of narrow gradients
     counted,  # () int64: number of rows with a target; or None
     number: "fp32",  # the normalizer if it is a number
     count: "i64",
@@ -69,7 +69,6 @@ def divisor_kernel(
     tl.store(scratch, d)
     tl.store(scratch + 1, inverse)
     tl.store(scratch + 2, rest)
-    tl.store(scratch + 3, 0.0)
     if counted is not None:
         tl.store(counted, tl.sum(rows_counted, 0))
 

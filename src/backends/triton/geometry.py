@@ -125,13 +125,17 @@ class Sizes:
         return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
 
 
-def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool, writes: bool) -> Sizes:
-    """Return the sizes for rows of `vocabulary` classes. `writes`: whether the kernel writes their gradient.
+def sizes(vocabulary: int, itemsize: int, place: Geometry, busy: bool, writes: bool) -> Sizes:
+    """Return the sizes for rows of `vocabulary` classes.
+
+    `writes`: whether the kernel writes their gradient. `busy`: whether it predicts classes or caps logits, which takes
+    many instructions.
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
-    run on a multiprocessor for short rows, and one for long rows, with as many loads in flight as registers allow.
-    Without a second pass, four small programs are best for all rows. Measured on an H200 (benchmarks/NOTES.md). Rows of
-    up to 16 KiB are one block, whose largest logit is the best reference of sums.
+    run on a multiprocessor for short rows, and one for long rows. Few warps with many registers are best: each warp
+    computes a row's facts and coefficients again. Without a second pass, four small programs are best for all rows.
+    Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
+    reference of sums.
     """
     row = vocabulary * itemsize
     is_odd = place.skewed or place.vector == 1
@@ -139,12 +143,14 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, predicted: bool, writ
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
     elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
-    elif not writes or row <= 88 * _KIB:
+    elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif row <= 160 * _KIB or predicted:
+    elif busy:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
+    elif row <= 200 * _KIB:
+        block, warps, registers = 32 * _KIB // itemsize, 8, 128
     else:
-        block, warps, registers = 64 * _KIB // itemsize, 32, 0
+        block, warps, registers = 64 * _KIB // itemsize, 16, 128
     # A block has at least two vectors: the reference of a skewed row is found without the last vector of its first
     # block.
     block = max(block, 2 * place.vector)

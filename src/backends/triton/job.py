@@ -78,8 +78,7 @@ class TritonJob:
         """Compute the rows of a part."""
         place = geometry(logits, grad)
         assert place is not None
-        alone = self._order is None and part.start == 0 and part.stop == self.count
-        self._take_rows(Block(logits, grad, place, part.start, alone, self._order, target_logits), None)
+        self._take_rows(Block(logits, grad, place, part.start, self._order, target_logits), None)
 
     def _take_rows(self, block: Block, norm: Tensor | None) -> None:
         if self.facts.probabilities is not None:

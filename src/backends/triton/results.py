@@ -55,11 +55,6 @@ class Results:
             self._each("mean_logit", "mean_logit" in names),
         )
 
-    def new_total(self) -> Tensor:
-        """Return a new 0-d buffer for the reduced loss, which a launch is about to write."""
-        total = self._made["total"] = self._one()
-        return total
-
     def held(self, entries: int) -> Tensor:
         """Return a buffer (entries,) for gradients of (row, class) pairs; the same for all launches."""
         if self._held is None:
@@ -73,13 +68,10 @@ class Results:
         of_rows = facts.spec.accuracy_of_rows
         loss = self.loss
         _ = self.statistics  # allocates the buffers if there was no launch
-        total = loss if each_row else made.get("total")
-        missing = total is None
+        total = loss if each_row else self._one()
         total_z = self._one() if "z_loss" in names and not each_row else None
         accuracy = self._one() if "accuracy" in names and not of_rows else None
-        if total is None:
-            total = self._one()
-        if missing or total_z is not None or accuracy is not None:
+        if not each_row or accuracy is not None:
             launch(
                 sums_kernel,
                 1,
@@ -89,7 +81,7 @@ class Results:
                     made.get("hits"),
                     facts.scratch if facts.spec.reduction == "mean" else None,
                     facts.counted,
-                    total if missing else None,
+                    None if each_row else total,
                     total_z,
                     accuracy,
                     facts.count,

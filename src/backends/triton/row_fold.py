@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.maths import FLOOR, activate, exponent, finite, is_exact, order, quick_exponent, times
-from xent.backends.triton.row_memory import fetch
+from xent.backends.triton.row_memory import fetch, widen
 
 __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
 
@@ -79,7 +79,7 @@ def _add(
 
 @triton.jit
 def quick_sums(
-    source, z, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
+    source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
     BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
     RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
     CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
@@ -87,22 +87,24 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block, whose raw logits are `z`. The class `left_out` is excluded if it is not None.
-    Only the first and the last block are masked. Each block is loaded while the previous one is added.
+    m is the largest x of the first block. `z` and `ahead` are the first two blocks, as `fetch` returns them. The class
+    `left_out` is excluded if it is not None. Only the first and the last block are masked. Each block is loaded while
+    the previous one is added.
     """
-    ahead = fetch(source, BLOCK, whole, BLOCK, "evict_last")
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
     at = tl.zeros([LANES], tl.int32)
-    z = z.to(tl.float32)
+    z = widen(z, source, BLOCK)
     classes = tl.arange(0, BLOCK) - off
-    seen = classes < vocabulary
-    if SKEWED:
-        seen = seen & (classes >= 0) & (classes < BLOCK - VECTOR)
-    if left_out is not None:
-        seen = seen & (classes != left_out)
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    m = finite(tl.max(tl.where(seen, x, -float("inf")), 0))
+    seen = x
+    if SKEWED:
+        seen = tl.where((classes >= 0) & (classes < BLOCK - VECTOR) & (classes < vocabulary), seen, -float("inf"))
+    elif BLOCKS == 1:
+        seen = tl.where(classes < vocabulary, seen, -float("inf"))
+    if left_out is not None:
+        seen = tl.where(classes != left_out, seen, -float("inf"))
+    m = finite(tl.max(seen, 0))
     exact = is_exact(m, EXACT)
     s, t, u, q, v, best, at = _add(
         nothing, nothing, nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight,
@@ -111,8 +113,8 @@ def quick_sums(
     )  # fmt: skip
     end = last + (BLOCK if WHOLE else 0)
     for first in range(BLOCK, end, BLOCK):
-        z = ahead.to(tl.float32)
-        ahead = fetch(source, first + BLOCK, whole, BLOCK, "evict_last")
+        z = widen(ahead, source, BLOCK)
+        ahead = fetch(source, first + BLOCK, whole, BLOCK, VECTOR, "evict_last")
         s, t, u, q, v, best, at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
@@ -120,7 +122,7 @@ def quick_sums(
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
-            z = ahead.to(tl.float32)
+            z = widen(ahead, source, BLOCK)
             s, t, u, q, v, best, at = _add(
                 s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
                 logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
@@ -132,14 +134,14 @@ def quick_sums(
 @triton.jit
 def careful_sums(
     source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr,
-    SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr,
-    AVERAGED: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
+    QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
+    SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
 ):  # fmt: skip
     """Return m, whether it is exact, and the sums of each lane. m is the largest x of the row."""
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, last + 1, BLOCK):
-        z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
+        z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
         classes = first + tl.arange(0, BLOCK) - off
         x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
         inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
@@ -154,7 +156,7 @@ def careful_sums(
     best = s
     at = tl.zeros([LANES], tl.int32)
     for first in range(0, last + 1, BLOCK):
-        z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
+        z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
         s, t, u, q, v, _best, _at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK, SCALED, CAPPED,

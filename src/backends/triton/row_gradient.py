@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
-from xent.backends.triton.row_memory import edges, fetch, store
+from xent.backends.triton.row_memory import edges, fetch, store, widen
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
 
@@ -67,10 +67,10 @@ def write_gradient(
     loaded while the previous one is computed. The last block is masked, and the first block of a SKEWED row. Partial
     vectors of a RAGGED row are written at the end.
     """
-    ahead = fetch(source, last, whole, BLOCK, "evict_first")
+    ahead = fetch(source, last, whole, BLOCK, VECTOR, "evict_first")
     if not WHOLE:
-        z = ahead.to(tl.float32)
-        ahead = fetch(source, tl.maximum(last - BLOCK, start), last, BLOCK, "evict_first")
+        z = widen(ahead, source, BLOCK)
+        ahead = fetch(source, tl.maximum(last - BLOCK, start), last, BLOCK, VECTOR, "evict_first")
         g = gradient_block(
             z, last + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
             logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
@@ -80,8 +80,8 @@ def write_gradient(
     least = 1 if SKEWED else 0
     for back in range(least, blocks):
         first = start + (blocks - 1 - back + least) * BLOCK
-        z = ahead.to(tl.float32)
-        ahead = fetch(source, tl.maximum(first - BLOCK, start), first, BLOCK, "evict_first")
+        z = widen(ahead, source, BLOCK)
+        ahead = fetch(source, tl.maximum(first - BLOCK, start), first, BLOCK, VECTOR, "evict_first")
         g = gradient_block(
             z, first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
             logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
@@ -90,8 +90,9 @@ def write_gradient(
     if SKEWED:
         if last > start:
             g = gradient_block(
-                ahead.to(tl.float32), start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt,
-                delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
+                widen(ahead, source, BLOCK), start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor,
+                tilt, delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED,
+                FOLDED,
             )  # fmt: skip
             store(place, start, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
     if RAGGED:

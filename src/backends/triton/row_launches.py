@@ -16,7 +16,6 @@ from xent.backends.triton.rows_kernel import rows_kernel
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
 
 _GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
-_LARGEST_COUNT = 2**24  # float32 counts programs exactly up to here
 
 
 @dataclass(frozen=True)
@@ -28,8 +27,6 @@ class Block:
     place: Geometry
     start: int
     """The index of the first row, in the order of the call or in `order`."""
-    alone: bool
-    """Whether the block has all rows of the call."""
     order: Tensor | None = None
     """(N,) int64, the order in which rows are computed; None for the order of the call."""
     target_logits: Tensor | None = None
@@ -45,25 +42,24 @@ def blocks_of(logits: Tensor, grad: Tensor | None) -> Iterator[Block]:
     """Yield all rows of logits (..., V): as one block if a single launch can address them."""
     place = geometry(logits, grad)
     if place is not None:
-        yield Block(logits, grad, place, 0, True)
+        yield Block(logits, grad, place, 0)
         return
     for start, block, out in logit_blocks(logits, grad):
         found = geometry(block, out)
         assert found is not None
-        yield Block(block, out, found, start, False)
+        yield Block(block, out, found, start)
 
 
 def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | None) -> None:
     """Fold and finish the rows of a block. Write their gradient if `block.grad` is given, and `norm` if it is given."""
     spec, place, logits = facts.spec, block.place, block.logits
     loss, statistics = results.loss, results.statistics
-    predicted = "predictions" in spec.stats or "accuracy" in spec.stats
+    busy = "predictions" in spec.stats or "accuracy" in spec.stats or spec.softcap is not None
     programs, upstreams = block.count, facts.upstreams
-    reduced = block.alone and spec.reduction != "none" and 0 < programs < _LARGEST_COUNT and upstreams[0] is None
     if not programs:
         return
     half = logits.itemsize == 2
-    size = sizes(facts.vocabulary, logits.itemsize, place, predicted, block.grad is not None)
+    size = sizes(facts.vocabulary, logits.itemsize, place, busy, block.grad is not None)
     smoothed, bent = spec.label_smoothing != 0, facts.bent
     launch(
         rows_kernel,
@@ -86,14 +82,12 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             loss,
             norm,
             *statistics,
-            results.new_total() if reduced else None,
             *facts.rows,
             *facts.numbers,
         ),
         {
             "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
-            "REDUCED": reduced,
             "ALL_ROWS": facts.all_rows,
             **place.constants(),
             "EXACT": not half,

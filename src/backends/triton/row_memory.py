@@ -2,29 +2,51 @@
 
 A row may begin at any address (SKEWED). It is then read from the last multiple of 16 bytes before it, `off` elements
 earlier.
+
+16-bit elements are loaded and kept as pairs, the first in the low half of an int32. A block that is loaded ahead so
+takes half the registers, and no instructions until it is used (`widen`).
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["edges", "fetch", "fetch_if", "fill", "store"]
+__all__ = ["edges", "fetch", "fill", "store", "widen"]
+
+# Pairs of -inf.
+NO_BFLOAT16 = tl.constexpr(-0x007F0080)
+NO_FLOAT16 = tl.constexpr(-0x03FF0400)
+HIGH = tl.constexpr(-0x10000)
 
 
 @triton.jit
-def fetch(row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Load a block of a row, in the whole vectors that begin before `whole`. Other elements are -inf."""
-    lanes = first + tl.arange(0, BLOCK)
-    return tl.load(row + lanes, mask=lanes < whole, other=-float("inf"), eviction_policy=POLICY)
+def fetch(row, first, whole, BLOCK: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr):
+    """Load a block of a row, in the whole vectors that begin before `whole`. Other elements are -inf.
 
-
-@triton.jit
-def fetch_if(wanted, row, first, whole, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """Do the same as `fetch` if `wanted`, else return -inf.
-
-    The loads can start as soon as `wanted` is known, before a branch that depends on more.
+    Return pairs, (BLOCK / 2,) int32, of vectors of 8 elements; else (BLOCK,) elements. `widen` takes both.
     """
-    lanes = first + tl.arange(0, BLOCK)
-    return tl.load(row + lanes, mask=(lanes < whole) & wanted, other=-float("inf"), eviction_policy=POLICY)
+    if VECTOR == 8:
+        NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
+        pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
+        lanes = tl.arange(0, BLOCK // 2)
+        return tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
+    else:
+        lanes = tl.arange(0, BLOCK)
+        return tl.load(row + first + lanes, mask=lanes < whole - first, other=-float("inf"), eviction_policy=POLICY)
+
+
+@triton.jit
+def widen(values, row, BLOCK: tl.constexpr):
+    """Return what `fetch` loaded of `row` as (BLOCK,) float32."""
+    if values.shape[0] == BLOCK:
+        return values.to(tl.float32)
+    elif row.dtype.element_ty == tl.bfloat16:
+        low = (values << 16).to(tl.float32, bitcast=True)
+        high = (values & HIGH).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.join(low, high), [BLOCK])
+    else:
+        low = values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        high = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [BLOCK])
 
 
 @triton.jit
@@ -33,14 +55,14 @@ def store(
     VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Store a block of a row in whole vectors. The partial vectors of a RAGGED row are left out, see `edges`."""
-    lanes = first + tl.arange(0, BLOCK)
+    lanes = tl.arange(0, BLOCK)
     g = g.to(row.dtype.element_ty)
     if MASKED:
         begin = (skew + VECTOR - 1) // VECTOR * VECTOR if RAGGED else 0
         end = (vocabulary + skew) // VECTOR * VECTOR
-        tl.store(row + lanes, g, mask=(lanes >= begin) & (lanes < end), cache_modifier=".cs")
+        tl.store(row + first + lanes, g, mask=(lanes >= begin - first) & (lanes < end - first), cache_modifier=".cs")
     else:
-        tl.store(row + lanes, g, cache_modifier=".cs")
+        tl.store(row + first + lanes, g, cache_modifier=".cs")
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-__all__ = ["reduce_rows", "see_all", "store_nothing", "take_ticket"]
+__all__ = ["reduce_rows", "store_nothing"]
 
 
 @triton.jit
@@ -25,24 +25,6 @@ def store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq,
         tl.store(log_sum_sq + row, 0.0)
     if mean_logit is not None:
         tl.store(mean_logit + row, 0.0)
-
-
-@triton.jit
-def take_ticket(counter):
-    """Count this program as done, after it has stored its row's loss. Return the number of programs counted before it.
-
-    An atomic with acquire semantics would invalidate the L1 cache, which holds the row. Only the last program acquires,
-    in `see_all`.
-    """
-    tl.debug_barrier()
-    return tl.atomic_add(counter, 1.0, sem="release")
-
-
-@triton.jit
-def see_all(counter):
-    """Acquire the stores that all programs made before they were counted."""
-    tl.atomic_add(counter, 0.0, sem="acq_rel")
-    tl.debug_barrier()
 
 
 @triton.jit

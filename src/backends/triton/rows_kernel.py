@@ -25,8 +25,8 @@ from xent.backends.triton.row_algebra import (
 )
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
-from xent.backends.triton.row_memory import fetch, fetch_if, fill
-from xent.backends.triton.row_results import reduce_rows, see_all, store_nothing, take_ticket
+from xent.backends.triton.row_memory import fetch, fill, widen
+from xent.backends.triton.row_results import store_nothing
 
 __all__ = ["rows_kernel"]
 
@@ -68,7 +68,7 @@ def rows_kernel(
     nll_upstream_stride: "i64",
     entropy_upstream,
     entropy_upstream_stride: "i64",
-    scratch,  # float32: D, 1 / D (0 for D = 0), remaining factor of narrow gradients, counter of programs; or None
+    scratch,  # float32: D, 1 / D (0 for D = 0), remaining factor of narrow gradients; or None
     loss,  # (N,) float32, like all results
     norm,  # (3, N): m, others, total; or None
     lse,
@@ -79,7 +79,6 @@ def rows_kernel(
     z_term,
     log_sum_sq,
     mean_logit,
-    total_loss,  # () float32, with REDUCED
     count: "i64",  # N
     length: "i64",
     shift: "i64",
@@ -95,7 +94,6 @@ def rows_kernel(
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
-    REDUCED: tl.constexpr,  # the last program reduces the losses
     ALL_ROWS: tl.constexpr,  # rows with weight 0 are computed for statistics or gradients of these
     SKEWED: tl.constexpr,  # rows may begin off 16-byte boundaries
     RAGGED: tl.constexpr,  # rows may begin or end off 16-byte boundaries
@@ -149,7 +147,8 @@ def rows_kernel(
     whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
     # The first loads need only the target. They start before the branch, which needs all facts of the row.
     wanted = ~ignored
-    first_block = fetch_if(wanted, source, 0, whole, BLOCK, "evict_last")
+    first_block = fetch(source, 0, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
+    second_block = fetch(source, BLOCK, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
     lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
     if target_logits is None:
         z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
@@ -160,11 +159,8 @@ def rows_kernel(
         if VECTOR > 1:
             place = tl.multiple_of(place, 16)
 
-    ticket = 0.0
     if (ignored if ALL_ROWS else dead) != 0:
         tl.store(loss + row, 0.0)
-        if REDUCED:
-            ticket = take_ticket(scratch + 3)
         if norm is not None:
             tl.store(norm + row, 0.0)
             tl.store(norm + count + row, 0.0)
@@ -175,7 +171,7 @@ def rows_kernel(
     else:
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, first_block, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
+            source, first_block, second_block, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
@@ -190,7 +186,7 @@ def rows_kernel(
         if ((total > least) & (total < most) & (EXACT | (tl.abs(m) < FAR))) == 0:
             m, exact, s, t, u, q, v = careful_sums(
                 source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
-                BLOCK, LANES, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
+                BLOCK, LANES, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
             )  # fmt: skip
             others, mixed, below, squares, level = joined(
                 s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
@@ -216,8 +212,6 @@ def rows_kernel(
         if Z_LOSS:
             cost += squared
         tl.store(loss + row, tl.where(dead, 0.0, a * cost))
-        if REDUCED:
-            ticket = take_ticket(scratch + 3)
         if norm is not None:
             tl.store(norm + row, m)
             tl.store(norm + count + row, others)
@@ -240,7 +234,7 @@ def rows_kernel(
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
-            z = fetch(source, first, whole, BLOCK, "evict_last").to(tl.float32)
+            z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
             classes = first + tl.arange(0, BLOCK) - off
             inside = (classes >= 0) & (classes < vocabulary)
             found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), classes, NOWHERE), 0)
@@ -279,11 +273,3 @@ def rows_kernel(
                 )  # fmt: skip
                 tl.debug_barrier()
                 tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
-
-    if REDUCED:
-        if ticket == (tl.num_programs(0) - 1).to(tl.float32):
-            see_all(scratch + 3)
-            if MEAN:
-                tl.store(total_loss, reduce_rows(loss, count, scratch, 1024))
-            else:
-                tl.store(total_loss, reduce_rows(loss, count, None, 1024))

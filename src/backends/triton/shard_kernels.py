@@ -17,7 +17,7 @@ from xent.backends.triton.maths import FLOOR, LN2, activate, exp, exponent, orde
 from xent.backends.triton.row_algebra import bend_of_row
 from xent.backends.triton.row_fold import careful_sums, lane_of_target, quick_sums, turn
 from xent.backends.triton.row_gradient import write_gradient
-from xent.backends.triton.row_memory import fetch, fill
+from xent.backends.triton.row_memory import fetch, fill, widen
 
 __all__ = ["shard_fold_kernel", "shard_gradient_kernel"]
 
@@ -113,7 +113,8 @@ def shard_fold_kernel(
     source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
     last = (classes_here + off - 1) // BLOCK * BLOCK
     whole = (classes_here + off + VECTOR - 1) // VECTOR * VECTOR
-    first_block = fetch(source, 0, whole, BLOCK, "evict_last")
+    first_block = fetch(source, 0, whole, BLOCK, VECTOR, "evict_last")
+    second_block = fetch(source, BLOCK, whole, BLOCK, VECTOR, "evict_last")
     if target_logits is None:
         z_y = tl.load(logits + begin + y, mask=owned, other=0.0).to(tl.float32)
     else:
@@ -121,7 +122,7 @@ def shard_fold_kernel(
 
     lane, classes, in_lane, z_lane = lane_of_target(True, source, off, y, classes_here, BLOCK, LANES, BLOCKS)
     m, _exact, s, t, u, q, v, best, at = quick_sums(
-        source, first_block, off, last, whole, classes_here, y, class_weight, logit_scale, softcap,
+        source, first_block, second_block, off, last, whole, classes_here, y, class_weight, logit_scale, softcap,
         BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, True, QUICK, SCALED, CAPPED, WEIGHED, ENTROPY,
         SQUARED, AVERAGED, PREDICTED,
     )  # fmt: skip
@@ -132,7 +133,7 @@ def shard_fold_kernel(
     if ((total >= LEAST) & (total < LARGEST)) == 0:
         m, _exact, s, t, u, q, v = careful_sums(
             source, off, last, whole, classes_here, y, -float("inf"), class_weight, logit_scale, softcap,
-            BLOCK, LANES, RAGGED, True, QUICK, SCALED, CAPPED, WEIGHED, ENTROPY, SQUARED, AVERAGED,
+            BLOCK, LANES, RAGGED, VECTOR, True, QUICK, SCALED, CAPPED, WEIGHED, ENTROPY, SQUARED, AVERAGED,
         )  # fmt: skip
         total, mixed, below, squares, level = _joined(
             s, t, u, q, v, off, lane, in_lane, z_lane, classes, m, class_weight, logit_scale, softcap,
@@ -156,7 +157,7 @@ def shard_fold_kernel(
     if PREDICTED:
         top = tl.max(best, 0)
         block = tl.min(tl.where(best == top, at, NOWHERE), 0)
-        z = fetch(source, block, whole, BLOCK, "evict_first").to(tl.float32)
+        z = widen(fetch(source, block, whole, BLOCK, VECTOR, "evict_first"), source, BLOCK)
         ids = block + tl.arange(0, BLOCK) - off
         inside = (ids >= 0) & (ids < classes_here)
         found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), ids, NOWHERE), 0)
