@@ -63,6 +63,15 @@ def test_logits(target: Target, launches: Launches, reduction: str, dtype: torch
     assert counted(launches) == ({"scale": 1} if made_first else {**again, "gradient": 1})
 
 
+def test_logits_without_the_last_token(target: Target, launches: Launches) -> None:
+    batch = torch.randn(2, 4, V - 1, device=target.device).bfloat16()
+    logits = batch[:, :-1].requires_grad_()
+    loss = xent.cross_entropy(logits, torch.zeros(2, 3, dtype=torch.int64, device=target.device), backend=target.name)
+    assert counted(launches) == FORWARD["mean"]
+    torch.autograd.grad(loss, logits)
+    assert counted(launches) == {"scale": 1}
+
+
 @pytest.mark.parametrize("reduction", FORWARD)
 @pytest.mark.parametrize("kind", ["no_grad", "inference_mode", "frozen"])
 def test_no_gradient_is_written_if_none_is_required(

@@ -14,6 +14,7 @@ from tests.triton.noted import note_launches
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.job import TritonJob
+from xent.backends.triton.linear_launches import scale
 from xent.core.spec import LossSpec
 
 INF, NAN = float("inf"), float("nan")
@@ -264,6 +265,39 @@ def test_logits_without_the_last_token_take_one_launch(target: Target, monkeypat
     again = xent.cross_entropy(copy, classes, reduction="none", backend=target.name)
     assert torch.equal(loss, again)
     assert torch.equal(grad, torch.autograd.grad(again, copy, torch.ones_like(again))[0])
+
+
+GAPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "last token": lambda batch: batch[:, :-1],
+    "first token": lambda batch: batch[:, 1:],
+    "last classes": lambda batch: batch[..., :31],
+    "token and classes": lambda batch: batch[:, :-1, :31],
+    "long rows": lambda batch: batch.view(2, -1)[:, :-1],
+}
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("name", GAPS)
+def test_a_gradient_with_gaps_is_scaled_in_its_memory(
+    target: Target, name: str, factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = note_launches(monkeypatch)
+    batch = padded(torch.randn(2, 270, 33, device=target.device).bfloat16())
+    grad, expected = GAPS[name](batch), batch.clone()
+    GAPS[name](expected).copy_((grad.float() * factor).bfloat16())
+    assert scale(grad, torch.tensor(factor, device=target.device), None, True) is grad
+    assert torch.equal(batch, expected)
+    assert [kernel for kernel, *_ in noted] == ["scale_kernel"]
+
+
+def test_layouts_that_no_kernel_addresses_are_scaled(target: Target) -> None:
+    values = torch.randn(4, 4, 6, 33, device=target.device).bfloat16()
+    for grad in (values[:, :3, :2], values.transpose(0, 3)[:, :-1], values[:, :-1]):
+        for inplace in (False, True):
+            expected = (grad.float() * 0.3).bfloat16()
+            found = scale(grad, torch.tensor(0.3, device=target.device), None, inplace)
+            assert torch.equal(found, expected)
+            assert (found is grad) == inplace
 
 
 @pytest.mark.parametrize("vocabulary", [33, 40])

@@ -3,11 +3,13 @@
 import torch
 from torch import Tensor
 
+from xent.backends.torch import steps
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import is_dense
 from xent.backends.torch.schedule import Part
 from xent.backends.triton.coefficients_kernel import coefficients_kernel
 from xent.backends.triton.facts import Facts
+from xent.backends.triton.geometry import rows_of
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.linear_kernels import scale_kernel, take_kernel
 from xent.backends.triton.machine import multiprocessors
@@ -128,18 +130,20 @@ def launch_coefficients(
 
 def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
     """Return a gradient times 0-d factors, rounded once; in its own memory with `inplace`."""
+    place: tuple[int, int, int] | None = (1, 0, 0)
+    rows, length = 1, grad.numel()
     if not is_dense(grad):
-        factor = upstream if deferred is None else upstream * deferred
-        product = (grad.float() * factor).to(grad.dtype)
-        return grad.copy_(product) if inplace else product
+        place = rows_of(grad) if inplace and grad.stride(-1) == 1 else None
+        rows, length = grad.shape[:-1].numel(), grad.shape[-1]
+    if place is None:
+        return steps.scale(grad, upstream, deferred, inplace)
     out = grad if inplace else torch.empty_like(grad)
-    count = grad.numel()
-    if count:
+    if rows * length:
         launch(
             scale_kernel,
-            max(min(cdiv(count, 4096), 4 * multiprocessors(grad.device)), 1),
-            (grad, out, upstream, deferred, count),
-            {"INPLACE": inplace, "BLOCK": 4096},
+            max(min(rows * cdiv(length, 4096), 4 * multiprocessors(grad.device)), 1),
+            (grad, *place, out, upstream, deferred, rows, length),
+            {"GROUPED": place[0] < rows, "INPLACE": inplace, "BLOCK": 4096},
             num_warps=8,
         )
     return out
