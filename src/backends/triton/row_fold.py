@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.maths import FLOOR, activate, exponent, finite, is_exact, order, quick_exponent, times
-from xent.backends.triton.row_memory import fetch, widen
+from xent.backends.triton.row_memory import fetch
 
 __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
 
@@ -87,14 +87,13 @@ def quick_sums(
 ):  # fmt: skip
     """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
 
-    m is the largest x of the first block. `z` and `ahead` are the first two blocks, as `fetch` returns them. The class
+    m is the largest x of the first block. `z` and `ahead` are the raw logits of the first two blocks. The class
     `left_out` is excluded if it is not None. Only the first and the last block are masked. Each block is loaded while
     the previous one is added.
     """
     nothing = tl.zeros([LANES], tl.float32)
     best = tl.full([LANES], -float("inf"), tl.float32)
     at = tl.zeros([LANES], tl.int32)
-    z = widen(z, source, BLOCK)
     classes = tl.arange(0, BLOCK) - off
     x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     seen = x
@@ -113,7 +112,7 @@ def quick_sums(
     )  # fmt: skip
     end = last + (BLOCK if WHOLE else 0)
     for first in range(BLOCK, end, BLOCK):
-        z = widen(ahead, source, BLOCK)
+        z = ahead
         ahead = fetch(source, first + BLOCK, whole, BLOCK, VECTOR, "evict_last")
         s, t, u, q, v, best, at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
@@ -122,7 +121,7 @@ def quick_sums(
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
-            z = widen(ahead, source, BLOCK)
+            z = ahead
             s, t, u, q, v, best, at = _add(
                 s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
                 logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
@@ -141,7 +140,7 @@ def careful_sums(
     """Return m, whether it is exact, and the sums of each lane. m is the largest x of the row."""
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, last + 1, BLOCK):
-        z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
+        z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
         classes = first + tl.arange(0, BLOCK) - off
         x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
         inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
@@ -156,7 +155,7 @@ def careful_sums(
     best = s
     at = tl.zeros([LANES], tl.int32)
     for first in range(0, last + 1, BLOCK):
-        z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
+        z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
         s, t, u, q, v, _best, _at = _add(
             s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
             logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK, SCALED, CAPPED,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
-from xent.backends.triton.row_memory import edges, fetch, store, widen
+from xent.backends.triton.row_memory import edges, fetch, store
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
 
@@ -69,7 +69,7 @@ def write_gradient(
     """
     ahead = fetch(source, last, whole, BLOCK, VECTOR, "evict_first")
     if not WHOLE:
-        z = widen(ahead, source, BLOCK)
+        z = ahead
         ahead = fetch(source, tl.maximum(last - BLOCK, start), last, BLOCK, VECTOR, "evict_first")
         g = gradient_block(
             z, last + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
@@ -80,7 +80,7 @@ def write_gradient(
     least = 1 if SKEWED else 0
     for back in range(least, blocks):
         first = start + (blocks - 1 - back + least) * BLOCK
-        z = widen(ahead, source, BLOCK)
+        z = ahead
         ahead = fetch(source, tl.maximum(first - BLOCK, start), first, BLOCK, VECTOR, "evict_first")
         g = gradient_block(
             z, first + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta, class_weight,
@@ -90,7 +90,7 @@ def write_gradient(
     if SKEWED:
         if last > start:
             g = gradient_block(
-                widen(ahead, source, BLOCK), start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor,
+                ahead, start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor,
                 tilt, delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED,
                 FOLDED,
             )  # fmt: skip

@@ -3,14 +3,15 @@
 A row may begin at any address (SKEWED). It is then read from the last multiple of 16 bytes before it, `off` elements
 earlier.
 
-16-bit elements are loaded and kept as pairs, the first in the low half of an int32. A block that is loaded ahead so
-takes half the registers, and no instructions until it is used (`widen`).
+Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both to float32 takes
+one instruction each. Blocks that are loaded ahead are float32 too. If they were kept as pairs, the compiler would load
+them into the registers of the block before, and so not before that block is used.
 """
 
 import triton
 import triton.language as tl
 
-__all__ = ["edges", "fetch", "fill", "store", "widen"]
+__all__ = ["edges", "fetch", "fill", "store"]
 
 # Pairs of -inf.
 NO_BFLOAT16 = tl.constexpr(-0x007F0080)
@@ -20,33 +21,23 @@ HIGH = tl.constexpr(-0x10000)
 
 @triton.jit
 def fetch(row, first, whole, BLOCK: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr):
-    """Load a block of a row, in the whole vectors that begin before `whole`. Other elements are -inf.
-
-    Return pairs, (BLOCK / 2,) int32, of vectors of 8 elements; else (BLOCK,) elements. `widen` takes both.
-    """
+    """Load a block of a row as float32, in the whole vectors that begin before `whole`. Other elements are -inf."""
     if VECTOR == 8:
         NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
         pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
         lanes = tl.arange(0, BLOCK // 2)
-        return tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
+        found = tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
+        if row.dtype.element_ty == tl.bfloat16:
+            low = (found << 16).to(tl.float32, bitcast=True)
+            high = (found & HIGH).to(tl.float32, bitcast=True)
+        else:
+            low = found.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [BLOCK])
     else:
         lanes = tl.arange(0, BLOCK)
-        return tl.load(row + first + lanes, mask=lanes < whole - first, other=-float("inf"), eviction_policy=POLICY)
-
-
-@triton.jit
-def widen(values, row, BLOCK: tl.constexpr):
-    """Return what `fetch` loaded of `row` as (BLOCK,) float32."""
-    if values.shape[0] == BLOCK:
-        return values.to(tl.float32)
-    elif row.dtype.element_ty == tl.bfloat16:
-        low = (values << 16).to(tl.float32, bitcast=True)
-        high = (values & HIGH).to(tl.float32, bitcast=True)
-        return tl.reshape(tl.join(low, high), [BLOCK])
-    else:
-        low = values.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        high = (values >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        return tl.reshape(tl.join(low, high), [BLOCK])
+        mask = lanes < whole - first
+        return tl.load(row + first + lanes, mask=mask, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from xent.backends.triton.row_algebra import (
 )
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
-from xent.backends.triton.row_memory import fetch, fill, widen
+from xent.backends.triton.row_memory import fetch, fill
 from xent.backends.triton.row_results import store_nothing
 
 __all__ = ["rows_kernel"]
@@ -234,7 +234,7 @@ def rows_kernel(
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
-            z = widen(fetch(source, first, whole, BLOCK, VECTOR, "evict_last"), source, BLOCK)
+            z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
             classes = first + tl.arange(0, BLOCK) - off
             inside = (classes >= 0) & (classes < vocabulary)
             found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), classes, NOWHERE), 0)

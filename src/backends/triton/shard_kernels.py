@@ -17,7 +17,7 @@ from xent.backends.triton.maths import FLOOR, LN2, activate, exp, exponent, orde
 from xent.backends.triton.row_algebra import bend_of_row
 from xent.backends.triton.row_fold import careful_sums, lane_of_target, quick_sums, turn
 from xent.backends.triton.row_gradient import write_gradient
-from xent.backends.triton.row_memory import fetch, fill, widen
+from xent.backends.triton.row_memory import fetch, fill
 
 __all__ = ["shard_fold_kernel", "shard_gradient_kernel"]
 
@@ -157,7 +157,7 @@ def shard_fold_kernel(
     if PREDICTED:
         top = tl.max(best, 0)
         block = tl.min(tl.where(best == top, at, NOWHERE), 0)
-        z = widen(fetch(source, block, whole, BLOCK, VECTOR, "evict_first"), source, BLOCK)
+        z = fetch(source, block, whole, BLOCK, VECTOR, "evict_first")
         ids = block + tl.arange(0, BLOCK) - off
         inside = (ids >= 0) & (ids < classes_here)
         found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), ids, NOWHERE), 0)
