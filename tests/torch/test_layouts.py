@@ -12,7 +12,7 @@ import xent
 from tests.covering import crossed
 from tests.targets import Target
 from xent.backends.torch.rows import Rows
-from xent.backends.torch.steps import scale
+from xent.backends.torch.steps import multiply, scale
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -21,6 +21,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "classes in the middle": lambda t: t.movedim(-1, 1).contiguous().movedim(1, -1),
     "padded classes": lambda t: torch.nn.functional.pad(t, (0, 5))[..., : t.shape[-1]],
     "every other class": lambda t: t.repeat_interleave(2, -1)[..., ::2],
+    "without the last row": lambda t: torch.cat([t, t[:, :1]], 1)[:, :-1],
     "every other row": lambda t: t.repeat_interleave(2, 1)[:, ::2],
     "offset": lambda t: torch.cat([t, t])[t.shape[0] :],
 }
@@ -218,6 +219,19 @@ def test_gradient_without_features_is_scaled_on_accelerators() -> None:
     one = torch.ones((), device="meta")
     for inplace in (True, False):
         scale(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one, inplace)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_scaled_on_accelerators(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only tensors on accelerators, here on the meta device, reach `multiply`. The CPU computes its values."""
+    monkeypatch.setattr("xent.backends.torch.steps.rows_per_block", lambda *_: 5)
+    grad, factor = LAYOUTS[layout](torch.randn(3, 4, 37).bfloat16()), torch.tensor(0.3)
+    expected = (grad.float() * factor).bfloat16()
+    other = multiply(grad, factor, torch.empty_like(grad))
+    assert torch.equal(other, expected)
+    assert torch.equal(multiply(grad, factor, grad), expected)
+    for inplace in (True, False):
+        scale(grad.to("meta").as_strided(grad.shape, grad.stride()), factor.to("meta"), None, inplace)
 
 
 @pytest.mark.parametrize(*crossed(strange=STRANGE, axis=[0, 1, -1], reduction=["mean", "none"]))

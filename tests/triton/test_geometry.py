@@ -194,5 +194,8 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, busy: bool, wri
         assert size.whole == (vocabulary % size.block == 0 and not place.skewed)
         assert size.block * dtype.itemsize <= 64 * 1024
         assert 1 <= size.options["num_warps"] <= 32
+        assert (
+            32 * size.options["num_warps"] * size.options.get("maxnreg", 0) <= 65_536
+        )  # registers of a multiprocessor
         # The same bits of a loss with and without predictions, if no gradient is written.
         assert writes or size == sizes(vocabulary, dtype.itemsize, place, not busy, writes)

@@ -276,23 +276,24 @@ GAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize(("factor", "deferred"), [(1.0, None), (0.3, None), (0.75, 2.0)])
 @pytest.mark.parametrize("name", GAPS)
 def test_a_gradient_with_gaps_is_scaled_in_its_memory(
-    target: Target, name: str, factor: float, monkeypatch: pytest.MonkeyPatch
+    target: Target, name: str, factor: float, deferred: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noted = note_launches(monkeypatch)
     batch = padded(torch.randn(2, 270, 33, device=target.device).bfloat16())
     grad, expected = GAPS[name](batch), batch.clone()
-    GAPS[name](expected).copy_((grad.float() * factor).bfloat16())
-    assert scale(grad, torch.tensor(factor, device=target.device), None, True) is grad
+    GAPS[name](expected).copy_((grad.float() * factor * (deferred or 1)).bfloat16())
+    rest = None if deferred is None else torch.tensor(deferred, device=target.device)
+    assert scale(grad, torch.tensor(factor, device=target.device), rest, True) is grad
     assert torch.equal(batch, expected)
     assert [kernel for kernel, *_ in noted] == ["scale_kernel"]
 
 
-def test_layouts_that_no_kernel_addresses_are_scaled(target: Target) -> None:
+def test_gradients_are_scaled_in_any_layout(target: Target) -> None:
     values = torch.randn(4, 4, 6, 33, device=target.device).bfloat16()
-    for grad in (values[:, :3, :2], values.transpose(0, 3)[:, :-1], values[:, :-1]):
+    for grad in (values[:, :3, :2], values.transpose(0, 3)[:, :-1], values[:, :-1], values.transpose(1, 2)):
         for inplace in (False, True):
             expected = (grad.float() * 0.3).bfloat16()
             found = scale(grad, torch.tensor(0.3, device=target.device), None, inplace)

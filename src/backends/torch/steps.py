@@ -7,7 +7,7 @@ from xent.backends.torch.facts import Facts
 from xent.backends.torch.rows import Rows
 from xent.core.chunks import rows_per_block
 
-__all__ = ["reduced", "scale", "target_logits"]
+__all__ = ["multiply", "reduced", "scale", "target_logits"]
 
 
 def reduced(values: Tensor, facts: Facts) -> Tensor:
@@ -38,8 +38,12 @@ def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool
             return grad * factor
         return grad if factor.is_cpu and float(factor) == 1 else grad.mul_(factor)
     # On an accelerator PyTorch rounds a 0-d factor to the gradient's dtype first, but not a 1-d factor.
-    out = grad if inplace else torch.empty_like(grad)
-    step = rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)
-    for (_, block), (_, place) in zip(Rows(grad).blocks(step), Rows(out).blocks(step), strict=True):
-        place.copy_(block * factor.reshape(1))
+    return multiply(grad, factor, grad if inplace else torch.empty_like(grad))
+
+
+def multiply(grad: Tensor, factor: Tensor, out: Tensor) -> Tensor:
+    """Write grad * factor to `out` and return it, block by block: `out` has the strides of `grad`, or no gaps."""
+    step, places = rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1), Rows(out)
+    for start, block in Rows(grad).blocks(step):
+        places.block(start, start + len(block)).copy_(block * factor.reshape(1))
     return out

@@ -1,7 +1,7 @@
 """The inputs of the rows of one call other than logits, in the form of kernel arguments.
 
-Each kernel reads a row's target, weight and upstream gradient from the caller's own tensors. Only the divisor of a mean
-needs a launch beforehand.
+Each kernel reads a row's target, weight and upstream gradient from the caller's own tensors. The divisor of a mean
+and the number of rows with a target need a launch beforehand.
 """
 
 from typing import Any

@@ -1,10 +1,10 @@
-"""Kernels around the matrix products of a linear loss: hidden states, target logits, reductions, gradient scaling."""
+"""Kernels around the matrix products of a linear loss, the sums of all rows' results, and the scaling of gradients."""
 
+import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.row_algebra import position, row_facts
-from xent.backends.triton.row_results import reduce_rows
 
 __all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
 
@@ -87,6 +87,20 @@ def take_kernel(
         tl.store(classes + here, y.to(tl.int32))
 
 
+@triton.jit
+def _reduced(values, count, divisor, BLOCK: tl.constexpr):
+    """Return the sum of values (count,), divided by `divisor` unless it is None; 0 if the divisor is 0."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, count, BLOCK):
+        rows = first + tl.arange(0, BLOCK)
+        sums += tl.load(values + rows, mask=rows < count, other=0.0)
+    found = tl.sum(sums, 0)
+    if divisor is not None:
+        d = tl.load(divisor)
+        found = tl.where(d == 0, 0.0, tl.div_rn(found, tl.where(d == 0, 1.0, d)))
+    return found
+
+
 @kernel
 def sums_kernel(
     loss,  # (N,)
@@ -102,11 +116,11 @@ def sums_kernel(
 ):
     """Reduce per-row results. Launched with one program."""
     if total_loss is not None:
-        tl.store(total_loss, reduce_rows(loss, count, scratch, BLOCK))
+        tl.store(total_loss, _reduced(loss, count, scratch, BLOCK))
     if total_z is not None:
-        tl.store(total_z, reduce_rows(z_term, count, scratch, BLOCK))
+        tl.store(total_z, _reduced(z_term, count, scratch, BLOCK))
     if accuracy is not None:
-        found = reduce_rows(hits, count, None, BLOCK)
+        found = _reduced(hits, count, None, BLOCK)
         rows = tl.maximum(tl.load(counted), 1).to(tl.float32)
         tl.store(accuracy, tl.div_rn(found, rows))
 

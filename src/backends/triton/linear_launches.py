@@ -1,4 +1,4 @@
-"""Launches around the matrix products of a linear loss: hidden states and target logits, results of tiles, scaling."""
+"""Launches around the matrix products of a linear loss, and the scaling of any gradient."""
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from xent.backends.triton.tile_kernels import finish_kernel
 from xent.backends.triton.tiles import Sums
 
 __all__ = ["launch_coefficients", "launch_finish", "launch_take", "scale"]
+
+_SCALED = 4096  # elements of a block of `scale_kernel`
 
 
 def launch_take(
@@ -131,19 +133,20 @@ def launch_coefficients(
 def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
     """Return a gradient times 0-d factors, rounded once; in its own memory with `inplace`."""
     place: tuple[int, int, int] | None = (1, 0, 0)
-    rows, length = 1, grad.numel()
+    rows, length, size = 1, grad.numel(), _SCALED
     if not is_dense(grad):
         place = rows_of(grad) if inplace and grad.stride(-1) == 1 else None
         rows, length = grad.shape[:-1].numel(), grad.shape[-1]
+        size = min(next_power_of_2(length), _SCALED)
     if place is None:
         return steps.scale(grad, upstream, deferred, inplace)
     out = grad if inplace else torch.empty_like(grad)
     if rows * length:
         launch(
             scale_kernel,
-            max(min(rows * cdiv(length, 4096), 4 * multiprocessors(grad.device)), 1),
+            max(min(rows * cdiv(length, size), 4 * multiprocessors(grad.device)), 1),
             (grad, *place, out, upstream, deferred, rows, length),
-            {"GROUPED": place[0] < rows, "INPLACE": inplace, "BLOCK": 4096},
+            {"GROUPED": place[0] < rows, "INPLACE": inplace, "BLOCK": size},
             num_warps=8,
         )
     return out

@@ -121,11 +121,10 @@ def quick_sums(
         )  # fmt: skip
     if not WHOLE:
         if last > 0:
-            z = ahead
             s, t, u, q, v, best, at = _add(
-                s, t, u, q, v, best, at, z, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact, class_weight,
-                logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED, CAPPED,
-                SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
+                s, t, u, q, v, best, at, ahead, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact,
+                class_weight, logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK,
+                SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
             )  # fmt: skip
     return m, exact, s, t, u, q, v, best, at
 

@@ -90,9 +90,8 @@ def write_gradient(
     if SKEWED:
         if last > start:
             g = gradient_block(
-                ahead, start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor,
-                tilt, delta, class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED,
-                FOLDED,
+                ahead, start + tl.arange(0, BLOCK) - off, vocabulary, reference, exact, factor, tilt, delta,
+                class_weight, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED, SMOOTHED, TILTED, FOLDED,
             )  # fmt: skip
             store(place, start, g, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
     if RAGGED:

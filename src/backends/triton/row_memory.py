@@ -13,16 +13,15 @@ import triton.language as tl
 
 __all__ = ["edges", "fetch", "fill", "store"]
 
-# Pairs of -inf.
-NO_BFLOAT16 = tl.constexpr(-0x007F0080)
+NO_BFLOAT16 = tl.constexpr(-0x007F0080)  # a pair of -inf
 NO_FLOAT16 = tl.constexpr(-0x03FF0400)
-HIGH = tl.constexpr(-0x10000)
+HIGH = tl.constexpr(-0x10000)  # the bits of a pair's second element
 
 
 @triton.jit
 def fetch(row, first, whole, BLOCK: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr):
     """Load a block of a row as float32, in the whole vectors that begin before `whole`. Other elements are -inf."""
-    if VECTOR == 8:
+    if VECTOR == 8:  # 16-bit elements
         NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
         pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
         lanes = tl.arange(0, BLOCK // 2)

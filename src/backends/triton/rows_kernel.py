@@ -150,10 +150,13 @@ def rows_kernel(
     first_block = fetch(source, 0, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
     second_block = fetch(source, BLOCK, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
     lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+    stored = 0.0
     if target_logits is None:
         z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
     else:
         z_y = tl.load(target_logits + here)
+        if SMOOTHED:  # before the first barrier: the gradient may overwrite the logits
+            stored = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
     if grad is not None:
         place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
         if VECTOR > 1:
@@ -200,8 +203,8 @@ def rows_kernel(
         total_weight = 0.0
         if SMOOTHED:
             if target_logits is not None:
-                raw = activate(tl.load(logits + begin + y).to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK)
-                below += times(w_y, exponent(raw, m, exact)) - times(w_y, e2_y)
+                x_stored = activate(stored, logit_scale, softcap, SCALED, CAPPED, QUICK)
+                below += times(w_y, exponent(x_stored, m, exact)) - times(w_y, e2_y)
             below = LN2 * below
             total_weight = vocabulary * 1.0
             if class_weight is not None:
