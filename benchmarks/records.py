@@ -18,6 +18,7 @@ from benchmarks.cases import Case, Quantity
 __all__ = ["Record", "compare_with_judge", "load_records", "write_records"]
 
 Pairs = list[tuple[float, float]]
+_LEAST_BASE = 2**20  # bytes: ratios to less memory would be of the size of pages
 
 
 @dataclass
@@ -96,11 +97,10 @@ class Record:
             return self.peak_bytes / 2**20
         if name == "beyond gradients / logits":
             return beyond / self.case.logits_bytes
-        if self.base_peak_bytes is None:
+        base = (self.base_peak_bytes or 0) - (0 if name == "memory" else self.base_gradient_bytes)
+        if base < _LEAST_BASE:
             return None
-        if name == "memory":
-            return self.peak_bytes / self.base_peak_bytes
-        return beyond / (self.base_peak_bytes - self.base_gradient_bytes)
+        return (self.peak_bytes if name == "memory" else beyond) / base
 
     def _gradient_errors_against_judge(self) -> float | None:
         """Return the larger of the two ratios."""

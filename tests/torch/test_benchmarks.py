@@ -20,6 +20,8 @@ from benchmarks.gpu.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.gpu.measure import GpuMeasurement, GpuPlan
 from benchmarks.gpu.session import Session
 from benchmarks.gpu.truth import compute_truth
+from benchmarks.machine import machine_facts
+from benchmarks.plot import save_plots
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
 from benchmarks.process import NotMeasured
 from benchmarks.progress import OutOfTime, measure_all
@@ -336,6 +338,17 @@ def test_a_run_is_shown_and_written_into_a_document(
     assert text.endswith("after\n<!-- measured: other -->\n<!-- end -->")
     assert main(show) == 0
     assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("base", [0, 2**12, 2**24])
+def test_memory_has_no_ratio_to_a_few_pages(base: int, tmp_path: Path) -> None:
+    case = replace(CASES[0], contenders=("torch", "xent"))
+    shared = {"seconds": [1.0], "base_peak_bytes": base, "machine": machine_facts() | {"versions": {"torch": "2"}}}
+    records = [Record(case, "torch", peak_bytes=base, **shared)]
+    records += [Record(case, "xent", peak_bytes=2**23, pairs=[(1.0, 1.0)], **shared)]
+    assert records[1].quantity("memory") == (0.5 if base == 2**24 else None)
+    assert records[1].quantity("memory beyond gradients") == records[1].quantity("memory")
+    assert save_plots(records, tmp_path / "plot")
 
 
 def test_smallest_number_of_a_row_is_bold() -> None:
