@@ -1,8 +1,7 @@
 """Record which memory a call allocates, and which PyTorch operations and kernel launches it starts.
 
 A call cannot be recorded if the host reads values from an accelerator other than through `note_object` and
-`note_check`, or if an operation uses memory that is neither
-an argument nor allocated by the call.
+`note_check`, or if an operation uses memory that is neither an argument nor allocated by the call.
 """
 
 import threading

@@ -127,16 +127,9 @@ def divergence_kernel(
             for first in range(0, last + 1, BLOCK):
                 _z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
                 _t, t = read(
-                    t_row,
-                    first,
-                    vocabulary,
-                    teacher_scale,
-                    teacher_softcap,
-                    BLOCK,
-                    TEACHER_SCALED,
-                    TEACHER_CAPPED,
+                    t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED,
                     False,
-                )
+                )  # fmt: skip
                 # If all x so far are -inf, there is nothing to rescale. NaN propagates to the sums.
                 largest_p = tl.maximum(m_p, tl.max(x, 0))
                 largest_q = tl.maximum(m_q, tl.max(t, 0))
@@ -214,16 +207,9 @@ def divergence_kernel(
                     first = last - back
                     z, x = read(z_row, first, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
                     _t, t = read(
-                        t_row,
-                        first,
-                        vocabulary,
-                        teacher_scale,
-                        teacher_softcap,
-                        BLOCK,
-                        TEACHER_SCALED,
-                        TEACHER_CAPPED,
+                        t_row, first, vocabulary, teacher_scale, teacher_softcap, BLOCK, TEACHER_SCALED, TEACHER_CAPPED,
                         False,
-                    )
+                    )  # fmt: skip
                     p = exp(x - m_p) * share_p
                     _cost, _p, v = mixture((t - m_q) - (x - m_p) - shift, alpha, beta, FROM_P)
                     g = p * (pull - (v - offset))
