@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import nll_loss
 
+from xent.backends.torch.exponentials import Exponentials
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import Upstream
+from xent.backends.torch.quick_rows import QuickRows, serves
 from xent.backends.torch.results import Results
 from xent.backends.torch.rows import row_sum
 from xent.core.chunks import rows_per_block
@@ -41,11 +43,47 @@ class PlainPass:
         self.results = results
         self._acc = facts.scale.dtype
         self._scratch: dict[str, Tensor] = {}
+        self.exponentials = Exponentials()
 
     def forward(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None = None) -> None:
         """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
+        if serves(self.facts):
+            self._quick(logits, start, grad, target_logits)
+            return
         for block in self._blocks(logits, start, grad, target_logits):
             block.forward()
+
+    def _quick(self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None) -> None:
+        rows, results = slice(start, start + len(logits)), self.results
+        quick = QuickRows(self.facts, results, self.exponentials, logits, rows, grad, target_logits)
+        nll, lse = quick.forward()
+        if results.norm is not None:
+            results.norm[0, rows], results.norm[1, rows] = quick.norm()
+        self.record(rows, nll if quick.share is None else _product(quick.share[:, 0], nll), nll, lse)
+
+    def record(self, rows: slice, loss: Tensor, nll: Tensor | None, lse: Tensor | None) -> None:
+        """Record the results of these rows, from their losses without row weights and z-loss."""
+        facts, results, z_loss = self.facts, self.results, self.facts.spec.z_loss
+        weight = None if facts.given_weight is None else facts.given_weight[rows]
+        dead = None if facts.dead is None else facts.dead[rows]
+        loss = loss if weight is None else weight * loss
+        if results.nll is not None:
+            assert nll is not None
+            results.nll[rows] = nll
+        if results.lse is not None:
+            assert lse is not None
+            results.lse[rows] = lse
+        if z_loss or results.z_term is not None:
+            assert lse is not None
+            z_term = (z_loss if weight is None else weight * z_loss) * lse.square()
+            loss = loss + z_term if z_loss else loss
+            if results.z_term is not None:
+                results.z_term[rows] = z_term if dead is None else z_term.masked_fill(dead, 0)
+        loss = loss if dead is None else loss.masked_fill(dead, 0)
+        if len(loss) == facts.scale.shape[0]:
+            results.found_loss = loss
+        else:
+            results.loss[rows] = loss
 
     def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
         """Write a block's gradient: see `xent.backends.torch.plain_job.RowPass.backward`."""
@@ -128,7 +166,6 @@ class _Block:
             if results.norm is not None:
                 self._record(results.norm[0], peak)
                 self._record(results.norm[1], log_sum)
-            self._record(results.lse, lse)
         share, total = self._losses(lse)
         wants_entropy, entropy = results.entropy is not None or self.upstream.entropy is not None, None
         if self.grad is not None or wants_entropy or results.log_sum_sq_probs is not None:
@@ -189,7 +226,7 @@ class _Block:
         if keeps:
             # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
             self.log_p = torch.clamp(self.work, min=-1000, out=self.parent.scratch("log_p", self.z))
-        self.work.exp_()
+        self.parent.exponentials(self.work, self.work)
 
     def _predict(self, z: Tensor) -> None:
         """Record the class of the largest x, from raw logits: scale and softcap keep their order or reverse it."""
@@ -231,12 +268,11 @@ class _Block:
         """Record the losses, from log p in `work`; return the shares."""
         facts, results = self.facts, self.results
         log_p = self.work
-        weight = None if facts.given_weight is None else self._of(facts.given_weight)
         share, total = self._shares()
         if self.target is None:
-            loss = -row_sum(_product(share, log_p))
+            loss, nll = -row_sum(_product(share, log_p)), None
             if results.nll is not None:
-                self._record(results.nll, -row_sum(_product(self._probabilities().to(log_p.dtype), log_p)))
+                nll = -row_sum(_product(self._probabilities().to(log_p.dtype), log_p))
         else:
             nll = nll_loss(log_p, self.target, reduction="none")
             if isinstance(share, Tensor):
@@ -246,18 +282,7 @@ class _Block:
             if self.spread:
                 spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
                 loss = loss - self.spread * row_sum(spread_over)
-            self._record(results.nll, nll)
-        loss = loss if weight is None else weight * loss
-        if lse is not None:
-            z_term = (self.spec.z_loss if weight is None else weight * self.spec.z_loss) * lse.square()
-            if self.spec.z_loss:
-                loss = loss + z_term
-            self._record(results.z_term, self._alive(z_term))
-        loss = self._alive(loss)
-        if self.whole:
-            results.found_loss = loss
-        else:
-            self._record(results.loss, loss)
+        self.parent.record(self.rows, loss, nll, lse)
         return share, total
 
     def _gradient(self, share: Any, total: Any, lse: Tensor | None, entropy: Tensor | None) -> None:
@@ -307,10 +332,6 @@ class _Block:
             self.work.mul_(self.log_p.add_(entropy[:, None]).mul_(-of_entropy).add_(alpha))
         else:
             self.work.mul_(alpha)
-
-    def _alive(self, values: Tensor) -> Tensor:
-        dead = self.facts.dead
-        return values if dead is None else values.masked_fill(self._of(dead), 0)
 
 
 def _scaled(scale: Tensor, share: Any) -> Tensor:

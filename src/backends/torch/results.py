@@ -20,7 +20,7 @@ class Results:
     found_loss: Tensor | None = None
     """The losses, None until some are computed."""
     norm: Tensor | None = None
-    """(3, N): the largest x, log sum_c exp(x_c - largest), and an unused row. Their sum, lse, would be rounded."""
+    """(3, N): two parts of lse, whose sum would be rounded, and an unused row. To be subtracted from x in turn."""
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None

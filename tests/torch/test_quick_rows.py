@@ -1,0 +1,173 @@
+"""Rows of many classes on a CPU: the matrix, references far from the largest logit, and slow exponentials."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.cases import DTYPES, FUNCTIONS, LOG_PROBS, all_cases, paired_cases
+from tests.targets import Target
+from xent.backends.torch import exponentials, quick_rows
+from xent.backends.torch.exponentials import Exponentials
+from xent.core.check.cases import Case
+from xent.core.check.judge import judge_case
+
+TORCH = Target("torch", "cpu")
+CLASSES = 5000
+CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
+PAIRS = [case for function in (*FUNCTIONS, *LOG_PROBS) for dtype in DTYPES for case in paired_cases(function, (dtype,))]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES + PAIRS if case.vocabulary > 1], ids=str)
+def test_loss_and_gradients(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    monkeypatch.setattr(quick_rows, "LEAST_CLASSES", 2)
+    for comparison in judge_case(TORCH.backend, TORCH.harness, case):
+        assert comparison.passed, comparison
+
+
+def rows_of_all_kinds() -> Tensor:
+    """Rows whose first logits are far from the largest one, or are not numbers; all targets are class 3000."""
+    generator = torch.Generator().manual_seed(0)
+    x = 3 * torch.randn(16, CLASSES, generator=generator)
+    x[1] += 50
+    x[2] -= 100
+    x[3] += 1000
+    x[4, 4000] = 90
+    x[5, 4000] = 300
+    x[6, 3000] = 25
+    x[7, :64] = -torch.inf
+    x[8, 64:] = -torch.inf
+    x[8, 3000] = -70
+    x[9, :64] = -60
+    x[10, :64] = 60
+    x[11, :64] = -1e4
+    x[12, 3000] = -torch.inf
+    x[13, 3000] = 33
+    x[13, :64] = -40
+    x[14, 100:2000] = -1e4
+    x[15] *= 1e-30
+    return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_rows_of_all_kinds(dtype: torch.dtype, reduction: str, inplace: bool) -> None:
+    x = rows_of_all_kinds().to(dtype)
+    target = torch.full((16,), 3000)
+    truth = x.double().log_softmax(-1)
+    expected = truth.exp()
+    expected[:, 3000] = torch.expm1(truth[:, 3000])
+    leaf = x.clone().requires_grad_()
+    loss, stats = xent.cross_entropy(
+        leaf * 1, target, reduction=reduction, inplace=inplace, stats=("lse", "nll", "entropy"), backend="torch"
+    )
+    loss.sum().backward()
+    assert leaf.grad is not None
+    assert stats.nll is not None
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    torch.testing.assert_close(stats.nll.double(), -truth[:, 3000], rtol=4 * eps, atol=4 * eps)
+    torch.testing.assert_close(stats.lse.double(), x.double().logsumexp(-1), rtol=4 * eps, atol=4 * eps)
+    entropy = -(truth.exp() * truth.clamp(min=-1000)).sum(-1)
+    torch.testing.assert_close(stats.entropy.double(), entropy, rtol=20 * eps, atol=4 * eps)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(leaf.grad.double(), expected, rtol=20 * eps, atol=5 * eps)
+    assert bool((leaf.grad[x == -torch.inf][:100] == 0).all())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_no_number_spoils_no_other_row(value: float) -> None:
+    x = rows_of_all_kinds()
+    target = torch.full((16,), 3000)
+    whole = [each.grad for each in gradients(x, target)]
+    x[3, 10] = value
+    x[5] = -torch.inf
+    spoilt = [each.grad for each in gradients(x, target)]
+    for before, after in zip(whole, spoilt, strict=True):
+        assert before is not None
+        assert after is not None
+        assert bool(after[3].isnan().all())
+        assert bool(after[5].isnan().all())
+        kept = [row for row in range(16) if row not in (3, 5)]
+        torch.testing.assert_close(after[kept], before[kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ignored_rows(reduction: str, dtype: torch.dtype) -> None:
+    x = rows_of_all_kinds().to(dtype)
+    x[2], x[4], x[5, 5] = -torch.inf, torch.nan, torch.inf
+    target = torch.full((16,), 3000)
+    target[2:6] = -100
+    leaf = x.clone().requires_grad_()
+    loss, stats = xent.cross_entropy(leaf, target, reduction=reduction, stats=("lse", "entropy"), backend="torch")
+    loss.sum().backward()
+    assert leaf.grad is not None
+    assert bool((leaf.grad[2:6] == 0).all())
+    assert bool((leaf.grad[6:].float().abs().amax(-1) > 0).all())
+    for values in (stats.lse, stats.entropy, loss.expand(16) if reduction == "none" else stats.lse):
+        assert bool((values[2:6] == 0).all())
+
+
+def test_log_sum_exp_without_any_class() -> None:
+    x = rows_of_all_kinds()
+    x[5] = -torch.inf
+    _, stats = xent.cross_entropy(x, torch.full((16,), 3000), stats=("lse",), backend="torch")
+    torch.testing.assert_close(stats.lse, x.logsumexp(-1), rtol=1e-6, atol=1e-6)
+
+
+def gradients(x: Tensor, target: Tensor) -> list[Tensor]:
+    found = []
+    for reduction in ("sum", "none"):
+        leaf = x.clone().requires_grad_()
+        xent.cross_entropy(leaf, target, reduction=reduction, backend="torch").sum().backward()
+        found.append(leaf)
+    return found
+
+
+@pytest.mark.parametrize("stats", [(), ("entropy",), ("predictions", "log_sum_sq_probs", "mean_logit")])
+def test_loss_of_a_row_has_the_same_bits_alone_and_without_statistics(stats: tuple[str, ...]) -> None:
+    x = rows_of_all_kinds()
+    target = torch.full((16,), 3000)
+    together = xent.cross_entropy(x, target, reduction="none", backend="torch")
+    options: dict[str, Any] = {"stats": stats} if stats else {}
+    for row in range(16):
+        for leaf in (x[row : row + 1], x[row : row + 1].clone().requires_grad_()):
+            found = xent.cross_entropy(leaf, target[:1], reduction="none", backend="torch", **options)
+            assert (found[0] if stats else found).detach().equal(together[row : row + 1])
+
+
+def test_linear_loss_of_16_bits() -> None:
+    torch.manual_seed(0)
+    hidden, classifier = torch.randn(40, 16).bfloat16(), torch.randn(CLASSES, 16).bfloat16()
+    target = torch.randint(CLASSES, (40,))
+    rounded = (hidden @ classifier.T).double()
+    rounded[torch.arange(40), target] = (hidden.double() * classifier[target].double()).sum(-1)
+    exact = -rounded.log_softmax(-1)[torch.arange(40), target]
+    loss, stats = xent.linear_cross_entropy(
+        hidden, classifier, target, reduction="none", stats=("nll",), backend="torch"
+    )
+    torch.testing.assert_close(loss.double(), exact, rtol=1e-5, atol=1e-5)
+    assert stats.nll is not None
+    assert stats.nll.equal(loss)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [-torch.inf, -1e4, -800.0, -95.0])
+def test_exponentials(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, low: float) -> None:
+    monkeypatch.setattr(exponentials, "_PERIOD", 2)
+    x = torch.randn(64, 2000, dtype=dtype)
+    masked = x.clone()
+    masked[:, 500:] = low
+    exp, out = Exponentials(), torch.empty_like(x)
+    for block in (masked, masked, masked, x, x, x):
+        exp(block, out)
+        exact = block.exp()
+        torch.testing.assert_close(out[exact > 2e-38], exact[exact > 2e-38], rtol=1e-6, atol=0)
+        assert bool((out[exact <= 2e-38] <= exact[exact <= 2e-38]).all())
+    broken = x.clone()
+    broken[5, 5] = torch.nan
+    exp(broken, out)
+    assert bool(out[5, 5].isnan())
