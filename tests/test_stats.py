@@ -1,6 +1,7 @@
 """Every statistic on every backend equals the reference's; requesting one does not change other results."""
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import pytest
 import xent
 from tests.calls import call_of
 from tests.cases import FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
-from tests.covering import FULL
+from tests.covering import FULL, crossed
 from tests.targets import Target
 from xent.core.check.cases import LOG_PROB_OPTIONS, Case, make_inputs, option_cases
 from xent.core.check.results import function_of
@@ -112,6 +113,44 @@ def test_rounding_of_a_probable_target_does_not_affect_the_entropy(target: Targe
     for values in found[:2]:
         np.testing.assert_allclose(target.harness.numpy(values), 0, atol=1e-6)
     np.testing.assert_allclose(target.harness.numpy(loss), weight[4].sum() * 0.5 * 8 / 9, rtol=1e-4)
+
+
+@pytest.mark.parametrize(*crossed(dtype=["bfloat16", "float16"], reduction=["mean", "none"], trained=[True, False]))
+@pytest.mark.parametrize("options", [{}, {"probabilities": True}, {"bias": True}], ids=str)
+def test_reported_numbers_come_from_unrounded_logits(
+    target: Target, dtype: str, reduction: str, trained: bool, options: dict[str, bool]
+) -> None:
+    """Logits near 50: rounded to bfloat16 they would have errors of 0.1."""
+    rng = np.random.default_rng(0)
+    hidden, classifier = rng.normal(size=(6, 32)), 9 * rng.normal(size=(67, 32))
+    classes = rng.dirichlet(np.ones(67), 6) if "probabilities" in options else rng.integers(67, size=6)
+    given = (hidden, classifier, *((rng.normal(size=67),) if "bias" in options else ()))
+    arrays = target.arrays(*given, dtype=dtype)
+    (placed,) = target.arrays(classes, dtype="float32")
+    numbers = [target.harness.numpy(array) for array in arrays]
+    names = ("input", "linear_weight", "linear_bias")
+    stats = ("lse", "nll", "entropy")
+    exact = xent.linear_cross_entropy(
+        **dict(zip(names, numbers, strict=False)), target=classes, reduction=reduction, stats=stats
+    )[1]
+    reported = []
+
+    def call(*sources: object) -> object:
+        named: dict[str, Any] = dict(zip(names, sources, strict=False))
+        loss, found = xent.linear_cross_entropy(
+            **named, target=placed, reduction=reduction, stats=stats, backend=target.name
+        )
+        reported.append(found)
+        return loss
+
+    if trained:
+        (upstream,) = target.arrays(np.ones(6 if reduction == "none" else ()))
+        target.harness.gradients(call, arrays, upstream)
+    else:
+        call(*arrays)
+    for name in stats:
+        found = target.harness.numpy(getattr(reported[0], name))
+        np.testing.assert_allclose(found, getattr(exact, name), rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *LOG_PROBS])

@@ -252,8 +252,9 @@ def linear_cross_entropy(
         is accumulated in float32, which takes twice the memory.
     stats : collection of str
         As in `xent.cross_entropy`. With several heads, statistics per row have the shape (H, ..., T), and "accuracy"
-        and "count" are over the rows of all heads. For class indices, backend "triton" computes "lse", "nll" and
-        "entropy" from float32 logits for every dtype of input. Asking for them may change the last bits of the loss.
+        and "count" are over the rows of all heads. With "lse", "nll" or "entropy", the forward pass computes logits in
+        float32 for every dtype of input, which may change the last bits of the loss. On CPUs and in MLX that takes
+        longer for 16-bit inputs.
 
     Returns
     -------

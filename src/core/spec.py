@@ -62,6 +62,11 @@ class LossSpec:
     accuracy_of_rows: bool = False
     """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
 
+    @property
+    def float32_logits(self) -> bool:
+        """Whether a linear loss computes logits in float32 or float64, because what it reports must not be rounded."""
+        return self.exact or not set(DIFFERENTIABLE).isdisjoint(self.stats)
+
     @cached_property
     def identity(self) -> tuple[Any, ...]:
         """Types and values of all fields; it tells 1 from True, and 0.0 from -0.0."""

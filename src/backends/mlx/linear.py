@@ -41,7 +41,7 @@ class Chunks:
         self._facts, self._kernels = facts, kernels
         self._input = call.input
         self._hidden = self._input.reshape(facts.count, self._input.shape[-1])
-        self._exact, vocabulary = facts.spec.exact, facts.vocabulary
+        self._exact, vocabulary = facts.spec.float32_logits, facts.vocabulary
         itemsize = max(self._input.dtype.size, 4 * self._exact)
         self._classifier = Classifier(call.linear_weight, call.linear_bias, vocabulary, self._exact)
         # The bits of an exact call must not depend on which gradients are needed.

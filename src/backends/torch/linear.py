@@ -14,8 +14,6 @@ from xent.backends.torch.schedule import Schedule
 
 __all__ = ["Forward", "backward", "forward"]
 
-_EXACT = {"lse", "nll", "entropy"}
-
 
 class Forward(NamedTuple):
     """What a forward pass returns."""
@@ -36,10 +34,9 @@ def forward(linear: Linear, options: Options) -> Forward:
     wanted = any(linear.needs) and not each_row
     narrow = wanted and linear.compute == torch.float16
     job = start(options, linear.weight.shape[0], linear.compute, linear.shift, narrow=narrow)
-    wide = options.spec.exact or (linear.weight.is_cuda and wanted and not _EXACT.isdisjoint(options.spec.stats))
     norm = job.new_norm(linear) if each_row and any(linear.needs) else None
     if wanted or not job.tiles(linear, norm):
-        made = _in_chunks(linear, job, wanted, wide and linear.compute.itemsize == 2)
+        made = _in_chunks(linear, job, wanted, options.spec.float32_logits and linear.compute.itemsize == 2)
     else:
         made = no_gradients(linear)
     loss, stats = job.finish()

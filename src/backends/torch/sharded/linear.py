@@ -26,7 +26,6 @@ from xent.core.chunks import rows_per_chunk
 
 __all__ = ["backward", "forward"]
 
-_EXACT = {"lse", "nll", "entropy"}
 _ALIGNED, _PADDED = 8, 64
 
 
@@ -42,8 +41,8 @@ def forward(
     job = ShardJob(options, layout, linear.compute, linear.shift, narrow=wanted and linear.compute == torch.float16)
     job.keep(keeps)
     # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take too much memory.
-    on_cuda = linear.weight.device.type == "cuda" and (not wanted or not _EXACT.isdisjoint(options.spec.stats))
-    made = _Chunks(whole, job, wanted, tokens, options.spec.exact or on_cuda, True).forward(linear)
+    wide = options.spec.float32_logits or (linear.weight.is_cuda and not wanted)
+    made = _Chunks(whole, job, wanted, tokens, wide, True).forward(linear)
     loss, stats = job.finish()
     return loss, job.deferred, job.kept, made, stats
 
