@@ -5,7 +5,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.product_sum import rounds_sums
@@ -81,8 +80,8 @@ class Linear:
             return self
         return replace(
             self,
-            weight=F.pad(self.weight, (0, 0, 0, more)),
-            bias=None if self.bias is None else F.pad(self.bias, (0, more)),
+            weight=_extended(self.weight, more),
+            bias=None if self.bias is None else _extended(self.bias, more),
         )
 
     def without_padding(self, block: Tensor) -> Tensor:
@@ -131,3 +130,11 @@ class Linear:
             # With wider logits a chunk has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // self.compute.itemsize
         return rows_per_chunk(self.hidden.shape[0], columns, size, self.workspace, device, rounds)
+
+
+def _extended(values: Tensor, more: int) -> Tensor:
+    """Return values (V, ...) with `more` rows of zeros. `F.pad` would write all of its result twice."""
+    made = values.new_empty((len(values) + more, *values.shape[1:]))
+    made[: len(values)].copy_(values)
+    made[len(values) :].zero_()
+    return made
