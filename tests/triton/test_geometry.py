@@ -176,14 +176,15 @@ def test_allocator_rounds_up(monkeypatch: pytest.MonkeyPatch) -> None:
     "vocabulary", [1, 7, 8, 9, 1024, 4096, 4097, 16_384, 32_000, 43_520, 50_257, 81_920, 128_256, 10**6]
 )
 @pytest.mark.parametrize("dtype", SIZE)
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize("predicts", [False, True])
+@pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("writes", [False, True])
-def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, busy: bool, writes: bool) -> None:
+def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicts: bool, capped: bool, writes: bool) -> None:
     base = torch.empty(2 * vocabulary + 16, dtype=dtype)
     for start in (0, 1):
         place = geometry(base[start : start + vocabulary], None)
         assert place is not None
-        size = sizes(vocabulary, dtype.itemsize, place, busy, writes)
+        size = sizes(vocabulary, dtype.itemsize, place, writes, predicts, capped)
         assert size.block & (size.block - 1) == 0
         assert size.lanes & (size.lanes - 1) == 0
         assert size.block >= 2 * place.vector
@@ -198,4 +199,4 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, busy: bool, wri
             32 * size.options["num_warps"] * size.options.get("maxnreg", 0) <= 65_536
         )  # registers of a multiprocessor
         # The same bits of a loss with and without predictions, if no gradient is written.
-        assert writes or size == sizes(vocabulary, dtype.itemsize, place, not busy, writes)
+        assert writes or size == sizes(vocabulary, dtype.itemsize, place, writes, not predicts, capped)

@@ -125,15 +125,18 @@ class Sizes:
         return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
 
 
-def sizes(vocabulary: int, itemsize: int, place: Geometry, busy: bool, writes: bool) -> Sizes:
+def sizes(
+    vocabulary: int, itemsize: int, place: Geometry, writes: bool, predicts: bool = False, capped: bool = False
+) -> Sizes:
     """Return the sizes for rows of `vocabulary` classes.
 
-    `writes`: whether the kernel writes their gradient. `busy`: whether it predicts classes or caps logits, which takes
-    many instructions.
+    `writes`: whether the kernel writes their gradient. `predicts`, `capped`: whether it predicts classes or caps
+    logits, which takes many instructions.
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
     run on a multiprocessor for short rows, and one for long rows. Few warps with many registers are best: each warp
-    computes a row's facts and coefficients again. Without a second pass, four small programs are best for all rows.
+    computes a row's facts and coefficients again. Without a second pass, or with a softcap of 16-bit logits, four small
+    programs are best for all rows.
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
@@ -141,11 +144,13 @@ def sizes(vocabulary: int, itemsize: int, place: Geometry, busy: bool, writes: b
     is_odd = place.skewed or place.vector == 1
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
+    elif capped and writes and itemsize == 2 and row > 16 * _KIB:
+        block, warps, registers = 8 * _KIB // itemsize, 8, 64
     elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif busy:
+    elif predicts or capped:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     elif row <= 200 * _KIB:
         block, warps, registers = 32 * _KIB // itemsize, 8, 128

@@ -15,7 +15,18 @@ lanes are summed they are rotated back, so that a row's loss has the same bits w
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, activate, exponent, finite, is_exact, order, quick_exponent, times
+from xent.backends.triton.maths import (
+    FLOOR,
+    LOG2E,
+    activate,
+    capped_exponent,
+    exponent,
+    finite,
+    is_exact,
+    order,
+    quick_exponent,
+    times,
+)
 from xent.backends.triton.row_memory import fetch
 
 __all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
@@ -34,14 +45,26 @@ def turn(values, off, LANES: tl.constexpr):
 
 
 @triton.jit
-def _terms(x, reference, exact, CAREFUL: tl.constexpr, ENTROPY: tl.constexpr):
-    """Return the base-2 exponent, e^(x - reference), and with ENTROPY their product."""
-    if CAREFUL:
-        e2 = exponent(x, reference, exact)
+def _exponents(
+    z, reference, exact, logit_scale, softcap, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Return log2 of e^(x - reference) for raw logits."""
+    if CAPPED and QUICK and not CAREFUL:
+        return capped_exponent(z, logit_scale, softcap, reference * LOG2E, SCALED)
     else:
-        e2 = quick_exponent(x, reference)
+        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+        if CAREFUL:
+            return exponent(x, reference, exact)
+        else:
+            return quick_exponent(x, reference)
+
+
+@triton.jit
+def _terms(e2, ENTROPY: tl.constexpr):
+    """Return 2^e2, and with ENTROPY its product with e2."""
     e = tl.math.exp2(e2)
-    return e2, e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
+    return e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
 
 
 @triton.jit
@@ -52,11 +75,11 @@ def _add(
     SQUARED: tl.constexpr, AVERAGED: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
     """Add a block to a row's sums."""
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
     inside = (classes >= 0) & (classes < vocabulary)
+    e2 = _exponents(z, reference, exact, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED)
     if MASKED and CUT:
-        x = tl.where(inside, x, -float("inf"))
-    e2, e, mixed = _terms(x, reference, exact, CAREFUL, ENTROPY)
+        e2 = tl.where(inside, e2, -float("inf"))
+    e, mixed = _terms(e2, ENTROPY)
     s += in_lanes(e, LANES)
     if ENTROPY:
         t += in_lanes(mixed, LANES)
@@ -68,6 +91,7 @@ def _add(
     if SQUARED:
         q += in_lanes(e * e, LANES)
     if AVERAGED:
+        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
         v += in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if PREDICTED:
         key = order(z, inside if MASKED else True, logit_scale, SCALED)
@@ -193,8 +217,8 @@ def joined(
         u = turn(u, off, LANES) if SMOOTHED else u
         q = turn(q, off, LANES) if SQUARED else q
         v = turn(v, off, LANES) if AVERAGED else v
-    x = activate(z.to(tl.float32), logit_scale, softcap, SCALED, CAPPED, QUICK)
-    _e2, e, mixed = _terms(tl.where(inside, x, -float("inf")), reference, exact, CAREFUL, ENTROPY)
+    e2 = _exponents(z.to(tl.float32), reference, exact, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED)
+    e, mixed = _terms(tl.where(inside, e2, -float("inf")), ENTROPY)
     others = tl.arange(0, LANES) != lane
     sums = tl.sum(tl.where(others, s, 0.0), 0) + tl.sum(e, 0)
     mix = 0.0

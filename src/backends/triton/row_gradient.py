@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exponent, quick_exponent, slope, times
+from xent.backends.triton.maths import FLOOR, LOG2E, activate, capped_exponent, exponent, quick_exponent, slope, times
 from xent.backends.triton.row_memory import edges, fetch, store
 
 __all__ = ["gradient_block", "target_gradient", "write_gradient"]
@@ -20,10 +20,12 @@ def gradient_block(
     It is (e^(x - reference) (factor + tilt log2(e) (x - reference)) - delta w) dx/dz. Without TILTED, tilt is 0. With
     FOLDED, the factor is in the exponent: `reference` is log2(e) m - log2(factor), in units of log2.
     """
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    if FOLDED:
-        g = tl.math.exp2(tl.fma(x, LOG2E, -reference))
+    if FOLDED and CAPPED and QUICK:
+        g = tl.math.exp2(capped_exponent(z, logit_scale, softcap, reference, SCALED))
+    elif FOLDED:
+        g = tl.math.exp2(tl.fma(activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK), LOG2E, -reference))
     else:
+        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
         if CAREFUL:
             e2 = exponent(x, reference, exact)
         else:

@@ -54,12 +54,12 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
     """Fold and finish the rows of a block. Write their gradient if `block.grad` is given, and `norm` if it is given."""
     spec, place, logits = facts.spec, block.place, block.logits
     loss, statistics = results.loss, results.statistics
-    busy = "predictions" in spec.stats or "accuracy" in spec.stats or spec.softcap is not None
+    predicts, capped = "predictions" in spec.stats or "accuracy" in spec.stats, spec.softcap is not None
     programs, upstreams = block.count, facts.upstreams
     if not programs:
         return
     half = logits.itemsize == 2
-    size = sizes(facts.vocabulary, logits.itemsize, place, busy, block.grad is not None)
+    size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped)
     smoothed, bent = spec.label_smoothing != 0, facts.bent
     launch(
         rows_kernel,
@@ -92,7 +92,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             **place.constants(),
             "EXACT": not half,
             "QUICK": facts.is_quick(half),
-            "FOLDS": half and not any(bent.values()) and facts.upstream.entropy is None,
+            "FOLDS": half and facts.upstream.entropy is None,
             "SMOOTHED": smoothed,
             "Z_LOSS": spec.z_loss != 0,
             **bent,
