@@ -50,7 +50,7 @@ def _exponents(
     CAPPED: tl.constexpr,
 ):  # fmt: skip
     """Return log2 of e^(x - reference) for raw logits."""
-    if CAPPED and QUICK and not CAREFUL:
+    if (CAPPED and QUICK) and not CAREFUL:
         return capped_exponent(z, logit_scale, softcap, reference * LOG2E, SCALED)
     else:
         x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)

@@ -20,7 +20,7 @@ def gradient_block(
     It is (e^(x - reference) (factor + tilt log2(e) (x - reference)) - delta w) dx/dz. Without TILTED, tilt is 0. With
     FOLDED, the factor is in the exponent: `reference` is log2(e) m - log2(factor), in units of log2.
     """
-    if FOLDED and CAPPED and QUICK:
+    if FOLDED and (CAPPED and QUICK):
         g = tl.math.exp2(capped_exponent(z, logit_scale, softcap, reference, SCALED))
     elif FOLDED:
         g = tl.math.exp2(tl.fma(activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK), LOG2E, -reference))
