@@ -252,9 +252,8 @@ def linear_cross_entropy(
         is accumulated in float32, which takes twice the memory.
     stats : collection of str
         As in `xent.cross_entropy`. With several heads, statistics per row have the shape (H, ..., T), and "accuracy"
-        and "count" are over the rows of all heads. With "lse", "nll" or "entropy", the forward pass computes logits in
-        float32 for every dtype of input, which may change the last bits of the loss. On CPUs and in MLX that takes
-        longer for 16-bit inputs.
+        and "count" are over the rows of all heads. With "lse", "nll" or "entropy", logits are float32 for every dtype
+        of input, which may change the last bits of the loss. On CPUs and in MLX that takes longer for 16-bit inputs.
 
     Returns
     -------

@@ -215,6 +215,24 @@ def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("logit_scale", [1.0, -0.5])
+def test_masked_classes_have_no_gradient_with_a_softcap(target: Target, dtype: torch.dtype, logit_scale: float) -> None:
+    logits, classes = draw(target, 2048, dtype)
+    logits[:, 100:300] = -INF
+    logits[:, 500:600] = -1e4
+    for softcap in (1.0, 30.0):
+        loss, *gradients = differentiated(
+            logits, classes, softcap=softcap, logit_scale=logit_scale, backend=target.name
+        )
+        assert bool(loss.isfinite().all())
+        for gradient in gradients:
+            assert bool((gradient[0] != 0).any())
+            # With a negative scale, s z is +inf: the reciprocal of the exponential is at least 2e-38.
+            assert gradient[:, 100:300].abs().max() <= (0 if logit_scale > 0 else 1e-36)
+            assert gradient[:, 500:600].abs().max() <= (0 if logit_scale > 0 else 1e-36)
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("vocabulary", [33, 40])

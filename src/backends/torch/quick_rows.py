@@ -26,7 +26,6 @@ __all__ = ["LEAST_CLASSES", "QuickRows", "serves"]
 LEAST_CLASSES = 4096  # with fewer, the time of operations per row exceeds that of exponentials
 _FIRST = 64  # classes whose largest logit becomes the reference
 _NEAR = 32  # references of a smaller magnitude become 0
-_SMALLEST_SUM = 2.0**-50  # smaller sums: all logits are far below the reference
 _LARGEST_SUM = 2.0**30  # so x is at most 21 above R, and the rounding of x - R at most 1e-6
 _LARGEST_EXACT_SUM = 2.0**60  # for R = 0, where nothing is rounded
 
@@ -127,10 +126,10 @@ class QuickRows:
         """Compute sums, and e if it is given, again where the reference is too far from the row's largest logit."""
         sums = self._sums[part]
         smallest, largest = sums.aminmax()
-        if smallest > _SMALLEST_SUM and largest < _LARGEST_SUM:
+        if smallest > 0 and largest < _LARGEST_SUM:
             return
         limit = torch.where(self._reference[part] == 0, _LARGEST_EXACT_SUM, _LARGEST_SUM)
-        far = ((sums > _SMALLEST_SUM) & (sums < limit)).logical_not_()[:, 0].nonzero()[:, 0]
+        far = ((sums > 0) & (sums < limit)).logical_not_()[:, 0].nonzero()[:, 0]
         for some in far.split(self._step) if len(far) else ():
             rows = some + part.start
             x = self._activations(rows)

@@ -89,7 +89,7 @@ class Facts:
         return tuple(value for given in each for value in _strided(given))
 
     def is_quick(self, half: bool) -> bool:
-        """Return whether capped logits may have an error of softcap / 10^7, which is faster to compute.
+        """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
 
         It may if logits are 16-bit and there are many classes, unless the softcap is large or differs by row.
         """

@@ -50,9 +50,15 @@ def forward(
 def backward(
     upstream: Upstream, linear: Linear, kept: Tensor, options: Options, layout: Layout, tokens: Tokens
 ) -> list[Tensor]:
-    """Return the gradients. Logits are recomputed chunk by chunk, and the sums are taken from `kept`."""
+    """Return the gradients. Logits are recomputed chunk by chunk, and the sums are taken from `kept`.
+
+    Where these come from float32 logits for the sake of statistics, so do the gradients: with logits rounded to 16
+    bits, the probabilities of a row would not add up to 1.
+    """
     job = ShardJob(options, layout, linear.compute, linear.shift, saved=Saved(kept, upstream))
-    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, options.spec.exact, False).backward(linear)
+    return _Chunks(_whole(linear, layout, tokens), job, True, tokens, options.spec.float32_logits, False).backward(
+        linear
+    )
 
 
 def _whole(linear: Linear, layout: Layout, tokens: Tokens) -> Linear:
