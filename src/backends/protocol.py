@@ -13,7 +13,8 @@ its logits to its loss, in four steps:
 Each language implements these steps once. If rows are always whole there is no merge:
 
 - NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
-- PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations.
+- PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations; for rows of many classes on a CPU
+  `xent.backends.torch.quick_rows`.
 - Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
   merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
   `xent.backends.triton.row_algebra.coefficients`, after tiles `xent.backends.triton.tile_kernels.finish_kernel`;

@@ -157,6 +157,23 @@ def test_loss_of_a_row_has_the_same_bits_alone_and_without_statistics(stats: tup
             assert (found[0] if stats else found).detach().equal(together[row : row + 1])
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_statistics_of_all_classes(grad: bool) -> None:
+    x = 3 * torch.randn(40, CLASSES, generator=torch.Generator().manual_seed(0)) + 1
+    x[::2] += 50
+    names = ("predictions", "mean_logit", "log_sum_sq_probs", "accuracy", "z_loss")
+    target = x.argmax(-1)
+    target[::4] = 0
+    _, stats = xent.cross_entropy(x.requires_grad_(grad), target, z_loss=0.1, stats=names, backend="torch")
+    exact = x.detach().double()
+    assert stats.predictions.equal(exact.argmax(-1))
+    assert float(stats.accuracy) == float((exact.argmax(-1) == target).float().mean())
+    torch.testing.assert_close(stats.mean_logit.double(), exact.mean(-1), rtol=1e-6, atol=1e-6)
+    squares = exact.softmax(-1).square().sum(-1).log()
+    torch.testing.assert_close(stats.log_sum_sq_probs.double(), squares, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(stats.z_loss.double(), 0.1 * exact.logsumexp(-1).square().mean(), rtol=1e-6, atol=0)
+
+
 def test_loss_of_certain_targets_is_not_negative() -> None:
     x = torch.full((200, CLASSES), -200.0)
     x[:, :64] = -20

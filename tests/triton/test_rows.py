@@ -216,6 +216,23 @@ def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"logit_scale": -0.7}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
+@pytest.mark.parametrize("vocabulary", [2048, 2051])
+def test_loss_and_gradient_with_a_softcap(
+    target: Target, dtype: torch.dtype, options: dict[str, float], vocabulary: int
+) -> None:
+    """The gradient's rounding averages out: what is left over all classes is the error of a factor."""
+    logits, classes = draw(target, vocabulary, dtype)
+    classes[2::4] = 7
+    found = differentiated(logits, classes, softcap=5.0, backend=target.name, **options)
+    exact = differentiated(logits.cpu().double(), classes.cpu(), softcap=5.0, backend="torch", **options)
+    torch.testing.assert_close(found[0].cpu().double(), exact[0], rtol=1e-5, atol=1e-5)
+    for gradient, truth in zip(found[1:], exact[1:], strict=True):
+        others = torch.ones_like(truth).scatter_(1, classes.cpu()[:, None], 0) * truth
+        assert abs(float((gradient.cpu().double() * others).sum() / others.square().sum()) - 1) < 2e-4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("logit_scale", [1.0, -0.5])
 def test_masked_classes_have_no_gradient_with_a_softcap(target: Target, dtype: torch.dtype, logit_scale: float) -> None:
     logits, classes = draw(target, 2048, dtype)

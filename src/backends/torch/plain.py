@@ -11,7 +11,8 @@ W = sum_c w_c. For class probabilities, let q' be the whole smoothed target and 
 Upstream gradients u of lse, n of nll and v of the entropy H add u p + n (p - [c==y]) - v p (log p + H) to dl/dx; for
 probabilities q the second term is n (p sum_c q_c - q). With a temperature per row, s and k differ by row.
 
-Blocks are small, so that a block is in cache after the first pass over it.
+Blocks are small, so that a block is in cache after the first pass over it. On a CPU, rows of many classes without
+options of x or label smoothing are computed by `QuickRows` instead.
 """
 
 import math

@@ -69,9 +69,9 @@ class QuickRows:
         self.dead = None if facts.dead is None else facts.dead[rows, None]
         self.share = None if facts.class_weight is None else facts.class_weight[self.target]
         self._rounded = logits.dtype != self.scale.dtype
-        self._truth = logits.gather(1, self.target).to(self.scale.dtype)
+        self._target_logits = logits.gather(1, self.target).to(self.scale.dtype)
         if self._rounded and target_logits is not None:
-            self._truth = target_logits[:, None]
+            self._target_logits = target_logits[:, None]
         highest = logits[:, :_FIRST].amax(-1, keepdim=True).to(self.scale.dtype)
         self._reference = highest.where(highest.abs() >= _NEAR, 0)
         self._moved = bool(self._reference.any())
@@ -113,7 +113,7 @@ class QuickRows:
     def _exponentiate(self, part: slice, logits: Tensor, powers: Tensor, sums: Tensor) -> None:
         """Write e of these rows to `powers`, and its sums."""
         if self._rounded:
-            logits = powers.copy_(logits).scatter_(1, self.target[part], self._truth[part])
+            logits = powers.copy_(logits).scatter_(1, self.target[part], self._target_logits[part])
         if self._moved:
             logits = torch.sub(logits, self._reference[part], out=powers)
         self._exponentials(logits, powers)
@@ -144,7 +144,7 @@ class QuickRows:
     def _activations(self, rows: Any) -> Tensor:
         """Return x of some rows in the accumulation dtype. It may be the logits themselves if `rows` is a slice."""
         x = self.logits[rows].to(self.scale.dtype)
-        return x.scatter_(1, self.target[rows], self._truth[rows]) if self._rounded else x
+        return x.scatter_(1, self.target[rows], self._target_logits[rows]) if self._rounded else x
 
     def _of(self, values: Tensor, part: slice) -> Tensor:
         """Return a block's slice of results of all rows of the call."""
@@ -167,7 +167,7 @@ class QuickRows:
         return self._reference[part] + self._sums[part].log()
 
     def _nll(self) -> Tensor:
-        distance = self._reference - self._truth
+        distance = self._reference - self._target_logits
         inverse = self._sums * distance.exp()
         # 1 / p_y is exact near 1, where a difference of logarithms is not. It may overflow where p_y is tiny.
         return torch.where(inverse.isfinite(), inverse.clamp(min=1).log(), self._sums.log() + distance)
