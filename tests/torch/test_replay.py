@@ -244,7 +244,8 @@ def test_arguments_made_from_tensors_are_made_again() -> None:
     """Like the descriptors of Hopper's copy engine."""
     seen: list[Tensor] = []
 
-    def launch(programs: int, arguments: list[Any]) -> None:
+    def launch(programs: int, arguments: list[Any], queue: Any) -> None:
+        assert queue == "a queue"
         description, place = arguments
         place.copy_(description["base"])
         seen.append(description["base"])
@@ -252,9 +253,10 @@ def test_arguments_made_from_tensors_are_made_again() -> None:
     def call(values: Tensor) -> Tensor:
         place, part = torch.empty(2), values[1:3]
         with paused() if is_recording() else nullcontext():
-            launch(1, [{"base": part}, place])
+            launch(1, [{"base": part}, place], "a queue")
         if is_recording():
-            note_launch(launch, 1, (Derived(part, lambda tensor: {"base": tensor}), place), False)
+            arguments = (Derived(part, lambda tensor: {"base": tensor}), place)
+            note_launch(launch, 1, arguments, False, lambda: "a queue")
         return place
 
     for _ in range(4):

@@ -55,12 +55,13 @@ class Compiled(triton.compiler.CompiledKernel):
 
     def __init__(self, launches: list[Any]) -> None:
         self.launches = launches
+        self.streams: list[Any] = []
 
     function = packed_metadata = None
 
     def run(self, *given: Any) -> None:  # type: ignore[override]
         *grid, stream, _, _, _, _, _ = given[:9]
-        assert stream == "the stream"
+        self.streams.append(stream)
         self.launches.append((tuple(grid), given[9:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -87,9 +88,11 @@ class Kernel(triton.JITFunction):
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Simulate GPUs; `index` is that of the current one."""
-    device = SimpleNamespace(index=0)
-    active = SimpleNamespace(get_current_device=lambda: device.index, get_current_stream=lambda index: "the stream")
+    """Simulate GPUs; `index` is that of the current one, `stream` its current stream."""
+    device = SimpleNamespace(index=0, stream="the stream")
+    active = SimpleNamespace(
+        get_current_device=lambda: device.index, get_current_stream=lambda index: (index, device.stream)
+    )
     monkeypatch.setattr(launching, "_IS_TRIED", True)
     monkeypatch.setattr(triton.runtime.driver, "_active", active)
     return device
@@ -132,6 +135,28 @@ def test_profilers_see_every_launch(device: SimpleNamespace, monkeypatch: pytest
         launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
         launch(kernel, 1, (torch.zeros(8), 7, 2.0), {"BLOCK": 32, "EXACT": True})
         assert launches[-1][0] == found
+
+
+def test_a_repeated_call_runs_on_the_current_stream(device: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while a profiler's hook is installed, of which the recorded call knew nothing."""
+    launches: list[Any] = []
+    compiled = Compiled(launches)
+    kernel, hook = Kernel(compiled), triton.knobs.runtime.launch_enter_hook
+
+    def call(values: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            launch(kernel, 1, (values, 7, 2.0), {"BLOCK": 32, "EXACT": True})
+        return torch.empty(2)
+
+    for stream in ("first", "recorded", "third", "fourth"):
+        device.stream = stream
+        replayed(call, torch.zeros(8))
+        assert compiled.streams[-1] == (0, stream)
+    assert len(compiled.streams) == len(launches) == 7  # Triton itself launched once
+    monkeypatch.setattr(hook, "calls", [print])
+    replayed(call, torch.zeros(8))
+    assert [launched[0] for launched in launches[-2:]] == ["looked at"] * 2
+    assert len(compiled.streams) == 7
 
 
 def test_descriptors_are_made_again_when_a_call_is_repeated(device: SimpleNamespace) -> None:

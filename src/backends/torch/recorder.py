@@ -39,8 +39,8 @@ _FACTORIES = (
 )
 _READS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
-Launch = Callable[[int, list[Any]], None]
-"""(programs, arguments): start a kernel. Arguments are numbers, None, and tensors or their addresses."""
+Launch = Callable[[int, list[Any], Any], None]
+"""(programs, arguments, queue): start a kernel. Arguments are numbers, None, and tensors or their addresses."""
 
 Memory = list[Any]
 """A call's tensors by slot: first the arguments, then what the call allocates; None before and after its use.
@@ -81,10 +81,6 @@ class _Place(NamedTuple):
         if self.whole:
             return base
         return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-
-    def address(self, memory: Memory) -> int:
-        base: Tensor = memory[self.slot]
-        return base.data_ptr() + self.offset * self.itemsize
 
 
 Step = Callable[[Memory], None]
@@ -146,12 +142,15 @@ def paused() -> Iterator[None]:
         recorder.paused = False
 
 
-def note_launch(launch: Launch | None, programs: int, arguments: Any, by_address: bool) -> None:
+def note_launch(
+    launch: Launch | None, programs: int, arguments: Any, by_address: bool, queue: Callable[[], Any]
+) -> None:
     """Record the launch of a kernel; `launch` is None if it cannot be repeated.
 
-    `by_address`: whether `launch` takes the addresses of tensors.
+    `by_address`: whether `launch` takes the addresses of tensors. `queue` finds where kernels are started at present. A
+    repeated call asks it once.
     """
-    _recorders[threading.get_ident()].note_launch(launch, programs, arguments, by_address)
+    _recorders[threading.get_ident()].note_launch(launch, programs, arguments, by_address, queue)
 
 
 def note_object(make: Callable[[Tensor], Any], tensor: Tensor) -> int:
@@ -232,6 +231,8 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
             self._slots.add(tensor)
         self.paused = False
         """Whether operations are not the call's, but part of a launch, as in Triton's interpreter, or of an object."""
+        self._queue: int | None = None
+        """The slot of the queue of the call's launches."""
         self._waits = False
         self._failed = self._slots.overlap()
 
@@ -259,7 +260,7 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
             return
         if not fresh and not function._schema.is_mutable:
             return  # a view
-        fill, used = self._filled((*args, *kwargs.values()), _Place.tensor)
+        fill, used = self._filled((*args, *kwargs.values()), False)
         count, names = len(args), tuple(kwargs)
 
         def run(memory: Memory) -> Any:
@@ -289,13 +290,19 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         self._steps.append((allocate, {slot}))
         self._allocations.add(allocate)
 
-    def note_launch(self, launch: Launch | None, programs: int, arguments: Any, by_address: bool) -> None:
+    def note_launch(
+        self, launch: Launch | None, programs: int, arguments: Any, by_address: bool, queue: Callable[[], Any]
+    ) -> None:
         """See `note_launch`."""
         if launch is None:
             self._failed = True
             return
-        fill, used = self._filled(arguments, _Place.address if by_address else _Place.tensor)
-        self._steps.append((lambda memory: launch(programs, fill(memory)), used))
+        if self._queue is None:
+            self._queue = self._slots.reserve()
+            self._steps.append((partial(_put, self._queue, queue), set()))
+        fill, used = self._filled(arguments, by_address)
+        slot = self._queue
+        self._steps.append((lambda memory: launch(programs, fill(memory), memory[slot]), used))
 
     def note_object(self, make: Callable[[Tensor], Any], tensor: Tensor) -> int:
         """See `note_object`."""
@@ -321,32 +328,38 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
 
         self._steps.append((step, {slot}))
 
-    def _filled(
-        self, values: Any, of: Callable[[_Place, Memory], Any]
-    ) -> tuple[Callable[[Memory], list[Any]], set[int]]:
+    def _filled(self, values: Any, by_address: bool) -> tuple[Callable[[Memory], list[Any]], set[int]]:
         """Return a function that returns `values` with the tensors of another call, and the slots of the tensors."""
         constants = list(values)
-        places: list[tuple[int, _Place, Callable[[_Place, Memory], Any]]] = []
+        addresses: list[tuple[int, int, int]] = []
+        others: list[tuple[int, Callable[[Memory], Any]]] = []
+        used: set[int] = set()
         for index, value in enumerate(values):
             if isinstance(value, (Tensor, Derived)):
                 place = self._slots.find(value.tensor if isinstance(value, Derived) else value)
+                constants[index] = None
                 if place is None:
                     self._failed = True
-                elif isinstance(value, Derived):
-                    places.append((index, place, partial(_derived, value.make)))
+                    continue
+                used.add(place.slot)
+                if isinstance(value, Derived):
+                    others.append((index, partial(_derived, value.make, place)))
+                elif by_address:
+                    addresses.append((index, place.slot, place.offset * place.itemsize))
                 else:
-                    places.append((index, place, of))
-                constants[index] = None
+                    others.append((index, place.tensor))
             elif isinstance(value, (list, tuple)) and next(_tensors(value), None) is not None:
                 self._failed, constants[index] = True, None
 
         def fill(memory: Memory) -> list[Any]:
             filled = constants.copy()
-            for index, place, made in places:
-                filled[index] = made(place, memory)
+            for index, slot, offset in addresses:
+                filled[index] = memory[slot].data_ptr() + offset
+            for index, made in others:
+                filled[index] = made(memory)
             return filled
 
-        return fill, {place.slot for _, place, _ in places}
+        return fill, used
 
     def recording(self, results: Any) -> Recording | None:
         """Return what was recorded of a call with these results."""
@@ -377,6 +390,10 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
                 return lambda memory: kind(*(part(memory) for part in parts))
             return lambda memory: kind([part(memory) for part in parts])
         return lambda memory: value
+
+
+def _put(slot: int, queue: Callable[[], Any], memory: Memory) -> None:
+    memory[slot] = queue()
 
 
 def _derived(make: Callable[[Tensor], Any], place: _Place, memory: Memory) -> Any:

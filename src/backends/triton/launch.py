@@ -50,7 +50,7 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
     key = (function, device, *kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
     if found is not None:
-        found(programs, values)
+        found(programs, values, _queue(device))
     else:
         made = function[(programs,)](*arguments, **constants, **options)
         if isinstance(made, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
@@ -100,22 +100,27 @@ class _Compiled:
     def __init__(self, kernel: Any, constants: list[Any]) -> None:
         self.kernel, self._constants = kernel, constants
 
-    def __call__(self, programs: int, values: list[Any]) -> None:
-        """Launch `programs` programs. `values` are the arguments, with addresses instead of tensors."""
+    def __call__(self, programs: int, values: list[Any], queue: int | None) -> None:
+        """Launch `programs` programs on a `_queue`. `values` are the arguments, with addresses instead of tensors."""
         kernel = self.kernel
-        if _has_hooks():
+        if queue is None:
             kernel[(programs, 1, 1)](*values, *self._constants)
             return
-        driver = triton.runtime.driver.active
-        stream = driver.get_current_stream(driver.get_current_device())
-        place = (programs, 1, 1, stream, kernel.function, kernel.packed_metadata)
+        place = (programs, 1, 1, queue, kernel.function, kernel.packed_metadata)
         kernel.run(*place, None, None, None, *values, *self._constants)
 
 
-def _has_hooks() -> bool:
-    """Return whether a profiler asked Triton to call it at launches."""
+def _queue(device: int | None = None) -> int | None:
+    """Return the current stream of a device, by default the current one.
+
+    None if a profiler asked Triton to call it at launches: then they must be Triton's own.
+    """
     runtime = triton.knobs.runtime
-    return bool(getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True))
+    if getattr(runtime.launch_enter_hook, "calls", True) or getattr(runtime.launch_exit_hook, "calls", True):
+        return None
+    driver = triton.runtime.driver.active
+    stream: int = driver.get_current_stream(driver.get_current_device() if device is None else device)
+    return stream
 
 
 def _interpret(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -124,12 +129,18 @@ def _interpret(function: Any, programs: int, arguments: tuple[Any, ...], constan
         return
     with paused():
         function[(programs,)](*arguments, **constants)
-    note_launch(lambda programs, values: function[(programs,)](*values, **constants), programs, arguments, False)
+    note_launch(
+        lambda programs, values, _: function[(programs,)](*values, **constants),
+        programs,
+        arguments,
+        False,
+        lambda: None,
+    )
 
 
 def _note(found: Any, programs: int, arguments: tuple[Any, ...]) -> None:
     if is_recording():
-        note_launch(found, programs, arguments, True)
+        note_launch(found, programs, arguments, True, _queue)
 
 
 def cdiv(count: int, size: int) -> int:
