@@ -24,7 +24,13 @@ __all__ = [
     "asks_for_gradient",
     "differentiated",
     "first_order",
-    "refused",
+    "in_dtypes",
+    "keep_linear",
+    "keep_logits",
+    "linear_gradients",
+    "logits_gradients",
+    "made_gradients",
+    "refusals",
     "scaled",
     "signed",
 ]
@@ -53,31 +59,12 @@ class CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        logits, _, *options = inputs
-        _, kept, *stats = output
-        _keep_options(ctx, options)
-        ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
-        if ctx.is_made:
-            ctx.save_for_backward(kept)
-            ctx.mark_non_differentiable(*stats)
-        else:
-            entropy = found_entropy(ctx.reduction, ctx.stats, stats)
-            ctx.save_for_backward(logits, kept, entropy, *options[:TENSORS])
-            ctx.mark_non_differentiable(kept, *constant(ctx.reduction, ctx.stats, stats))
-        ctx.set_materialize_grads(False)
+        keep_logits(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, kept_upstream: Any, *of_stats: Any) -> Any:
-        rest = (None,) * (1 + ARGUMENTS)
-        if differentiated(kept_upstream):
-            return refused(kept_upstream, kept_upstream), *rest
-        upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
-        if all(one is None for one in upstream):
-            return None, *rest
-        if ctx.is_made:
-            return scaled(ctx, ctx.saved_tensors[0], of_loss, None), *rest
-        args = _saved(ctx, upstream)
-        return first_order(torch.ops.xent.cross_entropy_backward, *args), *rest
+        operation = torch.ops.xent.cross_entropy_backward
+        return logits_gradients(ctx, operation, of_loss, kept_upstream, of_stats)
 
 
 class CrossEntropyInplace(torch.autograd.Function):
@@ -126,47 +113,97 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        linear, options = inputs[:7], inputs[7:]
-        _, deferred, *rest = output
-        gradients, stats = rest[:3], rest[3:]
-        _keep_options(ctx, options)
-        ctx.needs, ctx.linear = linear[3], linear[3:]
-        ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
-        if ctx.reduction == "none":
-            ctx.save_for_backward(*linear[:3], *options[:TENSORS])
-            ctx.mark_non_differentiable(deferred, *gradients, *constant(ctx.reduction, ctx.stats, stats))
-        else:
-            ctx.save_for_backward(deferred, *gradients)
-            ctx.mark_non_differentiable(deferred, *stats)
-        ctx.set_materialize_grads(False)
+        keep_linear(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, *more: Any) -> Any:
-        rest = (None,) * (4 + ARGUMENTS)
-        if differentiated(*more[:4]):
-            return *(
-                None if grad is None else refused(grad, grad).to(dtype)
-                for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
-            ), *rest
-        upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, more[4:])
-        if all(one is None for one in upstream):
-            return None, None, None, *rest
-        if ctx.reduction == "none":
-            tensors = ctx.saved_tensors
-            operation = torch.ops.xent.linear_cross_entropy_backward
-            args = (*tensors[:3], *ctx.linear, *upstream, *tensors[3:], *ctx.constants)
-            gradients = first_order(operation, *args)
-        else:
-            deferred, *kept = ctx.saved_tensors
-            gradients = [
-                scaled(ctx, grad, of_loss, deferred) if need else None
-                for grad, need in zip(kept, ctx.needs, strict=True)
-            ]
-        made = [
-            grad.to(dtype) if need and grad is not None else None
-            for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
-        ]
-        return *made, *rest
+        operation = torch.ops.xent.linear_cross_entropy_backward
+        return linear_gradients(ctx, operation, of_loss, more[:4], more[4:])
+
+
+def keep_logits(ctx: Any, inputs: Any, output: Any, where: int = 0) -> None:
+    """Save what the backward pass needs. The options come after `where` arguments that describe a shard."""
+    (logits, *_), (_, kept, *stats) = inputs, output
+    options = _keep_options(ctx, inputs[2:], where)
+    ctx.is_made = makes_gradient_first(ctx.reduction, logits.dtype)
+    if ctx.is_made:
+        ctx.save_for_backward(kept)
+        ctx.mark_non_differentiable(*stats)
+    else:
+        entropy = [] if where else [found_entropy(ctx.reduction, ctx.stats, stats)]  # that of a shard is in `kept`
+        ctx.save_for_backward(logits, kept, *entropy, *options[:TENSORS])
+        ctx.mark_non_differentiable(kept, *constant(ctx.reduction, ctx.stats, stats))
+    ctx.set_materialize_grads(False)
+
+
+def logits_gradients(ctx: Any, operation: Any, of_loss: Tensor | None, of_kept: Any, of_stats: Any) -> Any:
+    """Return the gradients of all inputs; `operation` computes that of the logits."""
+    rest = (None,) * (1 + len(ctx.where) + ARGUMENTS)
+    if differentiated(of_kept):
+        return refused(of_kept, of_kept), *rest
+    upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
+    if all(one is None for one in upstream):
+        return None, *rest
+    if ctx.is_made:
+        return scaled(ctx, ctx.saved_tensors[0], of_loss, None), *rest
+    return first_order(operation, *_saved(ctx, upstream)), *rest
+
+
+def keep_linear(ctx: Any, inputs: Any, output: Any, where: int = 0) -> None:
+    """Save what the backward pass needs, as `keep_logits` does. A shard's data is an output before the statistics."""
+    linear, (_, deferred, *rest) = inputs[:7], output
+    first = 4 if where else 3
+    gradients, kept, stats = rest[:3], rest[3:first], rest[first:]
+    options = _keep_options(ctx, inputs[7:], where)
+    ctx.needs, ctx.linear = linear[3], linear[3:]
+    ctx.dtypes = [linear[0].dtype, linear[1].dtype, (linear[1] if linear[2] is None else linear[2]).dtype]
+    ctx.is_made = ctx.reduction != "none"
+    if ctx.is_made:
+        ctx.save_for_backward(deferred, *gradients)
+        ctx.mark_non_differentiable(deferred, *kept, *stats)
+    else:
+        ctx.save_for_backward(*linear[:3], *kept, *options[:TENSORS])
+        ctx.mark_non_differentiable(deferred, *gradients, *kept, *constant(ctx.reduction, ctx.stats, stats))
+    ctx.set_materialize_grads(False)
+
+
+def linear_gradients(ctx: Any, operation: Any, of_loss: Tensor | None, of_made: Any, of_stats: Any) -> Any:
+    """Return the gradients of all inputs. `of_made` are the upstream gradients of deferred and of the gradients."""
+    rest = (None,) * (4 + len(ctx.where) + ARGUMENTS)
+    if differentiated(*of_made):
+        return *refusals(ctx, of_made[1:]), *rest
+    upstream = upstream_of(ctx.reduction, ctx.stats, of_loss, of_stats)
+    if all(one is None for one in upstream):
+        return None, None, None, *rest
+    if ctx.is_made:
+        return *made_gradients(ctx, of_loss), *rest
+    tensors = ctx.saved_tensors
+    kept, options = tensors[3:-TENSORS], tensors[-TENSORS:]
+    made = first_order(operation, *tensors[:3], *ctx.linear, *kept, *upstream, *ctx.where, *options, *ctx.constants)
+    return *in_dtypes(ctx, made), *rest
+
+
+def refusals(ctx: Any, upstream: Any) -> list[Any]:
+    """Raise for a second derivative of the gradients that a forward pass has computed: see `refused`."""
+    return [
+        None if grad is None or dtype is None else refused(grad, grad).to(dtype)
+        for grad, dtype in zip(upstream, ctx.dtypes, strict=True)
+    ]
+
+
+def made_gradients(ctx: Any, upstream: Any) -> list[Any]:
+    """Return the gradients that the forward pass has computed, times the upstream gradient of the loss."""
+    deferred, *kept = ctx.saved_tensors
+    pairs = zip(kept, ctx.needs, strict=True)
+    return in_dtypes(ctx, [scaled(ctx, grad, upstream, deferred) if need else None for grad, need in pairs])
+
+
+def in_dtypes(ctx: Any, gradients: Any) -> list[Any]:
+    """Return the gradients that are needed in the dtypes of the inputs, None for the others."""
+    return [
+        grad.to(dtype) if need and grad is not None else None
+        for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
+    ]
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -208,16 +245,20 @@ def first_order(operation: Any, *args: Any) -> Any:
     return operation(*args) if torch.compiler.is_dynamo_compiling() else _FirstOrder.apply(operation, *args)
 
 
-def _keep_options(ctx: Any, options: Any) -> None:
-    """Store the constants; the tensors are saved separately."""
+def _keep_options(ctx: Any, args: Any, where: int = 0) -> Any:
+    """Store the constants, and return the options; their tensors are saved separately."""
+    ctx.where, options = args[:where], args[where:]
     ctx.reduction, ctx.stats, ctx.kernel = reduction_of(options), stats_of(options), options[-1]
     ctx.constants = options[TENSORS:]
+    return options
 
 
 def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
     """Return the arguments of the operation that computes the gradient of logits."""
-    logits, norm, entropy, *tensors = ctx.saved_tensors
-    return logits, norm, None if upstream.entropy is None else entropy, *upstream, *tensors, *ctx.constants
+    logits, *kept = ctx.saved_tensors[:-TENSORS]
+    if not ctx.where and upstream.entropy is None:
+        kept[-1] = None
+    return logits, *kept, *upstream, *ctx.where, *ctx.saved_tensors[-TENSORS:], *ctx.constants
 
 
 def refused(upstream: Tensor, like: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ memory of the gradient's size.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,28 +25,87 @@ from xent.backends.torch.replay import replayed
 from xent.backends.torch.rows import cast, gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
-__all__ = ["cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
+__all__ = ["Way", "as_arguments", "cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
 
 _REPLAYED = frozenset(("triton",))
 """Backends whose kernels are launched through `xent.backends.torch.recorder`."""
 
 
-def cross_entropy(logits: Tensor, options: Options, needs_grad: bool, inplace: bool) -> tuple[Tensor, list[Tensor]]:
+class Way(Protocol):
+    """How calls of one kind run: on all classes (`Whole`), or on the classes of one rank.
+
+    `saved` is the data for the backward pass of a gradient that the forward pass does not compute.
+    """
+
+    def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
+        """Return (loss, saved if `keeps`, statistics). Write the gradient to `grad` if it is not None."""
+
+    def logits_backward(self, upstream: jobs.Upstream, simple: bool, inplace: bool, *saved: Any) -> Tensor:
+        """Return the gradient, for saved = (logits, saved, entropy, options)."""
+
+    def linear_forward(self, linear: Linear, options: Options) -> Any:
+        """Return (loss, deferred, gradients, statistics, saved)."""
+
+    def linear_backward(self, upstream: jobs.Upstream, simple: bool, *saved: Any) -> Any:
+        """Return the gradients, for saved = (linear, saved, entropy, options)."""
+
+
+class Whole:
+    """A `Way` for calls on all classes."""
+
+    def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
+        """See `Way`."""
+        norm = new_norm(logits) if keeps else None
+        loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, grad, norm, options)
+        return loss, norm, stats
+
+    def logits_backward(
+        self, upstream: jobs.Upstream, simple: bool, inplace: bool, logits: Tensor, *saved: Any
+    ) -> Tensor:
+        """See `Way`."""
+        norm, entropy, options = saved
+        entropy = None if upstream.entropy is None else entropy
+        made: Tensor
+        if simple:
+            arguments = (upstream, logits, norm, entropy, options, inplace)
+            made = _run(options.kernel, logits, logits_driver.backward, *arguments)
+        else:
+            made = torch.ops.xent.cross_entropy_backward(logits, norm, entropy, *upstream, *pack(options))
+        return made
+
+    def linear_forward(self, linear: Linear, options: Options) -> Any:
+        """See `Way`."""
+        return _run(options.kernel, linear.input, linear_driver.forward, linear, options)
+
+    def linear_backward(self, upstream: jobs.Upstream, simple: bool, linear: Linear, *saved: Any) -> Any:
+        """See `Way`."""
+        norm, entropy, options = saved
+        if not simple:
+            return torch.ops.xent.linear_cross_entropy_backward(*as_arguments(linear), *upstream, *pack(options))
+        return _run(options.kernel, linear.input, linear_driver.backward, upstream, linear, options, norm, entropy)
+
+
+_WHOLE = Whole()
+
+
+def cross_entropy(
+    logits: Tensor, options: Options, needs_grad: bool, inplace: bool, way: Way = _WHOLE
+) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of logits (..., V)."""
     if needs_grad:
-        loss, _, *stats = _apply_to_logits(logits, options, inplace)
+        loss, _, *stats = _apply_to_logits(logits, way, options, inplace)
         return loss, stats
-    loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, None, None, options)
+    loss, _, stats = way.logits_forward(logits, None, False, options)
     return loss, stats
 
 
-def linear_cross_entropy(linear: Linear, options: Options) -> tuple[Tensor, list[Tensor]]:
+def linear_cross_entropy(linear: Linear, options: Options, way: Way = _WHOLE) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of hidden states and a classifier."""
     if any(linear.needs):
-        loss, _, *stats = _apply_to_linear(linear.input, linear.weight, linear.bias, linear, options)
+        loss, _, *stats = _apply_to_linear(linear.input, linear.weight, linear.bias, linear, way, options)
         return loss, stats
-    made = _run(options.kernel, linear.input, linear_driver.forward, linear, options)
-    return made.loss, made.stats
+    loss, _, _, stats, _ = way.linear_forward(linear, options)
+    return loss, stats
 
 
 def on_device(tensor: Tensor, function: Callable[..., Any], *args: Any) -> Any:
@@ -64,117 +123,115 @@ def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(logits, options, inplace) -> (loss, anchor, *stats)."""
+    """(logits, way, options, inplace) -> (loss, anchor, *stats)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, options: Options, inplace: bool) -> Any:
-        ctx.kernel, ctx.is_made = options.kernel, makes_gradient_first(options.spec.reduction, logits.dtype)
+    def forward(ctx: Any, logits: Tensor, way: Way, options: Options, inplace: bool) -> Any:
+        ctx.way, ctx.is_made = way, makes_gradient_first(options.spec.reduction, logits.dtype)
+        source = logits.detach()
         if ctx.is_made:
-            source = logits.detach()
             grad = source if inplace else gradient_like(source)
-            loss, stats = _run(options.kernel, logits, logits_driver.forward, source, grad, None, options)
+            loss, _, stats = way.logits_forward(source, grad, False, options)
             if inplace:
                 torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits if inplace else grad)
         else:
-            norm = new_norm(logits)
-            loss, stats = _run(options.kernel, logits, logits_driver.forward, logits.detach(), None, norm, options)
-            entropy = found_entropy(options.spec.reduction, options.spec.stats, stats)
-            ctx.save_for_backward(anchor := loss.new_empty(0), logits, norm, entropy, *_tensors(options.tensors))
-            ctx.rest, ctx.inplace = options[-2:], inplace
-            ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-        if stats:
-            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
-        ctx.set_materialize_grads(False)
+            loss, saved, stats = way.logits_forward(source, None, True, options)
+            ctx.save_for_backward(anchor := loss.new_empty(0), logits, *_kept(ctx, saved, stats, options))
+            ctx.inplace = inplace
+        _finish(ctx, stats, options)
         return loss, anchor, *stats
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
         if ctx.is_made:
             if of_loss is None:
-                return None, None, None
+                return (None,) * 4
             anchor, kept = ctx.saved_tensors
-            return once(anchor, lambda: scaled(ctx.kernel, kept, of_loss, None)), None, None
+            return once(anchor, lambda: scaled(ctx.rest[1], kept, of_loss, None)), None, None, None
         upstream = _upstream(ctx, of_loss, of_stats)
         if all(one is None for one in upstream):
-            return None, None, None
-        anchor, logits, norm, entropy, *tensors = ctx.saved_tensors
-        entropy = None if upstream.entropy is None else entropy
-        options = _restored(ctx, tensors)
+            return (None,) * 4
+        anchor, logits, saved, entropy, *tensors = ctx.saved_tensors
 
         def gradient() -> Tensor:
-            if all(map(is_simple, upstream)):
-                reuse = ctx.inplace and not private.keeps_graph()
-                args = (upstream, logits.detach(), norm, entropy, options, reuse)
-                made: Tensor = _run(options.kernel, logits, logits_driver.backward, *args)
-                if reuse:
-                    torch.autograd.graph.increment_version(logits)
-            else:
-                operation = torch.ops.xent.cross_entropy_backward
-                made = operation(logits.detach(), norm, entropy, *upstream, *pack(options))
+            simple = all(map(is_simple, upstream))
+            reuse = simple and ctx.inplace and not private.keeps_graph()
+            rest = (logits.detach(), saved, entropy, _restored(ctx, tensors))
+            made: Tensor = ctx.way.logits_backward(upstream, simple, reuse, *rest)
+            if reuse:
+                torch.autograd.graph.increment_version(logits)
             return made
 
-        return once(anchor, gradient), None, None
+        return once(anchor, gradient), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(input, weight, bias, linear, options) -> (loss, anchor, *stats)."""
+    """(input, weight, bias, linear, way, options) -> (loss, anchor, *stats)."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, options: Options) -> Any:
-        made_forward = _run(options.kernel, source, linear_driver.forward, linear, options)
-        loss, deferred, made, stats, norm = made_forward
-        ctx.rest, ctx.kernel, ctx.is_made = options[-2:], options.kernel, options.spec.reduction != "none"
-        ctx.needs, ctx.linear = linear.needs, (linear.shift, linear.workspace, linear.compute)
+    def forward(
+        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, way: Way, options: Options
+    ) -> Any:
+        loss, deferred, made, stats, saved = way.linear_forward(linear, options)
+        ctx.way, ctx.is_made = way, options.spec.reduction != "none"
+        ctx.linear = (linear.shift, linear.workspace, linear.compute, linear.needs)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
-        if not ctx.is_made:
-            ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-            entropy = None if norm is None else found_entropy(options.spec.reduction, options.spec.stats, stats)
-            kept = (source, weight, bias, norm, entropy)
-            ctx.save_for_backward(anchor := loss.new_empty(0), *kept, *_tensors(options.tensors))
+        anchor = loss.new_empty(0)
+        if ctx.is_made:
+            ctx.save_for_backward(anchor, deferred, *made)
         else:
-            ctx.save_for_backward(anchor := loss.new_empty(0), deferred, *made)
-        if stats:
-            ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
-        ctx.set_materialize_grads(False)
+            ctx.save_for_backward(anchor, source, weight, bias, *_kept(ctx, saved, stats, options))
+        _finish(ctx, stats, options)
         return loss, anchor, *stats
 
     @staticmethod
     def backward(ctx: Any, of_loss: Tensor | None, _: Any, *of_stats: Any) -> Any:
+        needs = ctx.linear[-1]
         if ctx.is_made:
             if of_loss is None:
-                return (None,) * 5
+                return (None,) * 6
             anchor, deferred, *kept = ctx.saved_tensors
             made = [
-                scaled(ctx.kernel, grad, of_loss, deferred) if need else None
-                for grad, need in zip(kept, ctx.needs, strict=True)
+                scaled(ctx.rest[1], grad, of_loss, deferred) if need else None
+                for grad, need in zip(kept, needs, strict=True)
             ]
         else:
             upstream = _upstream(ctx, of_loss, of_stats)
             if all(one is None for one in upstream):
-                return (None,) * 5
-            anchor, source, weight, bias, norm, entropy, *tensors = ctx.saved_tensors
-            options, (shift, workspace, compute) = _restored(ctx, tensors), ctx.linear
-            if all(map(is_simple, upstream)):
-                linear = Linear(source.detach(), weight.detach(), bias, shift, workspace, compute, ctx.needs)
-                with torch.no_grad():
-                    call = (linear_driver.backward, upstream, linear, options, norm, entropy)
-                    made = _run(options.kernel, source, *call)
-            else:
-                args = (source, weight, bias, ctx.needs, shift, workspace, compute, *upstream)
-                made = torch.ops.xent.linear_cross_entropy_backward(*args, *pack(options))
+                return (None,) * 6
+            anchor, source, weight, bias, saved, entropy, *tensors = ctx.saved_tensors
+            linear, simple = Linear(source.detach(), weight.detach(), bias, *ctx.linear), all(map(is_simple, upstream))
+            with torch.no_grad():
+                made = ctx.way.linear_backward(upstream, simple, linear, saved, entropy, _restored(ctx, tensors))
         grads = [
             once(anchor, partial(cast, grad, dtype)) if need and grad is not None else None
-            for grad, dtype, need in zip(made, ctx.dtypes, ctx.needs, strict=True)
+            for grad, dtype, need in zip(made, ctx.dtypes, needs, strict=True)
         ]
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 _apply_to_logits, _apply_to_linear = private.apply_of(_CrossEntropy), private.apply_of(_LinearCrossEntropy)
 
 
-def _tensors(values: Any) -> tuple[Tensor | None, ...]:
-    return tuple(value if isinstance(value, Tensor) else None for value in values)
+def _kept(ctx: Any, saved: Tensor | None, stats: list[Tensor], options: Options) -> tuple[Tensor | None, ...]:
+    """Return the data for the backward pass: `saved`, the entropy, and the tensors among the options."""
+    ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
+    entropy = None if saved is None else found_entropy(options.spec.reduction, options.spec.stats, stats)
+    return saved, entropy, *(value if isinstance(value, Tensor) else None for value in options.tensors)
+
+
+def _finish(ctx: Any, stats: list[Tensor], options: Options) -> None:
+    ctx.rest = options[-2:]
+    if stats:
+        ctx.mark_non_differentiable(*constant(options.spec.reduction, options.spec.stats, stats))
+    ctx.set_materialize_grads(False)
+
+
+def as_arguments(linear: Linear) -> tuple[Any, ...]:
+    """Return the arguments of custom operations."""
+    first = (linear.input, linear.weight, linear.bias, linear.needs)
+    return *first, linear.shift, linear.workspace, linear.compute
 
 
 def _restored(ctx: Any, tensors: Any) -> Options:

@@ -28,7 +28,16 @@ from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.weighed_sum import weighed_sum
 
-__all__ = ["NO_SECOND", "fake_gradients", "fake_results", "operation", "undisturbed"]
+__all__ = [
+    "LINEAR",
+    "NO_SECOND",
+    "UPSTREAM",
+    "fake_gradients",
+    "fake_results",
+    "linear_of",
+    "operation",
+    "undisturbed",
+]
 
 NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
@@ -36,11 +45,11 @@ NO_SECOND = (
 )
 
 _LIBRARY = torch.library.Library("xent", "DEF")
-_LINEAR = (
+LINEAR = (
     "Tensor input, Tensor linear_weight, Tensor? linear_bias, bool[] needs, int shift, int? workspace, "
     "ScalarType compute"
 )
-_UPSTREAM = "Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy"
+UPSTREAM = "Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy"
 """The fields of a `xent.backends.torch.job.Upstream`."""
 
 
@@ -139,7 +148,7 @@ def _cross_entropy_(logits: Tensor, *args: Any) -> Any:
 
 
 @operation(
-    f"cross_entropy_backward(Tensor logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> Tensor",
+    f"cross_entropy_backward(Tensor logits, Tensor norm, Tensor? found_entropy, {UPSTREAM}, {SCHEMA}) -> Tensor",
     lambda logits, *args: gradient_like(logits),
 )
 def _cross_entropy_backward(logits: Tensor, norm: Tensor, entropy: Tensor | None, *args: Any) -> Tensor:
@@ -147,7 +156,7 @@ def _cross_entropy_backward(logits: Tensor, norm: Tensor, entropy: Tensor | None
 
 
 @operation(
-    f"cross_entropy_backward_(Tensor(a!) logits, Tensor norm, Tensor? found_entropy, {_UPSTREAM}, {SCHEMA}) -> ()",
+    f"cross_entropy_backward_(Tensor(a!) logits, Tensor norm, Tensor? found_entropy, {UPSTREAM}, {SCHEMA}) -> ()",
     lambda logits, *args: None,
 )
 def _cross_entropy_backward_(logits: Tensor, norm: Tensor, entropy: Tensor | None, *args: Any) -> None:
@@ -167,34 +176,35 @@ def fake_gradients(linear: Linear, wanted: bool) -> list[Tensor]:
     ]
 
 
-def _linear(args: tuple[Any, ...]) -> Linear:
+def linear_of(args: tuple[Any, ...]) -> Linear:
+    """Return the call with the arguments `LINEAR`."""
     source, weight, bias, needs, shift, workspace, compute = args[:7]
     return Linear(source, weight, bias, shift, workspace, compute, tuple(needs))
 
 
 def _fake_linear(*args: Any) -> Any:
-    linear, options = _linear(args), args[7:]
+    linear, options = linear_of(args), args[7:]
     acc = accumulation_dtype(linear.compute)
     loss, deferred, stats = fake_results(linear.input.shape[:-1], acc, linear.input.device, options)
     return loss, deferred, fake_gradients(linear, reduction_of(options) != "none"), stats
 
 
 @operation(
-    f"linear_cross_entropy({_LINEAR}, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor[] stats)",
+    f"linear_cross_entropy({LINEAR}, {SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor[] stats)",
     _fake_linear,
 )
 def _linear_cross_entropy(*args: Any) -> Any:
-    linear = _linear(args)
+    linear = linear_of(args)
     loss, deferred, gradients, stats, _ = linear_driver.forward(linear, unpack(args[7:]))
     return loss, loss.new_ones(()) if deferred is None else deferred, gradients, stats
 
 
 @operation(
-    f"linear_cross_entropy_backward({_LINEAR}, {_UPSTREAM}, {SCHEMA}) -> Tensor[]",
-    lambda *args: fake_gradients(_linear(args), True),
+    f"linear_cross_entropy_backward({LINEAR}, {UPSTREAM}, {SCHEMA}) -> Tensor[]",
+    lambda *args: fake_gradients(linear_of(args), True),
 )
 def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
-    return linear_driver.backward(jobs.Upstream(*args[7:11]), _linear(args), unpack(args[11:]))
+    return linear_driver.backward(jobs.Upstream(*args[7:11]), linear_of(args), unpack(args[11:]))
 
 
 @operation(
@@ -207,11 +217,11 @@ def _target_gradient(logits: Tensor, loss: Tensor | None, nll: Tensor | None, *a
 
 
 @operation(
-    f"linear_target_gradient({_LINEAR}, Tensor? loss, Tensor? nll, {SCHEMA}) -> Tensor",
+    f"linear_target_gradient({LINEAR}, Tensor? loss, Tensor? nll, {SCHEMA}) -> Tensor",
     lambda *args: args[9].new_empty(args[9].shape),
 )
 def _linear_target_gradient(*args: Any) -> Tensor:
-    return target_gradient.of_linear(jobs.Upstream(args[7], nll=args[8]), _linear(args), unpack(args[9:]))
+    return target_gradient.of_linear(jobs.Upstream(args[7], nll=args[8]), linear_of(args), unpack(args[9:]))
 
 
 @operation(

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.autograd import differentiated, first_order, refused, scaled, signed
+from xent.backends.torch.autograd import differentiated, first_order, in_dtypes, made_gradients, refusals, signed
 from xent.backends.torch.divergence.call import SCHEMA
 
 __all__ = ["DivergenceFunction"]
@@ -43,24 +43,10 @@ class DivergenceFunction(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor | None, *more: Any) -> Any:
         rest = (None,) * (_ARGUMENTS - 3)
         if differentiated(*more[:4]):
-            refusals = [
-                None if grad is None or dtype is None else refused(grad, grad).to(dtype)
-                for grad, dtype in zip(more[1:4], ctx.dtypes, strict=True)
-            ]
-            return *refusals, *rest
+            return *refusals(ctx, more[1:4]), *rest
         if upstream is None:
             return None, None, None, *rest
         if ctx.is_made:
-            deferred, *kept = ctx.saved_tensors
-            gradients = [
-                scaled(ctx, grad, upstream, deferred) if need else None
-                for grad, need in zip(kept, ctx.needs, strict=True)
-            ]
-        else:
-            tensors = ctx.saved_tensors
-            gradients = first_order(torch.ops.xent.divergence_backward, upstream, *tensors, *ctx.constants)
-        made = [
-            grad.to(dtype) if need and grad is not None else None
-            for grad, need, dtype in zip(gradients, ctx.needs, ctx.dtypes, strict=True)
-        ]
-        return *made, *rest
+            return *made_gradients(ctx, upstream), *rest
+        operation = torch.ops.xent.divergence_backward
+        return *in_dtypes(ctx, first_order(operation, upstream, *ctx.saved_tensors, *ctx.constants)), *rest

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.job import Upstream
-from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.logits import makes_gradient_first
-from xent.backends.torch.ops import fake_gradients, fake_results, operation
-from xent.backends.torch.options import SCHEMA, Options, reduction_of, stats_of, unpack
+from xent.backends.torch.ops import LINEAR, UPSTREAM, fake_gradients, fake_results, linear_of, operation
+from xent.backends.torch.options import SCHEMA, reduction_of, stats_of, unpack
 from xent.backends.torch.rows import gradient_like
 from xent.backends.torch.sharded.calls import (
     WHERE,
@@ -27,19 +26,9 @@ from xent.backends.torch.sharded.calls import (
 )
 from xent.backends.torch.sharded.finish import kept_names
 
-__all__ = ["keeps_gradient"]
+__all__: list[str] = []
 
-_LINEAR = (
-    "Tensor input, Tensor linear_weight, Tensor? linear_bias, bool[] needs, int shift, int? workspace, "
-    "ScalarType compute"
-)
-_UPSTREAM = "Tensor? upstream, Tensor? lse, Tensor? nll, Tensor? entropy"
 _OF_WHERE = len(Where._fields)
-
-
-def keeps_gradient(logits: Tensor, options: Options) -> bool:
-    """Return whether the forward pass on logits computes the gradient."""
-    return makes_gradient_first(options.spec.reduction, logits.dtype)
 
 
 def _split(args: tuple[Any, ...]) -> tuple[Where, Any]:
@@ -71,7 +60,7 @@ def _fake_cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
 def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
     where, rest = _split(args)
     options = unpack(rest)
-    first = needs_grad and keeps_gradient(logits, options)
+    first = needs_grad and makes_gradient_first(options.spec.reduction, logits.dtype)
     grad = gradient_like(logits) if first else None
     loss, kept, stats = logits_forward(logits, grad, needs_grad and not first, where, options)
     kept = kept if grad is None else grad
@@ -79,7 +68,7 @@ def _cross_entropy(logits: Tensor, needs_grad: bool, *args: Any) -> Any:
 
 
 @operation(
-    f"sharded_cross_entropy_backward(Tensor logits, Tensor kept, {_UPSTREAM}, {WHERE}, {SCHEMA}) -> Tensor",
+    f"sharded_cross_entropy_backward(Tensor logits, Tensor kept, {UPSTREAM}, {WHERE}, {SCHEMA}) -> Tensor",
     lambda logits, *args: gradient_like(logits),
 )
 def _cross_entropy_backward(logits: Tensor, kept: Tensor, *args: Any) -> Tensor:
@@ -87,44 +76,35 @@ def _cross_entropy_backward(logits: Tensor, kept: Tensor, *args: Any) -> Tensor:
     return logits_backward(Upstream(*args[:4]), logits, kept, where, unpack(rest), False)
 
 
-def _linear(args: tuple[Any, ...]) -> Linear:
-    source, weight, bias, needs, shift, workspace, compute = args[:7]
-    return Linear(source, weight, bias, shift, workspace, compute, tuple(needs))
-
-
 def _fake_linear(*args: Any) -> Any:
-    linear, options = _linear(args), _split(args[7:])[1]
+    linear, options = linear_of(args), _split(args[7:])[1]
     target = options[0]
     rows = target.shape[:-1] if target.is_floating_point() else target.shape
     acc, each_row = accumulation_dtype(linear.compute), reduction_of(options) == "none"
     loss, deferred, stats = fake_results(rows, acc, linear.input.device, options)
     keeps = each_row and any(linear.needs)
     kept = _fake_kept(loss, math.prod(rows), linear.compute, options) if keeps else loss.new_empty(0)
-    return loss, deferred, kept, fake_gradients(linear, not each_row), stats
+    return loss, deferred, fake_gradients(linear, not each_row), kept, stats
 
 
 @operation(
-    f"sharded_linear_cross_entropy({_LINEAR}, {WHERE}, {SCHEMA}) -> "
-    "(Tensor loss, Tensor deferred, Tensor kept, Tensor[] gradients, Tensor[] stats)",
+    f"sharded_linear_cross_entropy({LINEAR}, {WHERE}, {SCHEMA}) -> "
+    "(Tensor loss, Tensor deferred, Tensor[] gradients, Tensor kept, Tensor[] stats)",
     _fake_linear,
 )
 def _linear_cross_entropy(*args: Any) -> Any:
-    linear, (where, rest) = _linear(args), _split(args[7:])
+    linear, (where, rest) = linear_of(args), _split(args[7:])
     options = unpack(rest)
     keeps = any(linear.needs) and options.spec.reduction == "none"
     loss, deferred, kept, gradients, stats = linear_forward(linear, keeps, where, options)
     deferred = loss.new_ones(()) if deferred is None else deferred
-    return loss, deferred, loss.new_empty(0) if kept is None else kept, gradients, stats
-
-
-def _fake_linear_backward(*args: Any) -> list[Tensor]:
-    return fake_gradients(_linear(args[5:]), True)
+    return loss, deferred, gradients, loss.new_empty(0) if kept is None else kept, stats
 
 
 @operation(
-    f"sharded_linear_cross_entropy_backward(Tensor kept, {_UPSTREAM}, {_LINEAR}, {WHERE}, {SCHEMA}) -> Tensor[]",
-    _fake_linear_backward,
+    f"sharded_linear_cross_entropy_backward({LINEAR}, Tensor kept, {UPSTREAM}, {WHERE}, {SCHEMA}) -> Tensor[]",
+    lambda *args: fake_gradients(linear_of(args), True),
 )
-def _linear_cross_entropy_backward(kept: Tensor, *args: Any) -> list[Tensor]:
-    linear, (where, rest) = _linear(args[4:]), _split(args[11:])
-    return linear_backward(Upstream(*args[:4]), linear, kept, where, unpack(rest))
+def _linear_cross_entropy_backward(*args: Any) -> list[Tensor]:
+    where, rest = _split(args[12:])
+    return linear_backward(Upstream(*args[8:12]), linear_of(args), args[7], where, unpack(rest))
