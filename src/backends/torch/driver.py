@@ -11,7 +11,7 @@ from xent.backends.torch import differentiated as _differentiated  # noqa: F401 
 from xent.backends.torch import eager, private, scale_gradient
 from xent.backends.torch.autograd import CrossEntropy, CrossEntropyInplace, LinearCrossEntropy, asks_for_gradient
 from xent.backends.torch.facts import check_targets
-from xent.backends.torch.linear_call import Linear
+from xent.backends.torch.linear_call import Linear, compute_dtype
 from xent.backends.torch.options import Options, pack, read, without_tensors
 from xent.backends.torch.rows import overlaps
 from xent.backends.torch.target_autograd import asks, with_target
@@ -119,7 +119,7 @@ def run_linear(
     quiet: bool,
 ) -> Any:
     """Return the loss, or (loss, Stats) if the spec names statistics; `quiet` as in `run_logits`."""
-    compute = _compute_dtype(source, weight, bias)
+    compute = compute_dtype(source, weight, bias)
     if options.logit_scale is not None and not _finds_gradients_later():
         source, weight, bias, scale = scale_gradient.of_linear(source, weight, bias, options.logit_scale)
         options = options._replace(logit_scale=scale)
@@ -177,7 +177,7 @@ def _run_linear_in_shards(call: LinearCall, options: Options, quiet: bool) -> tu
 
     source, weight, bias = call.input, call.linear_weight, call.linear_bias
     needs = asks_for_gradient(source, weight, bias)
-    compute = _compute_dtype(source, weight, bias)
+    compute = compute_dtype(source, weight, bias)
     linear = Linear(source, weight, bias, call.shift, call.workspace, compute, (needs[0], needs[1], needs[2]))
     assert call.vocab_parallel is not None
     loss, stats = entry.linear_cross_entropy(linear, options, call.vocab_parallel, quiet)
@@ -229,25 +229,6 @@ def _shaped(loss: Tensor, stats: list[Tensor], spec: LossSpec, rows: torch.Size)
     for name, value in zip(spec.stats, stats, strict=True):
         named[name] = value.view(rows) if name in flat else value
     return loss, Stats(**named)
-
-
-def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
-    device = source.device.type
-    autocast = device != "meta" and torch.is_autocast_enabled(device)
-    if autocast and torch.float64 not in (source.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
-    if weight.dtype != source.dtype:
-        raise TypeError(
-            f"linear_weight must have the dtype of input, {source.dtype}, outside of torch.autocast; got "
-            f"{weight.dtype}: cast one to the dtype of the other, or call under torch.autocast"
-        )
-    if bias is not None and bias.dtype != source.dtype:
-        raise TypeError(
-            f"linear_bias must have the dtype of input, {source.dtype}, outside of torch.autocast; got {bias.dtype}: "
-            "cast it, or call under torch.autocast"
-        )
-    return source.dtype
 
 
 def _tensors(call: LogitsCall | LinearCall, *names: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from xent.backends.torch.product_sum import rounds_sums
 from xent.core.chunks import rows_per_chunk
 
-__all__ = ["Linear"]
+__all__ = ["Linear", "compute_dtype"]
 
 WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads()
 _ALIGNED, _PADDED = 8, 64  # elements
@@ -130,6 +130,25 @@ class Linear:
             # With wider logits a chunk has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // self.compute.itemsize
         return rows_per_chunk(self.hidden.shape[0], columns, size, self.workspace, device, rounds)
+
+
+def compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = "linear_") -> torch.dtype:
+    """Return the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments.
+
+    `prefix` is that of the names of weight and bias in error messages.
+    """
+    device = source.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and torch.float64 not in (source.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != source.dtype:
+            raise TypeError(
+                f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {source.dtype}, outside "
+                f"of torch.autocast; got {tensor.dtype}: cast one to the dtype of the other, or call under "
+                "torch.autocast"
+            )
+    return source.dtype
 
 
 def _extended(values: Tensor, more: int) -> Tensor:

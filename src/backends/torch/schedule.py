@@ -26,6 +26,11 @@ class Part(NamedTuple):
     last: bool
     """Whether this is known to be the last part."""
 
+    @property
+    def indices(self) -> slice | Tensor:
+        """The indices of these rows in the call."""
+        return slice(self.start, self.stop) if self.rows is None else self.rows
+
     def put(self, values: Tensor, place: Tensor) -> None:
         """Write values (R, ...) to these rows of `place` (N, ...)."""
         if self.rows is None:

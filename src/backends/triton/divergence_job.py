@@ -43,10 +43,8 @@ def triton_rows(
         step = rows_per_block(z.shape[1], z.itemsize, z.device.type, 1)
         for start in range(0, len(z), step):
             rows = slice(start, start + step)
-            known = TopK(teacher.ids[rows], teacher.log_q[rows], teacher.tolerance)
-            some = RowFacts(facts.weight[rows], facts.scale[rows], None if facts.dead is None else facts.dead[rows])
             surprise = None if entropy is None else entropy[rows]
-            _from_top_k(call, z[rows].clone(), known, some, loss[rows], None, surprise)
+            _from_top_k(call, z[rows].clone(), teacher.of(rows), facts.of(rows), loss[rows], None, surprise)
 
 
 def _from_logits(

@@ -78,7 +78,7 @@ class ShardSteps:
         )
         if dead is None or not self._spec.stats:
             return Taken(taken, taken, found)
-        hidden = source[part.start : part.stop] if part.rows is None else source[part.rows]
+        hidden = source[part.indices]
         return Taken(hidden.to(linear.compute), taken, found)
 
     def fold(self, logits: Tensor, start: int, sums: Slots, target_logits: Tensor | None) -> None:

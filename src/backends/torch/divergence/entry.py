@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from xent.backends.torch import ops as _scaling  # noqa: F401  registers the operations
 from xent.backends.torch import private
 from xent.backends.torch.autograd import asks_for_gradient
 from xent.backends.torch.divergence import ops as _ops  # noqa: F401  registers the operations
 from xent.backends.torch.divergence.autograd import DivergenceFunction
 from xent.backends.torch.divergence.call import Divergence, pack
+from xent.backends.torch.linear_call import compute_dtype
 from xent.backends.torch.transforms import NO_TEACHER_GRADIENT, refuse_gradients, refuse_transforms
 from xent.core.spec import Stats
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
@@ -75,8 +75,8 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
         bias_of_teacher = None if teacher.bias is None else teacher.bias.detach()
         known, more = teacher.input, (teacher.weight.detach(), bias_of_teacher)
         cap, scale = teacher.softcap, teacher.logit_scale
-        _check_dtypes("teacher.", teacher.input, teacher.weight, teacher.bias, bool(_autocast_of(teacher.input)))
-    compute = source.dtype if weight is None else _compute_dtype(source, weight, bias)
+        compute_dtype(teacher.input, teacher.weight, teacher.bias, "teacher.")
+    compute = source.dtype if weight is None else compute_dtype(source, weight, bias)
     needs = asks_for_gradient(source, weight, bias)
     return Divergence(
         source,
@@ -100,30 +100,3 @@ def _arguments(call: DivergenceCall, kernel: str) -> Divergence:
         "entropy" in call.stats,
         kernel,
     )
-
-
-def _autocast_of(source: Tensor) -> torch.dtype | None:
-    """Return the dtype of autocast, or None if it is off."""
-    device = source.device.type
-    if device == "meta" or source.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def _compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None) -> torch.dtype:
-    """Return the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
-    autocast = None if weight.dtype == torch.float64 else _autocast_of(source)
-    if autocast is not None:
-        return autocast
-    _check_dtypes("linear_", source, weight, bias, False)
-    return source.dtype
-
-
-def _check_dtypes(prefix: str, source: Tensor, weight: Tensor, bias: Tensor | None, autocast: bool) -> None:
-    whose = "input" if prefix == "linear_" else f"{prefix}input"
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != source.dtype and not autocast:
-            raise TypeError(
-                f"{prefix}{name} must have the dtype of {whose}, {source.dtype}, outside of torch.autocast; got "
-                f"{tensor.dtype}"
-            )

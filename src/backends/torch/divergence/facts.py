@@ -7,7 +7,6 @@ from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.divergence.call import Divergence
-from xent.backends.torch.schedule import Part
 from xent.core.arrays import dtype_name
 from xent.core.teachers import mass_tolerance
 
@@ -25,6 +24,10 @@ class TopK:
     tolerance: float
     """How far rounding may raise the sum of probabilities above 1."""
 
+    def of(self, rows: slice | Tensor) -> "TopK":
+        """Return the classes of some rows."""
+        return TopK(self.ids[rows], self.log_q[rows], self.tolerance)
+
 
 @dataclass(frozen=True, eq=False)
 class RowFacts:
@@ -37,9 +40,8 @@ class RowFacts:
     dead: Tensor | None
     """Rows whose loss and gradient are exactly 0; None if it is known that there are none."""
 
-    def of(self, part: Part) -> "RowFacts":
-        """Return the facts of a part's rows."""
-        rows = slice(part.start, part.stop) if part.rows is None else part.rows
+    def of(self, rows: slice | Tensor) -> "RowFacts":
+        """Return the facts of some rows."""
         return RowFacts(self.weight[rows], self.scale[rows], None if self.dead is None else self.dead[rows])
 
 

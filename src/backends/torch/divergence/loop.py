@@ -7,7 +7,7 @@ from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK, gather_facts, gather_top_k
 from xent.backends.torch.divergence.steps import OVERLAYS, STEPS
 from xent.backends.torch.gradients import Gradients
-from xent.backends.torch.linear_call import WIDE_PRODUCTS, Linear
+from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.product_sum import rounds_sums
 from xent.backends.torch.rows import Rows
 from xent.backends.torch.schedule import Part, Schedule
@@ -18,7 +18,6 @@ __all__ = ["backward", "empty_gradients", "forward"]
 _WORKSPACE, _WORKSPACE_TOP_K = 1280 * 2**20, 800 * 2**20  # bytes, on an accelerator
 _WORKSPACE_CPU = 128 * 2**20
 _FEWEST_ROWS = 256
-_WIDENED_BYTES = 32 * 2**20  # of the part of a classifier that is converted to float32 at one time
 
 
 def forward(call: Divergence) -> tuple[Tensor, Tensor | None, list[Tensor], Tensor | None]:
@@ -91,9 +90,9 @@ class _Run:
             place = _GradientOfClassifier(call, _linear_of(call).padded, schedule, student.room)
         steps = STEPS[call.kernel]
         for part in schedule:
-            facts = self.facts.of(part)
+            facts = self.facts.of(part.indices)
             z = student.block(part)
-            known = _top_k_of(teacher, part) if isinstance(teacher, TopK) else teacher.block(part)
+            known = teacher.of(part.indices) if isinstance(teacher, TopK) else teacher.block(part)
             loss = torch.empty(part.stop - part.start, dtype=call.accumulation, device=device)
             grad = None if place is None else place.memory(part, z)
             entropy = None if self.entropy is None else torch.empty_like(loss)
@@ -177,16 +176,12 @@ class _Classifier:
 
     def hidden(self, part: Part) -> Tensor:
         """Return the hidden states (R, D) of a part in the compute dtype."""
-        rows = slice(part.start, part.stop) if part.rows is None else part.rows
-        return self._linear.hidden[rows].to(self._linear.compute)
+        return self._linear.hidden[part.indices].to(self._linear.compute)
 
     def block(self, part: Part) -> Tensor:
         """Return the logits (R, V) of a part; the next part overwrites them."""
         hidden, out = self.hidden(part), self.room[: part.stop - part.start]
-        if out.dtype == hidden.dtype or (hidden.is_cuda and WIDE_PRODUCTS):
-            self._padded.write_logits(hidden, out)
-        else:
-            _write_widened(self._padded, hidden, out)
+        self._padded.write_logits(hidden, out)
         return out[:, : self._vocabulary]
 
     def _wide(self, acc: torch.dtype) -> torch.dtype:
@@ -275,19 +270,3 @@ def _overlays(call: Divergence) -> bool:
 def _linear_of(call: Divergence) -> Linear:
     assert call.weight is not None
     return Linear(call.student, call.weight, call.bias, 0, call.workspace, call.compute, call.needs)
-
-
-def _top_k_of(teacher: TopK, part: Part) -> TopK:
-    rows = slice(part.start, part.stop) if part.rows is None else part.rows
-    return TopK(teacher.ids[rows], teacher.log_q[rows], teacher.tolerance)
-
-
-def _write_widened(linear: Linear, hidden: Tensor, out: Tensor) -> None:
-    """Write logits in a wider dtype than the classifier's, converting a part of the classifier at a time."""
-    wide, step = hidden.to(out.dtype), max(_WIDENED_BYTES // max(hidden.shape[1] * out.itemsize, 1), 1)
-    for first in range(0, out.shape[1], step):
-        classes = slice(first, first + step)
-        piece = wide @ linear.classifier[classes].to(out.dtype).t()
-        if linear.classifier_bias is not None:
-            piece += linear.classifier_bias[classes]
-        out[:, classes] = piece

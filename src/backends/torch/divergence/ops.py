@@ -11,23 +11,10 @@ from torch import Tensor
 
 from xent.backends.torch.divergence import loop
 from xent.backends.torch.divergence.call import SCHEMA, Divergence, reduction_of, unpack
-from xent.backends.torch.ops import undisturbed
+from xent.backends.torch.ops import operation
 from xent.backends.torch.product_sum import kept_dtype
 
 __all__: list[str] = []
-
-_LIBRARY = torch.library.Library("xent", "FRAGMENT")
-_FORWARD, _BACKWARD = "divergence", "divergence_backward"
-
-
-def _forward(*args: Any) -> Any:
-    loss, deferred, gradients, entropy = loop.forward(unpack(args))
-    none = loss.new_empty(0) if entropy is None else entropy
-    return loss, loss.new_ones(()) if deferred is None else deferred, gradients, none
-
-
-def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
-    return loop.backward(upstream, unpack(args))
 
 
 def _fake_call(args: Any) -> Divergence:
@@ -62,23 +49,16 @@ def _fake_forward(*args: Any) -> Any:
     return loss, torch.empty((), dtype=acc, device=device), gradients, entropy
 
 
-def _fake_backward(upstream: Tensor, *args: Any) -> list[Tensor]:
-    return _fake_gradients(_fake_call(args), True)
+@operation(f"divergence({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor entropy)", _fake_forward)
+def _forward(*args: Any) -> Any:
+    loss, deferred, gradients, entropy = loop.forward(unpack(args))
+    none = loss.new_empty(0) if entropy is None else entropy
+    return loss, loss.new_ones(()) if deferred is None else deferred, gradients, none
 
 
-for _schema, _function, _fake in (
-    (
-        f"{_FORWARD}({SCHEMA}) -> (Tensor loss, Tensor deferred, Tensor[] gradients, Tensor entropy)",
-        _forward,
-        _fake_forward,
-    ),
-    (f"{_BACKWARD}(Tensor upstream, {SCHEMA}) -> Tensor[]", _backward, _fake_backward),
-):
-    _name = _schema.partition("(")[0]
-    _LIBRARY.define(_schema)
-    _LIBRARY.impl(
-        _name,
-        lambda *args, function=_function: undisturbed(function, args[0].device, *args),
-        "CompositeExplicitAutograd",
-    )
-    torch.library.register_fake(f"xent::{_name}", _fake, lib=_LIBRARY)
+@operation(
+    f"divergence_backward(Tensor upstream, {SCHEMA}) -> Tensor[]",
+    lambda upstream, *args: _fake_gradients(_fake_call(args), True),
+)
+def _backward(upstream: Tensor, *args: Any) -> list[Tensor]:
+    return loop.backward(upstream, unpack(args))

@@ -34,16 +34,11 @@ def plain_rows(
     step = rows_per_block(vocabulary, loss.itemsize * _PASSES, z.device.type, torch.get_num_threads())
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
-        known = (
-            teacher[rows]
-            if isinstance(teacher, Tensor)
-            else TopK(teacher.ids[rows], teacher.log_q[rows], teacher.tolerance)
-        )
-        dead = None if facts.dead is None else facts.dead[rows]
-        weight, scale = facts.weight[rows], facts.scale[rows]
+        known = teacher[rows] if isinstance(teacher, Tensor) else teacher.of(rows)
+        some = facts.of(rows)
         if entropy is not None:
-            entropy[rows] = _entropy(call, z[rows], dead, loss.dtype)
-        _block(call, z[rows], known, RowFacts(weight, scale, dead), loss[rows], None if grad is None else grad[rows])
+            entropy[rows] = _entropy(call, z[rows], some.dead, loss.dtype)
+        _block(call, z[rows], known, some, loss[rows], None if grad is None else grad[rows])
 
 
 def _block(

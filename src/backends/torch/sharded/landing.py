@@ -17,8 +17,8 @@ def land(shard: Shard, sums: Slots, landing: Landing) -> Coefficients | None:
     facts, part, weights = shard.facts, landing.part, landing.weights
     rows = slice(part.start, part.stop)
     target = None if facts.target is None else facts.target[rows]
-    row_weight = None if weights is None else _of_part(weights.of_rows, part)
-    total_weight = None if weights is None else _of_part(weights.total, part)
+    row_weight = None if weights is None else weights.of_rows[part.indices]
+    total_weight = None if weights is None else weights.total[part.indices]
     of_ranks = None if weights is None else weights.of_ranks
     z_y = None if target is None else logits_of_targets(sums)
     x_y = None if z_y is None else _activated(shard, rows, z_y)
@@ -44,7 +44,7 @@ def land(shard: Shard, sums: Slots, landing: Landing) -> Coefficients | None:
 def again(shard: Shard, kept: Tensor, part: Part) -> Coefficients:
     """See `xent.backends.torch.sharded.steps.Steps.again`."""
     rows = slice(part.start, part.stop)
-    saved = zip(_kept_names(shard), kept[:, rows if part.rows is None else part.rows], strict=True)
+    saved = zip(_kept_names(shard), kept[:, part.indices], strict=True)
     return coefficients(Known(**dict(saved)), shard.facts, rows)
 
 
@@ -63,11 +63,6 @@ def _activated(shard: Shard, rows: slice, z_y: Tensor) -> Tensor:
 def _kept_names(shard: Shard) -> list[str]:
     facts = shard.facts
     return kept_names(list(facts.spec.stats), facts.probabilities is not None, facts.class_weight is not None)
-
-
-def _of_part(values: Tensor, part: Part) -> Tensor:
-    """Select a part's rows from `values` (N,) in the order of the call."""
-    return values[part.start : part.stop] if part.rows is None else values[part.rows]
 
 
 def _record(shard: Shard, merged: Merged, known: Known, landing: Landing) -> None:

@@ -28,7 +28,7 @@ class PlainSteps:
     def take(self, linear: Linear, part: Part) -> Taken:
         """Gather the hidden states of the part and convert them to the compute dtype."""
         facts, rows, count = self.shard.facts, slice(part.start, part.stop), self.shard.layout.count
-        hidden = linear.hidden[rows] if part.rows is None else linear.hidden[part.rows]
+        hidden = linear.hidden[part.indices]
         hidden = hidden.to(linear.compute)
         trained = hidden if facts.dead is None else hidden.masked_fill(facts.dead[rows, None], 0)
         found = None
