@@ -32,9 +32,10 @@ row is read twice, its last part first, because that may still be in the GPU's l
 
 from typing import TYPE_CHECKING
 
+from xent.backends.mlx import MlxBackend
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall
 from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
@@ -43,12 +44,10 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "MetalBackend"]
 
 
-class MetalBackend:
+class MetalBackend(MlxBackend):
     """Backend "metal": MLX arrays on Apple GPUs."""
 
     name = "metal"
-    framework = "mlx"
-    native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Return why Metal cannot be used, as found at the first call, or None."""
@@ -66,42 +65,32 @@ class MetalBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse float64, which Metal does not have, MLX's CPU device, and a GPU that the kernels do not run on."""
-        from xent.backends.metal import machine
-        from xent.backends.mlx.devices import device_type
-
         array = call.logits if isinstance(call, LogitsCall) else call.input
-        if dtype_name(array) == "float64":
-            return "Metal has no float64, which backend 'mlx' serves on the CPU"
-        if device_type() not in machine.DEVICES:
-            return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
+        refusal = self._refuse(array)
+        if refusal is not None:
+            return refusal
         from xent.backends.metal import rows
 
         problem = rows.problem(array.dtype)
         return None if problem is None else f"its kernels do not run on this GPU, which backend 'mlx' serves: {problem}"
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
-        """Run the call in the MLX driver with these row kernels."""
-        from xent.backends.metal import rows  # noqa: F401  registers the row kernel
-        from xent.backends.mlx import driver
-
-        return driver.run(call, kernel=self.name)
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse float64 and MLX's CPU device. Divergences have no kernels: MLX's own operations serve them."""
+    def _refuse(self, array: "mx.array") -> str | None:
         from xent.backends.metal import machine
         from xent.backends.mlx.devices import device_type
 
-        if dtype_name(call.array) == "float64":
+        if dtype_name(array) == "float64":
             return "Metal has no float64, which backend 'mlx' serves on the CPU"
         if device_type() not in machine.DEVICES:
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
         return None
 
-    def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
-        """Run a divergence in the MLX driver, with MLX's own operations on the GPU."""
-        from xent.backends.mlx.divergence import entry
+    def register(self) -> None:
+        """Register the row kernels with the MLX driver. Divergences have none; MLX's own operations compute them."""
+        from xent.backends.metal import rows  # noqa: F401
 
-        return entry.run(call)
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
+        """Refuse float64 and MLX's CPU device."""
+        return self._refuse(call.array)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from xent.backends.protocol import Harness, Unproven
+from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall
 from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
@@ -13,12 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "MetalTorchBackend"]
 
 
-class MetalTorchBackend:
+class MetalTorchBackend(TorchBackend):
     """Backend "metal": tensors on device "mps"."""
 
     name = "metal"
-    framework = "torch"
-    native_to: tuple[str, ...] = ()
+    native_to = ()
 
     def missing(self) -> str | None:
         """Return why Metal cannot be used, as found at the first call, or None."""
@@ -56,23 +56,13 @@ class MetalTorchBackend:
             return "Metal has no float64, which backend 'torch' serves on the CPU"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver with these row kernels."""
-        from xent.backends.metal import torch_job  # noqa: F401  registers the job
-        from xent.backends.torch import driver
-
-        return driver.run(call, kernel=self.name)
+    def register(self) -> None:
+        """Register the kernels with the PyTorch driver. Its own operations compute divergences."""
+        from xent.backends.metal import torch_job  # noqa: F401
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse the same calls as for losses. Divergences have no kernels; PyTorch's own operations compute them."""
+        """Refuse the same calls as for losses."""
         return self._refuse([call.array])
-
-    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
-        """Run a divergence in the PyTorch driver, with PyTorch's own operations."""
-        from xent.backends.metal import torch_job  # noqa: F401  registers the scaling of gradients
-        from xent.backends.torch.divergence import entry
-
-        return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

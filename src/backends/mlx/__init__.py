@@ -49,26 +49,29 @@ class MlxBackend:
 
     def refuse(self, call: LogitsCall | LinearCall) -> str | None:
         """Refuse float64 on a GPU, where MLX does not support it."""
+        return self._refuse(call.logits if isinstance(call, LogitsCall) else call.input)
+
+    def _refuse(self, array: "mx.array") -> str | None:
         from xent.backends.mlx.devices import device_type
 
-        array = call.logits if isinstance(call, LogitsCall) else call.input
         if dtype_name(array) == "float64" and device_type() != "cpu":
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
-        """Run the call with the plain row kernel."""
-        from xent.backends.mlx import driver, plain  # noqa: F401  registers the row kernel
+    def register(self) -> None:
+        """Register the row kernel of this backend with the driver."""
+        from xent.backends.mlx import plain  # noqa: F401
 
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
+        """Run the call in the MLX driver, with the row kernel of this backend."""
+        from xent.backends.mlx import driver
+
+        self.register()
         return driver.run(call, kernel=self.name)
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
         """Refuse float64 on a GPU, where MLX does not support it."""
-        from xent.backends.mlx.devices import device_type
-
-        if dtype_name(call.array) == "float64" and device_type() != "cpu":
-            return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
-        return None
+        return self._refuse(call.array)
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
         """Run a divergence with MLX's own operations."""

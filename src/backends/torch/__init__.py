@@ -46,20 +46,26 @@ class TorchBackend:
         """Refuse nothing: this backend supports every option and every device."""
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
-        """Run the call with plain jobs."""
-        from xent.backends.torch import driver, plain_job  # noqa: F401  registers the job
+    def register(self) -> None:
+        """Register the job and the steps of this backend with the driver."""
+        from xent.backends.torch import plain_job  # noqa: F401
 
+    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
+        """Run the call in the PyTorch driver, with the jobs of this backend."""
+        from xent.backends.torch import driver
+
+        self.register()
         return driver.run(call, kernel=self.name)
 
-    def refuse_divergence(self, call: DivergenceCall) -> None:
+    def refuse_divergence(self, call: DivergenceCall) -> str | None:
         """Refuse nothing."""
+        return None
 
     def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
-        """Run a divergence with plain steps."""
-        from xent.backends.torch import plain_job  # noqa: F401  registers the scaling of gradients
+        """Run a divergence in the PyTorch driver, with the steps of this backend."""
         from xent.backends.torch.divergence import entry
 
+        self.register()
         return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":

@@ -16,8 +16,9 @@
 from typing import TYPE_CHECKING
 
 from xent.backends.protocol import Harness
+from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall
 from xent.core.teachers import DivergenceCall
 
 if TYPE_CHECKING:
@@ -26,12 +27,11 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "TritonBackend"]
 
 
-class TritonBackend:
+class TritonBackend(TorchBackend):
     """Backend "triton": CUDA tensors, and CPU tensors if Triton interprets its kernels (TRITON_INTERPRET=1)."""
 
     name = "triton"
-    framework = "torch"
-    native_to: tuple[str, ...] = ("cuda",)
+    native_to = ("cuda",)
 
     def missing(self) -> str | None:
         """Return the reason why Triton cannot be used on this machine, or None. It is determined once."""
@@ -64,23 +64,13 @@ class TritonBackend:
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver with these kernels."""
-        from xent.backends.torch import driver
-        from xent.backends.triton import job, shard_steps  # noqa: F401  register the job and the steps on shards
-
-        return driver.run(call, kernel=self.name)
+    def register(self) -> None:
+        """Register the kernels with the PyTorch driver."""
+        from xent.backends.triton import divergence_job, job, shard_steps  # noqa: F401
 
     def refuse_divergence(self, call: DivergenceCall) -> str | None:
         """Refuse the same tensors as for the losses."""
         return self._refuse([call.array])
-
-    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
-        """Run a divergence in the PyTorch driver with these kernels."""
-        from xent.backends.torch.divergence import entry
-        from xent.backends.triton import divergence_job, job  # noqa: F401  register the steps and what scales gradients
-
-        return entry.run(call, kernel=self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

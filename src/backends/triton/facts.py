@@ -77,10 +77,10 @@ class Facts:
         return self.spec.softcap or 0.0, self.spec.logit_scale, *_strided(self.bend)
 
     @property
-    def bent(self) -> dict[str, bool]:
-        """The kernels' constants for the scale of the logits."""
+    def constants(self) -> dict[str, bool]:
+        """The kernels' constants for the shift of the target and the scale of the logits."""
         scaled = self.spec.logit_scale != 1 or self.bend is not None
-        return {"CAPPED": self.spec.softcap is not None, "SCALED": scaled}
+        return {"SHIFTED": self.shift > 0, "CAPPED": self.spec.softcap is not None, "SCALED": scaled}
 
     @property
     def upstreams(self) -> tuple[Tensor | int | None, ...]:

@@ -15,10 +15,15 @@ from xent.backends.triton.geometry import geometry
 from xent.backends.triton.hopper.product import gradient_product
 from xent.backends.triton.launch import cdiv, launch
 from xent.backends.triton.linear_launches import launch_coefficients, launch_finish, launch_take, scale
-from xent.backends.triton.probabilities_launch import launch_probabilities
 from xent.backends.triton.results import Results
-from xent.backends.triton.row_launches import Block, blocks_of, launch_gradient, launch_rows
-from xent.backends.triton.support_launch import launch_support
+from xent.backends.triton.row_launches import (
+    Block,
+    blocks_of,
+    launch_gradient,
+    launch_probabilities,
+    launch_rows,
+    launch_support,
+)
 from xent.backends.triton.tiles import fold, stores_no_logits
 
 __all__ = ["TritonJob"]

@@ -86,9 +86,8 @@ def launch_finish(facts: Facts, results: Results, sums: Sums, target_logits: Ten
             *facts.numbers,
         ),
         {
-            "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
-            **facts.bent,
+            **facts.constants,
             "Z_LOSS": facts.spec.z_loss != 0,
             "BLOCK": 256,
         },
@@ -125,7 +124,7 @@ def launch_coefficients(
             *facts.rows,
             *facts.numbers[:5],
         ),
-        {"SHIFTED": facts.shift > 0, "Z_LOSS": facts.spec.z_loss != 0, **facts.bent},
+        {"Z_LOSS": facts.spec.z_loss != 0, **facts.constants},
         num_warps=1,
     )
 

@@ -2,18 +2,21 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from xent.backends.torch.rows import logit_blocks
 from xent.backends.triton.facts import Facts
-from xent.backends.triton.geometry import Geometry, geometry, sizes
+from xent.backends.triton.geometry import Geometry, geometry, rows_of, sizes
 from xent.backends.triton.gradient_kernel import gradient_kernel
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.results import Results
 from xent.backends.triton.rows_kernel import rows_kernel
+from xent.backends.triton.support_kernel import support_kernel
 
-__all__ = ["Block", "blocks_of", "launch_gradient", "launch_rows"]
+__all__ = ["Block", "blocks_of", "launch_gradient", "launch_probabilities", "launch_rows", "launch_support"]
 
 _GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
 
@@ -31,6 +34,12 @@ class Block:
     """(N,) int64, the order in which rows are computed; None for the order of the call."""
     target_logits: Tensor | None = None
     """(R,) float32, replaces the targets' raw logits; or None."""
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """The kernel arguments for logits and gradient."""
+        place = self.place
+        return self.logits, *place.logits, place.skew, self.grad, *place.grad
 
     @property
     def count(self) -> int:
@@ -60,16 +69,12 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
         return
     half = logits.itemsize == 2
     size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped)
-    smoothed, bent = spec.label_smoothing != 0, facts.bent
+    smoothed = spec.label_smoothing != 0
     launch(
         rows_kernel,
         programs,
         (
-            logits,
-            *place.logits,
-            place.skew,
-            block.grad,
-            *place.grad,
+            *block.memory,
             block.order,
             block.start,
             facts.target,
@@ -86,7 +91,6 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             *facts.numbers,
         ),
         {
-            "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
             "ALL_ROWS": facts.all_rows,
             **place.constants(),
@@ -95,7 +99,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
             "FOLDS": half and facts.upstream.entropy is None,
             "SMOOTHED": smoothed,
             "Z_LOSS": spec.z_loss != 0,
-            **bent,
+            **facts.constants,
             **size.constants(),
         },
         **size.options,
@@ -116,11 +120,7 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
         gradient_kernel,
         block.count * cdiv(facts.vocabulary + spare, blocks * size),
         (
-            logits,
-            *place.logits,
-            place.skew,
-            block.grad,
-            *place.grad,
+            *block.memory,
             block.start,
             facts.target,
             facts.sample_weight,
@@ -134,18 +134,99 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
             *facts.numbers,
         ),
         {
-            "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
             **place.constants(),
             "EXACT": not half,
             "QUICK": facts.is_quick(half),
             "SMOOTHED": smoothed,
             "Z_LOSS": spec.z_loss != 0,
-            **facts.bent,
+            **facts.constants,
             "BLOCK": size,
             "BLOCKS": blocks,
         },
         num_warps=max(min(size * logits.itemsize // 1024, 8), 1),
         maxnreg=64,
         **place.options(),
+    )
+
+
+def launch_probabilities(facts: Facts, results: Results, block: Block) -> None:
+    """Fold and finish the rows of a block, and write their gradient if `block.grad` is not None."""
+    given, place = facts.probabilities, block.place
+    assert given is not None
+    rows = rows_of(given)
+    if rows is None:
+        given = given.contiguous()
+        rows = rows_of(given)
+    assert rows is not None
+    loss, statistics = results.loss, results.statistics
+    if not block.count:
+        return
+    launch(
+        probabilities_kernel,
+        block.count,
+        (
+            block.logits,
+            *place.logits,
+            block.grad,
+            *place.grad,
+            block.order,
+            block.start,
+            given,
+            *rows,
+            given.stride(-1),
+            facts.sample_weight,
+            facts.class_weight,
+            *facts.upstreams,
+            facts.scratch,
+            loss,
+            *statistics,
+            facts.count,
+            facts.length,
+            facts.shift,
+            facts.vocabulary,
+            *facts.numbers,
+        ),
+        {
+            "GROUPED": place.grouped or rows[0] < facts.count,
+            "MEAN": facts.mean,
+            "ALL_ROWS": facts.all_rows,
+            **facts.constants,
+            "BLOCK": min(next_power_of_2(facts.vocabulary), 1024),
+        },
+        num_warps=4,
+    )
+
+
+def launch_support(facts: Facts, results: Results, block: Block) -> None:
+    """Fold and finish the rows of a block, and write their gradient if `block.grad` is not None."""
+    support, place = facts.support, block.place
+    assert support is not None
+    loss, statistics = results.loss, results.statistics
+    if not block.count:
+        return
+    launch(
+        support_kernel,
+        block.count,
+        (
+            *block.memory,
+            block.order,
+            block.start,
+            *support,
+            len(support[0]),
+            None if block.grad is None else results.held(len(support[0])),
+            facts.target,
+            block.target_logits,
+            *facts.upstreams,
+            loss,
+            *statistics,
+            *facts.rows,
+            *facts.scales,
+        ),
+        {
+            **place.constants(),
+            **facts.constants,
+            "BLOCK": max(min(next_power_of_2(facts.vocabulary), 1024), 2 * place.vector),
+        },
+        num_warps=4,
     )

@@ -101,8 +101,7 @@ def _fold_tile(sums: Sums, tile: Tensor, start: int, first: int, facts: Facts, c
             facts.shift,
         ),
         {
-            "SHIFTED": facts.shift > 0,
-            **facts.bent,
+            **facts.constants,
             "BLOCK": min(next_power_of_2(width), 1024),
         },
         num_warps=1,
