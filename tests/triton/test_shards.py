@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from tests.targets import Target
+from xent.backends.torch.activation import activate
 from xent.backends.torch.facts import gather_facts
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import Rows
 from xent.backends.torch.schedule import Part
-from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.plain import PlainSteps
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard

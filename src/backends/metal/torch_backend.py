@@ -18,7 +18,7 @@ class MetalTorchBackend(TorchBackend):
     """Backend "metal": tensors on device "mps"."""
 
     name = "metal"
-    native_to = ()
+    native_to: tuple[str, ...] = ()
 
     def missing(self) -> str | None:
         """Return why Metal cannot be used, as found at the first call, or None."""

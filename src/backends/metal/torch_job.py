@@ -65,18 +65,18 @@ class MetalPass:
         if norm is not None and derived:
             self._derive(norm[0], norm[1], part)
 
-    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
         """Write a block's gradient: see `xent.backends.torch.plain_job.RowPass.backward`."""
         if not len(logits):
             return
         part, norm, entropy = slice(start, start + len(logits)), self.results.norm, self.results.entropy
         assert norm is not None
         try:
-            rows = self._rows(part, target_logits)
+            rows = self._rows(part, None)
             self._backward(logits, rows, norm[:, part], part, None if entropy is None else entropy[part], grad)
         except KernelError as error:
             warn_once(error, "PyTorch")
-            PlainPass(self.facts, self.results).backward(logits, start, grad, target_logits)
+            PlainPass(self.facts, self.results).backward(logits, start, grad)
 
     def _backward(
         self, logits: Tensor, rows: RowTensors, norm: Tensor, part: slice, entropy: Tensor | None, grad: Tensor

@@ -1,19 +1,19 @@
 """The entry of the MLX driver: move classes to the last axis, run the rows, return results in the caller's shapes."""
 
 from functools import partial
-from typing import Any
 
 import mlx.core as mx
 
 from xent.backends.mlx import empty, linear, logits, results
 from xent.backends.mlx.autograd import guarded
 from xent.backends.mlx.checks import check_targets
+from xent.backends.mlx.classifier import check_dtypes
 from xent.backends.mlx.facts import gather_facts, is_float
 from xent.backends.mlx.kernels import KERNELS
 from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
 from xent.core import heads
-from xent.core.spec import LinearCall, LogitsCall, QuantizedWeight, Stats
+from xent.core.spec import LinearCall, LogitsCall, Stats
 
 __all__ = ["run"]
 
@@ -29,7 +29,7 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
         given = {"logits": mx.moveaxis(call.logits, call.axis, -1)}
         shape = given["logits"].shape[:-1]
     else:
-        _check_dtypes(call)
+        check_dtypes(call.input, call.linear_weight, call.linear_bias)
         given, shape = linear.differentiable(call), call.input.shape[:-1]
     probabilities = None
     if is_float(call.target):
@@ -49,15 +49,3 @@ def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
         rows = linear.Chunks(call, facts, chosen, "weight" in given and is_differentiated(given["weight"]))
     served = rows if facts.support is None else Supported(rows, facts)
     return results.run(given, probabilities, served, facts, shape)
-
-
-def _check_dtypes(call: LinearCall) -> None:
-    """Raise TypeError for mixed dtypes, which MLX would promote to a slower float32 product."""
-    arrays: dict[str, Any] = {"linear_weight": call.linear_weight, "linear_bias": call.linear_bias}
-    if isinstance(call.linear_weight, QuantizedWeight):
-        del arrays["linear_weight"]
-    for name, array in arrays.items():
-        if array is not None and array.dtype != call.input.dtype:
-            raise TypeError(
-                f"{name} must have the dtype of input, {call.input.dtype}; got {array.dtype}: cast it with astype"
-            )

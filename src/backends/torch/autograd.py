@@ -31,6 +31,7 @@ __all__ = [
     "logits_gradients",
     "made_gradients",
     "refusals",
+    "refused",
     "scaled",
     "signed",
 ]

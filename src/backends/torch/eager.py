@@ -25,7 +25,17 @@ from xent.backends.torch.replay import replayed
 from xent.backends.torch.rows import cast, gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
-__all__ = ["Way", "as_arguments", "cross_entropy", "is_simple", "linear_cross_entropy", "on_device", "once", "scaled"]
+__all__ = [
+    "Way",
+    "Whole",
+    "as_arguments",
+    "cross_entropy",
+    "is_simple",
+    "linear_cross_entropy",
+    "on_device",
+    "once",
+    "scaled",
+]
 
 _REPLAYED = frozenset(("triton",))
 """Backends whose kernels are launched through `xent.backends.torch.recorder`."""

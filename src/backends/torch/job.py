@@ -5,7 +5,7 @@ of a row and its loss. A backend registers the function that starts a job (`STAR
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -36,12 +36,6 @@ class Upstream(NamedTuple):
     lse: Tensor | None = None
     nll: Tensor | None = None
     entropy: Tensor | None = None
-
-    @staticmethod
-    def of(names: tuple[str, ...], loss: Tensor | None, stats: Any) -> "Upstream":
-        """Combine the upstream gradients of a loss and of the statistics with these names."""
-        given = {name: grad for name, grad in zip(names, stats, strict=True) if grad is not None}
-        return Upstream(loss, **given)
 
 
 class Job(Protocol):

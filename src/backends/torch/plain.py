@@ -86,9 +86,9 @@ class PlainPass:
         else:
             results.loss[rows] = loss
 
-    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
         """Write a block's gradient: see `xent.backends.torch.plain_job.RowPass.backward`."""
-        for block in self._blocks(logits, start, grad, target_logits):
+        for block in self._blocks(logits, start, grad, None):
             block.backward()
 
     def _blocks(

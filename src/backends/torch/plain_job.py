@@ -31,7 +31,7 @@ class RowPass(Protocol):
         replace the targets' raw logits, which have been rounded to the dtype of `logits`.
         """
 
-    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
         """Write the gradient of rows [start, start + R) from the recorded norm; `grad` may be `logits` itself."""
 
 

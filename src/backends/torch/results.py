@@ -38,32 +38,27 @@ class Results:
 
     def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
         """Return the statistics in the order of the spec, those per row as (N,); `reduced` reduces losses (N,)."""
-        found = {name: getattr(self, f"_{name}")(facts) for name in facts.spec.stats}
-        if "z_loss" in found:
-            found["z_loss"] = reduced(found["z_loss"], facts)
-        return list(found.values())
-
-    def _lse(self, facts: Facts) -> Tensor:
-        return _counted(self.lse, facts)
+        special = {
+            "nll": self._nll,
+            "predictions": self._predictions,
+            "z_loss": lambda facts: reduced(self._z_loss(), facts),
+            "accuracy": self._accuracy,
+            "count": self._count,
+        }
+        return [
+            special[name](facts) if name in special else _counted(getattr(self, name), facts)
+            for name in facts.spec.stats
+        ]
 
     def _nll(self, facts: Facts) -> Tensor:
         values = _counted(self.nll, facts)
         return values if facts.invalid is None else values.masked_fill(facts.invalid, torch.nan)
 
-    def _entropy(self, facts: Facts) -> Tensor:
-        return _counted(self.entropy, facts)
-
     def _predictions(self, facts: Facts) -> Tensor:
         assert self.predictions is not None
         return self.predictions if facts.ignored is None else self.predictions.masked_fill(facts.ignored, -1)
 
-    def _log_sum_sq_probs(self, facts: Facts) -> Tensor:
-        return _counted(self.log_sum_sq_probs, facts)
-
-    def _mean_logit(self, facts: Facts) -> Tensor:
-        return _counted(self.mean_logit, facts)
-
-    def _z_loss(self, facts: Facts) -> Tensor:
+    def _z_loss(self) -> Tensor:
         assert self.z_term is not None
         return self.z_term
 

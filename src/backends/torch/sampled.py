@@ -36,9 +36,9 @@ class SupportPass:
         """Compute a block of rows: see `xent.backends.torch.plain_job.RowPass.forward`."""
         self._take(logits, start, grad, target_logits, True)
 
-    def backward(self, logits: Tensor, start: int, grad: Tensor, target_logits: Tensor | None = None) -> None:
+    def backward(self, logits: Tensor, start: int, grad: Tensor) -> None:
         """Write a block's gradient; compute the log-sum-exp again."""
-        self._take(logits, start, grad, target_logits, False)
+        self._take(logits, start, grad, None, False)
 
     def _take(
         self, logits: Tensor, start: int, grad: Tensor | None, target_logits: Tensor | None, records: bool

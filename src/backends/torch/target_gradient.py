@@ -9,11 +9,10 @@ The z-loss and the divisor of "mean" do not depend on q. The kernels do not comp
 such a call computes log p here; a linear loss computes it from float32 logits.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from xent.backends.torch.activation import activate
 from xent.backends.torch.facts import Facts, gather_facts
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
@@ -70,16 +69,8 @@ def _rows_per_block(facts: Facts, device: torch.device) -> int:
 def _block(facts: Facts, logits: Tensor, start: int) -> Tensor:
     """Return the gradient (R, V) of the targets of R rows from `start` on, in the accumulation dtype."""
     spec, rows = facts.spec, slice(start, start + len(logits))
-    x = logits.to(facts.scale.dtype)
-    scale: Any = spec.logit_scale
-    cap: Any = spec.softcap
-    if facts.bend is not None:
-        scale, cap = facts.bend[rows, :1], None if cap is None else facts.bend[rows, 1:]
-    if facts.bend is not None or scale != 1:
-        x = x * scale
-    if cap is not None:
-        x = (x / cap).tanh_().mul_(cap)
-    log_p = torch.log_softmax(x, -1)
+    x = logits.to(facts.scale.dtype, copy=True)
+    log_p = torch.log_softmax(activate(x, spec, None if facts.bend is None else facts.bend[rows]), -1)
     factor = facts.scale[rows, None] * (1 - spec.label_smoothing)
     if facts.class_weight is not None:
         factor = factor * facts.class_weight

@@ -31,7 +31,7 @@ class TritonBackend(TorchBackend):
     """Backend "triton": CUDA tensors, and CPU tensors if Triton interprets its kernels (TRITON_INTERPRET=1)."""
 
     name = "triton"
-    native_to = ("cuda",)
+    native_to: tuple[str, ...] = ("cuda",)
 
     def missing(self) -> str | None:
         """Return the reason why Triton cannot be used on this machine, or None. It is determined once."""

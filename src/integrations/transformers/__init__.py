@@ -10,8 +10,9 @@ operation executes the recipe and gets real logits. `changes` raises an error if
 
 import transformers as _transformers  # noqa: F401  # pyright: ignore[reportMissingImports]
 
+from xent.integrations.patch import Patch
 from xent.integrations.transformers.loss import causal_lm_loss
-from xent.integrations.transformers.patching import Patch, patch, unpatch
+from xent.integrations.transformers.patching import patch, unpatch
 from xent.integrations.transformers.report import explain
 
 __all__ = ["Patch", "causal_lm_loss", "explain", "patch", "unpatch"]

@@ -3,35 +3,16 @@
 import contextlib
 import functools
 import importlib
-from types import TracebackType
 from typing import Any
 
 from torch import nn
 
+from xent.integrations.patch import Patch
 from xent.integrations.transformers.heads import defer_logits, find_heads, find_owner, restore
 from xent.integrations.transformers.history import forget, register
 from xent.integrations.transformers.smoothing import smooth_from_hidden_states
 
-__all__ = ["Patch", "patch", "unpatch"]
-
-
-class Patch:
-    """The result of `patch`. As a context manager it undoes the patch at the end, unless there was one before."""
-
-    def __init__(self, model: Any, changed: bool) -> None:
-        self._model = model
-        self._changed = changed
-
-    def __enter__(self) -> Any:
-        """Return the model, or None for all models."""
-        return self._model
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Undo the patch."""
-        if self._changed:
-            unpatch(self._model)
+__all__ = ["patch", "unpatch"]
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -76,13 +57,13 @@ def patch(model: nn.Module | None = None) -> Patch:
     >>> torch.testing.assert_close(fused, plain)
     """
     if model is None:
-        return Patch(None, _patch_all())
+        return Patch(unpatch if _patch_all() else None)
     owner = find_owner(model)
     heads = find_heads(owner)
     _smooth()
     changed = [defer_logits(head) for head in heads]
     register(owner, heads)
-    return Patch(model, any(changed))
+    return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
 
 
 def unpatch(model: nn.Module | None = None) -> None:

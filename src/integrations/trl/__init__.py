@@ -4,12 +4,13 @@
 up.
 """
 
+from xent.integrations.patch import Patch
 from xent.integrations.trl.functions import (
     ChunkedDivergenceFunction,
     ChunkedLogProbFunction,
     selective_log_softmax_and_entropy,
 )
-from xent.integrations.trl.patching import Patch, patch, unpatch
+from xent.integrations.trl.patching import patch, unpatch
 
 __all__ = [
     "ChunkedDivergenceFunction",

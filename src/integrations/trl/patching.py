@@ -9,16 +9,16 @@ import importlib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
+from xent.integrations.patch import Patch
 from xent.integrations.trl.functions import (
     ChunkedDivergenceFunction,
     ChunkedLogProbFunction,
     selective_log_softmax_and_entropy,
 )
 
-__all__ = ["Patch", "patch", "unpatch"]
+__all__ = ["patch", "unpatch"]
 
 
 @dataclass(frozen=True)
@@ -40,23 +40,6 @@ _PLACES = (
 
 _replaced: dict[_Place, Any] = {}
 """TRL's original object of each place."""
-
-
-class Patch:
-    """The result of `patch`. As a context manager it undoes the patch at the end, unless there was one before."""
-
-    def __init__(self, changed: bool) -> None:
-        self._changed = changed
-
-    def __enter__(self) -> None:
-        """Return None."""
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Undo the patch."""
-        if self._changed:
-            unpatch()
 
 
 def patch() -> Patch:
@@ -90,7 +73,7 @@ def patch() -> Patch:
         if theirs is not place.function:
             _replaced[place] = theirs
             setattr(importlib.import_module(place.module), place.name, place.function)
-    return Patch(changed)
+    return Patch(unpatch if changed else None)
 
 
 def unpatch() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from xent.backends.mlx import empty
 from xent.backends.mlx.autograd import guarded, scaled, with_gradients
-from xent.backends.mlx.classifier import Classifier
+from xent.backends.mlx.classifier import Classifier, check_dtypes
 from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.divergence.facts import DivergenceFacts, gather_facts, known_classes
 from xent.backends.mlx.divergence.rows import KnownClasses, entropy, from_top_k, full
@@ -62,19 +62,12 @@ def _differentiable(call: DivergenceCall) -> dict[str, mx.array]:
     """Return the arrays that may have a gradient: "logits" with classes last; or "input", a dense "weight", "bias"."""
     student, teacher = call.student, call.teacher
     if isinstance(teacher, LinearLogits):
-        _check_dtypes("teacher.", teacher)
+        check_dtypes(teacher.input, teacher.weight, teacher.bias, "teacher.")
     if isinstance(student, StoredLogits):
         return {"logits": mx.moveaxis(student.logits, call.axis, -1)}
-    _check_dtypes("linear_", student)
+    check_dtypes(student.input, student.weight, student.bias)
     given = {"input": student.input, "weight": student.weight, "bias": student.bias}
     return {name: array for name, array in given.items() if isinstance(array, mx.array)}
-
-
-def _check_dtypes(prefix: str, side: LinearLogits) -> None:
-    for name, array in (("weight", side.weight), ("bias", side.bias)):
-        if isinstance(array, mx.array) and array.dtype != side.input.dtype:
-            whose = "input" if prefix == "linear_" else f"{prefix}input"
-            raise TypeError(f"{prefix}{name} must have the dtype of {whose}, {side.input.dtype}; got {array.dtype}")
 
 
 class _Rows:

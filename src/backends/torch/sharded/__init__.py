@@ -9,7 +9,7 @@ A call passes through these files:
 3. The `steps` of a backend (`plain` here, `xent.backends.triton.shard_steps` on NVIDIA GPUs) fold each chunk of logits
    into a few numbers per row: sums, and the raw logit of the target (`sums`).
 4. All ranks gather these numbers (`collectives`), merge the sums in rank order, and apply scale and softcap to the
-   target's logit (`activation`).
+   target's logit (`xent.backends.torch.activation`).
 5. `landing` and `finish` compute the loss, the statistics and the coefficients of the gradient from the merged sums.
    They have the same bits on every rank.
 

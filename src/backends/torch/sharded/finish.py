@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from xent.backends.torch.activation import slope
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import Upstream
-from xent.backends.torch.sharded.activation import slope
 from xent.backends.torch.sharded.steps import Coefficients
 from xent.backends.torch.sharded.sums import Merged, times
 

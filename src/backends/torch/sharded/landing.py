@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from xent.backends.torch.activation import activate
 from xent.backends.torch.schedule import Part
-from xent.backends.torch.sharded.activation import activate
 from xent.backends.torch.sharded.finish import Known, coefficients, kept_names, losses
 from xent.backends.torch.sharded.steps import Coefficients, Landing, Shard
 from xent.backends.torch.sharded.sums import Merged, Slots, logits_of_targets, merge

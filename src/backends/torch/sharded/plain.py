@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from xent.backends.torch.activation import activate, activate_with_slope
 from xent.backends.torch.job import Taken
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.rows import row_sum
 from xent.backends.torch.schedule import Part
-from xent.backends.torch.sharded.activation import activate, activate_with_slope
 from xent.backends.torch.sharded.landing import again, land
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard
 from xent.backends.torch.sharded.sums import Slots, finite, times
