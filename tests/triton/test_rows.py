@@ -321,9 +321,27 @@ def test_a_gradient_with_gaps_is_scaled_in_its_memory(
     grad, expected = GAPS[name](batch), batch.clone()
     GAPS[name](expected).copy_((grad.float() * factor * (deferred or 1)).bfloat16())
     rest = None if deferred is None else torch.tensor(deferred, device=target.device)
-    assert scale(grad, torch.tensor(factor, device=target.device), rest, True) is grad
+    (made,) = scale([grad], torch.tensor(factor, device=target.device), rest, True)
+    assert made is grad
     assert torch.equal(batch, expected)
     assert [kernel for kernel, *_ in noted] == ["scale_kernel"]
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("sizes", [(5000, 3), (3, 5000), (0, 7), (7, 0), (5000, 9000, 11)])
+def test_gradients_are_scaled_in_pairs(
+    target: Target, sizes: tuple[int, ...], factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = note_launches(monkeypatch)
+    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16][: len(sizes)]
+    batches = [
+        padded(torch.randn(size, device=target.device).to(dtype)) for size, dtype in zip(sizes, dtypes, strict=True)
+    ]
+    expected = [(batch.float() * factor).to(batch.dtype) for batch in batches]
+    made = scale(batches, torch.tensor(factor, device=target.device), None, True)
+    assert all(one is batch for one, batch in zip(made, batches, strict=True))
+    assert all(torch.equal(one, wanted) for one, wanted in zip(made, expected, strict=True))
+    assert len(noted) == len(sizes) - 1
 
 
 def test_gradients_are_scaled_in_any_layout(target: Target) -> None:
@@ -331,7 +349,7 @@ def test_gradients_are_scaled_in_any_layout(target: Target) -> None:
     for grad in (values[:, :3, :2], values.transpose(0, 3)[:, :-1], values[:, :-1], values.transpose(1, 2)):
         for inplace in (False, True):
             expected = (grad.float() * 0.3).bfloat16()
-            found = scale(grad, torch.tensor(0.3, device=target.device), None, inplace)
+            (found,) = scale([grad], torch.tensor(0.3, device=target.device), None, inplace)
             assert torch.equal(found, expected)
             assert (found is grad) == inplace
 

@@ -8,6 +8,7 @@ memory of the gradient's size.
 
 from collections.abc import Callable
 from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 import torch
@@ -158,7 +159,7 @@ class _CrossEntropy(torch.autograd.Function):
             if of_loss is None:
                 return (None,) * 4
             anchor, kept = ctx.saved_tensors
-            return once(anchor, lambda: scaled(ctx.rest[1], kept, of_loss, None)), None, None, None
+            return once(anchor, lambda: scaled(ctx.rest[1], [kept], of_loss, None)[0]), None, None, None
         upstream = _upstream(ctx, of_loss, of_stats)
         if all(one is None for one in upstream):
             return (None,) * 4
@@ -202,10 +203,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if of_loss is None:
                 return (None,) * 6
             anchor, deferred, *kept = ctx.saved_tensors
-            made = [
-                scaled(ctx.rest[1], grad, of_loss, deferred) if need else None
-                for grad, need in zip(kept, needs, strict=True)
-            ]
+            needed = iter(scaled(ctx.rest[1], [*compress(kept, needs)], of_loss, deferred))
+            made = [next(needed) if need else None for need in needs]
         else:
             upstream = _upstream(ctx, of_loss, of_stats)
             if all(one is None for one in upstream):
@@ -265,20 +264,19 @@ def is_simple(upstream: Tensor | None) -> bool:
     )
 
 
-def scaled(kernel: str, kept: Tensor, upstream: Any, deferred: Tensor | None) -> Tensor:
+def scaled(kernel: str, kept: list[Tensor], upstream: Any, deferred: Tensor | None) -> list[Tensor]:
     """Return kept * upstream * deferred, rounded once; in place unless `kept` is needed again."""
     if is_simple(upstream):
-        arguments = (kept, jobs.scale, kernel, kept.detach(), upstream, deferred)
+        arguments = (kept[0], jobs.scale, kernel, [grad.detach() for grad in kept], upstream, deferred)
         if torch.is_grad_enabled():
             with torch.no_grad():
-                made: Tensor = on_device(*arguments, False)
+                made: list[Tensor] = on_device(*arguments, False)
         else:
             made = on_device(*arguments, not private.keeps_graph())
         return made
     factor = upstream if deferred is None else upstream * deferred
     # PyTorch would round a 0-d factor to the dtype of `kept` first.
-    product: Tensor = (kept * factor.reshape(1)).to(kept.dtype)
-    return product
+    return [(grad * factor.reshape(1)).to(grad.dtype) for grad in kept]
 
 
 class _Once(torch.autograd.Function):

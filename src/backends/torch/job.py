@@ -106,7 +106,9 @@ class Starter(Protocol):
         """
 
 
-STARTERS: dict[str, tuple[Starter, Callable[[Tensor, Tensor, Tensor | None, bool], Tensor]]] = {}
+Scale = Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]
+
+STARTERS: dict[str, tuple[Starter, Scale]] = {}
 """Backend -> (function that starts a job, its `scale`)."""
 
 
@@ -122,6 +124,6 @@ def start(
     return STARTERS[options.kernel][0](options, vocabulary, dtype, shift, upstream, narrow)
 
 
-def scale(kernel: str, grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors, rounded once; with `inplace` overwrite the gradient."""
-    return STARTERS[kernel][1](grad, upstream, deferred, inplace)
+def scale(kernel: str, grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:
+    """Return gradients times 0-d factors, rounded once; with `inplace` overwrite them."""
+    return STARTERS[kernel][1](grads, upstream, deferred, inplace)

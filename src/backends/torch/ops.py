@@ -230,7 +230,7 @@ def _linear_target_gradient(*args: Any) -> Tensor:
 )
 def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str) -> None:
     """Multiply a gradient in place by two 0-d factors of the accumulation dtype; rounds once."""
-    jobs.scale(kernel, grad, upstream, deferred, True)
+    jobs.scale(kernel, [grad], upstream, deferred, True)
 
 
 @operation(
@@ -239,7 +239,7 @@ def _scale_(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str
 )
 def _scaled(grad: Tensor, upstream: Tensor, deferred: Tensor | None, kernel: str) -> Tensor:
     """Return a gradient times two 0-d factors of the accumulation dtype; rounds once."""
-    return jobs.scale(kernel, grad, upstream, deferred, False)
+    return jobs.scale(kernel, [grad], upstream, deferred, False)[0]
 
 
 @operation(

@@ -30,9 +30,13 @@ def target_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: T
     return found if bias is None else found + bias[target]
 
 
-def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors of the accumulation dtype, rounded once; with `inplace` overwrite it."""
+def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:
+    """Return gradients times 0-d factors of the accumulation dtype, rounded once; with `inplace` overwrite them."""
     factor = upstream if deferred is None else upstream * deferred
+    return [_scaled(grad, factor, inplace) for grad in grads]
+
+
+def _scaled(grad: Tensor, factor: Tensor, inplace: bool) -> Tensor:
     if factor.is_cpu or grad.dtype == factor.dtype or not grad.numel():
         if not inplace:
             return grad * factor

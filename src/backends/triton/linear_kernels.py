@@ -132,15 +132,17 @@ def scale_kernel(
     outer_stride: "i64",
     row_stride: "i64",
     out,  # like `grad`; may be the same tensor
+    other,  # a second gradient, without gaps, which is overwritten; or None
     upstream,  # ()
     deferred,  # () or None
     rows: "i64",
     length: "i64",  # elements of a row
+    count: "i64",  # elements of `other`
     GROUPED: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a gradient by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
+    """Multiply gradients by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
     blocks = tl.cdiv(length, BLOCK)
     factor = tl.load(upstream).to(tl.float32)
     if deferred is not None:
@@ -152,3 +154,8 @@ def scale_kernel(
             inside = places < length
             scaled = tl.load(grad + begin + places, mask=inside, other=0.0).to(tl.float32) * factor
             tl.store(out + begin + places, scaled.to(out.dtype.element_ty), mask=inside)
+        if other is not None:
+            for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+                places = block * BLOCK + tl.arange(0, BLOCK)
+                scaled = tl.load(other + places, mask=places < count, other=0.0).to(tl.float32) * factor
+                tl.store(other + places, scaled.to(other.dtype.element_ty), mask=places < count)

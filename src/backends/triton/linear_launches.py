@@ -129,23 +129,38 @@ def launch_coefficients(
     )
 
 
-def scale(grad: Tensor, upstream: Tensor, deferred: Tensor | None, inplace: bool) -> Tensor:
-    """Return a gradient times 0-d factors, rounded once; in its own memory with `inplace`."""
+def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:
+    """Return gradients times 0-d factors, rounded once; in their own memory with `inplace`."""
+    if inplace and len(grads) > 1 and is_dense(grads[0]) and is_dense(grads[1]):
+        first, other, *rest = grads
+        _launch_scale(first, first, other, upstream, deferred)
+        return [first, other, *scale(rest, upstream, deferred, True)]
+    made = []
+    for grad in grads:
+        if is_dense(grad) or (inplace and grad.stride(-1) == 1 and rows_of(grad) is not None):
+            made.append(out := grad if inplace else torch.empty_like(grad))
+            _launch_scale(grad, out, None, upstream, deferred)
+        else:
+            made += steps.scale([grad], upstream, deferred, inplace)
+    return made
+
+
+def _launch_scale(grad: Tensor, out: Tensor, other: Tensor | None, upstream: Tensor, deferred: Tensor | None) -> None:
+    """Scale a gradient into `out`, and in place another one without gaps."""
     place: tuple[int, int, int] | None = (1, 0, 0)
     rows, length, size = 1, grad.numel(), _SCALED
     if not is_dense(grad):
-        place = rows_of(grad) if inplace and grad.stride(-1) == 1 else None
+        place = rows_of(grad)
         rows, length = grad.shape[:-1].numel(), grad.shape[-1]
         size = min(next_power_of_2(length), _SCALED)
-    if place is None:
-        return steps.scale(grad, upstream, deferred, inplace)
-    out = grad if inplace else torch.empty_like(grad)
-    if rows * length:
+    assert place is not None
+    count = 0 if other is None else other.numel()
+    blocks = max(rows * cdiv(length, size), cdiv(count, size))
+    if blocks:
         launch(
             scale_kernel,
-            max(min(rows * cdiv(length, size), 4 * multiprocessors(grad.device)), 1),
-            (grad, *place, out, upstream, deferred, rows, length),
-            {"GROUPED": place[0] < rows, "INPLACE": inplace, "BLOCK": size},
+            min(blocks, 4 * multiprocessors(grad.device)),
+            (grad, *place, out, other, upstream, deferred, rows, length, count),
+            {"GROUPED": place[0] < rows, "INPLACE": out is grad, "BLOCK": size},
             num_warps=8,
         )
-    return out
