@@ -18,7 +18,7 @@ def test_every_kernel_is_listed() -> None:
 
 def test_kernels_that_the_profiler_saw_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def profile(activities: Any) -> Any:
+    def profile(activities: Any, acc_events: bool) -> Any:
         assert activities == [torch.profiler.ProfilerActivity.CUDA]
         events = [SimpleNamespace(key=key) for key in ("rows_kernel", "scale_kernel_0d1", "ampere_sgemm", "tile")]
         yield SimpleNamespace(key_averages=lambda: events)

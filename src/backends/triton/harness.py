@@ -53,7 +53,8 @@ class TritonHarness(TorchHarness):
         if self._interprets:
             yield {_INTERPRETER}
             return
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        # acc_events: keep the events without a warning that the next cycle, of which there is none, drops them.
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profiler:
             yield seen
         ran = {event.key for event in profiler.key_averages()}
         seen.update(name for name in self.kernels if any(key == name or key.startswith(f"{name}_") for key in ran))
