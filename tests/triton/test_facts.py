@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import xent
 from tests.targets import Target
 from xent.backends.torch import facts as plain
 from xent.backends.torch.job import Upstream
@@ -232,6 +233,41 @@ def test_divisor_in_many_blocks(target: Target, count: int, narrow: bool) -> Non
     expected = [total, 1 / largest if narrow and total else inverse, inverse * largest if narrow else 1.0]
     np.testing.assert_allclose(scratch.cpu().numpy(), expected, rtol=1e-6)
     assert int(counted) == int(alive.sum())
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("weights", ["none", "weights", "zero", "cancelling", "all ignored"])
+@pytest.mark.parametrize("count", [1, 16, 17, 256, 257])
+def test_divisor_of_few_rows(target: Target, count: int, weights: str, function: str) -> None:
+    """Up to 256 rows the first kernel of a call divides by itself; loss and gradients are those of more rows."""
+    classes, sample, weight = rows_of_facts(target, count)
+    classes[0] = 3
+    if weights == "none":
+        sample, weight = None, None
+    elif weights == "zero":
+        sample = torch.zeros_like(sample)
+    elif weights == "cancelling":
+        sample[:] = 0
+        sample[0], sample[-1] = (1, -1) if count > 1 else (0, 0)
+        classes[-1], weight = classes[0], None
+    elif weights == "all ignored":
+        classes[:] = -100
+    generator = torch.Generator().manual_seed(1)
+    given = [torch.randn(count, V, generator=generator)]
+    if function == "linear_cross_entropy":
+        given = [torch.randn(count, 5, generator=generator), torch.randn(V, 5, generator=generator)]
+        given[0][classes.cpu() == -100] = torch.nan  # must not reach the classifier's gradient
+        if weights == "cancelling":
+            given[0][0] = torch.nan
+    options = {"weight": weight, "sample_weight": sample}
+    results = []
+    for backend, dtype in ((target.name, torch.float32), ("torch", torch.float64)):
+        leaves = [tensor.to(target.device, dtype).requires_grad_() for tensor in given]
+        placed = {name: None if value is None else value.to(dtype) for name, value in options.items()}
+        loss = getattr(xent, function)(*leaves, classes, backend=backend, **placed)
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found.double(), expected.double(), rtol=2e-5, atol=2e-6)
 
 
 UPSTREAMS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -1,6 +1,7 @@
 """The kernel launches of a call: how many of which kernel, and no unneeded work."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def draw(target: Target, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Te
 
 
 FORWARD = {
-    "mean": {"divisor": 1, "rows": 1, "sums": 1},
+    "mean": {"rows": 1, "sums": 1},  # few rows: their kernel computes the divisor
     "sum": {"rows": 1, "sums": 1},
     "none": {"rows": 1},
 }
@@ -90,15 +91,15 @@ def test_no_gradient_is_written_if_none_is_required(
     assert all(given.get("taken") is None for *_, given in launches)
     found = counted(launches)
     assert found.pop("tile", 0) + found.pop("product", 0) == 1
-    reduced = {"mean": {"divisor": 1, "sums": 1}, "sum": {"sums": 1}, "none": {}}
-    assert found == {"take": 1, "finish": 1, **reduced[reduction]}
+    reduced = {} if reduction == "none" else {"sums": 1}
+    assert found == {"take": 1, "finish": 1, **reduced}
 
 
 @pytest.mark.parametrize("name", ["lse", "predictions", "entropy", "z_loss", "accuracy"])
 def test_statistics(target: Target, launches: Launches, name: str) -> None:
     logits, _, _, classes = draw(target)
     xent.cross_entropy(logits, classes, stats=(name,), backend=target.name)
-    assert counted(launches) == FORWARD["mean"]
+    assert counted(launches) == ({"divisor": 1} if name == "accuracy" else {}) | FORWARD["mean"]
 
 
 @pytest.mark.parametrize("reduction", FORWARD)
@@ -118,9 +119,30 @@ def test_chunks(target: Target, launches: Launches, reduction: str, chunks: int)
         assert "rows" not in forward
         assert backward == of_chunks
     else:
-        divisor = {"divisor": 1} if reduction == "mean" else {}
-        assert forward == {**divisor, **of_chunks, "sums": 1}
+        assert forward == {**of_chunks, "sums": 1}
         assert backward == {"scale": 1}
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "divisor"),
+    [
+        (0, {}, 1),
+        (256, {}, 0),
+        (257, {}, 1),
+        (6, {"normalizer": 3.0}, 1),
+        (6, {"stats": ("count",)}, 1),
+        (6, {"target": "probabilities"}, 1),
+    ],
+)
+def test_launches_for_the_divisor(
+    target: Target, launches: Launches, count: int, given: dict[str, Any], divisor: int
+) -> None:
+    logits = torch.randn(count, V, device=target.device)
+    classes = torch.zeros(count, dtype=torch.int64, device=target.device)
+    options = {name: value for name, value in given.items() if name != "target"}
+    wanted = logits.softmax(-1) if "target" in given else classes
+    xent.cross_entropy(logits, wanted, backend=target.name, **options)
+    assert counted(launches).get("divisor", 0) == divisor
 
 
 @pytest.mark.parametrize(("ignored", "rows"), [(0, 6), (2, 4), (6, 0)])

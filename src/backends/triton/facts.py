@@ -18,6 +18,7 @@ from xent.backends.triton.launch import launch, next_power_of_2
 __all__ = ["Facts"]
 
 _MANY = 1024
+_FEW = 256
 _LARGEST_SOFTCAP = 256
 
 
@@ -52,12 +53,30 @@ class Facts:
         self.all_rows = bool(names) or self.statistics
         """Whether rows with weight 0 must be computed, for their statistics or for gradients of these."""
         self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
-        needed = self.mean or self.counted is not None
-        self.scratch = self._divided(divisor_of(options), narrow) if needed else None
-        """(3,) float32: D, 1 / D, and the remaining factor of narrow gradients."""
+        self._divisor, self._narrow = divisor_of(options), narrow
+        self._scratch: Tensor | None = None
 
     def _empty(self, shape: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
+
+    @property
+    def scratch(self) -> Tensor | None:
+        """(3,) float32: D, 1 / D, and the remaining factor of narrow gradients; None if nothing needs them."""
+        if self._scratch is None and (self.mean or self.counted is not None):
+            self._scratch = self._divided()
+        return self._scratch
+
+    def divides_few(self) -> int:
+        """Return FEW for the next launch, whose kernel fills `scratch` if FEW > 0: it then computes the divisor itself.
+
+        For few rows that takes the GPU less time than a launch takes the host.
+        """
+        given = (self._scratch, self.counted, self.probabilities, *self._divisor)
+        is_few = self.count <= _FEW and self.mean and not self._narrow and not self.statistics
+        if not is_few or any(one is not None for one in given):
+            return 0
+        self._scratch = self._empty(3)
+        return max(next_power_of_2(self.count), 16)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -102,10 +121,10 @@ class Facts:
             return None
         return options.support_ids.contiguous(), options.support_offsets.contiguous()
 
-    def _divided(self, divisor: tuple[float | None, Tensor | None], narrow: bool) -> Tensor:
+    def _divided(self) -> Tensor:
         """Compute and return `scratch`; fill `counted` if it is needed."""
         scratch = self._empty(3)
-        number, normalizer = divisor
+        number, normalizer = self._divisor
         mean = self.spec.reduction == "mean"
         launch(
             divisor_kernel,
@@ -124,7 +143,7 @@ class Facts:
                 "SHIFTED": self.shift > 0,
                 "MEAN": mean,
                 "NUMBER": mean and number is not None,
-                "NARROW": narrow,
+                "NARROW": self._narrow,
                 "PROBABILITIES": self.probabilities is not None,
                 "BLOCK": min(next_power_of_2(max(self.count, 16)), 4096),
             },

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.row_algebra import row_facts
+from xent.backends.triton.row_algebra import inverse_of, row_facts
 
 __all__ = ["divisor_kernel", "partition_kernel"]
 
@@ -55,7 +55,7 @@ def divisor_kernel(
     one = tl.full((), 1.0, tl.float32)
     inverse = one
     if MEAN:
-        inverse = tl.where(d == 0, 0.0, tl.div_rn(one, tl.where(d == 0, 1.0, d)))
+        inverse = inverse_of(d)
     else:
         d = one
     rest = one

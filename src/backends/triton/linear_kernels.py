@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.row_algebra import position, row_facts
+from xent.backends.triton.row_algebra import inverse_of_few, position, row_facts
 
 __all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
 
@@ -36,6 +36,7 @@ def take_kernel(
     size: "i32",  # D
     SHIFTED: tl.constexpr,
     MEAN: tl.constexpr,
+    FEW: tl.constexpr,  # see `rows_kernel`
     STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, from their statistics
     BLOCK: tl.constexpr,
 ):
@@ -57,7 +58,15 @@ def take_kernel(
         SHIFTED,
         target is None,
     )
-    dead = (tl.where(tl.load(scratch + 1) == 0, 0.0, a) == 0 if MEAN else a == 0) & ~wrong
+    if FEW > 0:
+        inverse = inverse_of_few(
+            scratch, here == 0, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
+            SHIFTED, FEW,
+        )  # fmt: skip
+        a = tl.where(inverse == 0, 0.0, a)
+    elif MEAN:
+        a = tl.where(tl.load(scratch + 1) == 0, 0.0, a)
+    dead = (a == 0) & ~wrong
     if STATISTICS:
         dead = ignored
     sums = tl.zeros([BLOCK], tl.float32)

@@ -35,6 +35,7 @@ def launch_take(
     hidden, weight, bias = linear.hidden, linear.classifier, linear.classifier_bias
     if part.stop == part.start:
         return
+    few = facts.divides_few()
     launch(
         take_kernel,
         part.stop - part.start,
@@ -60,6 +61,7 @@ def launch_take(
         {
             "SHIFTED": facts.shift > 0,
             "MEAN": facts.mean,
+            "FEW": few,
             "STATISTICS": facts.statistics,
             "BLOCK": min(next_power_of_2(max(hidden.shape[1], 1)), 2048),
         },

@@ -26,6 +26,8 @@ __all__ = [
     "coefficients",
     "entropy_of",
     "factors",
+    "inverse_of",
+    "inverse_of_few",
     "log_of_squares",
     "log_total",
     "losses",
@@ -86,6 +88,29 @@ def row_facts(
     if class_weight is not None and not PROBABILITIES:
         w_y = tl.load(class_weight + y).to(tl.float32)
     return y, a, w_y, ignored, invalid
+
+
+@triton.jit
+def inverse_of(d):
+    """Return 1 / d, or 0 if d is 0."""
+    return tl.where(d == 0, 0.0, tl.div_rn(tl.full((), 1.0, tl.float32), tl.where(d == 0, 1.0, d)))
+
+
+@triton.jit
+def inverse_of_few(
+    scratch, stores, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
+    SHIFTED: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Return 1 / D for a mean over up to FEW rows. The program that `stores` writes D and 1 / D to `scratch`."""
+    rows = tl.arange(0, FEW)
+    _y, a, w_y, _ignored, wrong = row_facts(
+        rows, rows < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
+    )
+    d = tl.sum(tl.where(wrong, 0.0, a * w_y), 0)
+    inverse = inverse_of(d)
+    tl.store(scratch, d, mask=stores)
+    tl.store(scratch + 1, inverse, mask=stores)
+    return inverse
 
 
 @triton.jit

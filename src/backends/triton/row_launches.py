@@ -69,7 +69,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
         return
     half = logits.itemsize == 2
     size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped)
-    smoothed = spec.label_smoothing != 0
+    smoothed, few = spec.label_smoothing != 0, facts.divides_few()
     launch(
         rows_kernel,
         programs,
@@ -92,6 +92,7 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
         ),
         {
             "MEAN": facts.mean,
+            "FEW": few,
             "ALL_ROWS": facts.all_rows,
             **place.constants(),
             "EXACT": not half,

@@ -17,6 +17,7 @@ from xent.backends.triton.row_algebra import (
     coefficients,
     entropy_of,
     factors,
+    inverse_of_few,
     log_of_squares,
     losses,
     position,
@@ -94,6 +95,7 @@ def rows_kernel(
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
+    FEW: tl.constexpr,  # if > 0, this kernel computes the divisor of up to so many rows, and writes it to `scratch`
     ALL_ROWS: tl.constexpr,  # rows with weight 0 are computed for statistics or gradients of these
     SKEWED: tl.constexpr,  # rows may begin off 16-byte boundaries
     RAGGED: tl.constexpr,  # rows may begin or end off 16-byte boundaries
@@ -127,7 +129,12 @@ def rows_kernel(
     y = y.to(tl.int32)
     softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
-    if MEAN:
+    if FEW > 0:
+        inverse = inverse_of_few(
+            scratch, here == 0, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
+            SHIFTED, FEW,
+        )  # fmt: skip
+    elif MEAN:
         inverse = tl.load(scratch + 1)
     dead = ((a == 0) | (inverse == 0)) & ~invalid
     r = tl.where(invalid, float("nan"), a * inverse)
