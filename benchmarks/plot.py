@@ -172,7 +172,7 @@ def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
 
 def _bandwidth(records: Sequence[Record]) -> Figure | None:
     """Draw the bandwidth over the vocabularies of the suite "logits": one read and one write, divided by the time."""
-    sweep = [record for record in records if record.case.suite in ("logits", "vocabulary")]
+    sweep = [record for record in records if record.case.suite == "logits"]
     tokens = sorted({record.case.tokens for record in sweep})[:1]
     sweep = [record for record in sweep if record.case.tokens in tokens]
     sizes = sorted({record.case.vocabulary for record in sweep})
