@@ -60,6 +60,19 @@ def _second_derivatives() -> None:
                 torch.func.grad(partial(function, target=target, vocab_parallel=group(2)))(*sources)
 
 
+def _entropy_changed_in_place() -> None:
+    """Backward passes do not use the entropy that is returned."""
+    hidden, weight, target = tensors()
+    grads = []
+    for factor in (1, 2):
+        call = {"reduction": "none", "stats": ("entropy",), "vocab_parallel": group(2)}
+        loss, stats = xent.cross_entropy(hidden @ weight.t(), target, **call)
+        with torch.no_grad():
+            stats.entropy.mul_(factor)
+        grads.append(torch.autograd.grad(loss.sum(), hidden)[0])
+    assert torch.equal(*grads)
+
+
 def _under_no_grad() -> None:
     hidden, weight, target = tensors()
     expected = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=group(2))
@@ -111,7 +124,15 @@ def _meshes() -> None:
 
 PROMISES = {
     function.__name__.strip("_"): function
-    for function in (_twice, _second_derivatives, _under_no_grad, _autocast, _layouts, _meshes)
+    for function in (
+        _twice,
+        _second_derivatives,
+        _entropy_changed_in_place,
+        _under_no_grad,
+        _autocast,
+        _layouts,
+        _meshes,
+    )
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 import xent
 from tests.targets import Target
 from xent.backends.torch import facts as plain
+from xent.backends.torch import logits as logits_driver
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel, partition_kernel
@@ -147,6 +148,24 @@ def test_nothing_to_average(target: Target, dtype: torch.dtype, reduction: str, 
     check(make_options(target, (3, 5), reduction=reduction, **given), dtype)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("rows", "ignored"), [(0, False), (3, True), (300, True)])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.filterwarnings("ignore:Deterministic behavior")
+def test_nothing_to_count(target: Target, function: str, rows: int, ignored: bool, reduction: str) -> None:
+    """No launch needs the divisor then, but the statistics do."""
+    classes = torch.full((rows,), -100 if ignored else 0, device=target.device)
+    given = [torch.randn(rows, V), torch.randn(V, V)][: 1 + (function == "linear_cross_entropy")]
+    leaves = [tensor.to(target.device).requires_grad_() for tensor in given]
+    options = {"reduction": reduction, "stats": ("count", "accuracy"), "backend": target.name}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised memory
+    try:
+        _, stats = getattr(xent, function)(*leaves, classes, **options)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (int(stats.count), float(stats.accuracy)) == (0, 0.0)
+
+
 @pytest.mark.parametrize("ignore_index", [-100, 0, 5, V, 255])
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
 def test_ignore_index(target: Target, ignore_index: int, dtype: torch.dtype) -> None:
@@ -176,19 +195,31 @@ def test_class_probabilities(target: Target, reduction: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("wrong", [V, -1, 2**31 - 1, 2**40, -(2**40)])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_targets_out_of_range(target: Target, wrong: int, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    classes = torch.randint(V, (3, 100))
+@pytest.mark.parametrize("length", [10, 100])
+def test_targets_out_of_range(
+    target: Target, length: int, wrong: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = torch.randint(V, (3, length))
     classes[1, 7] = wrong
-    given = {"weight": torch.rand(V), "sample_weight": torch.rand(3, 100)} if weighted else {}
+    given = {"weight": torch.rand(V), "sample_weight": torch.rand(3, length)} if weighted else {}
     if weighted:
         given["sample_weight"][1, 7] = 0  # this does not hide an invalid target, as in PyTorch's operations
-    options = make_options(target, (3, 100), target=classes, **given)
+    options = make_options(target, (3, length), target=classes, **given)
     if target.device == "cpu":
         with pytest.raises(IndexError, match=rf"target\[1, 7\] is {wrong}; classes are 0 to {V - 1}"):
             TritonJob(options, V, torch.float32, 0, None, False)
         monkeypatch.setattr(plain, "looks_at_targets", lambda device: False)  # as on a GPU
     for dtype in (torch.float32, torch.float16):
         assert check(options, dtype).facts.scratch.isfinite().all()
+    logits = torch.randn(3, length, V, device=target.device)
+    grads = [torch.empty_like(logits) for _ in range(2)]
+    for grad, classes in zip(grads, (options.target, options.target.clone()), strict=True):
+        if grad is grads[1]:
+            classes[1, 7] = -100
+        logits_driver.forward(logits, grad, None, options._replace(target=classes))
+    assert grads[0][1, 7].isnan().all()
+    grads[0][1, 7] = 0
+    torch.testing.assert_close(*grads)
 
 
 def rows_of_facts(on: Target, count: int) -> tuple[Tensor, Tensor, Tensor]:

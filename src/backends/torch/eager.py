@@ -48,6 +48,9 @@ class Way(Protocol):
     `saved` is the data for the backward pass of a gradient that the forward pass does not compute.
     """
 
+    keeps_entropy: bool
+    """Whether that backward pass needs the entropy beside `saved`."""
+
     def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
         """Return (loss, saved if `keeps`, statistics). Write the gradient to `grad` if it is not None."""
 
@@ -63,6 +66,8 @@ class Way(Protocol):
 
 class Whole:
     """A `Way` for calls on all classes."""
+
+    keeps_entropy = True
 
     def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
         """See `Way`."""
@@ -226,7 +231,8 @@ _apply_to_logits, _apply_to_linear = private.apply_of(_CrossEntropy), private.ap
 def _kept(ctx: Any, saved: Tensor | None, stats: list[Tensor], options: Options) -> tuple[Tensor | None, ...]:
     """Return the data for the backward pass: `saved`, the entropy, and the tensors among the options."""
     ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-    entropy = None if saved is None else found_entropy(options.spec.reduction, options.spec.stats, stats)
+    keeps = saved is not None and ctx.way.keeps_entropy
+    entropy = found_entropy(options.spec.reduction, options.spec.stats, stats) if keeps else None
     return saved, entropy, *(value if isinstance(value, Tensor) else None for value in options.tensors)
 
 

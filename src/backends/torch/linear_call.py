@@ -143,10 +143,10 @@ def compute_dtype(source: Tensor, weight: Tensor, bias: Tensor | None, prefix: s
         return torch.get_autocast_dtype(device)
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != source.dtype:
+            more = "; torch.autocast does not convert float64" if autocast else ", or call under torch.autocast"
             raise TypeError(
                 f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {source.dtype}, outside "
-                f"of torch.autocast; got {tensor.dtype}: cast one to the dtype of the other, or call under "
-                "torch.autocast"
+                f"of torch.autocast; got {tensor.dtype}: cast one to the dtype of the other{more}"
             )
     return source.dtype
 

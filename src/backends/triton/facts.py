@@ -52,7 +52,7 @@ class Facts:
         names = spec.stats
         self.all_rows = bool(names) or self.statistics
         """Whether rows with weight 0 must be computed, for their statistics or for gradients of these."""
-        self.counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
+        self._counted = self._empty((), torch.int64) if "count" in names or "accuracy" in names else None
         self._divisor, self._narrow = divisor_of(options), narrow
         self._scratch: Tensor | None = None
 
@@ -62,18 +62,24 @@ class Facts:
     @property
     def scratch(self) -> Tensor | None:
         """(3,) float32: D, 1 / D, and the remaining factor of narrow gradients; None if nothing needs them."""
-        if self._scratch is None and (self.mean or self.counted is not None):
+        if self._scratch is None and (self.mean or self._counted is not None):
             self._scratch = self._divided()
         return self._scratch
+
+    @property
+    def counted(self) -> Tensor | None:
+        """() int64: the number of rows with a target; None if no statistic needs it."""
+        if self._counted is not None and self._scratch is None:
+            self._scratch = self._divided()
+        return self._counted
 
     def divides_few(self) -> int:
         """Return FEW for the next launch, whose kernel fills `scratch` if FEW > 0: it then computes the divisor itself.
 
         For few rows that takes the GPU less time than a launch takes the host.
         """
-        given = (self._scratch, self.counted, self.probabilities, *self._divisor)
-        is_few = self.count <= _FEW and self.mean and not self._narrow and not self.statistics
-        if not is_few or any(one is not None for one in given):
+        given = (self._scratch, self._counted, self.probabilities, *self._divisor)
+        if self.count > _FEW or not self.mean or any(one is not None for one in given):
             return 0
         self._scratch = self._empty(3)
         return max(next_power_of_2(self.count), 16)
@@ -135,7 +141,7 @@ class Facts:
                 self.class_weight,
                 normalizer if mean else None,
                 scratch,
-                self.counted,
+                self._counted,
                 0.0 if number is None else float(number),
                 *self.rows,
             ),

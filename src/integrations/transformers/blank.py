@@ -32,6 +32,9 @@ def blank(like: Tensor, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         made: Tensor = torch.ops.xent.blank(like.detach(), size, dtype)
         return made
     key = (like.device, dtype)
-    if key not in _storages:
-        _storages[key] = torch.full((), torch.nan, dtype=dtype, device=like.device).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=like.device).set_(_storages[key], 0, size, (0,) * len(size))
+    storage = _storages.get(key)
+    if storage is None:
+        storage = torch.full((), torch.nan, dtype=dtype, device=like.device).untyped_storage()
+        if not (like.is_cuda and torch.cuda.is_current_stream_capturing()):  # a graph's memory is its own
+            _storages[key] = storage
+    return torch.empty(0, dtype=dtype, device=like.device).set_(storage, 0, size, (0,) * len(size))

@@ -27,6 +27,8 @@ __all__ = ["InShards"]
 class InShards:
     """The `Way` for calls on the classes of one rank."""
 
+    keeps_entropy = False
+
     def __init__(self, where: Where) -> None:
         self._where = where
 
