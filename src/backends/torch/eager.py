@@ -27,8 +27,8 @@ from xent.backends.torch.rows import cast, gradient_like
 from xent.backends.torch.statistics import constant, found_entropy, upstream_of
 
 __all__ = [
-    "Way",
-    "Whole",
+    "Passes",
+    "WholePasses",
     "as_arguments",
     "cross_entropy",
     "is_simple",
@@ -42,10 +42,11 @@ _REPLAYED = frozenset(("triton",))
 """Backends whose kernels are launched through `xent.backends.torch.recorder`."""
 
 
-class Way(Protocol):
-    """How calls of one kind run: on all classes (`Whole`), or on the classes of one rank.
+class Passes(Protocol):
+    """The forward and backward passes of calls on all classes (`WholePasses`) or on those of one rank.
 
-    `saved` is the data for the backward pass of a gradient that the forward pass does not compute.
+    `saved` is the data for the backward pass of a gradient that the forward pass does not compute. `simple`: all
+    upstream gradients are plain tensors and nothing is traced; otherwise a pass calls its custom operation.
     """
 
     keeps_entropy: bool
@@ -64,13 +65,13 @@ class Way(Protocol):
         """Return the gradients, for saved = (linear, saved, entropy, options)."""
 
 
-class Whole:
-    """A `Way` for calls on all classes."""
+class WholePasses:
+    """`Passes` on all classes."""
 
     keeps_entropy = True
 
     def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         norm = new_norm(logits) if keeps else None
         loss, stats = _run(options.kernel, logits, logits_driver.forward, logits, grad, norm, options)
         return loss, norm, stats
@@ -78,7 +79,7 @@ class Whole:
     def logits_backward(
         self, upstream: jobs.Upstream, simple: bool, inplace: bool, logits: Tensor, *saved: Any
     ) -> Tensor:
-        """See `Way`."""
+        """See `Passes`."""
         norm, entropy, options = saved
         entropy = None if upstream.entropy is None else entropy
         made: Tensor
@@ -90,37 +91,37 @@ class Whole:
         return made
 
     def linear_forward(self, linear: Linear, options: Options) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         return _run(options.kernel, linear.input, linear_driver.forward, linear, options)
 
     def linear_backward(self, upstream: jobs.Upstream, simple: bool, linear: Linear, *saved: Any) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         norm, entropy, options = saved
         if not simple:
             return torch.ops.xent.linear_cross_entropy_backward(*as_arguments(linear), *upstream, *pack(options))
         return _run(options.kernel, linear.input, linear_driver.backward, upstream, linear, options, norm, entropy)
 
 
-_WHOLE = Whole()
+_WHOLE = WholePasses()
 
 
 def cross_entropy(
-    logits: Tensor, options: Options, needs_grad: bool, inplace: bool, way: Way = _WHOLE
+    logits: Tensor, options: Options, needs_grad: bool, inplace: bool, passes: Passes = _WHOLE
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of logits (..., V)."""
     if needs_grad:
-        loss, _, *stats = _apply_to_logits(logits, way, options, inplace)
+        loss, _, *stats = _apply_to_logits(logits, passes, options, inplace)
         return loss, stats
-    loss, _, stats = way.logits_forward(logits, None, False, options)
+    loss, _, stats = passes.logits_forward(logits, None, False, options)
     return loss, stats
 
 
-def linear_cross_entropy(linear: Linear, options: Options, way: Way = _WHOLE) -> tuple[Tensor, list[Tensor]]:
+def linear_cross_entropy(linear: Linear, options: Options, passes: Passes = _WHOLE) -> tuple[Tensor, list[Tensor]]:
     """Return the loss and the statistics of hidden states and a classifier."""
     if any(linear.needs):
-        loss, _, *stats = _apply_to_linear(linear.input, linear.weight, linear.bias, linear, way, options)
+        loss, _, *stats = _apply_to_linear(linear.input, linear.weight, linear.bias, linear, passes, options)
         return loss, stats
-    loss, _, _, stats, _ = way.linear_forward(linear, options)
+    loss, _, _, stats, _ = passes.linear_forward(linear, options)
     return loss, stats
 
 
@@ -139,20 +140,20 @@ def _run(kernel: str, tensor: Tensor, function: Callable[..., Any], *args: Any) 
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """(logits, way, options, inplace) -> (loss, anchor, *stats)."""
+    """(logits, passes, options, inplace) -> (loss, anchor, *stats)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, way: Way, options: Options, inplace: bool) -> Any:
-        ctx.way, ctx.is_made = way, makes_gradient_first(options.spec.reduction, logits.dtype)
+    def forward(ctx: Any, logits: Tensor, passes: Passes, options: Options, inplace: bool) -> Any:
+        ctx.passes, ctx.is_made = passes, makes_gradient_first(options.spec.reduction, logits.dtype)
         source = logits.detach()
         if ctx.is_made:
             grad = source if inplace else gradient_like(source)
-            loss, _, stats = way.logits_forward(source, grad, False, options)
+            loss, _, stats = passes.logits_forward(source, grad, False, options)
             if inplace:
                 torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits if inplace else grad)
         else:
-            loss, saved, stats = way.logits_forward(source, None, True, options)
+            loss, saved, stats = passes.logits_forward(source, None, True, options)
             ctx.save_for_backward(anchor := loss.new_empty(0), logits, *_kept(ctx, saved, stats, options))
             ctx.inplace = inplace
         _finish(ctx, stats, options)
@@ -174,7 +175,7 @@ class _CrossEntropy(torch.autograd.Function):
             simple = all(map(is_simple, upstream))
             reuse = simple and ctx.inplace and not private.keeps_graph()
             rest = (logits.detach(), saved, entropy, _restored(ctx, tensors))
-            made: Tensor = ctx.way.logits_backward(upstream, simple, reuse, *rest)
+            made: Tensor = ctx.passes.logits_backward(upstream, simple, reuse, *rest)
             if reuse:
                 torch.autograd.graph.increment_version(logits)
             return made
@@ -183,14 +184,14 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """(input, weight, bias, linear, way, options) -> (loss, anchor, *stats)."""
+    """(input, weight, bias, linear, passes, options) -> (loss, anchor, *stats)."""
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, way: Way, options: Options
+        ctx: Any, source: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, passes: Passes, options: Options
     ) -> Any:
-        loss, deferred, made, stats, saved = way.linear_forward(linear, options)
-        ctx.way, ctx.is_made = way, options.spec.reduction != "none"
+        loss, deferred, made, stats, saved = passes.linear_forward(linear, options)
+        ctx.passes, ctx.is_made = passes, options.spec.reduction != "none"
         ctx.linear = (linear.shift, linear.workspace, linear.compute, linear.needs)
         ctx.dtypes = [source.dtype, weight.dtype, (weight if bias is None else bias).dtype]
         anchor = loss.new_empty(0)
@@ -217,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             anchor, source, weight, bias, saved, entropy, *tensors = ctx.saved_tensors
             linear, simple = Linear(source.detach(), weight.detach(), bias, *ctx.linear), all(map(is_simple, upstream))
             with torch.no_grad():
-                made = ctx.way.linear_backward(upstream, simple, linear, saved, entropy, _restored(ctx, tensors))
+                made = ctx.passes.linear_backward(upstream, simple, linear, saved, entropy, _restored(ctx, tensors))
         grads = [
             once(anchor, partial(cast, grad, dtype)) if need and grad is not None else None
             for grad, dtype, need in zip(made, ctx.dtypes, needs, strict=True)
@@ -231,7 +232,7 @@ _apply_to_logits, _apply_to_linear = private.apply_of(_CrossEntropy), private.ap
 def _kept(ctx: Any, saved: Tensor | None, stats: list[Tensor], options: Options) -> tuple[Tensor | None, ...]:
     """Return the data for the backward pass: `saved`, the entropy, and the tensors among the options."""
     ctx.number = None if isinstance(options.normalizer, Tensor) else options.normalizer
-    keeps = saved is not None and ctx.way.keeps_entropy
+    keeps = saved is not None and ctx.passes.keeps_entropy
     entropy = found_entropy(options.spec.reduction, options.spec.stats, stats) if keeps else None
     return saved, entropy, *(value if isinstance(value, Tensor) else None for value in options.tensors)
 

@@ -1,4 +1,4 @@
-"""Eager calls on shards, without tracers, transforms or modes: a `xent.backends.torch.eager.Way`.
+"""Eager calls on shards, without tracers, transforms or modes: `xent.backends.torch.eager.Passes`.
 
 The backward pass of a reduced loss scales the gradients from the forward pass. They have been summed over ranks
 already, because the upstream gradient is the same on all ranks.
@@ -21,11 +21,11 @@ from xent.backends.torch.sharded.calls import (
     logits_forward,
 )
 
-__all__ = ["InShards"]
+__all__ = ["ShardPasses"]
 
 
-class InShards:
-    """The `Way` for calls on the classes of one rank."""
+class ShardPasses:
+    """`Passes` on the classes of one rank."""
 
     keeps_entropy = False
 
@@ -33,11 +33,11 @@ class InShards:
         self._where = where
 
     def logits_forward(self, logits: Tensor, grad: Tensor | None, keeps: bool, options: Options) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         return on_device(logits, logits_forward, logits, grad, keeps, self._where, options)
 
     def logits_backward(self, upstream: Upstream, simple: bool, inplace: bool, logits: Tensor, *saved: Any) -> Tensor:
-        """See `Way`."""
+        """See `Passes`."""
         kept, _, options = saved
         made: Tensor
         if simple:
@@ -48,14 +48,14 @@ class InShards:
         return made
 
     def linear_forward(self, linear: Linear, options: Options) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         keeps = any(linear.needs) and options.spec.reduction == "none"
         arguments = (linear, keeps, self._where, options)
         loss, deferred, kept, made, stats = on_device(linear.input, linear_forward, *arguments)
         return loss, deferred, made, stats, kept
 
     def linear_backward(self, upstream: Upstream, simple: bool, linear: Linear, *saved: Any) -> Any:
-        """See `Way`."""
+        """See `Passes`."""
         kept, _, options = saved
         if simple:
             return on_device(linear.input, linear_backward, upstream, linear, kept, self._where, options)

@@ -12,7 +12,7 @@ from xent.backends.torch.options import Options, pack
 from xent.backends.torch.sharded import plain as _plain  # noqa: F401  registers the steps
 from xent.backends.torch.sharded.autograd import ShardedCrossEntropy, ShardedLinearCrossEntropy
 from xent.backends.torch.sharded.calls import Where
-from xent.backends.torch.sharded.eager import InShards
+from xent.backends.torch.sharded.eager import ShardPasses
 from xent.backends.torch.sharded.peers import group_of
 from xent.backends.torch.sharded.tokens import piece
 from xent.core.spec import Shards
@@ -28,7 +28,7 @@ def cross_entropy(
     where = _where(shards, -1)
     needs_grad = asks_for_gradient(logits)[0]
     if quiet:
-        return eager.cross_entropy(logits, options, needs_grad, inplace, InShards(where))
+        return eager.cross_entropy(logits, options, needs_grad, inplace, ShardPasses(where))
     if needs_grad:
         loss, _, *stats = ShardedCrossEntropy.apply(logits, True, *where, *pack(options))
     else:
@@ -45,7 +45,7 @@ def linear_cross_entropy(linear: Linear, options: Options, shards: Shards, quiet
         _check_tokens(linear.input.shape, options.target.shape, axis, group_of(shards.group))
     where = _where(shards, axis)
     if quiet:
-        return eager.linear_cross_entropy(linear, options, InShards(where))
+        return eager.linear_cross_entropy(linear, options, ShardPasses(where))
     sources = (linear.input, linear.weight, linear.bias, list(linear.needs), linear.shift, linear.workspace)
     arguments = (*sources, linear.compute, *where, *pack(options))
     if any(linear.needs):
