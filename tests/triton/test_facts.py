@@ -270,7 +270,7 @@ def test_divisor_in_many_blocks(target: Target, count: int, narrow: bool) -> Non
 @pytest.mark.parametrize("weights", ["none", "weights", "zero", "cancelling", "all ignored"])
 @pytest.mark.parametrize("count", [1, 16, 17, 256, 257])
 def test_divisor_of_few_rows(target: Target, count: int, weights: str, function: str) -> None:
-    """Up to 256 rows the first kernel of a call divides by itself; loss and gradients are those of more rows."""
+    """Up to 256 rows without weights, the first kernel of a call computes the divisor."""
     classes, sample, weight = rows_of_facts(target, count)
     classes[0] = 3
     if weights == "none":

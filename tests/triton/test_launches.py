@@ -130,6 +130,8 @@ def test_chunks(target: Target, launches: Launches, reduction: str, chunks: int)
         (256, {}, 0),
         (257, {}, 1),
         (6, {"normalizer": 3.0}, 1),
+        (6, {"sample_weight": torch.ones(6)}, 1),
+        (6, {"weight": torch.ones(V)}, 1),
         (6, {"stats": ("count",)}, 1),
         (6, {"target": "probabilities"}, 1),
     ],
@@ -140,6 +142,7 @@ def test_launches_for_the_divisor(
     logits = torch.randn(count, V, device=target.device)
     classes = torch.zeros(count, dtype=torch.int64, device=target.device)
     options = {name: value for name, value in given.items() if name != "target"}
+    options |= {name: value.to(target.device) for name, value in given.items() if isinstance(value, Tensor)}
     wanted = logits.softmax(-1) if "target" in given else classes
     xent.cross_entropy(logits, wanted, backend=target.name, **options)
     assert counted(launches).get("divisor", 0) == divisor

@@ -76,9 +76,11 @@ class Facts:
     def divides_few(self) -> int:
         """Return FEW for the next launch, whose kernel fills `scratch` if FEW > 0: it then computes the divisor itself.
 
-        For few rows that takes the GPU less time than a launch takes the host.
+        For few rows that takes the GPU less time than a launch takes the host. Not for weighted rows: the order in
+        which their weights are added, and so the last bit of the divisor, would depend on the kernel.
         """
-        given = (self._scratch, self._counted, self.probabilities, *self._divisor)
+        weights = (self.sample_weight, self.class_weight)
+        given = (self._scratch, self._counted, self.probabilities, *self._divisor, *weights)
         if self.count > _FEW or not self.mean or any(one is not None for one in given):
             return 0
         self._scratch = self._empty(3)

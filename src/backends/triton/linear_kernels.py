@@ -59,11 +59,7 @@ def take_kernel(
         target is None,
     )
     if FEW > 0:
-        inverse = inverse_of_few(
-            scratch, here == 0, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
-            SHIFTED, FEW,
-        )  # fmt: skip
-        a = tl.where(inverse == 0, 0.0, a)
+        inverse_of_few(scratch, here == 0, count, target, length, shift, ignore_index, vocabulary, SHIFTED, FEW)
     elif MEAN:
         a = tl.where(tl.load(scratch + 1) == 0, 0.0, a)
     dead = (a == 0) & ~wrong

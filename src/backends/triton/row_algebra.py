@@ -98,15 +98,14 @@ def inverse_of(d):
 
 @triton.jit
 def inverse_of_few(
-    scratch, stores, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
-    SHIFTED: tl.constexpr, FEW: tl.constexpr,
+    scratch, stores, count, target, length, shift, ignore_index, vocabulary, SHIFTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Return 1 / D for a mean over up to FEW rows. The program that `stores` writes D and 1 / D to `scratch`."""
+    """Return 1 / D for a mean over up to FEW rows, unweighted. One program `stores` D and 1 / D in `scratch`."""
     rows = tl.arange(0, FEW)
-    _y, a, w_y, _ignored, wrong = row_facts(
-        rows, rows < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
+    _y, a, _w_y, _ignored, wrong = row_facts(
+        rows, rows < count, target, None, None, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
-    d = tl.sum(tl.where(wrong, 0.0, a * w_y), 0)
+    d = tl.sum(tl.where(wrong, 0.0, a), 0)
     inverse = inverse_of(d)
     tl.store(scratch, d, mask=stores)
     tl.store(scratch + 1, inverse, mask=stores)

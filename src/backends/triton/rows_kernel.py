@@ -131,9 +131,8 @@ def rows_kernel(
     inverse = 1.0
     if FEW > 0:
         inverse = inverse_of_few(
-            scratch, here == 0, count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary,
-            SHIFTED, FEW,
-        )  # fmt: skip
+            scratch, here == 0, count, target, length, shift, ignore_index, vocabulary, SHIFTED, FEW
+        )
     elif MEAN:
         inverse = tl.load(scratch + 1)
     dead = ((a == 0) | (inverse == 0)) & ~invalid
