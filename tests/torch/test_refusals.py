@@ -1,5 +1,6 @@
 """Tensors and transforms that xent does not support raise an error that names the caller's tensors."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -207,3 +208,19 @@ def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:
         xent.linear_cross_entropy(tensors["input"], head, tensors["target"])
     with pytest.raises(TypeError, match=r"linear_bias must be .*got Linear.*\)$"):
         xent.linear_cross_entropy(tensors["input"], tensors["linear_weight"], tensors["target"], linear_bias=head)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", ["linear_weight", "teacher.weight"])
+def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor], name: str, autocast: bool) -> None:
+    """Autocast does not convert float64, so the error must not advise it."""
+    source, weight = tensors["input"], tensors["linear_weight"]
+    arguments: tuple[Any, ...] = (source, weight.double(), tensors["target"])
+    function: Callable[..., Any] = xent.linear_cross_entropy
+    if name == "teacher.weight":
+        function, arguments = xent.linear_divergence, (source, weight, xent.LinearTeacher(source, weight.double()))
+    advice = "; torch.autocast does not convert float64" if autocast else ", or call under torch.autocast"
+    expected = f"{re.escape(name)} must have the dtype of .*got torch.float64: .*{advice}$"
+    # The backend whose kernels compute in float64; others refuse the call before.
+    with torch.autocast(target.device, torch.bfloat16, enabled=autocast), pytest.raises(TypeError, match=expected):
+        function(*arguments, backend="torch")

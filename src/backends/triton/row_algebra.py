@@ -100,7 +100,7 @@ def inverse_of(d):
 def inverse_of_few(
     scratch, stores, count, target, length, shift, ignore_index, vocabulary, SHIFTED: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Return 1 / D for a mean over up to FEW rows, unweighted. One program `stores` D and 1 / D in `scratch`."""
+    """Return 1 / D for a mean over up to FEW rows without weights. With `stores`, write D and 1 / D to `scratch`."""
     rows = tl.arange(0, FEW)
     _y, a, _w_y, _ignored, wrong = row_facts(
         rows, rows < count, target, None, None, length, shift, ignore_index, vocabulary, SHIFTED, False
