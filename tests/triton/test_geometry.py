@@ -191,8 +191,9 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicts: bool,
         assert size.block % size.lanes == 0
         assert size.lanes == (size.block if place.skewed or place.vector == 1 else size.block // place.vector)
         assert size.blocks & (size.blocks - 1) == 0
-        assert vocabulary <= size.blocks * size.block < 2 * max(vocabulary, size.block) + size.block
-        assert size.whole == (vocabulary % size.block == 0 and not place.skewed)
+        assert size.share <= size.blocks * size.block < 2 * max(size.share, size.block) + size.block
+        assert size.whole == (vocabulary % size.share == size.share % size.block == 0 and not place.skewed)
+        assert (size.parts - 1) * size.share < vocabulary <= size.parts * size.share
         assert size.block * dtype.itemsize <= 64 * 1024
         assert 1 <= size.options["num_warps"] <= 32
         assert (

@@ -62,8 +62,10 @@ def compare(logits: Tensor, classes: Tensor, backend: str, **options: Any) -> No
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
+    "weight, z_loss": {"weight": True, "z_loss": 0.1},
     "weight, smoothing, z_loss": {"weight": True, "label_smoothing": 0.2, "z_loss": 0.1},
     "scale": {"logit_scale": -0.7},
+    "softcap": {"softcap": 4.0},
     "softcap, scale, smoothing": {"softcap": 4.0, "logit_scale": 1.5, "label_smoothing": 0.1},
 }
 
@@ -166,6 +168,7 @@ def exact(x: Tensor, y: int) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (48, 20), (31, 30)])
 def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) -> None:

@@ -11,6 +11,7 @@ from xent.backends.triton.launch import cdiv, next_power_of_2
 __all__ = ["Geometry", "Sizes", "geometry", "rows_of", "sizes"]
 
 _KIB = 1024
+_SHARED = 64  # the share of a program is a multiple of so many classes
 
 
 @dataclass(frozen=True)
@@ -118,29 +119,40 @@ class Sizes:
     lanes: int
     blocks: int
     whole: bool
+    parts: int
+    """Programs that share a row."""
+    share: int
+    """Classes of a program; the last one may have fewer."""
     options: dict[str, int]
 
     def constants(self) -> dict[str, Any]:
         """Return the kernel's constants."""
-        return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
+        sizes = {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
+        return {**sizes, "PARTS": self.parts}
 
 
 def sizes(
-    vocabulary: int, itemsize: int, place: Geometry, writes: bool, predicts: bool = False, capped: bool = False
+    vocabulary: int,
+    itemsize: int,
+    place: Geometry,
+    writes: bool,
+    predicts: bool = False,
+    capped: bool = False,
+    shares: bool = True,
 ) -> Sizes:
     """Return the sizes for rows of `vocabulary` classes.
 
     `writes`: whether the kernel writes their gradient. `predicts`, `capped`: whether it predicts classes or caps
-    logits, which takes many instructions.
+    logits, which takes many instructions. `shares`: whether programs may share a row.
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
-    run on a multiprocessor for short rows, and one for long rows. Few warps with many registers are best: each warp
-    computes a row's facts and coefficients again. Without a second pass, or with a softcap of 16-bit logits, four small
-    programs are best for all rows.
+    run on a multiprocessor for short rows, one for longer rows, and several programs share the longest rows. Few warps
+    with many registers are best: each warp computes a row's facts and coefficients again. Without a second pass, or
+    with a softcap of 16-bit logits, four small programs are best for all rows.
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
-    row = vocabulary * itemsize
+    row, parts = vocabulary * itemsize, 1
     is_odd = place.skewed or place.vector == 1
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
@@ -150,10 +162,13 @@ def sizes(
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif predicts or capped:
+    elif (predicts or capped) and (row <= 200 * _KIB or capped or not shares):
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     elif row <= 200 * _KIB:
         block, warps, registers = 32 * _KIB // itemsize, 8, 128
+    elif shares:
+        block, warps, registers = 32 * _KIB // itemsize, 16, 64
+        parts = 2 if row <= 400 * _KIB else 4
     else:
         block, warps, registers = 64 * _KIB // itemsize, 16, 128
     # A block has at least two vectors: the reference of a skewed row is found without the last vector of its first
@@ -162,5 +177,7 @@ def sizes(
     warps = warps or max(min(block * itemsize // _KIB, 8), 1)
     lanes = block if is_odd else block // place.vector
     options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
-    blocks = next_power_of_2(cdiv(vocabulary, block))
-    return Sizes(block, lanes, blocks, vocabulary % block == 0 and not place.skewed, options)
+    share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _SHARED) * _SHARED
+    blocks = next_power_of_2(cdiv(share, block))
+    whole = share % block == 0 and vocabulary % share == 0 and not place.skewed
+    return Sizes(block, lanes, blocks, whole, parts, share, options)

@@ -191,10 +191,10 @@ def careful_sums(
 def lane_of_target(wanted, source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
     """Return the target's lane, the lane's classes, a mask that excludes the target, and their logits if `wanted`.
 
-    Lanes are those of an aligned row.
+    Lanes are those of an aligned row. If the target is not in the row, this is any lane, with all its classes.
     """
     WIDTH: tl.constexpr = BLOCK // LANES
-    lane = y // WIDTH % LANES
+    lane = tl.maximum(y, 0) // WIDTH % LANES
     k = tl.arange(0, BLOCKS * WIDTH)
     classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)

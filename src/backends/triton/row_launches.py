@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from xent.backends.torch.rows import logit_blocks
@@ -11,13 +12,16 @@ from xent.backends.triton.facts import Facts
 from xent.backends.triton.geometry import Geometry, geometry, rows_of, sizes
 from xent.backends.triton.gradient_kernel import gradient_kernel
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.machine import multiprocessors
 from xent.backends.triton.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.results import Results
+from xent.backends.triton.row_exchange import BOTH, GRADIENTS, SUMS, WORDS
 from xent.backends.triton.rows_kernel import rows_kernel
 from xent.backends.triton.support_kernel import support_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_probabilities", "launch_rows", "launch_support"]
 
+_LEAST = 8  # multiprocessors on which the programs of a row may wait for each other; the interpreter has one
 _GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
 
 
@@ -68,44 +72,53 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
     if not programs:
         return
     half = logits.itemsize == 2
-    size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped)
     smoothed, few = spec.label_smoothing != 0, facts.divides_few()
-    launch(
-        rows_kernel,
-        programs,
-        (
-            *block.memory,
-            block.order,
-            block.start,
-            facts.target,
-            facts.sample_weight,
-            facts.class_weight,
-            facts.total_weight if smoothed else None,
-            block.target_logits,
-            *upstreams,
-            facts.scratch,
-            loss,
-            norm,
-            *statistics,
-            *facts.rows,
-            *facts.numbers,
-        ),
-        {
-            "MEAN": facts.mean,
-            "FEW": few,
-            "ALL_ROWS": facts.all_rows,
-            **place.constants(),
-            "EXACT": not half,
-            "QUICK": facts.is_quick(half),
-            "FOLDS": half and facts.upstream.entropy is None,
-            "SMOOTHED": smoothed,
-            "Z_LOSS": spec.z_loss != 0,
-            **facts.constants,
-            **size.constants(),
-        },
-        **size.options,
-        **place.options(),
-    )
+    size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped, not smoothed)
+    words, phases = None, (BOTH,)
+    if size.parts > 1:
+        words = torch.zeros(programs * size.parts * WORDS, dtype=torch.int64, device=facts.device)
+        if multiprocessors(facts.device) < _LEAST:
+            phases = SUMS, GRADIENTS
+    for phase in phases:
+        launch(
+            rows_kernel,
+            programs * size.parts,
+            (
+                *block.memory,
+                block.order,
+                block.start,
+                facts.target,
+                facts.sample_weight,
+                facts.class_weight,
+                facts.total_weight if smoothed else None,
+                block.target_logits,
+                *upstreams,
+                facts.scratch,
+                loss,
+                norm,
+                *statistics,
+                *facts.rows,
+                *facts.numbers,
+                words,
+                size.share,
+            ),
+            {
+                "MEAN": facts.mean,
+                "FEW": few,
+                "ALL_ROWS": facts.all_rows,
+                **place.constants(),
+                "EXACT": not half,
+                "QUICK": facts.is_quick(half),
+                "FOLDS": half and facts.upstream.entropy is None,
+                "SMOOTHED": smoothed,
+                "Z_LOSS": spec.z_loss != 0,
+                **facts.constants,
+                **size.constants(),
+                "PHASE": phase,
+            },
+            **size.options,
+            **place.options(),
+        )
 
 
 def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Loss, statistics and gradient of whole rows in one launch, with one program per row: fold, finish, gradient.
+"""Loss, statistics and gradient of whole rows in one launch, with one program per row or part: fold, finish, gradient.
 
 The first pass over a row computes its sums (`row_fold`). The second pass writes the gradient (`row_gradient`). It
 starts at the end of the row, which is still in the caches. Only the first and the last block and the target's block
@@ -6,6 +6,9 @@ need masks. The target's own gradient is written after all others.
 
 Rows that do not begin at multiples of 16 bytes (SKEWED) are read from the last multiple before them, so that loads and
 stores keep their width.
+
+Several programs share a long row (PARTS), so that fewer rows are in flight and the second pass finds them in the L2
+cache. Each computes the sums and the gradient of its part of the classes (`row_exchange`).
 """
 
 import triton.language as tl
@@ -24,6 +27,9 @@ from xent.backends.triton.row_algebra import (
     row_facts,
     with_statistics,
 )
+from xent.backends.triton.row_exchange import SUMS as _SUMS
+from xent.backends.triton.row_exchange import WORDS as _WORDS
+from xent.backends.triton.row_exchange import exchanged
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
 from xent.backends.triton.row_memory import fetch, fill
@@ -40,6 +46,8 @@ SMALLEST_FROM_0 = tl.constexpr(0.5)
 LARGEST_FROM_0 = tl.constexpr(1048576.0)
 # Up to this reference, the gradient's factor can be moved into the exponent for 16-bit logits.
 NEAR = tl.constexpr(512.0)
+SUMS = tl.constexpr(_SUMS)
+WORDS = tl.constexpr(_WORDS)
 NOWHERE = tl.constexpr(2147483647)
 
 
@@ -92,6 +100,8 @@ def rows_kernel(
     logit_scale: "fp32",
     bend,  # (N, 2): logit scale and softcap of each position of the target; or None
     bend_stride: "i64",
+    words,  # (R, PARTS, WORDS) int64, all 0; or None for one program per row
+    share: "i32",  # classes of a program, a multiple of VECTOR
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
@@ -111,6 +121,8 @@ def rows_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,  # number of partial sums of a row
     BLOCKS: tl.constexpr,  # a power of two, at least the number of blocks of an aligned row
+    PARTS: tl.constexpr,  # a power of two: the number of programs that share a row
+    PHASE: tl.constexpr,  # see `row_exchange`
 ):
     """See the module's docstring."""
     TILTED: tl.constexpr = entropy_upstream is not None
@@ -119,7 +131,8 @@ def rows_kernel(
     SQUARED: tl.constexpr = log_sum_sq is not None
     AVERAGED: tl.constexpr = mean_logit is not None
     PREDICTED: tl.constexpr = (predictions is not None) or (hits is not None)
-    here = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
+    here = (program // PARTS).to(tl.int64)
     row = start + here
     if order_of_rows is not None:
         row = tl.load(order_of_rows + row)
@@ -131,7 +144,7 @@ def rows_kernel(
     inverse = 1.0
     if FEW > 0:
         inverse = inverse_of_few(
-            scratch, here == 0, count, target, length, shift, ignore_index, vocabulary, SHIFTED, FEW
+            scratch, program == 0, count, target, length, shift, ignore_index, vocabulary, SHIFTED, FEW
         )
     elif MEAN:
         inverse = tl.load(scratch + 1)
@@ -144,43 +157,57 @@ def rows_kernel(
             r = tl.where(invalid, float("nan"), 0.0)
         r = tl.where(dead, 0.0, r)
     a = tl.where(invalid, float("nan"), a)
+    # The classes of this program, and the target among them.
+    part = program % PARTS
+    cut = part * share
+    size = tl.minimum(vocabulary - cut, share)
+    y_here = y - cut
+    has_target = True
+    leads = True
+    weights = class_weight
+    if PARTS > 1:
+        has_target = (y_here >= 0) & (y_here < size)
+        leads = part == 0
+        if class_weight is not None:
+            weights += cut
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
     if SKEWED:
         off = ((skew + begin) % VECTOR).to(tl.int32)
-    source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
-    last = (vocabulary + off - 1) // BLOCK * BLOCK  # where the last block begins
-    whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
+    source = tl.multiple_of(logits + (begin - off + cut), 16) if VECTOR > 1 else logits + (begin + cut)
+    last = (size + off - 1) // BLOCK * BLOCK  # where the last block begins
+    whole = (size + off + VECTOR - 1) // VECTOR * VECTOR  # where the last vector ends
     # The first loads need only the target. They start before the branch, which needs all facts of the row.
     wanted = ~ignored
     first_block = fetch(source, 0, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
     second_block = fetch(source, BLOCK, tl.where(wanted, whole, 0), BLOCK, VECTOR, "evict_last")
-    lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y, vocabulary, BLOCK, LANES, BLOCKS)
+    lane, _classes, in_lane, z_lane = lane_of_target(wanted, source, off, y_here, size, BLOCK, LANES, BLOCKS)
     stored = 0.0
     if target_logits is None:
-        z_y = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
+        z_y = tl.load(logits + begin + y, mask=wanted & has_target, other=0.0).to(tl.float32)
     else:
         z_y = tl.load(target_logits + here)
         if SMOOTHED:  # before the first barrier: the gradient may overwrite the logits
             stored = tl.load(logits + begin + y, mask=wanted, other=0.0).to(tl.float32)
     if grad is not None:
-        place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
+        place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off + cut)
         if VECTOR > 1:
             place = tl.multiple_of(place, 16)
 
     if (ignored if ALL_ROWS else dead) != 0:
-        tl.store(loss + row, 0.0)
-        if norm is not None:
-            tl.store(norm + row, 0.0)
-            tl.store(norm + count + row, 0.0)
-            tl.store(norm + 2 * count + row, 1.0)
-        store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
+        if leads:
+            tl.store(loss + row, 0.0)
+            if norm is not None:
+                tl.store(norm + row, 0.0)
+                tl.store(norm + count + row, 0.0)
+                tl.store(norm + 2 * count + row, 1.0)
+            store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
-            fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
+            fill(place, 0.0, off, 0, last, size, BLOCK, RAGGED, VECTOR)
     else:
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, first_block, second_block, off, last, whole, vocabulary, None, class_weight, logit_scale, softcap,
+            source, first_block, second_block, off, last, whole, size, None, weights, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
@@ -189,96 +216,108 @@ def rows_kernel(
             LANES, SKEWED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
         )  # fmt: skip
         e2_y = exponent(x_y, m, exact)
-        total = others + tl.math.exp2(e2_y)
+        total = others + tl.where(has_target, tl.math.exp2(e2_y), 0.0)
         least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
         most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
         if ((total > least) & (total < most) & (EXACT | (tl.abs(m) < FAR))) == 0:
             m, exact, s, t, u, q, v = careful_sums(
-                source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
-                BLOCK, LANES, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
+                source, off, last, whole, size, y_here, tl.where(has_target, x_y, -float("inf")), weights, logit_scale,
+                softcap, BLOCK, LANES, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED,
+                AVERAGED,
             )  # fmt: skip
             others, mixed, below, squares, level = joined(
                 s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
                 LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
             )  # fmt: skip
             e2_y = exponent(x_y, m, exact)
-
-        # Finish: the losses, the statistics and the coefficients.
-        e_y = tl.math.exp2(e2_y)
-        total = others + e_y
-        total_weight = 0.0
-        if SMOOTHED:
-            if target_logits is not None:
-                x_stored = activate(stored, logit_scale, softcap, SCALED, CAPPED, QUICK)
-                below += times(w_y, exponent(x_stored, m, exact)) - times(w_y, e2_y)
-            below = LN2 * below
-            total_weight = vocabulary * 1.0
-            if class_weight is not None:
-                total_weight = tl.load(class_weight_total)
-        row_nll, log_sum, cost = losses(others, e_y, e2_y, below, total_weight, w_y, keep, spread, SMOOTHED)
-        row_lse = m + log_sum
-        squared = z_loss * row_lse * row_lse
-        if Z_LOSS:
-            cost += squared
-        tl.store(loss + row, tl.where(dead, 0.0, a * cost))
-        if norm is not None:
-            tl.store(norm + row, m)
-            tl.store(norm + count + row, others)
-            tl.store(norm + 2 * count + row, total)
-        if lse is not None:
-            tl.store(lse + row, row_lse)
-        if nll is not None:
-            tl.store(nll + row, tl.where(invalid, float("nan"), row_nll))
-        row_entropy = 0.0
-        if ENTROPY:
-            row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
-        if entropy is not None:
-            tl.store(entropy + row, row_entropy)
-        if z_term is not None:
-            tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
-        if log_sum_sq is not None:
-            tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum))
-        if mean_logit is not None:
-            tl.store(mean_logit + row, level / vocabulary)
+        top = 0.0
+        found = 0
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
             z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
             classes = first + tl.arange(0, BLOCK) - off
-            inside = (classes >= 0) & (classes < vocabulary)
+            inside = (classes >= 0) & (classes < size)
             found = tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), classes, NOWHERE), 0)
-            if predictions is not None:
-                tl.store(predictions + row, found.to(tl.int64))
-            if hits is not None:
-                tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0))
-        gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
-        gamma, excess, beta = with_statistics(
-            gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
-            entropy_upstream, entropy_upstream_stride,
-        )  # fmt: skip
+            found += cut
+        if PARTS > 1:
+            z_y, m, exact, others, mixed, squares, level, found = exchanged(
+                words + here * PARTS * WORDS, part, has_target, z_y, m, others, mixed, squares, level, top, found,
+                PARTS, PHASE, EXACT,
+            )  # fmt: skip
+            x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
+            e2_y = exponent(x_y, m, exact)
 
-        if grad is not None:
-            if ignored if STATISTICS else dead:
-                fill(place, 0.0, off, 0, last, vocabulary, BLOCK, RAGGED, VECTOR)
-            else:
-                factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
-                m2 = m * LOG2E
-                foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
-                if FOLDS and foldable:
-                    write_gradient(
-                        source, place, off, 0, last, vocabulary, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
-                        exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
-                        WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
-                    )  # fmt: skip
+        if PHASE != SUMS:
+            # Finish: the losses, the statistics and the coefficients.
+            e_y = tl.math.exp2(e2_y)
+            total = others + e_y
+            total_weight = 0.0
+            if SMOOTHED:
+                if target_logits is not None:
+                    x_stored = activate(stored, logit_scale, softcap, SCALED, CAPPED, QUICK)
+                    below += times(w_y, exponent(x_stored, m, exact)) - times(w_y, e2_y)
+                below = LN2 * below
+                total_weight = vocabulary * 1.0
+                if class_weight is not None:
+                    total_weight = tl.load(class_weight_total)
+            row_nll, log_sum, cost = losses(others, e_y, e2_y, below, total_weight, w_y, keep, spread, SMOOTHED)
+            row_lse = m + log_sum
+            squared = z_loss * row_lse * row_lse
+            if Z_LOSS:
+                cost += squared
+            tl.store(loss + row, tl.where(dead, 0.0, a * cost), mask=leads)
+            if norm is not None:
+                tl.store(norm + row, m, mask=leads)
+                tl.store(norm + count + row, others, mask=leads)
+                tl.store(norm + 2 * count + row, total, mask=leads)
+            if lse is not None:
+                tl.store(lse + row, row_lse, mask=leads)
+            if nll is not None:
+                tl.store(nll + row, tl.where(invalid, float("nan"), row_nll), mask=leads)
+            row_entropy = 0.0
+            if ENTROPY:
+                row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
+            if entropy is not None:
+                tl.store(entropy + row, row_entropy, mask=leads)
+            if z_term is not None:
+                tl.store(z_term + row, tl.where(dead, 0.0, a * squared), mask=leads)
+            if log_sum_sq is not None:
+                tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum), mask=leads)
+            if mean_logit is not None:
+                tl.store(mean_logit + row, level / vocabulary, mask=leads)
+            if predictions is not None:
+                tl.store(predictions + row, found.to(tl.int64), mask=leads)
+            if hits is not None:
+                tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0), mask=leads)
+            gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+            gamma, excess, beta = with_statistics(
+                gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
+                entropy_upstream, entropy_upstream_stride,
+            )  # fmt: skip
+
+            if grad is not None:
+                if ignored if STATISTICS else dead:
+                    fill(place, 0.0, off, 0, last, size, BLOCK, RAGGED, VECTOR)
                 else:
-                    write_gradient(
-                        source, place, off, 0, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,
-                        logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
-                        SMOOTHED, TILTED, False,
+                    factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
+                    m2 = m * LOG2E
+                    foldable = (factor > 0) & (factor < LARGEST) & (tl.abs(m2) < NEAR)
+                    if FOLDS and foldable:
+                        write_gradient(
+                            source, place, off, 0, last, size, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
+                            exact, factor, tilt, delta, weights, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
+                            WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
+                        )  # fmt: skip
+                    else:
+                        write_gradient(
+                            source, place, off, 0, last, size, whole, m, exact, factor, tilt, delta, class_weight,
+                            logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, WHOLE, True, QUICK, SCALED, CAPPED,
+                            SMOOTHED, TILTED, False,
+                        )  # fmt: skip
+                    g_y = target_gradient(
+                        z_y, others, total, e_y, gamma, excess, beta, row_nll, delta, w_y, logit_scale, softcap,
+                        SCALED, CAPPED, TILTED,
                     )  # fmt: skip
-                g_y = target_gradient(
-                    z_y, others, total, e_y, gamma, excess, beta, row_nll, delta, w_y, logit_scale, softcap,
-                    SCALED, CAPPED, TILTED,
-                )  # fmt: skip
-                tl.debug_barrier()
-                tl.store(place + (off + y), g_y.to(grad.dtype.element_ty))
+                    tl.debug_barrier()
+                    tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

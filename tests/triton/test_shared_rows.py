@@ -1,0 +1,139 @@
+"""Rows that several programs share: the same results as with one program per row, and as float64."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.targets import Target
+from tests.triton.noted import note_launches
+from tests.triton.test_rows import DTYPES, OPTIONS, compare, draw, given, padded
+from xent.backends.triton import row_launches
+from xent.backends.triton.geometry import geometry, sizes
+
+STATS = ("lse", "nll", "entropy", "predictions", "accuracy", "log_sum_sq_probs", "mean_logit", "z_loss", "count")
+SHARED = [2, 4]
+
+
+def test_long_rows_are_shared_if_their_gradient_is_written() -> None:
+    for dtype, vocabulary, parts in (
+        (torch.bfloat16, 100_000, 1), (torch.bfloat16, 128_256, 2), (torch.bfloat16, 256_000, 4),
+        (torch.float32, 50_000, 1), (torch.float32, 128_256, 4),
+    ):  # fmt: skip
+        base = torch.empty(2 * vocabulary, dtype=dtype)
+        place, odd = geometry(base[:vocabulary], None), geometry(base[1 : vocabulary + 1], None)
+        assert place is not None
+        assert odd is not None
+        size = sizes(vocabulary, dtype.itemsize, place, True)
+        assert size.parts == parts
+        assert (size.parts - 1) * size.share < vocabulary <= size.parts * size.share
+        assert size.share == vocabulary or size.share % place.vector == 0
+        assert vocabulary - (size.parts - 1) * size.share > size.block
+        assert sizes(vocabulary, dtype.itemsize, place, False).parts == 1
+        assert sizes(vocabulary, dtype.itemsize, place, True, shares=False).parts == 1
+        assert sizes(vocabulary, dtype.itemsize, odd, True).parts == 1
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", SHARED, indirect=True)
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("vocabulary", [65, 48, 100])
+def test_options(
+    target: Target, name: str, dtype: torch.dtype, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted = note_launches(monkeypatch)
+    logits, classes = draw(target, vocabulary, dtype)
+    stride = -(-vocabulary // 8) * 8
+    rows = padded(torch.zeros(len(classes), stride, device=target.device, dtype=dtype))[:, :vocabulary]
+    compare(rows.copy_(logits), classes, target.name, **given(target, name, vocabulary))
+    parts = {constants["PARTS"] for kernel, _, constants in noted if kernel == "rows_kernel"}
+    assert (max(parts) > 1) == ("smoothing" not in name)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", SHARED, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("options", [{}, {"logit_scale": -0.5, "z_loss": 0.1}, {"softcap": 3.0}], ids=str)
+def test_statistics(target: Target, dtype: torch.dtype, reduction: str, options: dict[str, Any]) -> None:
+    logits, classes = draw(target, 104, dtype, rows=9)
+    logits[1, 40:] -= 3000
+    logits[3, :60] = -1e4
+    logits[4, 50] = 200
+    logits[5, :] = 1  # the first of equal classes is the prediction
+    classes[5] = 60
+    found = []
+    for backend, values in ((target.name, padded(logits)), ("torch", logits.cpu().double())):
+        leaf = values.detach().requires_grad_()
+        loss, stats = xent.cross_entropy(
+            leaf, classes.to(leaf.device), reduction=reduction, stats=STATS, backend=backend, **options
+        )
+        (grad,) = torch.autograd.grad(loss, leaf)
+        found.append([loss.detach(), *(getattr(stats, name) for name in STATS), grad])
+    for name, one, other in zip(("loss", *STATS), *(each[:-1] for each in found), strict=True):
+        torch.testing.assert_close(
+            one.cpu().double(), other.double(), rtol=2e-6, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    near = 2e-5 if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(found[0][-1].cpu().double(), found[1][-1], rtol=near, atol=1e-8)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", SHARED, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("which", ["lse", "nll", "entropy"])
+def test_gradients_of_statistics(target: Target, dtype: torch.dtype, which: str) -> None:
+    """Also of rows without a weight."""
+    logits, classes = draw(target, 104, dtype, rows=6)
+    weights = torch.tensor([1.0, 0.0, 2.0, 0.5, 1.0, 0.0], device=target.device)
+    found = []
+    for backend, values in ((target.name, padded(logits)), ("torch", logits.cpu().double())):
+        leaf, device = values.detach().requires_grad_(), values.device
+        loss, stats = xent.cross_entropy(
+            leaf, classes.to(device), stats=(which,),
+            sample_weight=weights.to(leaf), backend=backend,
+        )  # fmt: skip
+        found.append(torch.autograd.grad(loss + getattr(stats, which).sum() / 7, leaf)[0])
+    near = 2e-5 if dtype == torch.float32 else 2.0**-7
+    torch.testing.assert_close(found[0].cpu().double(), found[1], rtol=near, atol=1e-7)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", SHARED, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_gradients_in_place(target: Target, dtype: torch.dtype) -> None:
+    """A target's logit may be overwritten before another program of its row would read it."""
+    logits, _ = draw(target, 104, dtype, rows=8)
+    classes = torch.tensor([0, 103, 30, 60, 99, -100, 7, 52], device=target.device)
+    apart, inside = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    expected = xent.cross_entropy(apart, classes, backend=target.name)
+    found = xent.cross_entropy(inside * 1, classes, inplace=True, backend=target.name)
+    assert torch.equal(found, expected)
+    assert torch.equal(torch.autograd.grad(found, inside)[0], torch.autograd.grad(expected, apart)[0])
+
+
+def results(target: Target, values: Tensor, classes: Tensor) -> list[Tensor]:
+    leaf = values.detach().requires_grad_()
+    loss = xent.cross_entropy(leaf, classes, backend=target.name)
+    return [loss.detach(), *torch.autograd.grad(loss, leaf)]
+
+
+@pytest.mark.parametrize(("vocabulary", "dtype"), [(128_256, torch.bfloat16), (128_261, torch.float32)])
+def test_launches_without_waiting(
+    target: Target, vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One launch for the sums and one for the gradients have the same bits as one launch for both."""
+    logits, classes = draw(target, vocabulary, dtype, rows=3)
+    logits = torch.nn.functional.pad(logits, (0, -vocabulary % 8))[:, :vocabulary]
+    noted = note_launches(monkeypatch)
+    expected = results(target, logits, classes)
+    monkeypatch.setattr(row_launches, "multiprocessors", lambda device: 1)
+    for one, other in zip(results(target, logits, classes), expected, strict=True):
+        assert torch.equal(one, other)
+    rows = [(programs, constants["PHASE"]) for kernel, programs, constants in noted if kernel == "rows_kernel"]
+    parts = 2 if dtype == torch.bfloat16 else 4
+    assert rows[-2:] == [(3 * parts, 1), (3 * parts, 2)]
+    assert rows[:-2] == ([(3 * parts, 0)] if target.device != "cpu" else rows[-2:])
