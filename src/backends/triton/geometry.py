@@ -162,13 +162,15 @@ def sizes(
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif (predicts or capped) and (row <= 200 * _KIB or capped or not shares):
+    elif shares and 176 * _KIB < row <= 400 * _KIB:
+        parts, block, warps, registers = 4, 16 * _KIB // itemsize, 8, 64
+    elif shares and row > 400 * _KIB:
+        parts = 4 if row <= 800 * _KIB else 8
+        block, warps, registers = 32 * _KIB // itemsize, 16 if predicts else 8, 64 if predicts else 128
+    elif predicts or capped:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     elif row <= 200 * _KIB:
         block, warps, registers = 32 * _KIB // itemsize, 8, 128
-    elif shares:
-        block, warps, registers = 32 * _KIB // itemsize, 16, 64
-        parts = 2 if row <= 400 * _KIB else 4
     else:
         block, warps, registers = 64 * _KIB // itemsize, 16, 128
     # A block has at least two vectors: the reference of a skewed row is found without the last vector of its first

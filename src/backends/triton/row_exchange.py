@@ -4,8 +4,9 @@ Each program publishes its sums as 64-bit words, a tag and a float32 in one word
 programs until all have tags. So no order of memory accesses is assumed between words. The sums of a part are relative
 to its own reference, those of the row to the largest reference.
 
-A program waits while it occupies a multiprocessor. GPUs start programs in the order of their numbers, and those of a
-row have adjacent numbers. So all programs of the first unfinished row run, if at least PARTS programs can.
+A program that waits occupies a multiprocessor. GPUs start programs in the order of their numbers, and those of a row
+have adjacent numbers. So only programs of the row that was started last can wait for one that has not started. If a GPU
+runs at least PARTS programs at once, all rows finish.
 """
 
 import triton

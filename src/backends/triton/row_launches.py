@@ -21,7 +21,7 @@ from xent.backends.triton.support_kernel import support_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_probabilities", "launch_rows", "launch_support"]
 
-_LEAST = 8  # multiprocessors on which the programs of a row may wait for each other; the interpreter has one
+_LEAST = 32  # multiprocessors, so that the programs of a row run at once beside kernels of other streams
 _GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
 
 
@@ -73,13 +73,14 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
         return
     half = logits.itemsize == 2
     smoothed, few = spec.label_smoothing != 0, facts.divides_few()
-    size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped, not smoothed)
-    words, phases = None, (BOTH,)
+    on_host = facts.device.type == "cpu"
+    shares = not smoothed and (on_host or multiprocessors(facts.device) >= _LEAST)
+    size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped, shares)
+    words = None
     if size.parts > 1:
         words = torch.zeros(programs * size.parts * WORDS, dtype=torch.int64, device=facts.device)
-        if multiprocessors(facts.device) < _LEAST:
-            phases = SUMS, GRADIENTS
-    for phase in phases:
+    # The interpreter runs programs one after the other, so they cannot wait for each other.
+    for phase in (SUMS, GRADIENTS) if on_host and words is not None else (BOTH,):
         launch(
             rows_kernel,
             programs * size.parts,
