@@ -145,6 +145,7 @@ KINDS: dict[str, Callable[[Tensor, int], Any]] = {
     "all the same": lambda row, y: row.fill_(-3e4),
     "first block impossible": lambda row, y: row[:8].fill_(-INF),
     "last block impossible": lambda row, y: row[-8:].fill_(-INF),
+    "first blocks impossible, others far below": lambda row, y: [row.sub_(2000), row[:16].fill_(-INF)],
     "target impossible": lambda row, y: row[y].fill_(-INF),
     "target alone possible": lambda row, y: [row[:y].fill_(-INF), row[y + 1 :].fill_(-INF)],
     "all impossible": lambda row, y: row.fill_(-INF),

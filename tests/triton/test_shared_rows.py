@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from triton.runtime import interpreter
 
 import xent
 from tests.targets import Target
@@ -98,6 +100,29 @@ def test_gradients_of_statistics(target: Target, dtype: torch.dtype, which: str)
         found.append(torch.autograd.grad(loss + getattr(stats, which).sum() / 7, leaf)[0])
     near = 2e-5 if dtype == torch.float32 else 2.0**-7
     torch.testing.assert_close(found[0].cpu().double(), found[1], rtol=near, atol=1e-7)
+
+
+def fused(builder: Any, x: Any, y: Any, z: Any) -> Any:
+    """Return x y + z rounded once, as on a GPU; the interpreter rounds twice."""
+    exact = x.data.astype(np.float64) * y.data + z.data
+    return interpreter.TensorHandle(exact.astype(np.float32), z.dtype.scalar)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("small", SHARED, indirect=True)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("shift", [240, -253, 257])
+def test_references_that_round(target: Target, dtype: torch.dtype, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of parts contain the rounding of their own m log2(e), of up to 1.5e-5; beyond 256 they contain none."""
+    if target.device == "cpu":
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fma", fused)
+    logits, classes = draw(target, 104, dtype, rows=12)
+    logits = padded((shift + logits.float().round()).to(dtype))
+    _, stats = xent.cross_entropy(
+        logits.requires_grad_(), classes, reduction="sum", stats=("nll",), backend=target.name
+    )
+    expected = torch.nn.functional.cross_entropy(logits.cpu().double(), classes.cpu(), reduction="none")
+    torch.testing.assert_close(stats.nll.cpu().double(), expected, rtol=0, atol=3e-6)
 
 
 @pytest.mark.usefixtures("small")

@@ -8,7 +8,8 @@ Rows that do not begin at multiples of 16 bytes (SKEWED) are read from the last 
 stores keep their width.
 
 Several programs share a long row (PARTS), so that fewer rows are in flight and the second pass finds them in the L2
-cache. Each computes the sums and the gradient of its part of the classes (`row_exchange`).
+cache. Each computes the sums and the gradient of its part of the classes (`row_exchange`), and all store the same
+results. Rows with label smoothing are not shared.
 """
 
 import triton.language as tl
@@ -163,13 +164,8 @@ def rows_kernel(
     size = tl.minimum(vocabulary - cut, share)
     y_here = y - cut
     has_target = True
-    leads = True
-    weights = class_weight
     if PARTS > 1:
         has_target = (y_here >= 0) & (y_here < size)
-        leads = part == 0
-        if class_weight is not None:
-            weights += cut
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
     if SKEWED:
@@ -195,19 +191,18 @@ def rows_kernel(
             place = tl.multiple_of(place, 16)
 
     if (ignored if ALL_ROWS else dead) != 0:
-        if leads:
-            tl.store(loss + row, 0.0)
-            if norm is not None:
-                tl.store(norm + row, 0.0)
-                tl.store(norm + count + row, 0.0)
-                tl.store(norm + 2 * count + row, 1.0)
-            store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
+        tl.store(loss + row, 0.0)
+        if norm is not None:
+            tl.store(norm + row, 0.0)
+            tl.store(norm + count + row, 0.0)
+            tl.store(norm + 2 * count + row, 1.0)
+        store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
             fill(place, 0.0, off, 0, last, size, BLOCK, RAGGED, VECTOR)
     else:
         x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
         m, exact, s, t, u, q, v, best, at = quick_sums(
-            source, first_block, second_block, off, last, whole, size, None, weights, logit_scale, softcap,
+            source, first_block, second_block, off, last, whole, size, None, class_weight, logit_scale, softcap,
             BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
             SQUARED, AVERAGED, PREDICTED,
         )  # fmt: skip
@@ -221,9 +216,9 @@ def rows_kernel(
         most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
         if ((total > least) & (total < most) & (EXACT | (tl.abs(m) < FAR))) == 0:
             m, exact, s, t, u, q, v = careful_sums(
-                source, off, last, whole, size, y_here, tl.where(has_target, x_y, -float("inf")), weights, logit_scale,
-                softcap, BLOCK, LANES, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED,
-                AVERAGED,
+                source, off, last, whole, size, y_here, tl.where(has_target, x_y, -float("inf")), class_weight,
+                logit_scale, softcap, BLOCK, LANES, RAGGED, VECTOR, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
+                SQUARED, AVERAGED,
             )  # fmt: skip
             others, mixed, below, squares, level = joined(
                 s, t, u, q, v, off, lane, in_lane, z_lane, m, exact, logit_scale, softcap,
@@ -266,30 +261,30 @@ def rows_kernel(
             squared = z_loss * row_lse * row_lse
             if Z_LOSS:
                 cost += squared
-            tl.store(loss + row, tl.where(dead, 0.0, a * cost), mask=leads)
+            tl.store(loss + row, tl.where(dead, 0.0, a * cost))
             if norm is not None:
-                tl.store(norm + row, m, mask=leads)
-                tl.store(norm + count + row, others, mask=leads)
-                tl.store(norm + 2 * count + row, total, mask=leads)
+                tl.store(norm + row, m)
+                tl.store(norm + count + row, others)
+                tl.store(norm + 2 * count + row, total)
             if lse is not None:
-                tl.store(lse + row, row_lse, mask=leads)
+                tl.store(lse + row, row_lse)
             if nll is not None:
-                tl.store(nll + row, tl.where(invalid, float("nan"), row_nll), mask=leads)
+                tl.store(nll + row, tl.where(invalid, float("nan"), row_nll))
             row_entropy = 0.0
             if ENTROPY:
                 row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
             if entropy is not None:
-                tl.store(entropy + row, row_entropy, mask=leads)
+                tl.store(entropy + row, row_entropy)
             if z_term is not None:
-                tl.store(z_term + row, tl.where(dead, 0.0, a * squared), mask=leads)
+                tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
             if log_sum_sq is not None:
-                tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum), mask=leads)
+                tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum))
             if mean_logit is not None:
-                tl.store(mean_logit + row, level / vocabulary, mask=leads)
+                tl.store(mean_logit + row, level / vocabulary)
             if predictions is not None:
-                tl.store(predictions + row, found.to(tl.int64), mask=leads)
+                tl.store(predictions + row, found.to(tl.int64))
             if hits is not None:
-                tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0), mask=leads)
+                tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0))
             gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
             gamma, excess, beta = with_statistics(
                 gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
@@ -306,8 +301,8 @@ def rows_kernel(
                     if FOLDS and foldable:
                         write_gradient(
                             source, place, off, 0, last, size, whole, m2 - tl.log2(tl.where(foldable, factor, 1.0)),
-                            exact, factor, tilt, delta, weights, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED,
-                            WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
+                            exact, factor, tilt, delta, class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR,
+                            SKEWED, WHOLE, False, QUICK, SCALED, CAPPED, SMOOTHED, False, True,
                         )  # fmt: skip
                     else:
                         write_gradient(
