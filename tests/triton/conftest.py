@@ -28,7 +28,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     ) -> Any:
         found = sizes(vocabulary, itemsize, place, writes, predicts, capped, shares)
         block = 2 * max(place.vector, 4)
-        parts = getattr(request, "param", 1) if shares and writes and place.vector > 1 and not place.skewed else 1
+        parts = getattr(request, "param", 1) if shares and writes and place.vector > 1 else 1
         share = vocabulary
         while parts > 1:  # as with long rows: programs with one block each, or more than one
             share = cdiv(cdiv(vocabulary, parts), place.vector) * place.vector

@@ -163,7 +163,7 @@ def sizes(
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
     elif shares and 176 * _KIB < row <= 400 * _KIB:
-        parts, block, warps, registers = 4, 16 * _KIB // itemsize, 8, 64
+        parts, block, warps, registers = 4, 16 * _KIB // itemsize, 8, 80
     elif shares and row > 400 * _KIB:
         parts = 4 if row <= 800 * _KIB else 8
         block, warps, registers = 32 * _KIB // itemsize, 16 if predicts else 8, 64 if predicts else 128

@@ -43,7 +43,7 @@ def _rounding(m, exact):
 
 @triton.jit
 def exchanged(
-    words, part, has_target, z_y, m, others, mixed, squares, level, top, found,
+    words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
     PARTS: tl.constexpr, PHASE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Return the target's raw logit, the row's m, whether it is exact, and the sums of the row, from those of a part.
@@ -51,7 +51,8 @@ def exchanged(
     `words` (PARTS, WORDS) belongs to the row. The part's sums do not contain the target, but m may be its x. Only the
     part that has the target knows `z_y`: the gradient may overwrite it before other programs could load it.
     """
-    m = tl.where((others == 0) & (has_target == 0), -float("inf"), m)
+    possible = (others != 0) | (has_target & (x_y != -float("inf")))
+    m = tl.where(possible, m, -float("inf"))
     k = tl.arange(0, _WORDS)
     own = tl.where(k == 0, m, tl.where(k == 1, others, tl.where(k == 2, mixed, tl.where(k == 3, squares, level))))
     own = tl.where(k == 5, top, tl.where(k == 6, tl.where(has_target, z_y, 0.0), own))

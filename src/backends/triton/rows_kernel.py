@@ -226,7 +226,7 @@ def rows_kernel(
             )  # fmt: skip
             e2_y = exponent(x_y, m, exact)
         top = 0.0
-        found = 0
+        found = tl.zeros_like(y)
         if PREDICTED:
             top = tl.max(best, 0)
             first = tl.min(tl.where(best == top, at, NOWHERE), 0)
@@ -237,7 +237,7 @@ def rows_kernel(
             found += cut
         if PARTS > 1:
             z_y, m, exact, others, mixed, squares, level, found = exchanged(
-                words + here * PARTS * WORDS, part, has_target, z_y, m, others, mixed, squares, level, top, found,
+                words + here * PARTS * WORDS, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
                 PARTS, PHASE, EXACT,
             )  # fmt: skip
             x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
