@@ -18,23 +18,38 @@ STATS = ("lse", "nll", "entropy", "predictions", "accuracy", "log_sum_sq_probs",
 SHARED = [2, 4]
 
 
-def test_long_rows_are_shared_if_their_gradient_is_written() -> None:
-    for dtype, vocabulary, parts in (
-        (torch.bfloat16, 80_000, 1), (torch.bfloat16, 128_256, 4), (torch.bfloat16, 256_000, 4),
-        (torch.float32, 32_000, 1), (torch.float32, 128_256, 4), (torch.float32, 256_000, 8),
-    ):  # fmt: skip
-        base = torch.empty(2 * vocabulary + 8, dtype=dtype)
-        place, odd = geometry(base[:vocabulary], None), geometry(base[1 : vocabulary + 1], None)
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary", "aligned", "odd"),
+    [
+        (torch.bfloat16, 80_000, 1, 1),
+        (torch.bfloat16, 100_352, 4, 4),
+        (torch.bfloat16, 128_256, 4, 4),
+        (torch.bfloat16, 256_000, 4, 8),
+        (torch.bfloat16, 10**6, 8, 8),
+        (torch.float32, 32_000, 1, 1),
+        (torch.float32, 50_257, 4, 4),
+        (torch.float32, 128_256, 4, 8),
+        (torch.float32, 256_000, 8, 8),
+    ],
+)
+@pytest.mark.parametrize("predicts", [False, True])
+def test_long_rows_are_shared_if_their_gradient_is_written(
+    dtype: torch.dtype, vocabulary: int, aligned: int, odd: int, predicts: bool
+) -> None:
+    pitch = -(-vocabulary // 8) * 8
+    base = torch.empty(2, pitch + 8, dtype=dtype)
+    for start, parts in ((0, aligned), (1, odd)):
+        place = geometry(base[:, start : start + vocabulary], None)
         assert place is not None
-        assert odd is not None
-        size = sizes(vocabulary, dtype.itemsize, place, True)
+        size = sizes(vocabulary, dtype.itemsize, place, True, predicts)
         assert size.parts == parts
-        assert (size.parts - 1) * size.share < vocabulary <= size.parts * size.share
         assert size.share == vocabulary or size.share % place.vector == 0
-        assert vocabulary - (size.parts - 1) * size.share > size.block
-        assert sizes(vocabulary, dtype.itemsize, place, False).parts == 1
-        assert sizes(vocabulary, dtype.itemsize, place, True, shares=False).parts == 1
-        assert sizes(vocabulary, dtype.itemsize, odd, True).parts == 1
+        least = vocabulary - (size.parts - 1) * size.share
+        assert size.block + place.vector <= least <= size.share
+        assert sizes(vocabulary, dtype.itemsize, place, False, predicts).parts == 1
+        assert sizes(vocabulary, dtype.itemsize, place, True, predicts, shares=False).parts == 1
+        capped = sizes(vocabulary, dtype.itemsize, place, True, predicts, capped=True)
+        assert capped.parts == (1 if dtype == torch.bfloat16 else parts)
 
 
 @pytest.mark.usefixtures("small")
@@ -141,12 +156,24 @@ def test_gradients_in_place(target: Target, dtype: torch.dtype) -> None:
     assert torch.equal(torch.autograd.grad(found, inside)[0], torch.autograd.grad(expected, apart)[0])
 
 
-@pytest.mark.parametrize(("vocabulary", "dtype"), [(128_256, torch.bfloat16), (205_005, torch.float32)])
-def test_launches(target: Target, vocabulary: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype", "aligned", "parts"),
+    [
+        (128_256, torch.bfloat16, True, 4),
+        (100_277, torch.bfloat16, False, 4),
+        (205_005, torch.float32, True, 8),
+        (102_405, torch.float32, False, 8),
+    ],
+)
+def test_launches(
+    target: Target, vocabulary: int, dtype: torch.dtype, aligned: bool, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One launch on a GPU, and two in the interpreter. GPUs with few multiprocessors have one program per row."""
-    logits, classes = draw(target, vocabulary, dtype, rows=3)
-    logits = torch.nn.functional.pad(logits, (0, -vocabulary % 8))[:, :vocabulary]
-    noted, parts = note_launches(monkeypatch), 4 if vocabulary < 200_000 else 8
+    values, classes = draw(target, vocabulary, dtype, rows=3)
+    logits = padded(values)
+    if aligned:
+        logits = padded(torch.nn.functional.pad(values, (0, -vocabulary % 8)))[:, :vocabulary]
+    noted = note_launches(monkeypatch)
     compare(logits, classes, target.name)
     rows = [(programs, constants["PHASE"]) for kernel, programs, constants in noted if kernel == "rows_kernel"]
     assert rows[-2:] == ([(3 * parts, 1), (3 * parts, 2)] if target.device == "cpu" else [(3, 0), (3 * parts, 0)])

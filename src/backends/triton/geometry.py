@@ -158,15 +158,12 @@ def sizes(
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
     elif capped and writes and itemsize == 2 and row > 16 * _KIB:
         block, warps, registers = 8 * _KIB // itemsize, 8, 64
+    elif shares and writes and place.vector > 1 and row > 176 * _KIB:
+        parts, block, warps, registers = _shared(row, itemsize, is_odd, predicts)
     elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif shares and 176 * _KIB < row <= 400 * _KIB:
-        parts, block, warps, registers = 4, 16 * _KIB // itemsize, 8, 80
-    elif shares and row > 400 * _KIB:
-        parts = 4 if row <= 800 * _KIB else 8
-        block, warps, registers = 32 * _KIB // itemsize, 16 if predicts else 8, 64 if predicts else 128
     elif predicts or capped:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     elif row <= 200 * _KIB:
@@ -183,3 +180,12 @@ def sizes(
     blocks = next_power_of_2(cdiv(share, block))
     whole = share % block == 0 and vocabulary % share == 0 and not place.skewed
     return Sizes(block, lanes, blocks, whole, parts, share, options)
+
+
+def _shared(row: int, itemsize: int, is_odd: bool, predicts: bool) -> tuple[int, int, int, int]:
+    """Return programs, block, warps and registers for rows of so many bytes that several programs share."""
+    if is_odd:
+        return 4 if row <= 400 * _KIB else 8, 8 * _KIB // itemsize, 8, 64
+    if row <= 400 * _KIB:
+        return 4, 16 * _KIB // itemsize, 8, 64 if row <= 224 * _KIB else 80
+    return 4 if row <= 800 * _KIB else 8, 32 * _KIB // itemsize, *((16, 64) if predicts else (8, 128))
