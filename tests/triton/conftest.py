@@ -1,7 +1,6 @@
 """Fixtures of the tests of the Triton backend, which are collected if XENT_TEST_BACKENDS names it."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +19,17 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Use the smallest blocks, of two vectors; with a parameter, so many programs share a row where programs may."""
     from xent.backends.triton import row_launches
-    from xent.backends.triton.geometry import sizes
-    from xent.backends.triton.launch import cdiv, next_power_of_2
+    from xent.backends.triton.geometry import in_blocks
 
     def cut(
         vocabulary: int, itemsize: int, place: Any, writes: bool, predicts: bool, capped: bool, shares: bool
     ) -> Any:
-        found = sizes(vocabulary, itemsize, place, writes, predicts, capped, shares)
         block = 2 * max(place.vector, 4)
         parts = getattr(request, "param", 1) if shares and writes and place.vector > 1 else 1
-        share = vocabulary
-        while parts > 1:  # as with long rows: programs with one block each, or more than one
-            share = cdiv(cdiv(vocabulary, parts), place.vector) * place.vector
-            if vocabulary - (parts - 1) * share >= (block if share > block else 1):
-                break
-            parts, share = parts // 2, vocabulary
-        return replace(
-            found,
-            block=block,
-            lanes=block * found.lanes // found.block,
-            blocks=next_power_of_2(cdiv(share, block)),
-            whole=vocabulary % share == 0 and share % block == 0 and not place.skewed,
-            parts=parts,
-            share=share,
-            options={"num_warps": 1},
-        )
+        while True:  # as with long rows: programs with one block each, or more than one
+            size = in_blocks(vocabulary, place, block, parts, place.vector, {"num_warps": 1})
+            if vocabulary - (parts - 1) * size.share >= (block if size.share > block else 1):
+                return size
+            parts //= 2
 
     monkeypatch.setattr(row_launches, "sizes", cut)

@@ -184,7 +184,7 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicts: bool,
     for start in (0, 1):
         place = geometry(base[start : start + vocabulary], None)
         assert place is not None
-        size = sizes(vocabulary, dtype.itemsize, place, writes, predicts, capped)
+        size = sizes(vocabulary, dtype.itemsize, place, writes, predicts, capped, True)
         assert size.block & (size.block - 1) == 0
         assert size.lanes & (size.lanes - 1) == 0
         assert size.block >= 2 * place.vector
@@ -200,4 +200,4 @@ def test_blocks_cover_a_row(vocabulary: int, dtype: torch.dtype, predicts: bool,
             32 * size.options["num_warps"] * size.options.get("maxnreg", 0) <= 65_536
         )  # registers of a multiprocessor
         # The same bits of a loss with and without predictions, if no gradient is written.
-        assert writes or size == sizes(vocabulary, dtype.itemsize, place, writes, not predicts, capped)
+        assert writes or size == sizes(vocabulary, dtype.itemsize, place, writes, not predicts, capped, True)

@@ -8,10 +8,10 @@ from torch import Tensor
 from xent.backends.torch.devices import is_padded
 from xent.backends.triton.launch import cdiv, next_power_of_2
 
-__all__ = ["Geometry", "Sizes", "geometry", "rows_of", "sizes"]
+__all__ = ["Geometry", "Sizes", "geometry", "in_blocks", "rows_of", "sizes"]
 
 _KIB = 1024
-_SHARED = 64  # the share of a program is a multiple of so many classes
+_LINE = 64  # classes of a cache line, or of two; a multiple of every vector
 
 
 @dataclass(frozen=True)
@@ -136,9 +136,9 @@ def sizes(
     itemsize: int,
     place: Geometry,
     writes: bool,
-    predicts: bool = False,
-    capped: bool = False,
-    shares: bool = True,
+    predicts: bool,
+    capped: bool,
+    shares: bool,
 ) -> Sizes:
     """Return the sizes for rows of `vocabulary` classes.
 
@@ -174,12 +174,20 @@ def sizes(
     # block.
     block = max(block, 2 * place.vector)
     warps = warps or max(min(block * itemsize // _KIB, 8), 1)
-    lanes = block if is_odd else block // place.vector
-    options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
-    share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _SHARED) * _SHARED
-    blocks = next_power_of_2(cdiv(share, block))
+    return in_blocks(
+        vocabulary, place, block, parts, _LINE, {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    )
+
+
+def in_blocks(vocabulary: int, place: Geometry, block: int, parts: int, unit: int, options: dict[str, int]) -> Sizes:
+    """Return the sizes for rows in blocks of `block` classes, cut for `parts` programs at multiples of `unit` classes.
+
+    `unit` is a multiple of the vector. Each part must have a class, and more than a block if another part has.
+    """
+    lanes = block if place.skewed or place.vector == 1 else block // place.vector
+    share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), unit) * unit
     whole = share % block == 0 and vocabulary % share == 0 and not place.skewed
-    return Sizes(block, lanes, blocks, whole, parts, share, options)
+    return Sizes(block, lanes, next_power_of_2(cdiv(share, block)), whole, parts, share, options)
 
 
 def _shared(row: int, itemsize: int, is_odd: bool, predicts: bool) -> tuple[int, int, int, int]:

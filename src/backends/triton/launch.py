@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from xent.backends.torch.recorder import Derived, is_recording, note_launch, paused
 from xent.backends.triton.machine import release
 
-__all__ = ["cdiv", "kernel", "launch", "next_power_of_2"]
+__all__ = ["cdiv", "is_interpreted", "kernel", "launch", "next_power_of_2"]
 
 _IS_TRIED = release() in ((3, 6), (3, 7))  # releases that this way to launch was tested with
 _compiled: dict[Any, "_Compiled"] = {}
@@ -38,7 +38,7 @@ def _is_constant(parameter: inspect.Parameter) -> bool:
 
 def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: dict[str, Any], **options: int) -> None:
     """Launch `programs` programs. `options` are Triton's num_warps, maxnreg and enable_fp_fusion."""
-    if not isinstance(function, triton.JITFunction):  # the interpreter does not use the options
+    if is_interpreted(function):  # without the options
         _interpret(function, programs, arguments, constants)
         return
     if not _IS_TRIED:
@@ -58,6 +58,11 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
                 _compiled.clear()
             found = _compiled[key] = _Compiled(made, [constants[name] for name in function.arg_names[len(values) :]])
     _note(found, programs, noted)
+
+
+def is_interpreted(function: Any) -> bool:
+    """Whether Triton interprets a kernel, on tensors of any device: its programs run one after the other."""
+    return not isinstance(function, triton.JITFunction)
 
 
 def _examined(arguments: tuple[Any, ...]) -> tuple[list[Any], list[Any], tuple[Any, ...]]:

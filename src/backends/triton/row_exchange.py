@@ -4,9 +4,10 @@ Each program publishes its sums as 64-bit words, a tag and a float32 in one word
 programs until all have tags. So no order of memory accesses is assumed between words. The sums of a part are relative
 to its own reference, those of the row to the largest reference.
 
-A program that waits occupies a multiprocessor. GPUs start programs in the order of their numbers, and those of a row
-have adjacent numbers. So only programs of the row that was started last can wait for one that has not started. If a GPU
-runs at least PARTS programs at once, all rows finish.
+A program that waits keeps its place on a multiprocessor. NVIDIA's GPUs start programs in the order of their numbers;
+CUDA does not promise it, but libraries that exchange data between programs rely on it. Those of a row have adjacent
+numbers. So only programs of the row that was started last, at most PARTS - 1, can wait for one that has not started,
+and all rows finish if each launch that runs has PARTS places.
 """
 
 import triton
@@ -64,6 +65,7 @@ def exchanged(
     if PHASE == _BOTH:
         while tl.min((tl.load(places, volatile=True) >> 32).to(tl.int32), 0) == 0:
             pass
+    # Again, because each warp reads for itself: some may have left the loop with words from before they were written.
     all_bits = tl.reshape(tl.load(places, volatile=True).to(tl.int32), [PARTS, _WORDS])
     values = all_bits.to(tl.float32, bitcast=True)
     each_m = _of_parts(values, 0)

@@ -11,7 +11,7 @@ from xent.backends.torch.rows import logit_blocks
 from xent.backends.triton.facts import Facts
 from xent.backends.triton.geometry import Geometry, geometry, rows_of, sizes
 from xent.backends.triton.gradient_kernel import gradient_kernel
-from xent.backends.triton.launch import cdiv, launch, next_power_of_2
+from xent.backends.triton.launch import cdiv, is_interpreted, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
 from xent.backends.triton.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.results import Results
@@ -21,7 +21,9 @@ from xent.backends.triton.support_kernel import support_kernel
 
 __all__ = ["Block", "blocks_of", "launch_gradient", "launch_probabilities", "launch_rows", "launch_support"]
 
-_LEAST = 32  # multiprocessors, so that the programs of a row run at once beside kernels of other streams
+# Multiprocessors of a GPU on which programs share rows. A launch has at most 7 programs that wait for others to start.
+# So four launches in different streams leave room for one more program.
+_LEAST = 32
 _GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
 
 
@@ -73,14 +75,14 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
         return
     half = logits.itemsize == 2
     smoothed, few = spec.label_smoothing != 0, facts.divides_few()
-    on_host = facts.device.type == "cpu"
-    shares = not smoothed and (on_host or multiprocessors(facts.device) >= _LEAST)
+    in_turn = is_interpreted(rows_kernel)
+    shares = not smoothed and (in_turn or multiprocessors(facts.device) >= _LEAST)
     size = sizes(facts.vocabulary, logits.itemsize, place, block.grad is not None, predicts, capped, shares)
     words = None
     if size.parts > 1:
         words = torch.zeros(programs * size.parts * WORDS, dtype=torch.int64, device=facts.device)
-    # The interpreter runs programs one after the other, so they cannot wait for each other.
-    for phase in (SUMS, GRADIENTS) if on_host and words is not None else (BOTH,):
+    # Programs that run one after the other cannot wait for each other.
+    for phase in (SUMS, GRADIENTS) if in_turn and words is not None else (BOTH,):
         launch(
             rows_kernel,
             programs * size.parts,

@@ -101,8 +101,8 @@ def rows_kernel(
     logit_scale: "fp32",
     bend,  # (N, 2): logit scale and softcap of each position of the target; or None
     bend_stride: "i64",
-    words,  # (R, PARTS, WORDS) int64, all 0; or None for one program per row
-    share: "i32",  # classes of a program, a multiple of VECTOR
+    words,  # (R, PARTS, WORDS) int64, all 0 before the first launch for these rows; or None for one program per row
+    share: "i32",  # classes of a program: all, or a multiple of VECTOR, and for the last program the rest
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
@@ -111,7 +111,7 @@ def rows_kernel(
     SKEWED: tl.constexpr,  # rows may begin off 16-byte boundaries
     RAGGED: tl.constexpr,  # rows may begin or end off 16-byte boundaries
     VECTOR: tl.constexpr,  # elements of 16 bytes; 1 if logits and gradient are aligned differently
-    WHOLE: tl.constexpr,  # rows are whole blocks
+    WHOLE: tl.constexpr,  # the classes of each program are whole blocks
     EXACT: tl.constexpr,
     QUICK: tl.constexpr,
     FOLDS: tl.constexpr,  # the gradient's factor may go into the exponent
@@ -121,11 +121,12 @@ def rows_kernel(
     SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,  # number of partial sums of a row
-    BLOCKS: tl.constexpr,  # a power of two, at least the number of blocks of an aligned row
+    BLOCKS: tl.constexpr,  # a power of two, at least the number of blocks of a program's classes, if they are aligned
     PARTS: tl.constexpr,  # a power of two: the number of programs that share a row
     PHASE: tl.constexpr,  # see `row_exchange`
 ):
     """See the module's docstring."""
+    tl.static_assert(PARTS == 1 or not SMOOTHED)  # the sum `below` is not exchanged
     TILTED: tl.constexpr = entropy_upstream is not None
     STATISTICS: tl.constexpr = TILTED or ((lse_upstream is not None) or (nll_upstream is not None))
     ENTROPY: tl.constexpr = TILTED or (entropy is not None)
