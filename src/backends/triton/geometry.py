@@ -11,7 +11,7 @@ from xent.backends.triton.launch import cdiv, next_power_of_2
 __all__ = ["Geometry", "Sizes", "geometry", "in_blocks", "rows_of", "sizes"]
 
 _KIB = 1024
-_LINE = 64  # classes of a cache line, or of two; a multiple of every vector
+_LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits
 
 
 @dataclass(frozen=True)
@@ -143,12 +143,14 @@ def sizes(
     """Return the sizes for rows of `vocabulary` classes.
 
     `writes`: whether the kernel writes their gradient. `predicts`, `capped`: whether it predicts classes or caps
-    logits, which takes many instructions. `shares`: whether programs may share a row.
+    logits, which takes many instructions. `shares`: whether programs may share a row. They do not
+    if logits and gradient are aligned differently.
 
-    A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. So several programs
-    run on a multiprocessor for short rows, one for longer rows, and several programs share the longest rows. Few warps
-    with many registers are best: each warp computes a row's facts and coefficients again. Without a second pass, or
-    with a softcap of 16-bit logits, four small programs are best for all rows.
+    A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. Short rows: several
+    programs run on a multiprocessor, each with its own row. Longer rows: one program per multiprocessor. Rows of more
+    than 176 KiB: several programs share a row. Few warps with many registers are best: each warp computes a row's facts
+    and coefficients again. Without a second pass, or with a softcap of 16-bit logits, rows are not shared, and four
+    small programs per multiprocessor are best for all rows.
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
@@ -182,7 +184,7 @@ def sizes(
 def in_blocks(vocabulary: int, place: Geometry, block: int, parts: int, unit: int, options: dict[str, int]) -> Sizes:
     """Return the sizes for rows in blocks of `block` classes, cut for `parts` programs at multiples of `unit` classes.
 
-    `unit` is a multiple of the vector. Each part must have a class, and more than a block if another part has.
+    `unit` is a multiple of the vector. Each part must have a class. If one part is longer than a block, all must be.
     """
     lanes = block if place.skewed or place.vector == 1 else block // place.vector
     share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), unit) * unit

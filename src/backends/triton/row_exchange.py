@@ -1,13 +1,13 @@
-"""The exchange between programs that share a row: each adds a part of its classes, and all need the sums of the row.
+"""The exchange between programs that share a row: each adds up a part of the classes, and needs the sums of the row.
 
-Each program publishes its sums as 64-bit words, a tag and a float32 in one word, and reads the words of the other
-programs until all have tags. So no order of memory accesses is assumed between words. The sums of a part are relative
-to its own reference, those of the row to the largest reference.
+The sums are those of `row_fold`. Each program publishes its own as 64-bit words, a tag and a float32 in one word, and
+reads the words of the other programs until all have tags. So no order of memory accesses is assumed between words. The
+sums of a part are relative to its own reference, those of the row to the largest reference.
 
-A program that waits keeps its place on a multiprocessor. NVIDIA's GPUs start programs in the order of their numbers;
-CUDA does not promise it, but libraries that exchange data between programs rely on it. Those of a row have adjacent
-numbers. So only programs of the row that was started last, at most PARTS - 1, can wait for one that has not started,
-and all rows finish if each launch that runs has PARTS places.
+A program that waits stays on its multiprocessor. NVIDIA's GPUs start programs in the order of their numbers; CUDA does
+not promise it, but libraries that exchange data between programs rely on it. Programs of a row have adjacent numbers.
+So only the row that was started last can have programs that have not started, and at most PARTS - 1 programs wait for
+them. A launch finishes if the GPU can hold PARTS of its programs at a time, also while other launches run.
 """
 
 import triton
@@ -18,9 +18,11 @@ from xent.backends.triton.maths import LOG2E, finite, is_exact, times
 __all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "exchanged"]
 
 WORDS = 8
-"""The number of words of a program."""
+"""The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
 
-# What a launch does: everything; or first all sums, then in another launch the rest, so that no program waits.
+# BOTH: one launch, in which programs wait for each other. Triton's interpreter runs programs one after the other, so it
+# takes two launches. SUMS publishes the sums of all parts. GRADIENTS computes those of its part again, reads the others
+# without waiting, and writes results and gradient.
 BOTH, SUMS, GRADIENTS = 0, 1, 2
 
 _WORDS = tl.constexpr(WORDS)

@@ -9,7 +9,7 @@ stores keep their width.
 
 Several programs share a long row (PARTS), so that fewer rows are in flight and the second pass finds them in the L2
 cache. Each computes the sums and the gradient of its part of the classes (`row_exchange`), and all store the same
-results. Rows with label smoothing are not shared.
+results. Rows with label smoothing are not shared; `launch_rows` and `sizes` have the other conditions.
 """
 
 import triton.language as tl
@@ -101,8 +101,8 @@ def rows_kernel(
     logit_scale: "fp32",
     bend,  # (N, 2): logit scale and softcap of each position of the target; or None
     bend_stride: "i64",
-    words,  # (R, PARTS, WORDS) int64, all 0 before the first launch for these rows; or None for one program per row
-    share: "i32",  # classes of a program: all, or a multiple of VECTOR, and for the last program the rest
+    words,  # (rows of the launch, PARTS, WORDS) int64, all 0 before the first phase; or None for one program per row
+    share: "i32",  # classes of a program: all, or a multiple of VECTOR; the last program has the rest
     SHIFTED: tl.constexpr,
     GROUPED: tl.constexpr,  # rows are in several groups, see `position`
     MEAN: tl.constexpr,
