@@ -82,6 +82,14 @@ def test_a_contender_in_its_own_process(capsys: pytest.CaptureFixture[str], monk
             assert found["mebibytes"] >= 0
 
 
+@pytest.mark.skipif(not measure._CLEAR.exists(), reason="only Linux can reset the peak")
+def test_a_peak_below_the_start_is_no_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([8192, 4096, 8192, 20_480])
+    monkeypatch.setattr(measure, "_high_water", lambda: next(readings))
+    peak = measure._resident()
+    assert [peak(), peak(), peak()] == [0, 0, 12_288]
+
+
 def test_failures_are_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(bench, "_framework", lambda asked: "nonsense")
     monkeypatch.setattr(bench, "available", lambda framework: None)
