@@ -116,8 +116,8 @@ def _mlx(contender: str, shape: Shape, dtype: str) -> Any:
 def _resident() -> Callable[[], int]:
     """Return a function that returns the peak growth of the process since now, in bytes.
 
-    On Linux the peak can be reset. On other systems an earlier, higher peak may hide a part of the growth. Linux adds
-    up pages per core and may count some late: a peak below the start is no growth.
+    On Linux the peak can be reset. On other systems an earlier, higher peak may hide a part of the growth.
+    Linux's number is wrong by some pages: a peak below the start is no growth.
     """
     try:
         _CLEAR.write_text("5")

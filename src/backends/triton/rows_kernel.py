@@ -28,9 +28,9 @@ from xent.backends.triton.row_algebra import (
     row_facts,
     with_statistics,
 )
+from xent.backends.triton.row_exchange import NOWHERE, exchanged
 from xent.backends.triton.row_exchange import SUMS as _SUMS
 from xent.backends.triton.row_exchange import WORDS as _WORDS
-from xent.backends.triton.row_exchange import exchanged
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
 from xent.backends.triton.row_memory import fetch, fill
@@ -49,7 +49,6 @@ LARGEST_FROM_0 = tl.constexpr(1048576.0)
 NEAR = tl.constexpr(512.0)
 SUMS = tl.constexpr(_SUMS)
 WORDS = tl.constexpr(_WORDS)
-NOWHERE = tl.constexpr(2147483647)
 
 
 @kernel
