@@ -148,9 +148,9 @@ def sizes(
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. Short rows: several
     programs run on a multiprocessor, each with its own row. Longer rows: one program per multiprocessor. Rows of more
-    than 176 KiB: several programs share a row. Few warps with many registers are best: each warp computes a row's facts
-    and coefficients again. Without a second pass, or with a softcap of 16-bit logits, rows are not shared, and four
-    small programs per multiprocessor are best for all rows.
+    than 176 KiB, unaligned ones of more than 120 KiB: several programs share a row. Few warps with many registers are
+    best: each warp computes a row's facts and coefficients again. Without a second pass, or with a softcap of 16-bit
+    logits, rows are not shared, and four small programs per multiprocessor are best for all rows.
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
@@ -160,7 +160,7 @@ def sizes(
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
     elif capped and writes and itemsize == 2 and row > 16 * _KIB:
         block, warps, registers = 8 * _KIB // itemsize, 8, 64
-    elif shares and writes and place.vector > 1 and row > 176 * _KIB:
+    elif shares and writes and place.vector > 1 and row > (120 if is_odd else 176) * _KIB:
         parts, block, warps, registers = _shared(row, itemsize, is_odd, predicts)
     elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
         block, warps, registers = 16 * _KIB // itemsize, 16, 64

@@ -24,7 +24,7 @@ __all__ = ["Block", "blocks_of", "launch_gradient", "launch_probabilities", "lau
 # Multiprocessors of a GPU on which programs share rows. A launch has at most 7 programs that wait for others to start.
 # So four launches in different streams leave room for one more program.
 _LEAST = 32
-_GRADIENT_BYTES, _GRADIENT_BLOCKS = 8 * 2**10, 8  # bytes of a block, and blocks of a program
+_GRADIENT_BYTES, _GRADIENT_BLOCKS = 4 * 2**10, 4  # bytes of a block, and blocks of a program
 
 
 @dataclass(frozen=True)
