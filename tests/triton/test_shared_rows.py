@@ -25,7 +25,8 @@ SHARED = [2, 8]  # 4 where rows are too short for 8
 @pytest.mark.parametrize(
     ("dtype", "vocabulary", "aligned", "odd"),
     [
-        (torch.bfloat16, 61_000, 1, 1),
+        (torch.bfloat16, 61_440, 1, 1),
+        (torch.bfloat16, 61_441, 1, 4),
         (torch.bfloat16, 80_000, 1, 4),
         (torch.bfloat16, 100_352, 4, 4),
         (torch.bfloat16, 128_256, 4, 4),

@@ -161,7 +161,7 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
             "BLOCK": size,
             "BLOCKS": blocks,
         },
-        num_warps=max(min(size * logits.itemsize // 1024, 8), 1),
+        num_warps=max(size * logits.itemsize // 1024, 1),
         maxnreg=64,
         **place.options(),
     )
