@@ -19,7 +19,8 @@ from xent.backends.mlx.kernels import Asked, RowFacts
 
 __all__ = ["Block"]
 
-_ADDED = 4096  # classes
+_ADDED = 4096  # classes that are added one after the other
+_TOGETHER = 64  # values of a node of the tree that adds more classes
 
 
 class Block:
@@ -199,13 +200,14 @@ class Block:
 
 
 def _class_sum(values: mx.array) -> mx.array:
-    """Return the sum over the last axis. On a CPU sum parts first, because MLX's sequential sum loses precision."""
-    count = values.shape[-1]
-    whole = count // _ADDED * _ADDED
-    if count <= _ADDED or device_type() != "cpu":
+    """Return the sum over the last axis. On a CPU sum a tree, because MLX's sequential sum loses precision."""
+    if values.shape[-1] <= _ADDED or device_type() != "cpu":
         return values.sum(-1)
-    parts = values[..., :whole].reshape(*values.shape[:-1], -1, _ADDED).sum(-1).sum(-1)
-    return parts if whole == count else parts + values[..., whole:].sum(-1)
+    while (count := values.shape[-1]) > _TOGETHER:
+        whole = count // _TOGETHER * _TOGETHER
+        parts = values[..., :whole].reshape(*values.shape[:-1], -1, _TOGETHER).sum(-1)
+        values = parts if whole == count else mx.concatenate([parts, values[..., whole:].sum(-1, keepdims=True)], -1)
+    return values.sum(-1)
 
 
 def _gap(weight: mx.array, below: mx.array) -> Gap:
