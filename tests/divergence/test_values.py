@@ -27,6 +27,33 @@ def test_entropy(target: Target, reduction: str) -> None:
     assert not getattr(stats.entropy, "requires_grad", False)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0, "bucket"])
+@pytest.mark.parametrize("linear", [False, True])
+def test_entropy_is_computed_if_the_divisor_is_0(target: Target, beta: float | str, linear: bool) -> None:
+    """Loss and gradients are 0 although the divergence of the first row is infinite, and that of the second is NaN."""
+    rng = np.random.default_rng(0)
+    hidden, weight, teacher = rng.normal(0, 1, (4, 3)), rng.normal(0, 1, (70, 3)), rng.normal(0, 2, (4, 70))
+    teacher[0, 5] = -np.inf
+    hidden[1], normalizer = np.nan, np.array(0.0)
+    given = (hidden, weight) if linear else (hidden @ weight.T,)
+    *arrays, t, n, ids = target.arrays(*given, teacher, normalizer, np.tile(np.arange(3), (4, 1)))
+    log_q = target.arrays(np.log(np.full((4, 3), 0.25)))[0]
+    known = xent.TopKTeacher(ids, log_q, tail="bucket") if isinstance(beta, str) else t
+    options: dict[str, Any] = {"beta": 0.0 if isinstance(beta, str) else beta, "normalizer": n, "backend": target.name}
+    function = xent.linear_divergence if linear else xent.divergence
+    loss, gradients = target.harness.gradients(
+        lambda *arrays: function(*arrays, known, stats=["entropy"], **options)[0], tuple(arrays), None
+    )
+    _, stats = function(*arrays, known, stats=["entropy"], **options)
+    with np.errstate(invalid="ignore"):
+        log_p = hidden @ weight.T
+        log_p = log_p - np.logaddexp.reduce(log_p, -1, keepdims=True)
+    expected = -(np.exp(log_p) * log_p).sum(-1)
+    np.testing.assert_allclose(target.harness.numpy(stats.entropy), expected, rtol=1e-5)
+    for zero in (loss, *gradients):
+        np.testing.assert_array_equal(target.harness.numpy(zero), 0.0)
+
+
 @pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
 @pytest.mark.parametrize("moved", [-200.0, 200.0])
 def test_teacher_with_all_classes_and_logits_far_from_0(target: Target, tail: str, moved: float) -> None:

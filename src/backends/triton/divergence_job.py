@@ -125,8 +125,9 @@ def _numbers(call: Divergence) -> tuple[float, float]:
 
 def _rows(facts: RowFacts, loss: Tensor, entropy: Tensor | None, z: Tensor) -> tuple[Any, ...]:
     """Return the arguments of rows, and the number of classes."""
-    dead = None if facts.dead is None else facts.dead.view(torch.uint8)
-    return facts.weight, facts.scale, dead, loss, entropy, z.shape[1]
+    idle = None if facts.idle is None else facts.idle.view(torch.uint8)
+    dead = None if facts.dead is None or facts.dead is facts.idle else facts.dead.view(torch.uint8)
+    return facts.weight, facts.scale, idle, dead, loss, entropy, z.shape[1]
 
 
 def _block(z: Tensor) -> dict[str, int]:

@@ -15,7 +15,7 @@ In the last two, d and (for float32 logits) v are relative to an offset near the
 import triton.language as tl
 
 from xent.backends.triton.divergence_maths import gap, mixture, pulled
-from xent.backends.triton.divergence_memory import read
+from xent.backends.triton.divergence_memory import clear, read
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import exp, finite, slope
 
@@ -36,7 +36,8 @@ def divergence_kernel(
     grad_row: "i64",
     weight,  # (R,) float32
     scale,  # (R,) float32
-    dead,  # (R,) uint8 or None
+    idle,  # (R,) uint8 or None
+    dead,  # (R,) uint8, or None if all dead rows are idle
     loss,  # (R,) float32
     entropy,  # (R,) float32 or None
     vocabulary: "i32",
@@ -72,19 +73,15 @@ def divergence_kernel(
     if ALIGNED:
         z_row, t_row, place = tl.multiple_of(z_row, 16), tl.multiple_of(t_row, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    is_dead = False
-    if dead is not None:
-        is_dead = tl.load(dead + here) != 0
+    is_idle = False
+    if idle is not None:
+        is_idle = tl.load(idle + here) != 0
     lanes = tl.arange(0, BLOCK)
     last = (vocabulary - 1) // BLOCK * BLOCK
-    if is_dead:
-        tl.store(loss + here, 0.0)
+    if is_idle:
+        clear(loss + here, place, vocabulary, BLOCK, grad is not None)
         if entropy is not None:
             tl.store(entropy + here, 0.0)
-        if grad is not None:
-            for first in range(0, last + 1, BLOCK):
-                nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
-                tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
     else:
         # Sums are relative to the largest logits of the first block, unless these are far from the largest of all.
         _z, x = read(z_row, 0, vocabulary, logit_scale, softcap, BLOCK, SCALED, CAPPED, False)
@@ -217,3 +214,7 @@ def divergence_kernel(
                         tl.debug_barrier()
                     g *= factor * slope(z, logit_scale, softcap, SCALED, CAPPED, False)
                     tl.store(place + first + lanes, g.to(place.dtype.element_ty), mask=first + lanes < vocabulary)
+        if dead is not None:
+            if tl.load(dead + here) != 0:
+                tl.debug_barrier()
+                clear(loss + here, place, vocabulary, BLOCK, grad is not None)

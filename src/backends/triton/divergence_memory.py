@@ -8,7 +8,7 @@ import triton.language as tl
 
 from xent.backends.triton.maths import activate
 
-__all__ = ["hide", "read"]
+__all__ = ["clear", "hide", "read"]
 
 # Bits of NaNs that no computation returns.
 _MARK_32 = tl.constexpr(0x7FC5A5A5)
@@ -34,6 +34,17 @@ def _mark(dtype: tl.constexpr):
         return _MARK_BF16
     else:
         return _MARK_FP16
+
+
+@triton.jit
+def clear(loss, row, vocabulary, BLOCK: tl.constexpr, WRITES: tl.constexpr):
+    """Store a loss of 0, and if WRITES zeros to a row of the gradient."""
+    tl.store(loss, 0.0)
+    if WRITES:
+        lanes = tl.arange(0, BLOCK)
+        for first in range(0, vocabulary, BLOCK):
+            nothing = tl.zeros([BLOCK], tl.float32).to(row.dtype.element_ty)
+            tl.store(row + first + lanes, nothing, mask=first + lanes < vocabulary)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 
 from xent.backends.triton.divergence_kernel import FAR_ABOVE, NEAR
 from xent.backends.triton.divergence_maths import exact_exp, gap
-from xent.backends.triton.divergence_memory import hide, read
+from xent.backends.triton.divergence_memory import clear, hide, read
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, slope
 
@@ -30,7 +30,8 @@ def top_k_kernel(
     grad_row: "i64",
     weight,  # (R,) float32
     scale,  # (R,) float32
-    dead,  # (R,) uint8 or None
+    idle,  # (R,) uint8 or None
+    dead,  # (R,) uint8, or None if all dead rows are idle
     loss,  # (R,) float32
     entropy,  # (R,) float32 or None
     vocabulary: "i32",
@@ -56,19 +57,15 @@ def top_k_kernel(
     if ALIGNED:
         z_row, place = tl.multiple_of(z_row, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    is_dead = False
-    if dead is not None:
-        is_dead = tl.load(dead + here) != 0
+    is_idle = False
+    if idle is not None:
+        is_idle = tl.load(idle + here) != 0
     lanes = tl.arange(0, BLOCK)
     last = (vocabulary - 1) // BLOCK * BLOCK
-    if is_dead:
-        tl.store(loss + here, 0.0)
+    if is_idle:
+        clear(loss + here, place, vocabulary, BLOCK, grad is not None)
         if entropy is not None:
             tl.store(entropy + here, 0.0)
-        if grad is not None:
-            for first in range(0, last + 1, BLOCK):
-                nothing = tl.zeros([BLOCK], tl.float32).to(place.dtype.element_ty)
-                tl.store(place + first + lanes, nothing, mask=first + lanes < vocabulary)
     else:
         k = tl.arange(0, WIDTH)
         log_q = tl.load(log_probs + here * classes + k, mask=k < classes, other=-float("inf"))
@@ -145,3 +142,7 @@ def top_k_kernel(
             g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, logit_scale, softcap, SCALED, CAPPED, False))
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
+        if dead is not None:
+            if tl.load(dead + here) != 0:
+                tl.debug_barrier()
+                clear(loss + here, place, vocabulary, BLOCK, grad is not None)

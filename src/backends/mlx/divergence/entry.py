@@ -99,14 +99,14 @@ class _Rows:
             assert self._student.classifier is not None
             sums = GradientSums(needs, self._student.classifier, self._call.student.input, len(self._parts))
         for part in self._parts:
-            dead = facts.dead[part]
-            hidden, z = self._student.block(part, dead, tie)
+            dead, idle = facts.dead[part], facts.idle[part]
+            hidden, z = self._student.block(part, idle, tie)
             x, slope = _activated(z.astype(self._acc), self._student.softcap, self._student.scale)
             found, derivative = self._divergence(x, part, dead, tie)
             losses.append(mx.where(dead, 0, found * facts.weight[part]))
             tie = [losses[-1]]
             if entropies is not None:
-                entropies.append(mx.where(dead, 0, entropy(x)))
+                entropies.append(mx.where(idle, 0, entropy(x)))
                 tie.append(entropies[-1])
             if not needs:
                 continue
@@ -151,10 +151,10 @@ class _Side:
             self._rows = source.input.reshape(count, source.input.shape[-1])
             self.classifier = Classifier(source.weight, source.bias, call.vocabulary, True)
 
-    def block(self, part: slice, dead: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
-        """Return hidden states or logits of a part, 0 in dead rows, and logits (R, V), computed after `tie`."""
+    def block(self, part: slice, idle: mx.array, tie: list[mx.array]) -> tuple[mx.array, mx.array]:
+        """Return hidden states or logits of a part, 0 in `idle` rows, and logits (R, V), computed after `tie`."""
         rows = mx.depends(self._rows[part], tie) if tie else self._rows[part]
-        rows = mx.where(dead[:, None], 0, rows)
+        rows = mx.where(idle[:, None], 0, rows)
         return rows, rows if self.classifier is None else self.classifier.logits(rows)
 
 

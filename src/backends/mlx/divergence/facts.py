@@ -26,6 +26,8 @@ class DivergenceFacts:
     """(N,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: mx.array
     """(N,) bool: rows whose loss and gradient are exactly 0."""
+    idle: mx.array
+    """(N,) bool: dead rows of which nothing is computed: all, but with an entropy only those with weight 0."""
     divisor: mx.array | None
     deferred: mx.array | None
     """0-d factor that is multiplied into float16 gradients later, so that they do not underflow."""
@@ -51,10 +53,13 @@ def gather_facts(call: DivergenceCall, known: KnownClasses | None) -> Divergence
     if call.sample_weight is not None:
         weight = call.sample_weight.reshape(-1).astype(acc)
     dead, divisor = weight == 0, None
+    idle = dead
     if call.reduction == "mean":
         given: Any = call.normalizer
         divisor = weight.sum() if given is None else mx.array(given).astype(acc)
         dead = dead | (divisor == 0)
+    if not call.stats:
+        idle = dead
     if known is not None:
         weight = mx.where(_impossible(call, known, dead), mx.nan, weight)
     scale, deferred = weight, None
@@ -69,7 +74,7 @@ def gather_facts(call: DivergenceCall, known: KnownClasses | None) -> Divergence
         largest = mx.abs(mx.where(weight == weight, weight, 0)).max()
         size = mx.where(largest == 0, 1, largest)
         scale, deferred = scale / size, size if deferred is None else deferred * size
-    return DivergenceFacts(weight, scale, dead, divisor, deferred)
+    return DivergenceFacts(weight, scale, dead, idle, divisor, deferred)
 
 
 def known_classes(call: DivergenceCall) -> KnownClasses | None:

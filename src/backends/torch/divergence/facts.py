@@ -39,10 +39,14 @@ class RowFacts:
     """Gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: Tensor | None
     """Rows whose loss and gradient are exactly 0; None if it is known that there are none."""
+    idle: Tensor | None
+    """Dead rows of which nothing is computed: all, but with an entropy only those with weight 0."""
 
     def of(self, rows: slice | Tensor) -> "RowFacts":
         """Return the facts of some rows."""
-        return RowFacts(self.weight[rows], self.scale[rows], None if self.dead is None else self.dead[rows])
+        dead = None if self.dead is None else self.dead[rows]
+        idle = dead if self.idle is self.dead or self.idle is None else self.idle[rows]
+        return RowFacts(self.weight[rows], self.scale[rows], dead, idle)
 
 
 def gather_facts(
@@ -58,9 +62,11 @@ def gather_facts(
     else:
         weight = call.sample_weight.to(acc).flatten()
     divisor = _divisor(call, weight) if call.reduction == "mean" else None
-    dead = weight == 0
+    dead = idle = weight == 0
     if divisor is not None:
         dead = dead | (divisor == 0)
+    if upstream is not None or not call.entropy:
+        idle = dead
     if top_k is not None:
         weight = weight.masked_fill(_impossible(call, top_k, dead), torch.nan)
     scale, deferred = weight, None
@@ -78,7 +84,9 @@ def gather_facts(
     if upstream is not None:
         scale = scale * upstream.to(acc).flatten()
     known_alive = device.type == "cpu" and not bool(dead.any())
-    return RowFacts(weight, scale, None if known_alive else dead), divisor, deferred
+    if known_alive:
+        return RowFacts(weight, scale, None, None), divisor, deferred
+    return RowFacts(weight, scale, dead, idle), divisor, deferred
 
 
 def gather_top_k(call: Divergence) -> TopK | None:

@@ -59,15 +59,15 @@ class _Run:
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
         """Move the rows to compute to the front: see `xent.backends.torch.job.Job.partition`."""
-        dead = self.facts.dead
-        if dead is None:
+        idle = self.facts.idle
+        if idle is None:
             return None, self.count
-        if dead.device.type == "cpu":
-            return dead.argsort(stable=True), int((~dead).sum())
+        if idle.device.type == "cpu":
+            return idle.argsort(stable=True), int((~idle).sum())
         linear = self.call.weight is not None or (self.call.teacher_weight is not None and not self.call.tail)
-        if not several or not linear or dead.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        if not several or not linear or idle.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return None, self.count
-        return dead.argsort(stable=True), (~dead).sum()
+        return idle.argsort(stable=True), (~idle).sum()
 
     def learn(self, number: int) -> None:
         """Do nothing: each part contains its row indices."""
@@ -250,7 +250,7 @@ class _GradientOfClassifier:
         grad, vocabulary = self._memory[: part.stop - part.start], self._call.vocabulary
         hidden = student.hidden(part)
         if facts.dead is not None:
-            hidden = hidden.masked_fill(facts.dead[:, None], 0)  # rows with weight 0 may hold NaN
+            hidden = hidden.masked_fill(facts.dead[:, None], 0)  # dead rows may hold NaN
         if grad.shape[1] > vocabulary and (self._overlays or facts.dead is not None):
             grad[:, vocabulary:] = 0
         self._gradients.add(part, hidden, grad)

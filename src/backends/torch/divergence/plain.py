@@ -37,7 +37,7 @@ def plain_rows(
         known = teacher[rows] if isinstance(teacher, Tensor) else teacher.of(rows)
         some = facts.of(rows)
         if entropy is not None:
-            entropy[rows] = _entropy(call, z[rows], some.dead, loss.dtype)
+            entropy[rows] = _entropy(call, z[rows], some.idle, loss.dtype)
         _block(call, z[rows], known, some, loss[rows], None if grad is None else grad[rows])
 
 
@@ -63,12 +63,12 @@ def _block(
     grad.copy_(derivative)
 
 
-def _entropy(call: Divergence, z: Tensor, dead: Tensor | None, acc: torch.dtype) -> Tensor:
+def _entropy(call: Divergence, z: Tensor, idle: Tensor | None, acc: torch.dtype) -> Tensor:
     """Return the student's entropy (R,), before the gradient overwrites the logits."""
     log_p = torch.log_softmax(_activated(z.to(acc), call.softcap, call.logit_scale, False)[0], -1)
     # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
     found = 0 - (log_p.exp() * log_p.clamp(min=-1000)).sum(-1)
-    return found if dead is None else found.masked_fill(dead, 0)
+    return found if idle is None else found.masked_fill(idle, 0)
 
 
 def _activated(z: Tensor, softcap: float | None, scale: float, slope: bool) -> tuple[Tensor, Tensor | None]:

@@ -28,7 +28,7 @@ class Steps(Protocol):
 
         `z` (R, V) are the student's raw logits and `teacher` (R, V) those of the teacher, both with contiguous rows and
         of any float dtypes. If `call` has a classifier, `z` may be overwritten. `loss` and `entropy` (R,) have the
-        accumulation dtype; the student's entropy is 0 in dead rows. `grad` (R, V), with contiguous rows, is the
+        accumulation dtype; the student's entropy is 0 in idle rows. `grad` (R, V), with contiguous rows, is the
         gradient with respect to `z`, and may be `z` itself. If the backend is in `OVERLAYS`, a row of a 16-bit `grad`
         may be the second half of the same row of a float32 `z`.
         """
