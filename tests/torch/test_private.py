@@ -135,5 +135,15 @@ for reduction in ("mean", "none"):
 """
 
 
+@pytest.mark.parametrize("is_private", [True, False], ids=("private", "public"))
+def test_allocations_have_size_stride_and_dtype(is_private: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_private:
+        monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    made = private.allocator(torch.device("cpu"))((3, 4), (1, 8), torch.bfloat16)
+    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((3, 4), (1, 8), torch.bfloat16, "cpu")
+    assert made.untyped_storage().nbytes() >= 2 * (2 + 3 * 8 + 1)
+    assert not made.requires_grad
+
+
 def test_results_without_private_functions() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT], check=True)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.backends.torch.private import DispatchMode, storage_of
+from xent.backends.torch.private import DispatchMode, allocator, storage_of
 from xent.backends.torch.slots import Memory, Place, Slots
 
 __all__ = [
@@ -199,11 +199,11 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         if tensor.device != self._slots.device:
             self._failed = True
             return
-        size, stride, dtype, device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-        slot = self._slots.add(tensor)
+        size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        empty, slot = allocator(tensor.device), self._slots.add(tensor)
 
         def allocate(memory: Memory) -> None:
-            memory[slot] = torch.empty_strided(size, stride, dtype=dtype, device=device)
+            memory[slot] = empty(size, stride, dtype)
 
         self._steps.append((allocate, {slot}))
         self._allocations.add(allocate)

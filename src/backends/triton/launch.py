@@ -103,16 +103,16 @@ class _Compiled:
     """A kernel compiled for a kind of arguments."""
 
     def __init__(self, kernel: Any, constants: list[Any]) -> None:
-        self.kernel, self._constants = kernel, constants
+        self.kernel, self._constants = kernel, tuple(constants)
+        self._run, self._function, self._metadata = kernel.run, kernel.function, kernel.packed_metadata
 
     def __call__(self, programs: int, values: list[Any], queue: int | None) -> None:
         """Launch `programs` programs on a `_queue`. `values` are the arguments, with addresses instead of tensors."""
-        kernel = self.kernel
         if queue is None:
-            kernel[(programs, 1, 1)](*values, *self._constants)
+            self.kernel[(programs, 1, 1)](*values, *self._constants)
             return
-        place = (programs, 1, 1, queue, kernel.function, kernel.packed_metadata)
-        kernel.run(*place, None, None, None, *values, *self._constants)
+        place = (programs, 1, 1, queue, self._function, self._metadata)
+        self._run(*place, None, None, None, *values, *self._constants)
 
 
 def _queue(device: int | None = None) -> int | None:

@@ -3,13 +3,13 @@
 With XENT_CHECK_TARGETS=1, ranks also compare their targets.
 """
 
-import os
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch import private
+from xent.backends.torch.environment import checks_targets
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.options import Options
@@ -116,7 +116,7 @@ def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> T
 
 def _check_targets(layout: Layout, options: Options) -> None:
     """Compare the arrays that have rows between ranks, if XENT_CHECK_TARGETS=1."""
-    if os.environ.get("XENT_CHECK_TARGETS") != "1":
+    if not checks_targets():
         return
     names = ("target", "sample_weight", "temperature", "support_ids", "support_offsets")
     for name in names:
