@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.backends.torch.private import DispatchMode, allocator, storage_of
+from xent.backends.torch.private import DispatchMode, allocator, direct, storage_of
 from xent.backends.torch.slots import Memory, Place, Slots
 
 __all__ = [
@@ -179,11 +179,11 @@ class _Recorder(DispatchMode or object):  # type: ignore[misc]
         if not fresh and not function._schema.is_mutable:
             return  # a view
         fill, used = self._filled((*args, *kwargs.values()), False)
-        count, names = len(args), tuple(kwargs)
+        call, count, names = direct(function), len(args), tuple(kwargs)
 
         def run(memory: Memory) -> Any:
             values = fill(memory)
-            return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+            return call(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
         if not fresh:
             self._steps.append((run, used))
