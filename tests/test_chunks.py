@@ -40,8 +40,23 @@ def test_default_chunk_on_an_accelerator() -> None:
 
 def test_chunk_of_a_large_vocabulary_grows_like_others() -> None:
     sizes = [rows_per_chunk(rows, 256_000, 2, None, "cuda", sums=True) for rows in (8192, 16384, 65536)]
-    assert sizes == [1664, 3328, 3328]
+    assert sizes == [2048, 3328, 3328]
 
+
+@pytest.mark.parametrize(
+    ("rows", "vocabulary", "chunk"),
+    [(8192, 32_000, 4096), (8192, 50_304, 4096), (4096, 50_304, 4096), (16384, 50_304, 4096), (8192, 53_761, 2048)],
+)
+def test_chunk_of_a_small_vocabulary_has_4096_rows_if_they_fit(rows: int, vocabulary: int, chunk: int) -> None:
+    assert rows_per_chunk(rows, vocabulary, 2, None, "cuda", sums=True) == chunk
+
+
+def test_chunk_is_a_multiple_of_the_rows_of_a_tile() -> None:
+    wide = 3 * 151_936  # float32 logits and 16-bit gradients
+    assert rows_per_chunk(8192, wide, 6, None, "cuda", sums=True) == 1280  # 7 chunks; 1177 rows fit
+    assert rows_per_chunk(8192, 1000, 2, 966 * 2000, "cuda") == 911  # a workspace is never exceeded
+    assert rows_per_chunk(8192, 1000, 2, 1100 * 2000, "cuda") == 1024
+    assert rows_per_chunk(8192, 1000, 2, 1460 * 2000, "cuda") == 1408
 
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "itemsize", "chunk"),

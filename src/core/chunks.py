@@ -20,13 +20,15 @@ _MIB = 2**20
 _ROWS_WANTED = 256
 _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator each chunk reads and writes the gradient of the classifier once. With 2048 rows this is cheap. A
-# chunk has fewer rows if the vocabulary is very large (a bound on the memory of its logits), and more if it is small.
-# A batch of less than four such chunks is split into four chunks of at least 1024 rows; a batch of at most 2048 rows is
-# one chunk, so that the host need not wait for a count. If each chunk rounds the gradient once more, the chunks of a
-# large batch are up to twice as large.
+# chunk has fewer rows if the vocabulary is very large (a bound on the memory of its logits), and more if it is small:
+# 4096 rows up to 53760 classes. A batch of less than four such chunks is split into four chunks of at least 1024 rows.
+# A batch of at most 2048 rows is one chunk, so that the host need not wait for a count. If each chunk rounds the
+# gradient once more, the chunks of a large batch are up to twice as large.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
+_ROWS_OF_FEW_CLASSES, _FEW_CLASSES_ELEMENTS = 4096, 210 * 2**20
 _CHUNKS_WANTED_ACCELERATOR = 4
-_CHUNK_ELEMENTS_ACCELERATOR = (2**27, 420 * 2**20)
+_CHUNK_ELEMENTS_ACCELERATOR = (2**27, 2**29)
+_GROWN_CHUNK_ELEMENTS = 420 * 2**20  # times the growth
 _MOST_GROWTH_ACCELERATOR = 2
 # MLX on NVIDIA GPUs stores the gradient of a chunk beside its logits, so chunks are a little smaller. If the classifier
 # is trained, MLX allocates a new sum of its gradient for each chunk in the queue, so chunks are few and large.
@@ -39,8 +41,9 @@ _CHUNK_ELEMENTS_METAL = 2**26
 # unfused loss takes 196 MiB.
 _CHUNK_ELEMENTS_MLX_CPU = 2**21
 _ROWS_WANTED_MLX_CPU = 64
-# Matrix products work on tiles of this many rows.
-_ROWS_MULTIPLE = 128
+# Matrix products work on tiles of 256 or 128 rows. Eight chunks of 1024 rows take less time than nine of 911.
+_ROWS_MULTIPLES = (256, 128)
+_MOST_EXCESS = 1 / 8  # by which rounding up may exceed a default size
 # A block should stay in the caches of the cores during all passes over it.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
 _BLOCK_BYTES_CPU = 8 * _MIB
@@ -80,14 +83,19 @@ def rows_per_chunk(
         quarter = rows // _CHUNKS_WANTED_ACCELERATOR
         growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR if sums else 1)
         wanted = enough if rows <= enough else max(min(quarter, int(enough * growth)), fewest)
+        if _ROWS_OF_FEW_CLASSES * vocabulary <= _FEW_CLASSES_ELEMENTS:
+            wanted = max(wanted, _ROWS_OF_FEW_CLASSES)
         least, largest = _CHUNK_ELEMENTS_ACCELERATOR
-        elements = min(max(wanted * vocabulary, least), int(largest * growth))
+        elements = min(max(wanted * vocabulary, least), max(largest, int(_GROWN_CHUNK_ELEMENTS * growth)))
         most = max(elements // vocabulary, _ROWS_WANTED)
     if rows <= most:
         return max(rows, 1)
     even = math.ceil(rows / math.ceil(rows / most))
-    rounded = -(-even // _ROWS_MULTIPLE) * _ROWS_MULTIPLE
-    return rounded if device not in ("cpu", "mlx-cpu") and rounded <= min(most, rows) else even
+    if device in ("cpu", "mlx-cpu"):
+        return even
+    largest = min(most if workspace is not None else int(most * (1 + _MOST_EXCESS)), rows)
+    rounded = (-(-even // multiple) * multiple for multiple in _ROWS_MULTIPLES)
+    return next((each for each in rounded if each <= largest), even)
 
 
 def rows_per_block(vocabulary: int, itemsize: int, device: str, threads: int) -> int:
