@@ -1,27 +1,26 @@
 """Validate the arguments of the losses and describe the call. Errors name the argument, its value and what is allowed.
 
-This module checks shapes and dtypes of arrays; `validate_options` checks numbers and names. The backends check the
-values in `target` (see `XENT_CHECK_TARGETS` in `xent.cross_entropy`), because reading them may synchronise with the
-device.
+This module checks shapes and dtypes of arrays, with `validate_arrays`; `validate_options` checks numbers and names. The
+backends check the values in `target` (see `XENT_CHECK_TARGETS` in `xent.cross_entropy`), because reading them may
+synchronise with the device.
 """
 
 from typing import Any
 
-from xent.core.arrays import (
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    describe,
-    dtype_name,
-    framework_of,
-    is_tracing,
-    number_of,
-    one_framework,
-)
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, dtype_name, framework_of, number_of, one_framework
 from xent.core.shards import check_tokens, shards_of
-from xent.core.spec import LinearCall, LogitsCall, QuantizedWeight
-from xent.core.validate_options import check_numbers, check_shift_and_workspace, heads_of, is_int, loss_spec
+from xent.core.spec import LinearCall, LogitsCall
+from xent.core.validate_arrays import (
+    check_classifier,
+    check_float,
+    check_normalizer,
+    check_sample_weight,
+    class_axis,
+    parts_of,
+)
+from xent.core.validate_options import check_shift_and_workspace, heads_of, loss_spec
 
-__all__ = ["check_quantized", "linear_call", "logits_call", "parts_of"]
+__all__ = ["linear_call", "logits_call"]
 
 
 def logits_call(
@@ -47,17 +46,9 @@ def logits_call(
         **_scales(framework_of(logits), **loss),
     )
     spec = loss_spec(framework, **loss)
-    _check_float("logits", logits)
-    shape = tuple(logits.shape)
-    if not shape:
-        raise ValueError("logits must have a class axis, got a 0-d array")
-    if not is_int(axis):
-        raise TypeError(f"axis must be an int, got {axis!r}")
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
+    axis, shape = class_axis(logits, axis), tuple(logits.shape)
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {inplace!r}")
-    axis %= len(shape)
     rows = shape[:axis] + shape[axis + 1 :]
     shards = shards_of(framework, vocab_parallel)
     if shards is not None and shards.axis is not None:
@@ -98,23 +89,8 @@ def linear_call(
         **_scales(framework_of(input), **loss),
     )
     spec = loss_spec(framework, **loss)
-    for name, array in (("input", input), ("linear_weight", linear_weight), ("linear_bias", linear_bias)):
-        if array is not None and not isinstance(array, QuantizedWeight):
-            _check_float(name, array)
-    if isinstance(linear_weight, QuantizedWeight):
-        check_quantized(framework, linear_weight, "linear_weight")
-    if len(input.shape) < 1:
-        raise ValueError("input must have shape (..., D), got a 0-d array")
-    if len(linear_weight.shape) != 2 or linear_weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"linear_weight must have shape (V, D) with D = {input.shape[-1]}, the last axis of input "
-            f"{tuple(input.shape)}; got {tuple(linear_weight.shape)}"
-        )
+    check_classifier(framework, "", input, linear_weight, linear_bias)
     vocabulary = linear_weight.shape[0]
-    if linear_bias is not None and tuple(linear_bias.shape) != (vocabulary,):
-        raise ValueError(
-            f"linear_bias must have shape ({vocabulary},), the rows of linear_weight; got {tuple(linear_bias.shape)}"
-        )
     check_shift_and_workspace(shift, workspace)
     shards = shards_of(framework, vocab_parallel)
     heads = heads_of(framework, shift, head_weight, spec.reduction)
@@ -165,55 +141,13 @@ def _scales(framework: str | None, *, softcap: Any, logit_scale: Any, **_: Any) 
     return {name: value for name, value in given.items() if framework == "torch" == framework_of(value)}
 
 
-def parts_of(weight: Any, name: str) -> dict[str, Any]:
-    """Return the arrays of a classifier, by the names that error messages use. `name` is that of the argument."""
-    if not isinstance(weight, QuantizedWeight):
-        return {name: weight}
-    parts = {part: getattr(weight, part) for part in ("packed", "scales", "biases")}
-    for part in ("packed", "scales"):
-        if parts[part] is None:
-            raise TypeError(f"{name}.{part} must be an MLX array, got None")
-    return {f"{name}.{part}": array for part, array in parts.items()}
-
-
-def check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None:
-    """Raise TypeError or ValueError for an invalid quantized classifier."""
-    if framework != "mlx":
-        raise TypeError(f"{name}: a QuantizedWeight holds MLX arrays, got {describe(weight.packed)}")
-    if dtype_name(weight.packed) != "uint32" or len(weight.packed.shape) != 2:
-        raise TypeError(
-            f"{name}.packed must be a uint32 array (V, D * bits / 32), as mlx.core.quantize returns it; got "
-            f"{describe(weight.packed)}"
-        )
-    for number in ("group_size", "bits"):
-        if not is_int(getattr(weight, number)) or getattr(weight, number) <= 0:
-            raise ValueError(f"{name}.{number} must be an int > 0, got {getattr(weight, number)!r}")
-    vocabulary, width = weight.shape
-    groups = (vocabulary, width // weight.group_size)
-    for kind in ("scales", "biases"):
-        part = getattr(weight, kind)
-        if part is not None and tuple(part.shape) != groups:
-            raise ValueError(
-                f"{name}.{kind} must have shape {groups}, one for each {weight.group_size} elements of a row of "
-                f"({vocabulary}, {width}); got {tuple(part.shape)}"
-            )
-
-
 def _normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
     if normalizer is not None and reduction != "mean":
         raise ValueError(
             f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
             "by it, or divide the result, loss / normalizer"
         )
-    if normalizer is None or framework_of(normalizer) is not None:
-        if normalizer is not None and len(normalizer.shape) != 0:
-            raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
-        if normalizer is not None and dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
-            raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
-        return normalizer
-    if not is_tracing(framework):
-        check_numbers(0.0, 0.0, None, 1.0, normalizer)
-    return normalizer
+    return check_normalizer(framework, normalizer)
 
 
 def _check_rows(
@@ -253,16 +187,7 @@ def _check_rows(
             f"({', '.join(FLOAT_DTYPES)}), got dtype {dtype}"
         )
     if weight is not None:
-        _check_float("weight", weight)
+        check_float("weight", weight)
         if tuple(weight.shape) != (vocabulary,):
             raise ValueError(f"weight must have shape ({vocabulary},), one per class; got {tuple(weight.shape)}")
-    if sample_weight is not None:
-        if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
-            raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
-        if tuple(sample_weight.shape) != rows:
-            raise ValueError(f"sample_weight must have shape {rows}, one per row; got {tuple(sample_weight.shape)}")
-
-
-def _check_float(name: str, array: Any) -> None:
-    if dtype_name(array) not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}; got {describe(array)}")
+    check_sample_weight(sample_weight, rows)

@@ -6,20 +6,24 @@ This module checks shapes, dtypes and numbers. The backends check the values in 
 import math
 from typing import Any
 
-from xent.core.arrays import (
-    FLOAT_DTYPES,
-    INTEGER_DTYPES,
-    describe,
-    dtype_name,
-    framework_of,
-    is_tracing,
-    number_of,
-    one_framework,
-)
-from xent.core.spec import DIVERGENCE_STATS, REDUCTIONS, QuantizedWeight, bounded
+from xent.core.arrays import INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing, number_of, one_framework
+from xent.core.spec import DIVERGENCE_STATS, bounded
 from xent.core.teachers import TAILS, DivergenceCall, LinearLogits, LinearTeacher, StoredLogits, TopKTeacher
-from xent.core.validate import check_quantized, parts_of
-from xent.core.validate_options import check_number, check_numbers, check_shift_and_workspace, check_stats
+from xent.core.validate_arrays import (
+    check_classifier,
+    check_float,
+    check_normalizer,
+    check_sample_weight,
+    class_axis,
+    parts_of,
+)
+from xent.core.validate_options import (
+    check_number,
+    check_numbers,
+    check_reduction,
+    check_shift_and_workspace,
+    check_stats,
+)
 
 __all__ = ["check_beta", "check_temperature", "linear_divergence_call", "logits_divergence_call"]
 
@@ -45,24 +49,16 @@ def logits_divergence_call(
 ) -> DivergenceCall:
     """Check the arguments of `xent.divergence` and describe the call."""
     framework, normalizer = _frameworks({"logits": logits}, teacher, sample_weight, normalizer)
-    _check_float("logits", logits)
-    shape = tuple(logits.shape)
-    if not shape:
-        raise ValueError("logits must have a class axis, got a 0-d array")
-    if isinstance(axis, bool) or not isinstance(axis, int):
-        raise TypeError(f"axis must be an int, got {axis!r}")
-    if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
-    axis %= len(shape)
+    axis, shape = class_axis(logits, axis), tuple(logits.shape)
     rows, vocabulary = shape[:axis] + shape[axis + 1 :], shape[axis]
     cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
     return DivergenceCall(
         StoredLogits(logits, cap, scale),
         _teacher(framework, teacher, rows, vocabulary, shape, heat, beta),
-        _sample_weight(sample_weight, rows),
-        _normalizer(framework, normalizer),
+        check_sample_weight(sample_weight, rows),
+        check_normalizer(framework, normalizer),
         number_of(framework, beta),
-        _reduction(reduction),
+        check_reduction(reduction),
         rows,
         _vocabulary(vocabulary),
         heat,
@@ -90,17 +86,17 @@ def linear_divergence_call(
     """Check the arguments of `xent.linear_divergence` and describe the call."""
     student = {"input": input, **parts_of(linear_weight, "linear_weight"), "linear_bias": linear_bias}
     framework, normalizer = _frameworks(student, teacher, sample_weight, normalizer)
-    _check_classifier(framework, "", input, linear_weight, linear_bias)
+    check_classifier(framework, "", input, linear_weight, linear_bias)
     check_shift_and_workspace(0, workspace)
     rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
     cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
     return DivergenceCall(
         LinearLogits(input, linear_weight, linear_bias, cap, scale),
         _teacher(framework, teacher, rows, vocabulary, (*rows, vocabulary), heat, beta),
-        _sample_weight(sample_weight, rows),
-        _normalizer(framework, normalizer),
+        check_sample_weight(sample_weight, rows),
+        check_normalizer(framework, normalizer),
         number_of(framework, beta),
-        _reduction(reduction),
+        check_reduction(reduction),
         rows,
         _vocabulary(vocabulary),
         heat,
@@ -176,7 +172,7 @@ def _teacher(
             raise ValueError(_NO_REVERSE.format(beta))
         return teacher
     if isinstance(teacher, LinearTeacher):
-        _check_classifier(framework, "teacher.", teacher.input, teacher.weight, teacher.bias)
+        check_classifier(framework, "teacher.", teacher.input, teacher.weight, teacher.bias)
         if teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
@@ -192,7 +188,7 @@ def _teacher(
             check_numbers(0.0, 0.0, cap, scale, None)
         cap = None if cap is None else bounded(cap) / heat
         return LinearLogits(teacher.input, teacher.weight, teacher.bias, cap, scale / heat)
-    _check_float("teacher", teacher)
+    check_float("teacher", teacher)
     if tuple(teacher.shape) != logits_shape:
         raise ValueError(
             f"teacher logits must have shape {logits_shape}, the student's rows and vocabulary; got "
@@ -206,7 +202,7 @@ def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -
         raise ValueError(f"teacher.tail must be one of {', '.join(map(repr, TAILS))}, got {teacher.tail!r}")
     if dtype_name(teacher.ids) not in INTEGER_DTYPES:
         raise TypeError(f"teacher.ids must have an integer dtype, got {describe(teacher.ids)}")
-    _check_float("teacher.log_probs", teacher.log_probs)
+    check_float("teacher.log_probs", teacher.log_probs)
     shape = tuple(teacher.ids.shape)
     if shape[:-1] != rows or len(shape) != len(rows) + 1:
         raise ValueError(f"teacher.ids must have shape {(*rows, 'K')}, K classes for each row; got {shape}")
@@ -218,62 +214,7 @@ def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -
         )
 
 
-def _check_classifier(framework: str, prefix: str, input: Any, weight: Any, bias: Any) -> None:
-    """Check hidden states and a classifier. `prefix` is that of the argument names in error messages."""
-    weight_name, bias_name = (f"{prefix or 'linear_'}{name}" for name in ("weight", "bias"))
-    for name, array in ((f"{prefix}input", input), (weight_name, weight), (bias_name, bias)):
-        if isinstance(array, QuantizedWeight):
-            check_quantized(framework, array, name)
-        elif array is not None:
-            _check_float(name, array)
-    if len(input.shape) < 1:
-        raise ValueError(f"{prefix}input must have shape (..., D), got a 0-d array")
-    if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
-        raise ValueError(
-            f"{weight_name} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {prefix}input "
-            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
-        )
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ValueError(
-            f"{bias_name} must have shape ({weight.shape[0]},), the rows of {weight_name}; got {tuple(bias.shape)}"
-        )
-
-
-def _check_float(name: str, array: Any) -> None:
-    if dtype_name(array) not in FLOAT_DTYPES:
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(FLOAT_DTYPES)}; got {describe(array)}")
-
-
 def _vocabulary(vocabulary: int) -> int:
     if vocabulary == 0:
         raise ValueError("there must be at least one class, got 0")
     return vocabulary
-
-
-def _reduction(reduction: Any) -> str:
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
-    return reduction
-
-
-def _sample_weight(sample_weight: Any, rows: tuple[int, ...]) -> Any:
-    if sample_weight is None:
-        return None
-    if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
-        raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
-    if tuple(sample_weight.shape) != rows:
-        raise ValueError(f"sample_weight must have shape {rows}, one per row; got {tuple(sample_weight.shape)}")
-    return sample_weight
-
-
-def _normalizer(framework: str, normalizer: Any) -> Any:
-    if normalizer is None:
-        return None
-    if framework_of(normalizer) is not None:
-        if len(normalizer.shape) != 0:
-            raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
-        if dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
-            raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
-    elif not is_tracing(framework):
-        check_numbers(0.0, 0.0, None, 1.0, normalizer)
-    return normalizer

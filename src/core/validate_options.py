@@ -10,6 +10,7 @@ from xent.core.spec import REDUCTIONS, STAT_NAMES, Heads, LossSpec, bounded
 __all__ = [
     "check_number",
     "check_numbers",
+    "check_reduction",
     "check_shift_and_workspace",
     "check_stats",
     "heads_of",
@@ -72,6 +73,13 @@ def check_number(name: str, value: Any, allowed: str, holds: Any) -> None:
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
+def check_reduction(reduction: Any) -> str:
+    """Return the name of a reduction. Raise ValueError for other values."""
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    return reduction
+
+
 def check_stats(stats: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
     """Return the names of statistics in the order of `allowed`. Raise TypeError or ValueError for other names."""
     listed = ", ".join(map(repr, allowed))
@@ -95,8 +103,7 @@ def loss_spec(
     stats: Any,
 ) -> LossSpec:
     """Check the options that both functions share, and for which no array is needed."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+    check_reduction(reduction)
     if not is_int(ignore_index):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
     if not -(2**63) <= ignore_index < 2**63:
