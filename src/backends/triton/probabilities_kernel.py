@@ -17,7 +17,7 @@ import triton.language as tl
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, order, slope, times
 from xent.backends.triton.row_algebra import bend_of_row, position, row_facts, with_statistics
-from xent.backends.triton.row_results import store_nothing
+from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["probabilities_kernel"]
 
@@ -115,8 +115,7 @@ def probabilities_kernel(
     shared = probabilities + position(row + shift, probabilities_inner, probabilities_outer, probabilities_row, GROUPED)
     lanes = tl.arange(0, BLOCK)
     if (ignored if ALL_ROWS else dead) != 0:
-        if loss is not None:
-            tl.store(loss + row, 0.0)
+        record(loss, row, 0.0)
         store_nothing(row, lse, nll, entropy, predictions, hits, z_term, log_sum_sq, mean_logit)
         if grad is not None:
             place = grad + position(here, grad_inner, grad_outer, grad_row, GROUPED)
@@ -182,25 +181,17 @@ def probabilities_kernel(
         row_lse = m + log_sum
         total_share = tl.sum(shares, 0)
         squared = z_loss * row_lse * row_lse
-        if loss is not None:
-            tl.store(loss + row, tl.where(dead, 0.0, a * (tl.sum(costs, 0) + squared)))
-        if lse is not None:
-            tl.store(lse + row, row_lse)
-        if nll is not None:
-            tl.store(nll + row, tl.sum(raw, 0))
-        if entropy is not None:
-            tl.store(entropy + row, tl.sum(mixed, 0))
-        if z_term is not None:
-            tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
-        if log_sum_sq is not None:
-            tl.store(log_sum_sq + row, tl.log(tl.sum(squares, 0)))
-        if mean_logit is not None:
-            tl.store(mean_logit + row, tl.sum(level, 0) / vocabulary)
+        record(loss, row, tl.where(dead, 0.0, a * (tl.sum(costs, 0) + squared)))
+        record(lse, row, row_lse)
+        record(nll, row, tl.sum(raw, 0))
+        record(entropy, row, tl.sum(mixed, 0))
+        record(z_term, row, tl.where(dead, 0.0, a * squared))
+        record(log_sum_sq, row, tl.log(tl.sum(squares, 0)))
+        record(mean_logit, row, tl.sum(level, 0) / vocabulary)
         if predictions is not None or hits is not None:
             top = tl.max(best, 0)
             found = tl.min(tl.where(best == top, at, NOWHERE), 0)
-            if predictions is not None:
-                tl.store(predictions + row, found.to(tl.int64))
+            record(predictions, row, found.to(tl.int64))
             if hits is not None:
                 likeliest = tl.max(likely, 0)
                 true = tl.min(tl.where(likely == likeliest, likely_at, NOWHERE), 0)

@@ -34,7 +34,7 @@ from xent.backends.triton.row_exchange import WORDS as _WORDS
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
 from xent.backends.triton.row_memory import fetch, fill
-from xent.backends.triton.row_results import store_nothing
+from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["rows_kernel"]
 
@@ -266,25 +266,18 @@ def rows_kernel(
                 tl.store(norm + row, m)
                 tl.store(norm + count + row, others)
                 tl.store(norm + 2 * count + row, total)
-            if lse is not None:
-                tl.store(lse + row, row_lse)
-            if nll is not None:
-                tl.store(nll + row, tl.where(invalid, float("nan"), row_nll))
+            record(lse, row, row_lse)
+            record(nll, row, tl.where(invalid, float("nan"), row_nll))
             row_entropy = 0.0
             if ENTROPY:
                 row_entropy = entropy_of(mixed, others, e_y, e2_y, row_nll, log_sum)
-            if entropy is not None:
-                tl.store(entropy + row, row_entropy)
-            if z_term is not None:
-                tl.store(z_term + row, tl.where(dead, 0.0, a * squared))
+            record(entropy, row, row_entropy)
+            record(z_term, row, tl.where(dead, 0.0, a * squared))
             if log_sum_sq is not None:
                 tl.store(log_sum_sq + row, log_of_squares(squares, others, e_y, row_nll, log_sum))
-            if mean_logit is not None:
-                tl.store(mean_logit + row, level / vocabulary)
-            if predictions is not None:
-                tl.store(predictions + row, found.to(tl.int64))
-            if hits is not None:
-                tl.store(hits + row, tl.where((found == y) & ~invalid, 1.0, 0.0))
+            record(mean_logit, row, level / vocabulary)
+            record(predictions, row, found.to(tl.int64))
+            record(hits, row, tl.where((found == y) & ~invalid, 1.0, 0.0))
             gamma, excess, delta = coefficients(r, w_y, total_weight, row_lse, keep, spread, z_loss, SMOOTHED, Z_LOSS)
             gamma, excess, beta = with_statistics(
                 gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,

@@ -12,6 +12,7 @@ import triton.language as tl
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, log1p, slope, times
 from xent.backends.triton.row_algebra import bend_of_row
+from xent.backends.triton.row_results import record
 
 __all__ = ["shard_again_kernel", "shard_land_kernel"]
 
@@ -202,20 +203,13 @@ def shard_land_kernel(
     if Z_LOSS:
         row_loss += squared
     tl.store(loss + row, tl.where(alive, row_loss, 0.0), mask=inside)
-    if z_term is not None:
-        tl.store(z_term + row, tl.where(alive, squared, 0.0), mask=inside)
-    if lse is not None:
-        tl.store(lse + row, row_lse, mask=inside)
-    if nll is not None:
-        tl.store(nll + row, -log_p, mask=inside)
-    if entropy is not None:
-        tl.store(entropy + row, row_entropy, mask=inside)
-    if predictions is not None:
-        tl.store(predictions + row, found.to(tl.int64), mask=inside)
-    if log_sum_sq is not None:
-        tl.store(log_sum_sq + row, tl.log(squares + own * own) - 2 * log_sum, mask=inside)
-    if mean_logit is not None:
-        tl.store(mean_logit + row, reference - deficit / classes.to(tl.float32), mask=inside)
+    record(z_term, row, tl.where(alive, squared, 0.0), inside)
+    record(lse, row, row_lse, inside)
+    record(nll, row, -log_p, inside)
+    record(entropy, row, row_entropy, inside)
+    record(predictions, row, found.to(tl.int64), inside)
+    record(log_sum_sq, row, tl.log(squares + own * own) - 2 * log_sum, inside)
+    record(mean_logit, row, reference - deficit / classes.to(tl.float32), inside)
     if kept is not None:
         tl.store(kept + of_call, peak, mask=inside)
         tl.store(kept + kept_row + of_call, log_sum, mask=inside)

@@ -25,7 +25,7 @@ from xent.backends.triton.row_algebra import (
 )
 from xent.backends.triton.row_gradient import target_gradient
 from xent.backends.triton.row_memory import fill
-from xent.backends.triton.row_results import store_nothing
+from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["support_kernel"]
 
@@ -196,21 +196,16 @@ def support_kernel(
         nan = float("nan")
         cost = tl.where(broken | invalid, nan, row_nll)
         tl.store(loss + row, cost)
-        if lse is not None:
-            tl.store(lse + row, tl.where(broken, nan, m + log_sum))
-        if nll is not None:
-            tl.store(nll + row, cost)
-        if entropy is not None:
-            tl.store(entropy + row, tl.where(broken, nan, row_entropy))
-        if predictions is not None:
-            tl.store(predictions + row, tl.where(top == -float("inf"), 0, found))
-        if hits is not None:
-            tl.store(hits + row, tl.where((tl.where(top == -float("inf"), 0, found) == y) & ~invalid, 1.0, 0.0))
+        record(lse, row, tl.where(broken, nan, m + log_sum))
+        record(nll, row, cost)
+        record(entropy, row, tl.where(broken, nan, row_entropy))
+        found = tl.where(top == -float("inf"), 0, found)
+        record(predictions, row, found)
+        record(hits, row, tl.where((found == y) & ~invalid, 1.0, 0.0))
         if log_sum_sq is not None:
             logged = log_of_squares(tl.sum(q, 0), others, e_y, row_nll, log_sum)
             tl.store(log_sum_sq + row, tl.where(broken, nan, tl.where(size == 0, -float("inf"), logged)))
-        if mean_logit is not None:
-            tl.store(mean_logit + row, tl.where(broken, nan, tl.sum(v, 0) / tl.maximum(size, 1)))
+        record(mean_logit, row, tl.where(broken, nan, tl.sum(v, 0) / tl.maximum(size, 1)))
 
         if grad is not None:
             r = 0.0 if STATISTICS else 1.0

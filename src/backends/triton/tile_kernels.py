@@ -11,6 +11,7 @@ import triton.language as tl
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import LN2, LOG2E, activate, exp, finite, order, times
 from xent.backends.triton.row_algebra import bend_of_row, log_of_squares, row_facts
+from xent.backends.triton.row_results import record
 
 __all__ = ["finish_kernel", "join_kernel", "tile_kernel"]
 
@@ -254,16 +255,13 @@ def finish_kernel(
         tl.store(norm + row, reference, mask=inside)
         tl.store(norm + count + row, others, mask=inside)
         tl.store(norm + 2 * count + row, total, mask=inside)
-    if lse is not None:
-        tl.store(lse + row, tl.where(ignored, 0.0, row_lse), mask=inside)
-    if nll is not None:
-        tl.store(nll + row, tl.where(ignored, 0.0, tl.where(invalid, float("nan"), -log_p_y)), mask=inside)
+    record(lse, row, tl.where(ignored, 0.0, row_lse), inside)
+    record(nll, row, tl.where(ignored, 0.0, tl.where(invalid, float("nan"), -log_p_y)), inside)
     if entropy is not None:
         mix = tl.load(mixed + row, mask=inside, other=0.0)
         mix = exp(-growth) * (mix - growth * others_total) + times(e_y, x_y - reference)
         tl.store(entropy + row, tl.where(ignored, 0.0, log_sum - mix / total), mask=inside)
-    if z_term is not None:
-        tl.store(z_term + row, tl.where(dead, 0.0, a * squared), mask=inside)
+    record(z_term, row, tl.where(dead, 0.0, a * squared), inside)
     if log_sum_sq is not None:
         square = tl.load(squares + row, mask=inside, other=0.0) * exp(-2 * growth)
         found_squares = log_of_squares(square, others, e_y, -log_p_y, log_sum)
@@ -273,7 +271,5 @@ def finish_kernel(
         tl.store(mean_logit + row, tl.where(ignored, 0.0, height / vocabulary), mask=inside)
     if predictions is not None or hits is not None:
         found = tl.load(at + row, mask=inside, other=0)
-        if predictions is not None:
-            tl.store(predictions + row, tl.where(ignored, -1, found).to(tl.int64), mask=inside)
-        if hits is not None:
-            tl.store(hits + row, tl.where((found == y) & ~ignored & ~invalid, 1.0, 0.0), mask=inside)
+        record(predictions, row, tl.where(ignored, -1, found).to(tl.int64), inside)
+        record(hits, row, tl.where((found == y) & ~ignored & ~invalid, 1.0, 0.0), inside)
