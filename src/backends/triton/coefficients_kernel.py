@@ -3,9 +3,8 @@
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exponent, is_exact
-from xent.backends.triton.row_algebra import coefficients, factors, log_total, losses, row_facts, with_statistics
-from xent.backends.triton.row_gradient import target_gradient
+from xent.backends.triton.row_algebra import gradient_factor, row_facts
+from xent.backends.triton.row_gradient import from_norm
 
 __all__ = ["coefficients_kernel"]
 
@@ -55,38 +54,12 @@ def coefficients_kernel(
     y, a, w_y, ignored, invalid = row_facts(
         row, row < count, target, sample_weight, class_weight, length, shift, ignore_index, vocabulary, SHIFTED, False
     )
-    dead = (a == 0) & ~invalid
-    r = tl.where(invalid, float("nan"), a)
-    if upstream is not None:
-        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
-    else:
-        r = tl.where(invalid, float("nan"), 0.0)
-    if STATISTICS:
-        r = tl.where(dead, 0.0, r)
-    m = tl.load(norm + row)
-    others = tl.load(norm + count + row)
-    total = tl.load(norm + 2 * count + row)
-    log_sum = 0.0
-    if Z_LOSS or TILTED:
-        log_sum = log_total(others, total - others)
-    gamma, excess, delta = coefficients(r, w_y, 0.0, m + log_sum, keep, spread, z_loss, False, Z_LOSS)
-    row_entropy = 0.0
-    if TILTED:
-        row_entropy = tl.load(entropy + row)
-    gamma, excess, beta = with_statistics(
-        gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
-        entropy_upstream, entropy_upstream_stride,
+    dead, r = gradient_factor(a, 1.0, invalid, row, upstream, upstream_stride, STATISTICS)
+    m, _exact, factor, tilt, _delta, g_y = from_norm(
+        norm, row, count, tl.load(target_logits + here), r, w_y, 0.0, entropy, lse_upstream, lse_upstream_stride,
+        nll_upstream, nll_upstream_stride, entropy_upstream, entropy_upstream_stride, keep, spread, z_loss,
+        logit_scale, softcap, True, False, Z_LOSS, SCALED, CAPPED, TILTED,
     )  # fmt: skip
-    factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
-    z_y = tl.load(target_logits + here)
-    e2_y = exponent(activate(z_y, logit_scale, softcap, SCALED, CAPPED, False), m, is_exact(m, True))
-    e_y = tl.math.exp2(e2_y)
-    nll = 0.0
-    if TILTED:
-        nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
-    g_y = target_gradient(
-        z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap, SCALED, CAPPED, TILTED
-    )
     rows = tl.num_programs(0)
     tl.store(made + here, m)
     tl.store(made + rows + here, factor)

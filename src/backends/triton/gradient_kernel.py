@@ -6,18 +6,8 @@ It is used in the backward pass of per-row losses.
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exponent, is_exact
-from xent.backends.triton.row_algebra import (
-    bend_of_row,
-    coefficients,
-    factors,
-    log_total,
-    losses,
-    position,
-    row_facts,
-    with_statistics,
-)
-from xent.backends.triton.row_gradient import target_gradient, write_gradient
+from xent.backends.triton.row_algebra import bend_of_row, gradient_factor, position, row_facts
+from xent.backends.triton.row_gradient import from_norm, write_gradient
 from xent.backends.triton.row_memory import fill
 
 __all__ = ["gradient_kernel"]
@@ -92,14 +82,7 @@ def gradient_kernel(
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
-    dead = ((a == 0) | (inverse == 0)) & ~invalid
-    r = tl.where(invalid, float("nan"), a * inverse)
-    if upstream is not None:
-        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
-    else:
-        r = tl.where(invalid, float("nan"), 0.0)
-    if STATISTICS:
-        r = tl.where(dead, 0.0, r)
+    dead, r = gradient_factor(a, inverse, invalid, row, upstream, upstream_stride, STATISTICS)
     begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
     off = 0
     if SKEWED:
@@ -116,35 +99,16 @@ def gradient_kernel(
         whole = (vocabulary + off + VECTOR - 1) // VECTOR * VECTOR
         z_y = tl.load(logits + begin + y).to(tl.float32)
         tl.debug_barrier()  # the gradient may overwrite the logits
-        m = tl.load(norm + row)
-        others = tl.load(norm + count + row)
-        total = tl.load(norm + 2 * count + row)
         total_weight = 0.0
         if SMOOTHED:
             total_weight = vocabulary * 1.0
             if class_weight is not None:
                 total_weight = tl.load(class_weight_total)
-        log_sum = 0.0
-        if Z_LOSS or TILTED:
-            log_sum = log_total(others, total - others)
-        gamma, excess, delta = coefficients(r, w_y, total_weight, m + log_sum, keep, spread, z_loss, SMOOTHED, Z_LOSS)
-        row_entropy = 0.0
-        if TILTED:
-            row_entropy = tl.load(entropy + row)
-        gamma, excess, beta = with_statistics(
-            gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
-            entropy_upstream, entropy_upstream_stride,
+        m, exact, factor, tilt, delta, g_y = from_norm(
+            norm, row, count, z_y, r, w_y, total_weight, entropy, lse_upstream, lse_upstream_stride, nll_upstream,
+            nll_upstream_stride, entropy_upstream, entropy_upstream_stride, keep, spread, z_loss, logit_scale, softcap,
+            EXACT, SMOOTHED, Z_LOSS, SCALED, CAPPED, TILTED,
         )  # fmt: skip
-        factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
-        exact = is_exact(m, EXACT)
-        e2_y = exponent(activate(z_y, logit_scale, softcap, SCALED, CAPPED, False), m, exact)
-        e_y = tl.math.exp2(e2_y)
-        nll = 0.0
-        if TILTED:
-            nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
-        g_y = target_gradient(
-            z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap, SCALED, CAPPED, TILTED
-        )
         if EXACT | exact:
             write_gradient(
                 source, place, off, first, last, vocabulary, whole, m, exact, factor, tilt, delta, class_weight,

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from xent.backends.triton.launch import kernel
 from xent.backends.triton.maths import activate, exp, finite, order, slope, times
-from xent.backends.triton.row_algebra import bend_of_row, position, row_facts, with_statistics
+from xent.backends.triton.row_algebra import bend_of_row, gradient_factor, position, row_facts, with_statistics
 from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["probabilities_kernel"]
@@ -96,21 +96,14 @@ def probabilities_kernel(
     row = start + here
     if order_of_rows is not None:
         row = tl.load(order_of_rows + row)
-    _y, a, _w, ignored, _invalid = row_facts(
+    _y, a, _w, ignored, invalid = row_facts(
         row, row < count, None, sample_weight, class_weight, length, shift, 0, vocabulary, SHIFTED, True
     )
     softcap, logit_scale = bend_of_row(row, bend, bend_stride, softcap, logit_scale, count, shift, SHIFTED)
     inverse = 1.0
     if MEAN:
         inverse = tl.load(scratch + 1)
-    dead = (a == 0) | (inverse == 0)
-    r = a * inverse
-    if upstream is not None:
-        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
-    if STATISTICS:
-        if upstream is None:
-            r = 0.0
-        r = tl.where(dead, 0.0, r)
+    dead, r = gradient_factor(a, inverse, invalid, row, upstream, upstream_stride, STATISTICS)
     source = logits + position(here, logits_inner, logits_outer, logits_row, GROUPED)
     shared = probabilities + position(row + shift, probabilities_inner, probabilities_outer, probabilities_row, GROUPED)
     lanes = tl.arange(0, BLOCK)

@@ -26,6 +26,7 @@ __all__ = [
     "coefficients",
     "entropy_of",
     "factors",
+    "gradient_factor",
     "inverse_of",
     "inverse_of_few",
     "log_of_squares",
@@ -110,6 +111,24 @@ def inverse_of_few(
     tl.store(scratch, d, mask=stores)
     tl.store(scratch + 1, inverse, mask=stores)
     return inverse
+
+
+@triton.jit
+def gradient_factor(a, inverse, invalid, row, upstream, upstream_stride, STATISTICS: tl.constexpr):
+    """Return whether a row's loss and gradient are 0, and r, with `inverse` = 1 / D; NaN for an invalid target.
+
+    STATISTICS: there are upstream gradients of statistics. The loss then has none if `upstream` is None, and a row
+    whose loss is 0 has a gradient, for which r is 0.
+    """
+    dead = ((a == 0) | (inverse == 0)) & ~invalid
+    r = tl.where(invalid, float("nan"), a * inverse)
+    if upstream is not None:
+        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
+    elif STATISTICS:
+        r = tl.where(invalid, float("nan"), 0.0)
+    if STATISTICS:
+        r = tl.where(dead, 0.0, r)
+    return dead, r
 
 
 @triton.jit

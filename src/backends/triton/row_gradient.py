@@ -3,10 +3,21 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, capped_exponent, exponent, quick_exponent, slope, times
+from xent.backends.triton.maths import (
+    FLOOR,
+    LOG2E,
+    activate,
+    capped_exponent,
+    exponent,
+    is_exact,
+    quick_exponent,
+    slope,
+    times,
+)
+from xent.backends.triton.row_algebra import coefficients, factors, log_total, losses, with_statistics
 from xent.backends.triton.row_memory import edges, fetch, store
 
-__all__ = ["gradient_block", "target_gradient", "write_gradient"]
+__all__ = ["from_norm", "gradient_block", "target_gradient", "write_gradient"]
 
 
 @triton.jit
@@ -54,6 +65,41 @@ def target_gradient(
     if CAPPED or SCALED:
         g *= slope(z_y, logit_scale, softcap, SCALED, CAPPED, False)
     return g
+
+
+@triton.jit
+def from_norm(
+    norm, row, count, z_y, r, w_y, total_weight, entropy, lse_upstream, lse_upstream_stride, nll_upstream,
+    nll_upstream_stride, entropy_upstream, entropy_upstream_stride, keep, spread, z_loss, logit_scale, softcap,
+    EXACT: tl.constexpr, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
+    TILTED: tl.constexpr,
+):  # fmt: skip
+    """Return m, whether it is exact, factor, tilt, delta and the target's gradient, from the saved sums of a row."""
+    m = tl.load(norm + row)
+    others = tl.load(norm + count + row)
+    total = tl.load(norm + 2 * count + row)
+    log_sum = 0.0
+    if Z_LOSS or TILTED:
+        log_sum = log_total(others, total - others)
+    gamma, excess, delta = coefficients(r, w_y, total_weight, m + log_sum, keep, spread, z_loss, SMOOTHED, Z_LOSS)
+    row_entropy = 0.0
+    if TILTED:
+        row_entropy = tl.load(entropy + row)
+    gamma, excess, beta = with_statistics(
+        gamma, excess, row, row_entropy, lse_upstream, lse_upstream_stride, nll_upstream, nll_upstream_stride,
+        entropy_upstream, entropy_upstream_stride,
+    )  # fmt: skip
+    factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
+    exact = is_exact(m, EXACT)
+    e2_y = exponent(activate(z_y, logit_scale, softcap, SCALED, CAPPED, False), m, exact)
+    e_y = tl.math.exp2(e2_y)
+    nll = 0.0
+    if TILTED:
+        nll, _log_sum, _cost = losses(others, e_y, e2_y, 0.0, 0.0, w_y, keep, spread, False)
+    g_y = target_gradient(
+        z_y, others, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap, SCALED, CAPPED, TILTED
+    )
+    return m, exact, factor, tilt, delta, g_y
 
 
 @triton.jit

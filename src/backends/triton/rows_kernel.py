@@ -21,6 +21,7 @@ from xent.backends.triton.row_algebra import (
     coefficients,
     entropy_of,
     factors,
+    gradient_factor,
     inverse_of_few,
     log_of_squares,
     losses,
@@ -149,14 +150,7 @@ def rows_kernel(
         )
     elif MEAN:
         inverse = tl.load(scratch + 1)
-    dead = ((a == 0) | (inverse == 0)) & ~invalid
-    r = tl.where(invalid, float("nan"), a * inverse)
-    if upstream is not None:
-        r *= tl.load(upstream + row * upstream_stride).to(tl.float32)
-    if STATISTICS:
-        if upstream is None:
-            r = tl.where(invalid, float("nan"), 0.0)
-        r = tl.where(dead, 0.0, r)
+    dead, r = gradient_factor(a, inverse, invalid, row, upstream, upstream_stride, STATISTICS)
     a = tl.where(invalid, float("nan"), a)
     # The classes of this program, and the target among them.
     part = program % PARTS
