@@ -14,8 +14,9 @@ from xent.backends.torch.job import Upstream
 from xent.backends.torch.options import Options
 from xent.backends.triton.facts_kernels import divisor_kernel
 from xent.backends.triton.launch import launch, next_power_of_2
+from xent.core.spec import LossSpec
 
-__all__ = ["Facts"]
+__all__ = ["Facts", "bends", "is_quick", "scales", "strided"]
 
 _MANY = 1024
 _FEW = 256
@@ -101,28 +102,18 @@ class Facts:
     @property
     def scales(self) -> tuple[Any, ...]:
         """The kernel arguments for the scale of logits: softcap, logit scale, and those per row with their stride."""
-        return self.spec.softcap or 0.0, self.spec.logit_scale, *_strided(self.bend)
+        return scales(self.spec, self.bend)
 
     @property
     def constants(self) -> dict[str, bool]:
         """The kernels' constants for the shift of the target and the scale of the logits."""
-        scaled = self.spec.logit_scale != 1 or self.bend is not None
-        return {"SHIFTED": self.shift > 0, "CAPPED": self.spec.softcap is not None, "SCALED": scaled}
+        return {"SHIFTED": self.shift > 0, **bends(self.spec, self.bend)}
 
     @property
     def upstreams(self) -> tuple[Tensor | int | None, ...]:
         """The upstream gradients of each row's loss, lse, nll and entropy, each with its stride."""
         each = (None if given is None else given.reshape(-1) for given in self.upstream)
-        return tuple(value for given in each for value in _strided(given))
-
-    def is_quick(self, half: bool) -> bool:
-        """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
-
-        It may if logits are 16-bit and there are many classes, unless the softcap is large or differs by row.
-        """
-        cap = self.spec.softcap
-        bends = cap is None or (self.bend is None and cap <= _LARGEST_SOFTCAP)
-        return half and self.vocabulary >= _MANY and bends
+        return tuple(value for given in each for value in strided(given))
 
     def _support(self, options: Options) -> tuple[Tensor, Tensor] | None:
         if options.support_ids is None or options.support_offsets is None:
@@ -160,6 +151,25 @@ class Facts:
         return scratch
 
 
-def _strided(tensor: Tensor | None) -> tuple[Tensor | None, int]:
+def scales(spec: LossSpec, bend: Tensor | None) -> tuple[Any, ...]:
+    """Return the kernel arguments for the scale of logits: softcap, logit scale, and both per row with their stride."""
+    return spec.softcap or 0.0, spec.logit_scale, *strided(bend)
+
+
+def bends(spec: LossSpec, bend: Tensor | None) -> dict[str, bool]:
+    """Return the kernels' constants for the scale of the logits."""
+    return {"CAPPED": spec.softcap is not None, "SCALED": spec.logit_scale != 1 or bend is not None}
+
+
+def is_quick(spec: LossSpec, bend: Tensor | None, vocabulary: int, half: bool) -> bool:
+    """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
+
+    It may if logits are 16-bit and there are many classes, unless the softcap is large or differs by row.
+    """
+    cap = spec.softcap
+    return half and vocabulary >= _MANY and (cap is None or (bend is None and cap <= _LARGEST_SOFTCAP))
+
+
+def strided(tensor: Tensor | None) -> tuple[Tensor | None, int]:
     """Return a tensor and the stride of its rows, which is 0 for None or a single row."""
     return tensor, 0 if tensor is None or len(tensor) == 1 else tensor.stride(0)

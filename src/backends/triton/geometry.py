@@ -126,9 +126,8 @@ class Sizes:
     options: dict[str, int]
 
     def constants(self) -> dict[str, Any]:
-        """Return the kernel's constants."""
-        sizes = {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
-        return {**sizes, "PARTS": self.parts}
+        """Return the kernel's constants, without the number of programs that share a row."""
+        return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
 
 
 def sizes(

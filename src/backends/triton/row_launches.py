@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.rows import logit_blocks
-from xent.backends.triton.facts import Facts
+from xent.backends.triton.facts import Facts, is_quick
 from xent.backends.triton.geometry import Geometry, geometry, rows_of, sizes
 from xent.backends.triton.gradient_kernel import gradient_kernel
 from xent.backends.triton.launch import cdiv, is_interpreted, launch, next_power_of_2
@@ -111,12 +111,13 @@ def launch_rows(facts: Facts, results: Results, block: Block, norm: Tensor | Non
                 "ALL_ROWS": facts.all_rows,
                 **place.constants(),
                 "EXACT": not half,
-                "QUICK": facts.is_quick(half),
+                "QUICK": is_quick(spec, facts.bend, facts.vocabulary, half),
                 "FOLDS": half and facts.upstream.entropy is None,
                 "SMOOTHED": smoothed,
                 "Z_LOSS": spec.z_loss != 0,
                 **facts.constants,
                 **size.constants(),
+                "PARTS": size.parts,
                 "PHASE": phase,
             },
             **size.options,
@@ -154,7 +155,7 @@ def launch_gradient(facts: Facts, block: Block, norm: Tensor, entropy: Tensor | 
             "MEAN": facts.mean,
             **place.constants(),
             "EXACT": not half,
-            "QUICK": facts.is_quick(half),
+            "QUICK": is_quick(spec, facts.bend, facts.vocabulary, half),
             "SMOOTHED": smoothed,
             "Z_LOSS": spec.z_loss != 0,
             **facts.constants,

@@ -12,10 +12,11 @@ from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.layout import Layout
 from xent.backends.torch.sharded.steps import Coefficients, Landing
 from xent.backends.torch.sharded.sums import Slots
+from xent.backends.triton.facts import bends, scales, strided
 from xent.backends.triton.launch import cdiv, launch
 from xent.backends.triton.shard_land_kernels import shard_again_kernel, shard_land_kernel
 
-__all__ = ["ShardLanding", "slots", "stride_of"]
+__all__ = ["ShardLanding", "slots"]
 
 _SLOTS = ("below", "mixed", "squares", "deficit", "key")
 _ROWS = 64  # rows of a program, with 2 warps: a part of 1024 rows uses 16 multiprocessors
@@ -38,17 +39,9 @@ class ShardLanding:
             1 - smoothing,
             smoothing / facts.vocabulary,
             spec.z_loss,
-            spec.softcap or 0.0,
-            spec.logit_scale,
-            facts.bend,
-            stride_of(facts.bend),
+            *scales(spec, facts.bend),
         )
-        self._constants = {
-            "Z_LOSS": spec.z_loss != 0,
-            "CAPPED": spec.softcap is not None,
-            "SCALED": spec.logit_scale != 1 or facts.bend is not None,
-            "BLOCK": _ROWS,
-        }
+        self._constants = {"Z_LOSS": spec.z_loss != 0, **bends(spec, facts.bend), "BLOCK": _ROWS}
 
     def land(self, sums: Slots, landing: Landing) -> Coefficients | None:
         """See `xent.backends.torch.sharded.steps.Steps.land`."""
@@ -82,8 +75,7 @@ class ShardLanding:
                     results.log_sum_sq_probs,
                     results.mean_logit,
                     results.z_term,
-                    landing.kept,
-                    stride_of(landing.kept),
+                    *strided(landing.kept),
                     len(facts.weight),
                     made,
                     *self._numbers,
@@ -110,7 +102,7 @@ class ShardLanding:
                     part.start,
                     count,
                     self._scale,
-                    *(value for one in upstream for value in (one, stride_of(one))),
+                    *(value for one in upstream for value in strided(one)),
                     made,
                     *self._numbers,
                 ),
@@ -153,8 +145,3 @@ class ShardLanding:
 def slots(sums: Slots) -> dict[str, Any]:
     """Return the kernels' constants: the slot of each sum, -1 if it is not needed."""
     return {name.upper(): sums.names.index(name) if name in sums else -1 for name in _SLOTS}
-
-
-def stride_of(tensor: Tensor | None) -> int:
-    """Return the stride of the first axis; 0 for None."""
-    return 0 if tensor is None else tensor.stride(0)

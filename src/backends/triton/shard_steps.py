@@ -14,10 +14,11 @@ from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.plain import PlainSteps
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Shard, Steps
 from xent.backends.torch.sharded.sums import Slots
-from xent.backends.triton.geometry import Geometry, geometry
+from xent.backends.triton.facts import bends, is_quick, scales
+from xent.backends.triton.geometry import Geometry, geometry, in_blocks
 from xent.backends.triton.launch import cdiv, launch, next_power_of_2
 from xent.backends.triton.shard_kernels import shard_fold_kernel, shard_gradient_kernel
-from xent.backends.triton.shard_landing import ShardLanding, slots, stride_of
+from xent.backends.triton.shard_landing import ShardLanding, slots
 from xent.backends.triton.shard_take_kernel import shard_take_kernel
 
 __all__ = ["ShardSteps"]
@@ -25,7 +26,6 @@ __all__ = ["ShardSteps"]
 # Bytes of a block, and of the part of a warp. Four programs of the fold fit on a multiprocessor, and the gradient has
 # four vectors per thread, like the gradient of whole rows. Not measured.
 _OF_FOLD, _OF_GRADIENT = (8 * 1024, 1024), (16 * 1024, 2048)
-_MANY, _LARGEST_SOFTCAP = 1024, 256
 
 
 class ShardSteps:
@@ -39,11 +39,7 @@ class ShardSteps:
         self._shard, self._spec, self._local = shard, facts.spec, shard.local
         self._dead = None if facts.dead is None else facts.dead.contiguous()
         self._weight = None if facts.class_weight is None else facts.class_weight.contiguous()
-        self._numbers = (self._spec.softcap or 0.0, self._spec.logit_scale, facts.bend, stride_of(facts.bend))
-        self._bent = {
-            "CAPPED": self._spec.softcap is not None,
-            "SCALED": self._spec.logit_scale != 1 or facts.bend is not None,
-        }
+        self._numbers, self._bends = scales(self._spec, facts.bend), bends(self._spec, facts.bend)
 
     def take(self, linear: Linear, part: Part) -> Taken:
         """Gather the hidden states in one launch. Rows without a gradient are 0, unless there are statistics."""
@@ -113,10 +109,7 @@ class ShardSteps:
             {
                 **slots(sums),
                 **self._constants(place, logits),
-                "WHOLE": classes % block == 0 and not place.skewed,
-                "BLOCK": block,
-                "LANES": block if place.skewed or place.vector == 1 else block // place.vector,
-                "BLOCKS": next_power_of_2(cdiv(classes, block)),
+                **in_blocks(classes, place, block, 1, 1, {}).constants(),
             },
             num_warps=warps,
             **place.options(),
@@ -155,14 +148,13 @@ class ShardSteps:
 
     def _constants(self, place: Geometry, logits: Tensor) -> dict[str, Any]:
         """Return the constants that both kernels have."""
-        spec, facts = self._spec, self._shard.facts
-        bends = spec.softcap is None or (facts.bend is None and spec.softcap <= _LARGEST_SOFTCAP)
+        facts = self._shard.facts
         return {
             "SKEWED": place.skewed,
             "RAGGED": place.ragged,
             "VECTOR": place.vector,
-            "QUICK": logits.itemsize == 2 and facts.vocabulary >= _MANY and bends,
-            **self._bent,
+            "QUICK": is_quick(self._spec, facts.bend, facts.vocabulary, logits.itemsize == 2),
+            **self._bends,
         }
 
 
