@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.product_sum import ProductSum, kept_dtype
 from xent.backends.torch.rows import span
@@ -37,8 +38,7 @@ class Gradients:
             chunks = schedule.chunks()
             self._weight = ProductSum(weight.shape, linear.compute, weight.dtype, weight.device, chunks)
         if self._needs_bias:
-            wide = torch.float64 if linear.compute == torch.float64 else torch.float32
-            self._bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device)
+            self._bias = torch.zeros(weight.shape[0], dtype=accumulation_dtype(linear.compute), device=weight.device)
 
     def add(self, part: Part, trained: Tensor, grad_logits: Tensor) -> None:
         """Add a part: hidden states (R, D), 0 in rows without a gradient, and the gradient of its logits (R, V)."""

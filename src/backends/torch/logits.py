@@ -7,6 +7,7 @@ underflow before the loss scale is known, the backward pass computes it from the
 import torch
 from torch import Tensor
 
+from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.job import Upstream, start
 from xent.backends.torch.options import Options
 from xent.backends.torch.rows import gradient_like
@@ -21,8 +22,8 @@ def makes_gradient_first(reduction: str, dtype: torch.dtype) -> bool:
 
 def new_norm(logits: Tensor) -> Tensor:
     """Allocate `norm`, (3, N): the parts of the log-sum-exp of all rows."""
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return torch.empty((3, logits.shape[:-1].numel()), dtype=dtype, device=logits.device)
+    count, dtype = logits.shape[:-1].numel(), accumulation_dtype(logits.dtype)
+    return torch.empty((3, count), dtype=dtype, device=logits.device)
 
 
 def forward(logits: Tensor, grad: Tensor | None, norm: Tensor | None, options: Options) -> tuple[Tensor, list[Tensor]]:

@@ -26,7 +26,7 @@ from xent.backends.torch.logits import makes_gradient_first, new_norm
 from xent.backends.torch.options import SCHEMA, accuracy_is_per_row, reduction_of, stats_of, unpack
 from xent.backends.torch.product_sum import kept_dtype
 from xent.backends.torch.rows import gradient_like
-from xent.backends.torch.weighed_sum import weighed_sum
+from xent.backends.torch.steps import weighed_sum
 
 __all__ = [
     "LINEAR",

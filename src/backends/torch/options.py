@@ -21,6 +21,7 @@ __all__ = [
     "TENSORS",
     "Options",
     "accuracy_is_per_row",
+    "as_tensor",
     "pack",
     "read",
     "reduction_of",
@@ -105,7 +106,7 @@ def pack(options: Options) -> tuple[Any, ...]:
         *sampling,
         scale,
         cap,
-        _as_tensor(numbers),
+        as_tensor(numbers),
         spec.ignore_index,
         spec.softcap is not None,
         normalizer is not None and not is_tensor,
@@ -150,7 +151,8 @@ def accuracy_is_per_row(arguments: Any) -> bool:
     return bool(arguments[16])
 
 
-def _as_tensor(numbers: list[Any]) -> Tensor:
+def as_tensor(numbers: list[Any]) -> Tensor:
+    """Return numbers as one float64 tensor on the CPU."""
     if torch.compiler.is_compiling():
         # A multiplication keeps a symbolic float symbolic; torch.tensor would turn it into a constant of the graph.
         return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * number for number in numbers])

@@ -29,6 +29,7 @@ from xent.backends.torch.job import Upstream
 from xent.backends.torch.quick_rows import QuickRows, serves
 from xent.backends.torch.results import Results
 from xent.backends.torch.rows import row_sum
+from xent.backends.torch.steps import times
 from xent.core.chunks import rows_per_block
 
 __all__ = ["PlainPass"]
@@ -60,7 +61,7 @@ class PlainPass:
         nll, lse = quick.forward()
         if results.norm is not None:
             results.norm[0, rows], results.norm[1, rows] = quick.norm()
-        self.record(rows, nll if quick.share is None else _product(quick.share[:, 0], nll), nll, lse)
+        self.record(rows, nll if quick.share is None else times(quick.share[:, 0], nll), nll, lse)
 
     def record(self, rows: slice, loss: Tensor, nll: Tensor | None, lse: Tensor | None) -> None:
         """Record the results of these rows, from their losses without row weights and z-loss."""
@@ -271,17 +272,17 @@ class _Block:
         log_p = self.work
         share, total = self._shares()
         if self.target is None:
-            loss, nll = -row_sum(_product(share, log_p)), None
+            loss, nll = -row_sum(times(share, log_p)), None
             if results.nll is not None:
-                nll = -row_sum(_product(self._probabilities().to(log_p.dtype), log_p))
+                nll = -row_sum(times(self._probabilities().to(log_p.dtype), log_p))
         else:
             nll = nll_loss(log_p, self.target, reduction="none")
             if isinstance(share, Tensor):
-                loss = _product(share[:, 0], nll)
+                loss = times(share[:, 0], nll)
             else:
                 loss = nll if share == 1 else nll * share if share else torch.zeros_like(nll)
             if self.spread:
-                spread_over = log_p if facts.class_weight is None else _product(facts.class_weight, log_p)
+                spread_over = log_p if facts.class_weight is None else times(facts.class_weight, log_p)
                 loss = loss - self.spread * row_sum(spread_over)
         self.parent.record(self.rows, loss, nll, lse)
         return share, total
@@ -338,8 +339,3 @@ class _Block:
 def _scaled(scale: Tensor, share: Any) -> Tensor:
     """Return scale * share; the scale itself if the share is the number 1."""
     return scale if not isinstance(share, Tensor) and share == 1 else scale * share
-
-
-def _product(weights: Tensor, values: Tensor) -> Tensor:
-    """Return weights * values; 0 for a weight of 0, also if the value is infinite."""
-    return (weights * values).masked_fill(weights == 0, 0)

@@ -1,13 +1,13 @@
-"""Steps before and after the row pass, in PyTorch's own operations: target logits, reduction, scaling of gradients."""
+"""Steps beside the row pass, in PyTorch's own operations: target logits, reduction, products with gradients."""
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.facts import Facts
+from xent.backends.torch.facts import Facts, accumulation_dtype
 from xent.backends.torch.rows import Rows
 from xent.core.chunks import rows_per_block
 
-__all__ = ["multiply", "reduced", "scale", "target_logits"]
+__all__ = ["multiply", "reduced", "scale", "target_logits", "times", "weighed_sum"]
 
 
 def reduced(values: Tensor, facts: Facts) -> Tensor:
@@ -51,3 +51,25 @@ def multiply(grad: Tensor, factor: Tensor, out: Tensor) -> Tensor:
     for start, block in Rows(grad).blocks(step):
         places.block(start, start + len(block)).copy_(block * factor.reshape(1))
     return out
+
+
+def weighed_sum(grad: Tensor, values: Tensor) -> Tensor:
+    """Return sum(grad * values) of two tensors (..., V), 0-d, in the accumulation dtype, block by block.
+
+    An element whose gradient is 0 adds 0, even if it is infinite or NaN.
+    """
+    wide = accumulation_dtype(grad.dtype)
+    total = torch.zeros((), dtype=wide, device=grad.device)
+    if not grad.numel():
+        return total
+    most = rows_per_block(grad.shape[-1], wide.itemsize, grad.device.type, torch.get_num_threads())
+    other = Rows(values)
+    for start, block in Rows(grad).blocks(most):
+        product = block.to(wide) * other.block(start, start + len(block)).to(wide)
+        total += product.masked_fill_(block == 0, 0).sum()
+    return total
+
+
+def times(weights: Tensor, values: Tensor) -> Tensor:
+    """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
+    return (weights * values).masked_fill(weights == 0, 0)

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from xent.backends.torch.facts import accumulation_dtype
+from xent.backends.torch.options import as_tensor
 from xent.core.validate_divergence import check_beta, check_temperature
 from xent.core.validate_options import check_numbers
 
@@ -66,7 +68,7 @@ class Divergence(NamedTuple):
     @property
     def accumulation(self) -> torch.dtype:
         """The dtype of sums, of exact logits and of the loss."""
-        return torch.float64 if self.compute == torch.float64 else torch.float32
+        return accumulation_dtype(self.compute)
 
     @property
     def makes_gradient_first(self) -> bool:
@@ -90,7 +92,7 @@ def pack(call: Divergence) -> tuple[Any, ...]:
     return (
         *call[:7],
         call.normalizer if is_tensor else None,
-        _as_tensor(numbers),
+        as_tensor(numbers),
         list(call.needs),
         [call.softcap is not None, call.teacher_softcap is not None, has_divisor],
         *call[15:],
@@ -132,10 +134,3 @@ def unpack(arguments: Any) -> Divergence:
 def reduction_of(arguments: Any) -> str:
     """Return the reduction in `SCHEMA`'s arguments."""
     return str(arguments[12])
-
-
-def _as_tensor(numbers: list[Any]) -> Tensor:
-    if torch.compiler.is_compiling():
-        # A multiplication keeps a symbolic float symbolic; torch.tensor would turn it into a constant of the graph.
-        return torch.stack([torch.ones((), dtype=torch.float64, device="cpu") * number for number in numbers])
-    return torch.tensor(numbers, dtype=torch.float64, device="cpu")

@@ -6,6 +6,7 @@ from torch import Tensor
 from xent.backends.torch.divergence.call import Divergence
 from xent.backends.torch.divergence.facts import RowFacts, TopK, gather_facts, gather_top_k
 from xent.backends.torch.divergence.steps import OVERLAYS, STEPS
+from xent.backends.torch.facts import accumulation_dtype
 from xent.backends.torch.gradients import Gradients
 from xent.backends.torch.linear_call import Linear
 from xent.backends.torch.product_sum import rounds_sums
@@ -75,13 +76,13 @@ class _Run:
     def chunks(self, wanted: bool) -> list[Tensor]:
         """Compute all rows, and if `wanted` the gradients that are needed."""
         call, device = self.call, self.call.student.device
-        student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(_linear_of(call), True)
+        student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(_linear_of(call))
         teacher = self._teacher()
         schedule = Schedule(self, self._step(student, teacher, wanted))
         rows = max(min(schedule.step, schedule.count), 0)
-        student.make_room(rows, call.accumulation)
+        student.make_room(rows)
         if not isinstance(teacher, TopK):
-            teacher.make_room(rows, call.accumulation)
+            teacher.make_room(rows)
         place: _GradientOfLogits | _GradientOfClassifier | None = None
         if wanted and call.weight is None:
             place = _GradientOfLogits(call)
@@ -111,13 +112,12 @@ class _Run:
         if call.teacher_weight is None:
             return _Stored(call.teacher, call.vocabulary)
         arrays = (call.teacher.detach(), call.teacher_weight.detach(), call.teacher_bias)
-        return _Classifier(Linear(*arrays, 0, None, call.teacher_weight.dtype, (False, False, False)), False)
+        return _Classifier(Linear(*arrays, 0, None, call.teacher_weight.dtype, (False, False, False)))
 
     def _step(self, student: "_Stored | _Classifier", teacher: "_Stored | _Classifier | TopK", wanted: bool) -> int:
         """Return the number of rows of a chunk."""
         call, device = self.call, self.call.student.device.type
-        size = student.bytes_per_row(call.accumulation)
-        size += 0 if isinstance(teacher, TopK) else teacher.bytes_per_row(call.accumulation)
+        size = student.bytes_per_row + (0 if isinstance(teacher, TopK) else teacher.bytes_per_row)
         if call.weight is not None and wanted and call.compute.itemsize == 2 and not _overlays(call):
             size += call.vocabulary * 2
         if not size:  # all logits are in memory already
@@ -139,15 +139,14 @@ class _Run:
 class _Stored:
     """Logits (..., V) in memory."""
 
+    bytes_per_row = 0
+
     def __init__(self, logits: Tensor, vocabulary: int) -> None:
         self._rows = Rows(logits)
         self.copies = vocabulary > 1 and logits.stride(-1) != 1
         """Whether a block is a copy, because the classes of a row are not contiguous."""
 
-    def bytes_per_row(self, acc: torch.dtype) -> int:
-        return 0
-
-    def make_room(self, rows: int, acc: torch.dtype) -> None:
+    def make_room(self, rows: int) -> None:
         """Do nothing: no memory is needed."""
 
     def block(self, part: Part) -> Tensor:
@@ -160,19 +159,15 @@ class _Classifier:
 
     copies = False
 
-    def __init__(self, linear: Linear, is_student: bool) -> None:
+    def __init__(self, linear: Linear) -> None:
         self._linear, self._padded = linear, linear.padded
-        self._vocabulary = len(linear.weight)
-        self._is_student = is_student
+        self._vocabulary, self._wide = len(linear.weight), accumulation_dtype(linear.compute)
+        self.bytes_per_row = linear.columns * self._wide.itemsize
 
-    def bytes_per_row(self, acc: torch.dtype) -> int:
-        """Return the bytes of a row of logits."""
-        return self._linear.columns * self._wide(acc).itemsize
-
-    def make_room(self, rows: int, acc: torch.dtype) -> None:
+    def make_room(self, rows: int) -> None:
         """Allocate memory for `rows` rows."""
-        weight = self._linear.weight
-        self.room = torch.empty(rows, self._linear.columns, dtype=self._wide(acc), device=weight.device)
+        linear = self._linear
+        self.room = torch.empty(rows, linear.columns, dtype=self._wide, device=linear.weight.device)
 
     def hidden(self, part: Part) -> Tensor:
         """Return the hidden states (R, D) of a part in the compute dtype."""
@@ -183,12 +178,6 @@ class _Classifier:
         hidden, out = self.hidden(part), self.room[: part.stop - part.start]
         self._padded.write_logits(hidden, out)
         return out[:, : self._vocabulary]
-
-    def _wide(self, acc: torch.dtype) -> torch.dtype:
-        compute = self._linear.compute
-        if self._is_student:
-            return acc
-        return torch.float64 if compute == torch.float64 else torch.float32
 
 
 class _GradientOfLogits:

@@ -23,7 +23,8 @@ from xent.backends.torch.activation import slope
 from xent.backends.torch.facts import Facts
 from xent.backends.torch.job import Upstream
 from xent.backends.torch.sharded.steps import Coefficients
-from xent.backends.torch.sharded.sums import Merged, times
+from xent.backends.torch.sharded.sums import Merged
+from xent.backends.torch.steps import times
 
 __all__ = ["Known", "coefficients", "kept_names", "losses"]
 

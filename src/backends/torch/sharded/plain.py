@@ -12,8 +12,8 @@ from xent.backends.torch.rows import row_sum
 from xent.backends.torch.schedule import Part
 from xent.backends.torch.sharded.landing import again, land
 from xent.backends.torch.sharded.steps import STEPS, Coefficients, Landing, Shard
-from xent.backends.torch.sharded.sums import Slots, finite, times
-from xent.backends.torch.steps import target_logits
+from xent.backends.torch.sharded.sums import Slots, finite
+from xent.backends.torch.steps import target_logits, times
 from xent.core.chunks import rows_per_block
 
 __all__ = ["PlainSteps"]

@@ -26,9 +26,10 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.sharded.layout import Layout
+from xent.backends.torch.steps import times
 from xent.core.spec import LossSpec
 
-__all__ = ["Merged", "Slots", "finite", "logits_of_targets", "merge", "slots_of", "times"]
+__all__ = ["Merged", "Slots", "finite", "logits_of_targets", "merge", "slots_of"]
 
 
 class Slots:
@@ -186,11 +187,6 @@ def _below(
 def finite(peak: Tensor) -> Tensor:
     """Return `peak`, or 0 where it is -inf, to subtract from x before taking exponentials."""
     return peak.masked_fill(peak == -torch.inf, 0)
-
-
-def times(weights: Tensor, values: Tensor) -> Tensor:
-    """Return weights * values, and 0 where the weight is 0, even if the value is infinite."""
-    return (weights * values).masked_fill(weights == 0, 0)
 
 
 def _added(values: Tensor) -> Tensor:
