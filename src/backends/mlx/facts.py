@@ -65,6 +65,15 @@ class Facts:
             return None if self.probabilities is None else self.probabilities[start:stop]
         return self.probabilities[self.probability_rows[start:stop]]
 
+    def scattered(self, values: mx.array, start: int, stop: int) -> mx.array:
+        """Return rows [start, stop) of a gradient (R, V): `values` (M,) at the entries, else 0; NaN in invalid rows."""
+        assert self.support is not None
+        assert self.invalid is not None
+        inside, row = self.support.within(start, stop)
+        nothing = mx.where(self.invalid[start:stop, None], mx.nan, 0).astype(values.dtype)
+        grad = mx.broadcast_to(nothing, (stop - start, self.vocabulary))
+        return grad.at[row, self.support.ids].add(mx.where(inside, values, 0))
+
     def factor(self, upstream: mx.array | None) -> mx.array | None:
         """Return the remaining 0-d factor of a gradient, for an upstream gradient. None means 1."""
         if upstream is None:

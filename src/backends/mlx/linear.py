@@ -15,7 +15,6 @@ from xent.backends.mlx.devices import chunk_device
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.gradients import GradientSums
 from xent.backends.mlx.kernels import Asked, Found, Kernels, RowFacts, joined
-from xent.backends.mlx.scatter import scattered
 from xent.backends.mlx.support import Entries
 from xent.core.chunks import rows_per_chunk
 from xent.core.spec import LinearCall, QuantizedWeight
@@ -91,13 +90,13 @@ class Chunks:
             tie = [picks]
         return picks
 
-    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+    def spread(self, values: mx.array, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
         """Return the gradients from that of the picks: see `xent.backends.mlx.supported.Source`."""
         sums, tie = self._sums(needs), [values]
         for start, stop in self._parts:
             hidden, _, rows = self._chunk(facts, start, stop, tie)
             tied = mx.depends(values.astype(hidden.dtype), tie)
-            tie = sums.add(scattered(tied, entries, facts, start, stop), hidden, rows.dead)
+            tie = sums.add(facts.scattered(tied, start, stop), hidden, rows.dead)
         return sums.result()
 
     def _add(self, sums: GradientSums, grad: mx.array, hidden: mx.array, rows: RowFacts) -> list[mx.array]:

@@ -8,7 +8,6 @@ import mlx.core as mx
 from xent.backends.mlx import target_gradient
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import Asked, Found, Kernels
-from xent.backends.mlx.scatter import scattered
 from xent.backends.mlx.support import Entries
 
 __all__ = ["Logits"]
@@ -43,7 +42,7 @@ class Logits:
         """Return the entries' logits: see `xent.backends.mlx.supported.Source`."""
         return self._block[entries.owner, entries.ids]
 
-    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+    def spread(self, values: mx.array, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
         """Return the gradient from that of the picks: see `xent.backends.mlx.supported.Source`."""
-        grad = scattered(values.astype(self._block.dtype), entries, facts, 0, facts.count)
+        grad = facts.scattered(values.astype(self._block.dtype), 0, facts.count)
         return {"logits": grad.reshape(self._shape)}

@@ -27,7 +27,7 @@ class Source(Protocol):
     def pick(self, entries: Entries) -> mx.array:
         """Return the raw logits (M,) of the entries; arbitrary values for entries that belong to no row."""
 
-    def spread(self, values: mx.array, entries: Entries, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
+    def spread(self, values: mx.array, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
         """Return the gradients that `needs` names, from those of the picks (M,), which are 0 for entries of no row."""
 
 
@@ -51,7 +51,7 @@ class Supported:
     def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
         """Return the gradients that `needs` names."""
         assert found.norm is not None
-        return self._source.spread(self._gradient(facts.rows, found.norm), self._entries, facts, needs)
+        return self._source.spread(self._gradient(facts.rows, found.norm), facts, needs)
 
     def _fold(self, asked: Asked) -> Sums:
         """Return the sums of each row over its entries."""
