@@ -5,7 +5,7 @@ from typing import Any
 
 from xent.backends import dtensors_of, plans_of, told_to_peers
 from xent.core import validate
-from xent.core.dispatch import select
+from xent.core.dispatch import run
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -164,10 +164,7 @@ def cross_entropy(
         return parts.of_logits(cross_entropy, logits, arguments | {"backend": backend})
     with told_to_peers(vocab_parallel, logits):
         call = validate.logits_call(logits, **arguments)
-        chosen = select(backend, call)
-        loss, reported = chosen.run(call)
-    if plans is not None and found is not None:
-        plans.keep(found, chosen.name)
+        loss, reported = run(call, backend, plans, found)
     return (loss, reported) if call.loss.stats else loss
 
 
@@ -314,8 +311,5 @@ def linear_cross_entropy(
         return parts.of_linear(linear_cross_entropy, input, linear_weight, arguments | {"backend": backend})
     with told_to_peers(vocab_parallel, input):
         call = validate.linear_call(input, linear_weight, **arguments)
-        chosen = select(backend, call)
-        loss, reported = chosen.run(call)
-    if plans is not None and found is not None:
-        plans.keep(found, chosen.name)
+        loss, reported = run(call, backend, plans, found)
     return (loss, reported) if call.loss.stats else loss

@@ -2,15 +2,16 @@
 
 import os
 import warnings
+from typing import Any
 
 from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of
 from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
 from xent.core.teachers import DivergenceCall
 
-__all__ = ["backends", "select"]
+__all__ = ["backends", "run"]
 
 Call = LogitsCall | LinearCall | DivergenceCall
 
@@ -36,7 +37,19 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def select(name: str, call: Call) -> Backend:
+def run(call: Call, name: str, plans: Any = None, found: Any = None) -> tuple[Any, Stats]:
+    """Run the call on the backend called `name`, or with "auto" on the first that serves it.
+
+    `found`: the result of a look-up in `plans` of this kind of call. The backend is stored there, for repeated calls.
+    """
+    backend = _selected(name, call)
+    made = backend.run_divergence(call) if isinstance(call, DivergenceCall) else backend.run(call)
+    if found is not None:
+        plans.keep(found, backend.name)
+    return made
+
+
+def _selected(name: str, call: Call) -> Backend:
     """Return the backend called `name`, or for "auto" the first that can serve the call; else raise BackendError."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {name!r}")
@@ -112,4 +125,4 @@ def _home(call: Call) -> tuple[str, str]:
 def _warn_once(message: str) -> None:
     if message not in _warned:
         _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=4)
+        warnings.warn(message, RuntimeWarning, stacklevel=5)

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from xent.core.dispatch import select
+from xent.core.dispatch import run
 from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
 
 __all__ = ["divergence", "linear_divergence"]
@@ -121,7 +121,7 @@ def divergence(
         reduction=reduction,
         stats=stats,
     )
-    loss, found = select(backend, call).run_divergence(call)
+    loss, found = run(call, backend)
     return (loss, found) if call.stats else loss
 
 
@@ -205,5 +205,5 @@ def linear_divergence(
         reduction=reduction,
         stats=stats,
     )
-    loss, found = select(backend, call).run_divergence(call)
+    loss, found = run(call, backend)
     return (loss, found) if call.stats else loss

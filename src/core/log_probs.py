@@ -9,9 +9,10 @@ from typing import Any
 from xent.backends import dtensors_of, plans_of, told_to_peers
 from xent.core import validate
 from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
-from xent.core.dispatch import select
+from xent.core.dispatch import run
 from xent.core.sampling import sampled
-from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LinearCall, LogitsCall, Stats, Support
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, Stats, Support
+from xent.core.validate_options import check_stats
 
 __all__ = ["linear_log_probs", "log_probs"]
 
@@ -125,7 +126,7 @@ def log_probs(
         return parts.of_logits(log_probs, logits, arguments | more)
     with told_to_peers(vocab_parallel, logits):
         call = validate.logits_call(logits, **arguments, **_ARRAYS, **_LOSS, inplace=False)
-        return _run(sampled(call, temperature, support, names), plans, found, backend)
+        return _in_order(run(sampled(call, temperature, support, names), backend, plans, found), names)
 
 
 def linear_log_probs(
@@ -212,20 +213,14 @@ def linear_log_probs(
         return parts.of_linear(linear_log_probs, input, linear_weight, arguments | more)
     with told_to_peers(vocab_parallel, input):
         call = validate.linear_call(input, linear_weight, **arguments, **_ARRAYS, **_LOSS)
-        return _run(sampled(call, temperature, support, names), plans, found, backend)
+        return _in_order(run(sampled(call, temperature, support, names), backend, plans, found), names)
 
 
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
     """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`."""
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy must be a bool, got {entropy!r}")
-    allowed = ", ".join(map(repr, LOG_PROB_STATS))
-    if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple, list or set of names from {allowed}; got {stats!r}")
-    unknown = [name for name in stats if name not in LOG_PROB_STATS]
-    if unknown:
-        more = ": pass entropy=True" if unknown[0] == "entropy" else ""
-        raise ValueError(f"stats must be names from {allowed}; got {unknown[0]!r}{more}")
+    check_stats(stats, LOG_PROB_STATS, ": pass entropy=True")
     return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
 
 
@@ -242,15 +237,6 @@ def _check_heads(shift: Any) -> None:
             f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
             f"{shift!r}"
         )
-
-
-def _run(call: LogitsCall | LinearCall, plans: Any, plan: Any, backend: str) -> Any:
-    """Run the call. If `plan` is given, store it with the chosen backend, for repeated calls of this kind."""
-    chosen = select(backend, call)
-    made = chosen.run(call)
-    if plan is not None:
-        plans.keep(plan, chosen.name)
-    return _in_order(made, call.loss.stats)
 
 
 def _in_order(made: tuple[Any, Stats], names: tuple[str, ...]) -> Any:

@@ -80,14 +80,18 @@ def check_reduction(reduction: Any) -> str:
     return reduction
 
 
-def check_stats(stats: Any, allowed: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of statistics in the order of `allowed`. Raise TypeError or ValueError for other names."""
+def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> tuple[str, ...]:
+    """Return the names of statistics in the order of `allowed`. Raise TypeError or ValueError for other names.
+
+    `of_entropy` is added to the message about the name "entropy".
+    """
     listed = ", ".join(map(repr, allowed))
     if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {stats!r}")
     unknown = [name for name in stats if name not in allowed]
     if unknown:
-        raise ValueError(f"stats must be names from {listed}; got {unknown[0]!r}")
+        more = of_entropy if unknown[0] == "entropy" else ""
+        raise ValueError(f"stats must be names from {listed}; got {unknown[0]!r}{more}")
     return tuple(name for name in allowed if name in stats)
 
 
