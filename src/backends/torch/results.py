@@ -1,6 +1,6 @@
 """The per-row results of a call, and the loss and statistics that are computed from them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +9,8 @@ from torch import Tensor
 from xent.backends.torch.facts import Facts
 
 __all__ = ["Results", "new_results", "scattered"]
+
+_STATISTICS = ("lse", "nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit", "z_term")
 
 
 @dataclass(eq=False, slots=True)
@@ -35,6 +37,13 @@ class Results:
         if self.found_loss is None:
             self.found_loss = torch.empty_like(self.like)
         return self.found_loss
+
+    def record(self, rows: slice, found: Mapping[str, Tensor | None]) -> None:
+        """Write values (R,) by name to these rows of the results that are needed."""
+        for name, values in found.items():
+            place = getattr(self, name)
+            if place is not None and values is not None:
+                place[rows] = values.to(place)
 
     def stats(self, facts: Facts, reduced: Callable[[Tensor, Facts], Tensor]) -> list[Tensor]:
         """Return the statistics in the order of the spec, those per row as (N,); `reduced` reduces losses (N,)."""
@@ -106,17 +115,7 @@ def scattered(results: Results, rows: Tensor, count: int) -> Results:
 
     loss = spread(results.loss)
     assert loss is not None
-    return Results(
-        loss,
-        loss,
-        lse=spread(results.lse),
-        nll=spread(results.nll),
-        entropy=spread(results.entropy),
-        predictions=spread(results.predictions),
-        log_sum_sq_probs=spread(results.log_sum_sq_probs),
-        mean_logit=spread(results.mean_logit),
-        z_term=spread(results.z_term),
-    )
+    return Results(loss, loss, **{name: spread(getattr(results, name)) for name in _STATISTICS})
 
 
 def _counted(values: Tensor | None, facts: Facts) -> Tensor:

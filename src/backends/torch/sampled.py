@@ -115,7 +115,7 @@ class _Block:
         share = self._share()
         loss = weight * (share * self._nll).masked_fill(share == 0, 0)
         count = pairs.offsets.diff().clamp(min=1)
-        made = {
+        found = {
             "loss": self._alive(loss + z_term if spec.z_loss else loss),
             "z_term": self._alive(z_term),
             "lse": self._lse,
@@ -124,15 +124,12 @@ class _Block:
             "log_sum_sq_probs": pairs.sum(self._p.square()).log(),
             "mean_logit": pairs.sum(self._x) / count,
         }
-        for name, values in made.items():
-            place = getattr(results, name)
-            if place is not None:
-                place[rows] = values.to(place.device, place.dtype)
+        if results.predictions is not None:
+            found["predictions"] = self._predictions()
+        results.record(rows, found)
         if results.norm is not None:
             results.norm[0, rows] = self._peak.to(results.norm)
             results.norm[1, rows] = self._log_sum.to(results.norm)
-        if results.predictions is not None:
-            results.predictions[rows] = self._predictions().to(results.predictions)
 
     def _share(self) -> Tensor:
         """Return w_y of each row."""

@@ -66,13 +66,13 @@ def linear_forward(
     """See `xent.backends.torch.sharded.linear.forward`."""
     layout = _of_linear(linear, where, options)
     _check_targets(layout, options)
-    return linear_driver.forward(linear, options, layout, _tokens(linear, where, options, layout), keeps)
+    return linear_driver.forward(linear, options, layout, _tokens(where, options, layout), keeps)
 
 
 def linear_backward(upstream: Upstream, linear: Linear, kept: Tensor, where: Where, options: Options) -> list[Tensor]:
     """See `xent.backends.torch.sharded.linear.backward`."""
     layout = _of_linear(linear, where, options)
-    return linear_driver.backward(upstream, linear, kept, options, layout, _tokens(linear, where, options, layout))
+    return linear_driver.backward(upstream, linear, kept, options, layout, _tokens(where, options, layout))
 
 
 def _of_logits(logits: Tensor, where: Where, options: Options) -> Layout:
@@ -108,7 +108,7 @@ def _layout(rows: int, where: Where, kind: tuple[Any, ...], shard: Tensor, optio
     return find(private.group_named(where.group), Mine(rows, first, size, kind), shard, options.target)
 
 
-def _tokens(linear: Linear, where: Where, options: Options, layout: Layout) -> Tokens:
+def _tokens(where: Where, options: Options, layout: Layout) -> Tokens:
     axis = None if where.axis < 0 else where.axis
     length = 0 if axis is None else options.target.shape[axis]
     return Tokens(layout.group, axis, length, where.reduces)

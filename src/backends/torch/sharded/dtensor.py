@@ -42,7 +42,7 @@ def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str
     target = arguments["target"]
     if _is_probabilities(target):
         arguments = arguments | {"target": cut.own_classes("target", target, axis)}
-    arguments = cut.own_rows(arguments, logits, axis)
+    arguments = cut.own_rows(arguments, logits)
     made = function(logits.to_local(), **arguments, vocab_parallel=cut.shard())
     return cut.results(made, target, arguments)
 
@@ -72,7 +72,7 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
     target = arguments["target"]
     if _is_probabilities(target):
         arguments = arguments | {"target": cut.own_classes("target", target, target.dim() - 1)}
-    arguments = cut.own_rows(arguments, input, input.dim() - 1)
+    arguments = cut.own_rows(arguments, input)
     shard = cut.shard(axis, reduces)
     made = function(source, weight.to_local(grad_placements=placements), **arguments, vocab_parallel=shard)
     return cut.results(made, target, arguments, lead)
@@ -209,7 +209,7 @@ class _Cut:
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
 
-    def own_rows(self, arguments: dict[str, Any], source: Tensor, classes: int) -> dict[str, Any]:
+    def own_rows(self, arguments: dict[str, Any], source: Tensor) -> dict[str, Any]:
         """Return the arguments, with arrays that have rows replaced by this rank's rows."""
         found = dict(arguments)
         for name in ("target", *_PER_ROW):

@@ -66,7 +66,7 @@ def _kept_names(shard: Shard) -> list[str]:
 
 
 def _record(shard: Shard, merged: Merged, known: Known, landing: Landing) -> None:
-    rows, results = slice(landing.part.start, landing.part.stop), landing.results
+    rows = slice(landing.part.start, landing.part.stop)
     loss, z_term, nll = losses(merged, known, shard.facts, rows)
     found = {
         "loss": loss,
@@ -78,9 +78,6 @@ def _record(shard: Shard, merged: Merged, known: Known, landing: Landing) -> Non
         "log_sum_sq_probs": merged.log_sum_sq_probs,
         "mean_logit": merged.mean_logit,
     }
-    for name, values in found.items():
-        place = getattr(results, name)
-        if place is not None:
-            place[rows] = values
+    landing.results.record(rows, found)
     if merged.truth is not None and landing.truth is not None:
         landing.truth[rows] = merged.truth
