@@ -12,6 +12,7 @@ __all__ = [
     "FLOOR",
     "LN2",
     "LOG2E",
+    "NOWHERE",
     "activate",
     "capped_exponent",
     "exp",
@@ -33,6 +34,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(256.0)
 # Base-2 exponents below this are raised to it before multiplying by e^(x - m), which is 0 there: avoids 0 * inf.
 FLOOR = tl.constexpr(-300.0)
+NOWHERE = tl.constexpr(2147483647)  # a class after all others
 
 
 @triton.jit

@@ -15,13 +15,11 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exp, finite, order, slope, times
+from xent.backends.triton.maths import NOWHERE, activate, exp, finite, order, slope, times
 from xent.backends.triton.row_algebra import bend_of_row, gradient_factor, position, row_facts, with_statistics
 from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["probabilities_kernel"]
-
-NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit

@@ -13,9 +13,9 @@ them. A launch finishes if the GPU can hold PARTS of its programs at a time, als
 import triton
 import triton.language as tl
 
-from xent.backends.triton.maths import LOG2E, finite, is_exact, times
+from xent.backends.triton.maths import LOG2E, NOWHERE, finite, is_exact, times
 
-__all__ = ["BOTH", "GRADIENTS", "NOWHERE", "SUMS", "WORDS", "exchanged"]
+__all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "exchanged"]
 
 WORDS = 8
 """The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
@@ -28,7 +28,6 @@ BOTH, SUMS, GRADIENTS = 0, 1, 2
 _WORDS = tl.constexpr(WORDS)
 _BOTH = tl.constexpr(BOTH)
 _TAG = tl.constexpr(1 << 32)
-NOWHERE = tl.constexpr(2147483647)  # a class after all others
 
 
 @triton.jit

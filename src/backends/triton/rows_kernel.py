@@ -15,7 +15,7 @@ results. Rows with label smoothing are not shared; `launch_rows` and `sizes` hav
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import FAR, LN2, LOG2E, activate, exponent, order, times
+from xent.backends.triton.maths import FAR, LN2, LOG2E, NOWHERE, activate, exponent, order, times
 from xent.backends.triton.row_algebra import (
     bend_of_row,
     coefficients,
@@ -29,9 +29,9 @@ from xent.backends.triton.row_algebra import (
     row_facts,
     with_statistics,
 )
-from xent.backends.triton.row_exchange import NOWHERE, exchanged
 from xent.backends.triton.row_exchange import SUMS as _SUMS
 from xent.backends.triton.row_exchange import WORDS as _WORDS
+from xent.backends.triton.row_exchange import exchanged
 from xent.backends.triton.row_fold import careful_sums, joined, lane_of_target, quick_sums
 from xent.backends.triton.row_gradient import target_gradient, write_gradient
 from xent.backends.triton.row_memory import fetch, fill

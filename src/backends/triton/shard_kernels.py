@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import FLOOR, LN2, activate, exp, exponent, order, times
+from xent.backends.triton.maths import FLOOR, LN2, NOWHERE, activate, exp, exponent, order, times
 from xent.backends.triton.row_algebra import bend_of_row
 from xent.backends.triton.row_fold import careful_sums, lane_of_target, quick_sums, turn
 from xent.backends.triton.row_gradient import write_gradient
@@ -24,7 +24,6 @@ __all__ = ["shard_fold_kernel", "shard_gradient_kernel"]
 # With a sum of at least 1/2, log(sum + e^(target - reference)) does not cancel, whichever term is larger.
 LEAST = tl.constexpr(0.5)
 LARGEST = tl.constexpr(1e18)
-NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit

@@ -10,13 +10,11 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import activate, exp, finite, log1p, slope, times
+from xent.backends.triton.maths import NOWHERE, activate, exp, finite, log1p, slope, times
 from xent.backends.triton.row_algebra import bend_of_row
 from xent.backends.triton.row_results import record
 
 __all__ = ["shard_again_kernel", "shard_land_kernel"]
-
-NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import FLOOR, LOG2E, activate, exp, finite, order, slope, times
+from xent.backends.triton.maths import FLOOR, LOG2E, NOWHERE, activate, exp, finite, order, slope, times
 from xent.backends.triton.row_algebra import (
     bend_of_row,
     entropy_of,
@@ -28,8 +28,6 @@ from xent.backends.triton.row_memory import fill
 from xent.backends.triton.row_results import record, store_nothing
 
 __all__ = ["support_kernel"]
-
-NOWHERE = tl.constexpr(2147483647)
 
 
 @triton.jit

@@ -9,13 +9,11 @@ far.
 import triton.language as tl
 
 from xent.backends.triton.launch import kernel
-from xent.backends.triton.maths import LN2, LOG2E, activate, exp, finite, order, times
+from xent.backends.triton.maths import LN2, LOG2E, NOWHERE, activate, exp, finite, order, times
 from xent.backends.triton.row_algebra import bend_of_row, log_of_squares, row_facts
 from xent.backends.triton.row_results import record
 
 __all__ = ["finish_kernel", "join_kernel", "tile_kernel"]
-
-NOWHERE = tl.constexpr(2147483647)
 
 
 @kernel
