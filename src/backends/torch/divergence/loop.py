@@ -14,7 +14,7 @@ from xent.backends.torch.rows import Rows
 from xent.backends.torch.schedule import Part, Schedule
 from xent.core.chunks import rows_per_block, rows_per_chunk
 
-__all__ = ["backward", "empty_gradients", "forward"]
+__all__ = ["backward", "empty_gradients", "forward", "linear_of"]
 
 _WORKSPACE, _WORKSPACE_TOP_K = 1280 * 2**20, 800 * 2**20  # bytes, on an accelerator
 _WORKSPACE_CPU = 128 * 2**20
@@ -76,7 +76,7 @@ class _Run:
     def chunks(self, wanted: bool) -> list[Tensor]:
         """Compute all rows, and if `wanted` the gradients that are needed."""
         call, device = self.call, self.call.student.device
-        student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(_linear_of(call))
+        student = _Stored(call.student, call.vocabulary) if call.weight is None else _Classifier(linear_of(call))
         teacher = self._teacher()
         schedule = Schedule(self, self._step(student, teacher, wanted))
         rows = max(min(schedule.step, schedule.count), 0)
@@ -88,7 +88,7 @@ class _Run:
             place = _GradientOfLogits(call)
         elif wanted:
             assert isinstance(student, _Classifier)
-            place = _GradientOfClassifier(call, _linear_of(call).padded, schedule, student.room)
+            place = _GradientOfClassifier(call, linear_of(call).padded, schedule, student.room)
         steps = STEPS[call.kernel]
         for part in schedule:
             facts = self.facts.of(part.indices)
@@ -256,6 +256,7 @@ def _overlays(call: Divergence) -> bool:
     return call.kernel in OVERLAYS and call.student.is_cuda
 
 
-def _linear_of(call: Divergence) -> Linear:
+def linear_of(call: Divergence) -> Linear:
+    """Return hidden states and classifier of the student."""
     assert call.weight is not None
     return Linear(call.student, call.weight, call.bias, 0, call.workspace, call.compute, call.needs)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from xent.backends.torch.divergence import loop
 from xent.backends.torch.divergence.call import SCHEMA, Divergence, reduction_of, unpack
-from xent.backends.torch.ops import operation
-from xent.backends.torch.product_sum import kept_dtype
+from xent.backends.torch.ops import fake_gradients, operation
 
 __all__: list[str] = []
 
@@ -26,16 +25,12 @@ def _fake_call(args: Any) -> Divergence:
 
 
 def _fake_gradients(call: Divergence, wanted: bool) -> list[Tensor]:
-    sources = (call.student, call.weight, call.bias)
-    return [
-        empty if source is None or not (wanted and need) else _fake_gradient(call, source)
-        for source, empty, need in zip(sources, loop.empty_gradients(call), call.needs, strict=True)
-    ]
-
-
-def _fake_gradient(call: Divergence, source: Tensor) -> Tensor:
-    dtype = source.dtype if call.weight is None else kept_dtype(source.dtype)
-    return torch.empty(source.shape, dtype=dtype, device=source.device)
+    if call.weight is not None:
+        return fake_gradients(loop.linear_of(call), wanted)
+    made = loop.empty_gradients(call)
+    if wanted and call.needs[0]:
+        made[0] = call.student.new_empty(call.student.shape)
+    return made
 
 
 def _fake_forward(*args: Any) -> Any:
