@@ -1,5 +1,6 @@
 """The harness of the gradient checks for MLX: conversion of arrays, gradients, and the unfused computation."""
 
+import math
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -9,7 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from xent.backends.mlx.devices import devices
-from xent.backends.mlx.divergence.harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 
@@ -79,9 +79,37 @@ class MlxHarness:
             return mx.zeros((*input.shape[:-1], weight.shape[0]), input.dtype)
         return input @ weight.T if bias is None else mx.addmm(bias, input, weight.T)
 
-    def unfused_divergence(self, logits: mx.array, **options: Any) -> mx.array:
+    def unfused_divergence(
+        self,
+        logits: mx.array,
+        *,
+        teacher: mx.array | None = None,
+        ids: mx.array | None = None,
+        log_probs: mx.array | None = None,
+        tail: str = "",
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_scale: float = 1.0,
+        reduction: str = "mean",
+        sample_weight: mx.array | None = None,
+        normalizer: Any = None,
+    ) -> mx.array:
         """Compute a divergence in float32 (float64 for float64), directly by its formula."""
-        return unfused_divergence(logits, **options)
+        if not logits.size:  # on NVIDIA GPUs some operations of MLX crash for empty arrays
+            found = logits.sum().astype(mx.float64 if logits.dtype == mx.float64 else mx.float32)
+            return logits.sum(-1).astype(found.dtype) if reduction == "none" else found
+        log_p = _log_probs(logits, softcap, logit_scale, temperature)
+        if teacher is not None:
+            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), beta)
+        else:
+            assert ids is not None
+            assert log_probs is not None
+            rows = _from_top_k(log_p, ids, log_probs.astype(log_p.dtype), tail)
+        a = mx.ones_like(rows) if sample_weight is None else sample_weight.astype(rows.dtype)
+        return _reduced(rows, a, a, reduction, normalizer)
 
     def unfused_loss(
         self,
@@ -99,11 +127,8 @@ class MlxHarness:
         normalizer: Any = None,
     ) -> mx.array:
         """Compute the loss in float32 (float64 for float64), as careful training scripts do."""
-        wide = mx.float64 if logits.dtype == mx.float64 else mx.float32
-        x = logits.astype(wide) * logit_scale
-        if softcap is not None:
-            x = softcap * mx.tanh(x / softcap)
-        vocabulary = x.shape[-1]
+        x = _activated(logits, softcap, logit_scale)
+        wide, vocabulary = x.dtype, x.shape[-1]
         x = x.reshape(int(np.prod(x.shape[:-1])), vocabulary)
         w = mx.ones((vocabulary,), wide) if weight is None else weight.astype(wide)
         lse = mx.logsumexp(x, axis=-1, keepdims=True) if x.size else x.sum(-1, keepdims=True)
@@ -124,13 +149,8 @@ class MlxHarness:
         rows = rows + z_loss * mx.square(lse[:, 0])
         a = mx.ones((len(x),), wide) if sample_weight is None else sample_weight.reshape(-1).astype(wide)
         a = mx.where(ignored, 0, a)
-        rows = mx.where(a == 0, 0, a * rows)
-        if reduction == "none":
-            return rows.reshape(logits.shape[:-1])
-        if reduction == "sum":
-            return rows.sum()
-        divisor = (a * row_weight).sum() if normalizer is None else normalizer
-        return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+        found = _reduced(rows, a, a * row_weight, reduction, normalizer)
+        return found.reshape(logits.shape[:-1]) if reduction == "none" else found
 
     def unfused_rows(
         self,
@@ -144,9 +164,7 @@ class MlxHarness:
         allowed: mx.array | None = None,
     ) -> dict[str, mx.array]:
         """Compute lse, nll and entropy in float32 (float64 for float64), as trainers do."""
-        x = logits.astype(mx.float64 if logits.dtype == mx.float64 else mx.float32) * logit_scale
-        if softcap is not None:
-            x = softcap * mx.tanh(x / softcap)
+        x = _activated(logits, softcap, logit_scale)
         if temperature is not None:
             x = x / temperature[..., None]
         if allowed is not None:
@@ -161,3 +179,52 @@ class MlxHarness:
             nll = mx.where(nll == mx.inf, mx.inf, nll)  # a constant: no gradient
         rows = {"lse": lse[..., 0], "nll": nll, "entropy": -(mx.exp(log_p) * finite).sum(-1)}
         return {name: mx.where(ignored, 0, row) for name, row in rows.items()}
+
+
+def _reduced(rows: mx.array, a: mx.array, parts: mx.array, reduction: str, normalizer: Any) -> mx.array:
+    """Reduce rows with weights `a`. Without a normalizer, the mean divides by the sum of `parts`."""
+    rows = mx.where(a == 0, 0, a * rows)
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    divisor = parts.sum() if normalizer is None else normalizer
+    return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+
+
+def _activated(z: mx.array, softcap: float | None, scale: float) -> mx.array:
+    x = z.astype(mx.float64 if z.dtype == mx.float64 else mx.float32) * scale
+    return x if softcap is None else softcap * mx.tanh(x / softcap)
+
+
+def _log_probs(z: mx.array, softcap: float | None, scale: float, temperature: float) -> mx.array:
+    x = _activated(z, softcap, scale) / temperature
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+
+def _between(log_p: mx.array, log_q: mx.array, beta: float) -> mx.array:
+    if beta == 0:
+        return (mx.exp(log_q) * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (mx.exp(log_p) * (log_p - log_q)).sum(-1)
+    log_m = mx.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    forward = (mx.exp(log_q) * (log_q - log_m)).sum(-1)
+    return beta * forward + (1 - beta) * (mx.exp(log_p) * (log_p - log_m)).sum(-1)
+
+
+def _from_top_k(log_p: mx.array, ids: mx.array, log_q: mx.array, tail: str) -> mx.array:
+    known = log_q != -mx.inf
+    if tail == "renormalize":
+        log_q = log_q - mx.logsumexp(log_q, axis=-1, keepdims=True)
+    q = mx.exp(log_q)
+    rows = (q * (mx.where(known, log_q, 0) - mx.take_along_axis(log_p, ids, -1))).sum(-1)
+    if tail != "bucket":
+        return rows
+    counts = mx.zeros_like(log_p)
+    classes = mx.arange(log_p.shape[-1])
+    for k in range(ids.shape[-1]):
+        counts = counts + ((ids[..., k : k + 1] == classes) & known[..., k : k + 1])
+    p_left = mx.where(counts > 0, 0, mx.exp(log_p)).sum(-1)
+    mass = mx.maximum(1 - q.sum(-1), 0)
+    some = (mass > 0) & (p_left > 0)
+    return rows + mx.where(some, mass * (mx.log(mx.maximum(mass, 1e-30)) - mx.log(mx.where(some, p_left, 1))), 0)

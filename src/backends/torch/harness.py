@@ -1,5 +1,6 @@
 """The harness of the gradient checks for PyTorch: conversion of arrays, gradients, and the unfused computation."""
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.devices import devices
-from xent.backends.torch.divergence.harness import unfused_divergence
 from xent.core.check.cases import Case
 from xent.core.check.long import long_cases
 
@@ -65,9 +65,34 @@ class TorchHarness:
         """Return the logits of the unfused computation."""
         return F.linear(input, weight, bias)
 
-    def unfused_divergence(self, logits: Tensor, **options: Any) -> Tensor:
+    def unfused_divergence(
+        self,
+        logits: Tensor,
+        *,
+        teacher: Tensor | None = None,
+        ids: Tensor | None = None,
+        log_probs: Tensor | None = None,
+        tail: str = "",
+        beta: float = 0.0,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        teacher_softcap: float | None = None,
+        teacher_scale: float = 1.0,
+        reduction: str = "mean",
+        sample_weight: Tensor | None = None,
+        normalizer: Any = None,
+    ) -> Tensor:
         """Compute a divergence in float32 (float64 for float64), directly by its formula."""
-        return unfused_divergence(logits, **options)
+        log_p = _log_probs(logits, softcap, logit_scale, temperature)
+        if teacher is not None:
+            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), beta)
+        else:
+            assert ids is not None
+            assert log_probs is not None
+            rows = _from_top_k(log_p, ids.long(), log_probs.to(log_p.dtype), tail)
+        a = torch.ones_like(rows) if sample_weight is None else sample_weight.to(rows.dtype)
+        return _reduced(rows, a, a, reduction, normalizer)
 
     def unfused_loss(
         self,
@@ -85,9 +110,7 @@ class TorchHarness:
         normalizer: Any = None,
     ) -> Tensor:
         """Compute the loss in float32 (float64 for float64), as careful training scripts do."""
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-        if softcap is not None:
-            x = softcap * torch.tanh(x / softcap)
+        x = _activated(logits, softcap, logit_scale)
         x = x.reshape(-1, x.shape[-1])
         if target.is_floating_point():
             flat = target.reshape(x.shape).to(x.dtype)
@@ -109,13 +132,8 @@ class TorchHarness:
         rows = rows + z_loss * torch.logsumexp(x, -1).square()
         a = torch.ones_like(row_weight) if sample_weight is None else sample_weight.flatten().to(x.dtype)
         a = a.masked_fill(ignored, 0)
-        rows = torch.where(a == 0, 0, a * rows)
-        if reduction == "none":
-            return rows.view(logits.shape[:-1])
-        if reduction == "sum":
-            return rows.sum()
-        divisor = (a * row_weight).sum() if normalizer is None else normalizer
-        return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+        found = _reduced(rows, a, a * row_weight, reduction, normalizer)
+        return found.view(logits.shape[:-1]) if reduction == "none" else found
 
     def unfused_rows(
         self,
@@ -129,9 +147,7 @@ class TorchHarness:
         allowed: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Compute lse, nll and entropy in float32 (float64 for float64), as trainers do."""
-        x = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
-        if softcap is not None:
-            x = softcap * torch.tanh(x / softcap)
+        x = _activated(logits, softcap, logit_scale)
         if temperature is not None:
             x = x / temperature[..., None]
         if allowed is not None:
@@ -145,3 +161,50 @@ class TorchHarness:
             nll = torch.where(nll == torch.inf, torch.inf, nll)  # a constant: no gradient
         rows = {"lse": torch.logsumexp(x, -1), "nll": nll, "entropy": -(log_p.exp() * finite).sum(-1)}
         return {name: torch.where(ignored, 0, row) for name, row in rows.items()}
+
+
+def _reduced(rows: Tensor, a: Tensor, parts: Tensor, reduction: str, normalizer: Any) -> Tensor:
+    """Reduce rows with weights `a`. Without a normalizer, the mean divides by the sum of `parts`."""
+    rows = torch.where(a == 0, 0, a * rows)
+    if reduction == "none":
+        return rows
+    if reduction == "sum":
+        return rows.sum()
+    divisor = parts.sum() if normalizer is None else normalizer
+    return rows.sum() / divisor if float(divisor) else rows.sum() * 0
+
+
+def _activated(z: Tensor, softcap: float | None, scale: float) -> Tensor:
+    x = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def _log_probs(z: Tensor, softcap: float | None, scale: float, temperature: float) -> Tensor:
+    return torch.log_softmax(_activated(z, softcap, scale) / temperature, -1)
+
+
+def _between(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    if beta == 0:
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+    if beta == 1:
+        return (log_p.exp() * (log_p - log_q)).sum(-1)
+    log_m = torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))
+    forward = (log_q.exp() * (log_q - log_m)).sum(-1)
+    return beta * forward + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
+
+
+def _from_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, tail: str) -> Tensor:
+    known = log_q != -torch.inf
+    if tail == "renormalize":
+        log_q = log_q - log_q.logsumexp(-1, keepdim=True)
+    q = log_q.exp()
+    safe = torch.where(known, log_q, 0)
+    rows = (q * (safe - log_p.gather(-1, ids))).sum(-1)
+    if tail != "bucket":
+        return rows
+    # Sum over the other classes directly: 1 minus the sum of the K classes could round to 0 or below.
+    counts = torch.zeros_like(log_p).scatter_add(-1, ids, known.to(log_p.dtype))
+    p_left = torch.where(counts > 0, 0, log_p.exp()).sum(-1)
+    mass = (1 - q.sum(-1)).clamp(min=0)
+    some = (mass > 0) & (p_left > 0)
+    return rows + torch.where(some, mass * (mass.clamp(min=1e-30).log() - torch.where(some, p_left, 1).log()), 0)
