@@ -129,7 +129,7 @@ def gather_facts(
         target, probabilities = None, Rows(options.target)
         source = None if not shift else shifted(torch.arange(count, device=device).view(shape), shift, 0)
         if shift:
-            ignored = ~_has_target(shape, shift, device)
+            ignored = ~shifted(torch.ones(shape, dtype=torch.bool, device=device), shift, False).flatten()
         row_weight = None
     else:
         probabilities, source = None, None
@@ -345,8 +345,3 @@ def _divisor(
             return float(count)
         tensor = (parts if invalid is None else parts.masked_fill(invalid, 0)).sum()
     return float(tensor) if tensor.is_cpu else tensor.to(dtype)
-
-
-def _has_target(shape: torch.Size, shift: int, device: torch.device) -> Tensor:
-    has_target = torch.ones(shape, dtype=torch.bool, device=device)
-    return shifted(has_target, shift, False).flatten()

@@ -32,11 +32,6 @@ def with_target(loss: Tensor, nll: Tensor | None, *args: Any) -> tuple[Tensor, T
     return (made, None) if nll is None else made
 
 
-def _first(args: Any) -> int:
-    """Return the index of the target among the arguments."""
-    return _OF_LOGITS if len(args) == _OF_LOGITS + ARGUMENTS else _OF_LINEAR
-
-
 class _Target(torch.autograd.Function):
     """(loss, nll, *arguments of a loss) -> (loss, nll), or only the loss if nll is None."""
 
@@ -60,8 +55,8 @@ class _Target(torch.autograd.Function):
         ]
         grads: list[Tensor | None] = [None] * len(args)
         if of_loss is not None or of_nll is not None:
-            place = _first(args)
-            linear = place == _OF_LINEAR
+            linear = len(args) != _OF_LOGITS + ARGUMENTS
+            place = _OF_LINEAR if linear else _OF_LOGITS  # of the target among the arguments
             operation = torch.ops.xent.linear_target_gradient if linear else torch.ops.xent.target_gradient
             grads[place] = first_order(operation, *args[:place], of_loss, of_nll, *args[place:])
         return of_loss, of_nll, *grads
