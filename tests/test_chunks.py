@@ -58,6 +58,7 @@ def test_chunk_is_a_multiple_of_the_rows_of_a_tile() -> None:
     assert rows_per_chunk(8192, 1000, 2, 1100 * 2000, "cuda") == 1024
     assert rows_per_chunk(8192, 1000, 2, 1460 * 2000, "cuda") == 1408
 
+
 @pytest.mark.parametrize(
     ("rows", "vocabulary", "itemsize", "chunk"),
     [

@@ -14,6 +14,7 @@ __all__ = [
     "is_tracing",
     "number_of",
     "one_framework",
+    "wide",
 ]
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -76,6 +77,20 @@ def number_of(framework: str | None, value: Any) -> Any:
     import torch
 
     return torch.as_tensor(value)
+
+
+def wide(value: Any) -> Any:
+    """Convert a 0-d array to float64, for MLX and on mps to float32; return anything else unchanged."""
+    framework = framework_of(value)
+    if framework == "torch":
+        import torch
+
+        return value.to(torch.float32 if value.device.type == "mps" else torch.float64)
+    if framework == "mlx":
+        import mlx.core as mx
+
+        return value.astype(mx.float32)
+    return value
 
 
 def one_framework(**arrays: Any) -> str:

@@ -13,11 +13,12 @@ from xent.core.arrays import (
     is_tracing,
     number_of,
     one_framework,
+    wide,
 )
 from xent.core.spec import LinearCall, LogitsCall, LossSpec, Support, bounded
 from xent.core.validate_options import check_number
 
-__all__ = ["of_log_probs", "sampled"]
+__all__ = ["of_log_probs", "sampled", "tempered"]
 
 
 def sampled(
@@ -41,9 +42,13 @@ def of_log_probs(spec: LossSpec, names: tuple[str, ...], temperature: Any = None
     """
     scale, cap = spec.logit_scale, spec.softcap
     if temperature is not None:
-        temperature = bounded(temperature)
-        scale, cap = scale / temperature, None if cap is None else cap / temperature
+        scale, cap = tempered(scale, temperature), None if cap is None else tempered(cap, temperature)
     return replace(spec, logit_scale=scale, softcap=cap, stats=names, exact=True, accuracy_of_rows=True)
+
+
+def tempered(value: Any, temperature: Any) -> Any:
+    """Return a logit scale or softcap, a number or a 0-d array, divided by a temperature. No 16-bit dtype rounds it."""
+    return wide(value) / bounded(temperature)
 
 
 def _arrays_of(temperature: Any, support: Support | None) -> dict[str, Any]:

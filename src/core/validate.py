@@ -57,7 +57,7 @@ def logits_call(
             "on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
         )
     _check_rows("logits", shape, rows, shape[axis], shape, target, weight, sample_weight, shards is not None)
-    normalizer = _normalizer(framework, normalizer, spec.reduction)
+    normalizer = check_normalizer(framework, normalizer, spec.reduction)
     return LogitsCall(logits, target, weight, sample_weight, normalizer, spec, axis, inplace, vocab_parallel=shards)
 
 
@@ -89,7 +89,7 @@ def linear_call(
         **_scales(framework_of(input), **loss),
     )
     spec = loss_spec(framework, **loss)
-    check_classifier(framework, "", input, linear_weight, linear_bias)
+    check_classifier(framework, input, linear_weight, linear_bias)
     vocabulary = linear_weight.shape[0]
     check_shift_and_workspace(shift, workspace)
     shards = shards_of(framework, vocab_parallel)
@@ -118,7 +118,7 @@ def linear_call(
         sample_weight,
         shards is not None,
     )
-    normalizer = _normalizer(framework, normalizer, spec.reduction)
+    normalizer = check_normalizer(framework, normalizer, spec.reduction)
     return LinearCall(
         input,
         linear_weight,
@@ -139,15 +139,6 @@ def _scales(framework: str | None, *, softcap: Any, logit_scale: Any, **_: Any) 
     """Return those of softcap and logit scale that are PyTorch tensors, by name."""
     given = {"softcap": number_of(framework, softcap), "logit_scale": number_of(framework, logit_scale)}
     return {name: value for name, value in given.items() if framework == "torch" == framework_of(value)}
-
-
-def _normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
-    if normalizer is not None and reduction != "mean":
-        raise ValueError(
-            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
-            "by it, or divide the result, loss / normalizer"
-        )
-    return check_normalizer(framework, normalizer)
 
 
 def _check_rows(

@@ -42,31 +42,30 @@ def parts_of(weight: Any, name: str) -> dict[str, Any]:
     return {f"{name}.{part}": array for part, array in parts.items()}
 
 
-def check_classifier(framework: str, prefix: str, input: Any, weight: Any, bias: Any) -> None:
-    """Check hidden states and a classifier. `prefix` is that of a teacher's arrays in error messages, "" for others."""
-
-    def named(text: str) -> str:
-        return text.replace("linear_", prefix).replace("input", f"{prefix}input") if prefix else text
-
-    for name, array in (("input", input), ("linear_weight", weight), ("linear_bias", bias)):
+def check_classifier(
+    framework: str,
+    input: Any,
+    weight: Any,
+    bias: Any,
+    names: tuple[str, str, str] = ("input", "linear_weight", "linear_bias"),
+) -> None:
+    """Check hidden states and a classifier. `names` are those of the three arguments in error messages."""
+    for name, array in zip(names, (input, weight, bias), strict=True):
         if isinstance(array, QuantizedWeight):
-            _check_quantized(framework, array, named(name))
+            _check_quantized(framework, array, name)
         elif array is not None:
-            check_float(named(name), array)
+            check_float(name, array)
+    of_input, of_weight, of_bias = names
     if len(input.shape) < 1:
-        raise ValueError(named("input must have shape (..., D), got a 0-d array"))
+        raise ValueError(f"{of_input} must have shape (..., D), got a 0-d array")
     if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
         raise ValueError(
-            named(
-                f"linear_weight must have shape (V, D) with D = {input.shape[-1]}, the last axis of input "
-                f"{tuple(input.shape)}; got {tuple(weight.shape)}"
-            )
+            f"{of_weight} must have shape (V, D) with D = {input.shape[-1]}, the last axis of {of_input} "
+            f"{tuple(input.shape)}; got {tuple(weight.shape)}"
         )
     if bias is not None and tuple(bias.shape) != (weight.shape[0],):
         raise ValueError(
-            named(
-                f"linear_bias must have shape ({weight.shape[0]},), the rows of linear_weight; got {tuple(bias.shape)}"
-            )
+            f"{of_bias} must have shape ({weight.shape[0]},), the rows of {of_weight}; got {tuple(bias.shape)}"
         )
 
 
@@ -104,10 +103,15 @@ def check_sample_weight(sample_weight: Any, rows: tuple[int, ...]) -> Any:
     return sample_weight
 
 
-def check_normalizer(framework: str, normalizer: Any) -> Any:
+def check_normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
     """Return the normalizer. Raise TypeError or ValueError if it is not None, a number >= 0, or a 0-d array."""
     if normalizer is None:
         return None
+    if reduction != "mean":
+        raise ValueError(
+            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
+            "by it, or divide the result, loss / normalizer"
+        )
     if framework_of(normalizer) is not None:
         if len(normalizer.shape) != 0:
             raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")

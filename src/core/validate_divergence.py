@@ -32,6 +32,8 @@ _NO_REVERSE = (
     "class that the student gives mass to, and a top-k teacher has K of them. Pass logits or a LinearTeacher"
 )
 
+_NAMES_OF_TEACHER = ("teacher.input", "teacher.weight", "teacher.bias")
+
 
 def logits_divergence_call(
     logits: Any,
@@ -50,15 +52,15 @@ def logits_divergence_call(
     """Check the arguments of `xent.divergence` and describe the call."""
     framework, normalizer = _frameworks({"logits": logits}, teacher, sample_weight, normalizer)
     axis, shape = class_axis(logits, axis), tuple(logits.shape)
-    rows, vocabulary = shape[:axis] + shape[axis + 1 :], shape[axis]
+    rows, vocabulary, reduction = shape[:axis] + shape[axis + 1 :], shape[axis], check_reduction(reduction)
     cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
     return DivergenceCall(
         StoredLogits(logits, cap, scale),
         _teacher(framework, teacher, rows, vocabulary, shape, heat, beta),
         check_sample_weight(sample_weight, rows),
-        check_normalizer(framework, normalizer),
+        check_normalizer(framework, normalizer, reduction),
         number_of(framework, beta),
-        check_reduction(reduction),
+        reduction,
         rows,
         _vocabulary(vocabulary),
         heat,
@@ -86,17 +88,18 @@ def linear_divergence_call(
     """Check the arguments of `xent.linear_divergence` and describe the call."""
     student = {"input": input, **parts_of(linear_weight, "linear_weight"), "linear_bias": linear_bias}
     framework, normalizer = _frameworks(student, teacher, sample_weight, normalizer)
-    check_classifier(framework, "", input, linear_weight, linear_bias)
+    check_classifier(framework, input, linear_weight, linear_bias)
     check_shift_and_workspace(0, workspace)
+    check_reduction(reduction)
     rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
     cap, scale, heat = _numbers(framework, beta, temperature, softcap, logit_scale)
     return DivergenceCall(
         LinearLogits(input, linear_weight, linear_bias, cap, scale),
         _teacher(framework, teacher, rows, vocabulary, (*rows, vocabulary), heat, beta),
         check_sample_weight(sample_weight, rows),
-        check_normalizer(framework, normalizer),
+        check_normalizer(framework, normalizer, reduction),
         number_of(framework, beta),
-        check_reduction(reduction),
+        reduction,
         rows,
         _vocabulary(vocabulary),
         heat,
@@ -172,7 +175,7 @@ def _teacher(
             raise ValueError(_NO_REVERSE.format(beta))
         return teacher
     if isinstance(teacher, LinearTeacher):
-        check_classifier(framework, "teacher.", teacher.input, teacher.weight, teacher.bias)
+        check_classifier(framework, teacher.input, teacher.weight, teacher.bias, _NAMES_OF_TEACHER)
         if teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "

@@ -34,6 +34,8 @@ def _covered(base: DivergenceCase, row: dict[str, Any]) -> DivergenceCase:
     row = dict(row)
     if row["teacher"] not in ("logits", "linear"):
         row["beta"] = 0.0
+    if row["reduction"] != "mean":
+        row["normalizer"] = None
     name = ", ".join(f"{key}={value}" for key, value in row.items() if key not in ("teacher", "reduction"))
     fields = {key: row.pop(key) for key in ("teacher", "reduction", "apart", "bias", "workspace") if key in row}
     cap = 5.0 if row["softcap"] else None

@@ -30,6 +30,8 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"logit_scale": float("inf")}, ValueError, "logit_scale must be finite, got inf"),
     ({"reduction": "batchmean"}, ValueError, "reduction must be one of 'mean', 'sum', 'none', got 'batchmean'"),
     ({"normalizer": -1}, ValueError, "normalizer must be finite and >= 0, got -1"),
+    ({"normalizer": 3, "reduction": "sum"}, ValueError, "normalizer would be ignored with reduction='sum'"),
+    ({"normalizer": np.float32(3), "reduction": "none"}, ValueError, "normalizer would be ignored"),
     ({"normalizer": np.ones(2)}, ValueError, "normalizer must be a number or a 0-d array"),
     (
         {"sample_weight": np.ones((3, 2))},

@@ -1,11 +1,13 @@
 """Autograd: gradients exist where they are required, again with a retained graph, and second derivatives raise."""
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import xent
 from tests.targets import Target
@@ -311,3 +313,55 @@ def test_without_upstream_gradient_there_is_no_gradient(
     for loss in (logits_loss, linear_loss(asking, target, reduction=reduction)):
         NoGradient.apply(loss).sum().backward()
     assert all(tensor.grad is None for tensor in asking.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("watched", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("call", ["mean", "none", "none inplace", "log_probs", "linear none"])
+def test_checkpoints(target: Target, call: str, reentrant: bool, watched: bool, dtype: str) -> None:
+    """Also with a default device, a mode for which calls go through the custom operations."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(6, 24, generator=generator), torch.randn(11, 24, generator=generator) / 5
+    logits, hidden, weight = (each.to(getattr(torch, dtype)) for each in (drawn[0][:, :11], *drawn))
+    source, weight = (each.to(target.device) for each in (hidden if "linear" in call else logits, weight))
+    classes = torch.randint(11, (6,), generator=generator).to(target.device)
+
+    def loss(source: Tensor) -> Tensor:
+        options: dict[str, Any] = {"backend": target.name}
+        if call == "log_probs":
+            return xent.log_probs(source, classes, **options).sum()
+        if call == "linear none":
+            return xent.linear_cross_entropy(source, weight, classes, reduction="none", **options).sum()
+        name, inplace = call.split()[0], call.endswith("inplace")
+        return xent.cross_entropy(source * 1, classes, reduction=name, inplace=inplace, **options).sum()
+
+    gradients = []
+    for wrapped in (False, True):
+        (leaf,) = [source.clone().requires_grad_()]
+        with torch.device(target.device) if wrapped and watched else nullcontext():
+            made = checkpoint(loss, leaf, use_reentrant=reentrant) if wrapped else loss(leaf)
+            made.backward()
+        gradients.append(leaf.grad)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vocabulary", [11, 4096])
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_losses_of_rows_can_be_written_to(target: Target, function: str, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(6, 8, generator=generator), torch.randn(vocabulary, 8, generator=generator)
+    leaves = [drawn[0] @ drawn[1].t()] if function == "cross_entropy" else list(drawn)
+    leaves = [leaf.to(target.device).requires_grad_() for leaf in leaves]
+    classes = torch.randint(vocabulary, (6,), generator=generator).to(target.device)
+    mask = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0], device=target.device)
+
+    def losses() -> Tensor:
+        made: Tensor = getattr(xent, function)(*leaves, classes, reduction="none", backend=target.name)
+        return made
+
+    written = losses()
+    written *= mask
+    gradients = [torch.autograd.grad(made.sum(), leaves) for made in (written, losses() * mask)]
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -399,3 +399,33 @@ def test_threads_record_their_own_calls() -> None:
         thread.join()
     assert not wrong
     assert recorded(replay._kinds) == 2
+
+
+def test_threads_make_room_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that call many kinds, such as sequences of many lengths, drop kinds while others add and drop theirs."""
+    monkeypatch.setattr(replay, "_MOST", 8)
+    errors: list[Exception] = []
+
+    def run(thread: int) -> None:
+        values = torch.ones(4)
+        try:
+            for number in range(3000):
+                replay.replayed(_same, values, (thread, number))
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+def _same(values: Tensor, number: tuple[int, int]) -> Tensor:
+    return values

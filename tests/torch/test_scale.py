@@ -201,6 +201,37 @@ def test_predictions_follow_the_sign_of_a_scale(target: Target, values: None, si
         assert torch.equal(results[0].predictions, results[1].predictions)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", ["logit_scale", "softcap"])
+@pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
+def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(
+    target: Target, function: str, option: str, dtype: torch.dtype
+) -> None:
+    arrays, classes = drawn(target), target_of(target)
+    sources = (arrays["input"], arrays["linear_weight"])
+    if function == "log_probs":
+        sources = (torch.nn.functional.linear(*arrays.values()),)
+    value = torch.tensor(1.3, dtype=dtype, device=target.device)
+
+    def run(value: Any) -> Tensor:
+        return getattr(xent, function)(*sources, classes, temperature=0.7, backend=target.name, **{option: value})
+
+    expected = run(float(value))
+    for _ in range(3):  # validated, then found in the cache
+        torch.testing.assert_close(run(value), expected, rtol=1e-6, atol=1e-6)
+    compiled = torch.compile(run, backend="aot_eager")(value)
+    torch.testing.assert_close(compiled, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_small_temperature_of_a_float16_scale_does_not_overflow(target: Target) -> None:
+    (logits,), classes = sources_of(target, "cross_entropy", "float32"), target_of(target)
+    options: dict[str, Any] = {"temperature": 1e-3, "backend": target.name}
+    found = xent.log_probs(
+        logits, classes, logit_scale=torch.tensor(100.0, dtype=torch.float16, device=target.device), **options
+    )
+    torch.testing.assert_close(found, xent.log_probs(logits, classes, logit_scale=100.0, **options))
+
+
 @pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
 @pytest.mark.parametrize("temperature", ["number", "rows"])
 def test_log_probabilities_train_a_scale(target: Target, values: None, function: str, temperature: str) -> None:

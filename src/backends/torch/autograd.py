@@ -256,10 +256,11 @@ def _keep_options(ctx: Any, args: Any, where: int = 0) -> Any:
 
 def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
     """Return the arguments of the operation that computes the gradient of logits."""
-    logits, *kept = ctx.saved_tensors[:-TENSORS]
+    saved = ctx.saved_tensors  # read once: a checkpoint that is not reentrant computes them at the first look only
+    logits, *kept = saved[:-TENSORS]
     if not ctx.where and upstream.entropy is None:
         kept[-1] = None
-    return logits, *kept, *upstream, *ctx.where, *ctx.saved_tensors[-TENSORS:], *ctx.constants
+    return logits, *kept, *upstream, *ctx.where, *saved[-TENSORS:], *ctx.constants
 
 
 def refused(upstream: Tensor, like: Tensor) -> Tensor:

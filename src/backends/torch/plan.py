@@ -16,7 +16,7 @@ from torch import Tensor
 from xent.backends.torch import driver, private
 from xent.backends.torch.environment import checks_targets, chosen_backend
 from xent.backends.torch.options import Options, without_tensors
-from xent.core.sampling import of_log_probs
+from xent.core.sampling import of_log_probs, tempered
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, LossSpec, Stats, Support
 from xent.core.validate_options import check_number, loss_spec
 
@@ -242,7 +242,7 @@ def _scales(options: tuple[Any, ...], sampling: Sampling | None) -> tuple[Any, A
     if any(value is not None and (facts is None or value.dim()) for value, facts in zip(scales, bent, strict=True)):
         return options, (None, None), None
     if sampling is not None and type(sampling[0]) in (int, float) and sampling[0] > 0:
-        scales = [None if value is None else value / sampling[0] for value in scales]
+        scales = [None if value is None else tempered(value, sampling[0]) for value in scales]
     numbers = (1.0 if isinstance(value, Tensor) else value for value in (softcap, logit_scale))
     return (*options[:-2], *numbers), tuple(scales), bent
 

@@ -102,8 +102,8 @@ class QuickRows:
             self._mend(slice(0, count), None)
         nll, lse = self._nll(), self._lse(slice(None))
         if self.grad is not None:
-            self._target_gradient(nll, lse)
-        return nll[:, 0], lse[:, 0]
+            self._target_gradient(nll[:, None], lse)
+        return nll, lse[:, 0]
 
     def norm(self) -> tuple[Tensor, Tensor]:
         """Return lse in two parts: see `Results.norm`."""
@@ -167,10 +167,11 @@ class QuickRows:
         return self._reference[part] + self._sums[part].log()
 
     def _nll(self) -> Tensor:
-        distance = self._reference - self._target_logits
-        inverse = self._sums * distance.exp()
+        """Return -log p_y, (R,). It is not a view, because PyTorch forbids writing to views that a Function returns."""
+        distance, sums = (self._reference - self._target_logits)[:, 0], self._sums[:, 0]
+        inverse = sums * distance.exp()
         # 1 / p_y is exact near 1, where a difference of logarithms is not. It may overflow where p_y is tiny.
-        return torch.where(inverse.isfinite(), inverse.clamp(min=1).log(), self._sums.log() + distance)
+        return torch.where(inverse.isfinite(), inverse.clamp(min=1).log(), sums.log() + distance)
 
     def _split(self, part: slice) -> tuple[Tensor, Tensor]:
         """Return lse and what its rounding has taken away, (R, 1) each."""

@@ -73,8 +73,9 @@ def forget() -> None:
 
 def _make_room() -> None:
     """Drop the kinds that were called once; if there are none, all."""
-    for kind in [kind for kind, found in _kinds.items() if found is _ONCE]:
-        del _kinds[kind]
+    for kind, found in list(_kinds.items()):
+        if found is _ONCE:
+            _kinds.pop(kind, None)  # another thread may have dropped it
     if len(_kinds) >= _MOST:
         _kinds.clear()
 
