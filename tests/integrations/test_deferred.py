@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from tests.integrations.models import device
 from xent.integrations.transformers.deferred import DeferredLogits, is_open
@@ -58,6 +60,8 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "more classes than there are": lambda z: F.cross_entropy(z[..., :99].view(-1, 16), TARGET.flatten()),
     "one row": lambda z: F.cross_entropy(z[1, 2], TARGET[1, 1]),
     "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()),
+    "an ellipsis for no axis": lambda z: mean(z[:, :, :12, ...], TARGET.clamp(max=11)),
+    "torch.reshape": lambda z: F.cross_entropy(torch.reshape(z, (-1, 16)), TARGET.flatten()),
     "view": lambda z: F.cross_entropy(z.view(-1, 16), TARGET.flatten()),
     "view classes": lambda z: F.cross_entropy(z.view(10, -1), TARGET.flatten()),
     "mask": lambda z: F.cross_entropy(z[TARGET >= 0], TARGET[TARGET >= 0]),
@@ -434,3 +438,105 @@ def test_target_out_of_range() -> None:
     if device == "cpu":
         with pytest.raises(IndexError, match="classes are 0 to 15"):
             mean(deferring(hidden), TARGET + 1)
+
+
+def gradients_of(loss: Tensor, head: nn.Module, hidden: Tensor) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, [*head.parameters(), hidden]))
+
+
+@pytest.mark.parametrize(
+    "reshaped",
+    [
+        lambda z: torch.reshape(z, (-1, 16)),
+        lambda z: torch.reshape(z[:, 1:], (8, 16)),
+        lambda z: z.reshape(-1, 16),
+        lambda z: z.view((10, 16)),
+        lambda z: z[0, :, 3, ...],
+        lambda z: z[:, :, 2:5, ...],
+    ],
+)
+def test_values_of_other_shapes(reshaped: Callable[[Tensor], Tensor]) -> None:
+    plain, deferring, hidden = heads()
+    gradients = []
+    for head in (plain, deferring):
+        read = reshaped(head(hidden)) * 2
+        gradients.append([read, *gradients_of(read.square().sum(), head, hidden)])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_values_read_in_inference_mode_are_used_outside_of_it(grad: bool) -> None:
+    """A metric that is computed in inference mode does not cut the logits off from their graph."""
+    plain, deferring, hidden = heads()
+    gradients = []
+    for head in (plain, deferring):
+        with torch.set_grad_enabled(grad):
+            logits = head(hidden)
+        with torch.inference_mode():
+            assert logits.argmax(-1).is_inference()
+        loss = mean(logits * 1) + mean(head(hidden)) + (logits.logsumexp(-1) * hidden.sum(-1)).mean()
+        gradients.append(gradients_of(loss, head, hidden))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [lambda z: z, lambda z: z[0], lambda z: z.float() * 2, lambda z: z.double()])
+def test_values_read_in_a_checkpoint(inside: Callable[[Tensor], Tensor], reentrant: bool) -> None:
+    plain, deferring, hidden = heads()
+    gradients = []
+    for head in (plain, deferring):
+        logits = head(hidden)
+        loss = checkpoint(lambda z: inside(z).log_softmax(-1).exp().square().sum(), logits, use_reentrant=reentrant)
+        hidden.grad = None
+        loss.backward()
+        gradients.append([hidden.grad, head.weight.grad, head.bias.grad])
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Square(torch.autograd.Function):
+    """A Function of the caller's, whose second derivative PyTorch computes."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        ctx.save_for_backward(values)
+        return values.square().sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (values,) = ctx.saved_tensors
+        return 2 * gradient * values
+
+
+def test_second_derivatives_of_values() -> None:
+    plain, deferring, hidden = heads()
+    gradients = []
+    for head in (plain, deferring):
+        parameters = [*head.parameters(), hidden]
+        first = torch.autograd.grad(Square.apply(head(hidden)), parameters, create_graph=True)
+        gradients.append(torch.autograd.grad(sum(each.square().sum() for each in first), parameters))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_a_parametrized_weight_is_computed_once_per_call() -> None:
+    calls: list[int] = []
+
+    class Counting(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            calls.append(1)
+            return weight * 2
+
+    plain, deferring, hidden = heads()
+    for head in (plain, deferring):
+        parametrize.register_parametrization(head, "weight", Counting())
+    calls.clear()
+    losses = [mean(head(hidden)) for head in (plain, deferring)]
+    assert len(calls) == 2
+    torch.testing.assert_close(*losses)
+    for head in (plain, deferring):
+        torch.manual_seed(1)
+        parametrizations.spectral_norm(head.train())
+    torch.testing.assert_close(*[[mean(head(hidden)) for _ in range(3)] for head in (plain, deferring)])

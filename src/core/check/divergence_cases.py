@@ -90,7 +90,8 @@ def divergence_cases(function: str, dtype: str) -> list[DivergenceCase]:
                 replace(base, name="chunks", workspace=base.vocabulary * 8 * 5, options={"sample_weight": True})
             )
         for case in named:
-            case = replace(case, teacher=teacher, reduction=next(reductions), entropy=len(cases) % 2 == 0)
+            reduction = "mean" if "normalizer" in case.options else next(reductions)
+            case = replace(case, teacher=teacher, reduction=reduction, entropy=len(cases) % 2 == 0)
             cases.append(case if teacher in _TOP_K else _with(case, beta=next(betas)))
     plain = [replace(base, name=f"plain, beta {beta}", options={"beta": beta}) for beta in (0.0, 1.0, 0.5)]
     return cases + [replace(case, reduction=reduction) for case in plain for reduction in _REDUCTIONS]

@@ -10,12 +10,15 @@ from C++ and from inside an autograd.Function. For the latter, a node in the aut
 on to hidden states and weight.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from xent.integrations.transformers.attributes import METADATA
@@ -25,6 +28,12 @@ from xent.integrations.transformers.history import note_compiled
 from xent.integrations.transformers.recipe import Recipe, follow
 
 __all__ = ["KEYWORDS", "KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
+
+_saved_hooks: Callable[[], Any] = partial(
+    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None), True
+)
+"""() -> the innermost hooks on saved tensors, those of a checkpoint among them. A private function of PyTorch; without
+it, real logits inside of a checkpoint that did not call the head raise CheckpointError."""
 
 KNOWN: dict[Any, Callable[..., Any]] = {}
 """Recorded functions: function -> recorder. `calls` registers them."""
@@ -49,6 +58,8 @@ class DeferredLogits(torch.Tensor):
     """(deferred logits, function, arguments) if this is a view of other deferred logits."""
     _contiguous: bool
     _real: Tensor | None
+    _hooks: Any
+    """The hooks on tensors that autograd saved when this was returned."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +118,7 @@ def defer(
     else:
         made = _Edge.apply(recipe, origins, size, dtype, *tensors)
     made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
-    made._origins = origins
+    made._origins, made._hooks = origins, _saved_hooks()
     return made
 
 
@@ -129,17 +140,39 @@ def is_open(logits: Any) -> bool:
 def real(logits: DeferredLogits, function: Any) -> Tensor:
     """Return the real logits, the same tensor each time. `function` is the function that reads them."""
     if logits._real is None:
-        with torch.set_grad_enabled(logits._tracked):
-            if logits._view is not None:
-                base, view, arguments = logits._view
-                made: Tensor = view(real(base, function), *arguments)
-            else:
-                _prepare_to_follow(logits, function)
-                made = follow(logits._recipe)
-        if metadata(logits, "requires_grad") and not logits._tracked:
-            made = _Adopted.apply(logits, made)
+        with _as_at_the_call(logits):
+            with torch.set_grad_enabled(logits._tracked):
+                if logits._view is not None:
+                    base, view, arguments = logits._view
+                    made: Tensor = view(real(base, function), *arguments)
+                else:
+                    _prepare_to_follow(logits, function)
+                    made = follow(logits._recipe)
+            if metadata(logits, "requires_grad") and not logits._tracked:
+                made = _Adopted.apply(logits, made)
         logits._real = made
     return logits._real
+
+
+@contextmanager
+def _as_at_the_call(logits: DeferredLogits) -> Iterator[None]:
+    """Leave inference mode and checkpoints that were entered after the head was called.
+
+    The logits are kept. Those of inference mode could not be used outside of it. A checkpoint that is not reentrant
+    would miss them when it computes its region again.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._recipe.tensors())
+    inside = torch.inference_mode(False) if leaves else nullcontext()
+    hooks = nullcontext() if _saved_hooks() == logits._hooks else saved_tensors_hooks(_unchanged, _unchanged)
+    with inside, hooks:
+        yield
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _is_described() -> bool:
@@ -219,13 +252,13 @@ class _Edge(torch.autograd.Function):
                 "the head, which FSDP2 shards in its own group: shard the head with the rest of the model, or call "
                 "xent.integrations.transformers.unpatch(model)"
             )
-        tensors = [
-            tensor.detach().requires_grad_(asks) for tensor, asks in zip(ctx.recipe.tensors(), wanted, strict=True)
-        ]
+        tensors, again = ctx.recipe.tensors(), torch.is_grad_enabled()  # True with create_graph=True
+        if not again:
+            tensors = tuple([each.detach().requires_grad_(asks) for each, asks in zip(tensors, wanted, strict=True)])
         with torch.enable_grad():
-            logits = follow(ctx.recipe.with_tensors(tuple(tensors)))
-        asked = [tensor for tensor in tensors if tensor.requires_grad]
-        made = iter(torch.autograd.grad(logits, asked, gradient))
+            logits = follow(ctx.recipe.with_tensors(tensors))
+        asked = [tensor for tensor, asks in zip(tensors, wanted, strict=True) if asks]
+        made = iter(torch.autograd.grad(logits, asked, gradient, create_graph=again))
         return None, None, None, None, *[next(made) if asks else None for asks in wanted]
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from xent.integrations.transformers import calls as _calls  # noqa: F401  registers the recorded calls
 from xent.integrations.transformers import parallel
@@ -27,6 +28,12 @@ class DeferringHead:
 
     def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
         """Return deferred logits if possible, otherwise logits. With a `task`, return task(input, weight, bias)."""
+        if "parametrizations" in self._modules:
+            with parametrize.cached():  # otherwise each look at the weight computes it
+                return self._logits(input, task)
+        return self._logits(input, task)
+
+    def _logits(self: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Tensor:
         if task is not None:
             return task(input, self.weight, self.bias)
         if parallel.is_running(self):

@@ -161,7 +161,7 @@ def reshape(function: Any, logits: Any, *size: Any) -> Any:
     if size[-1] != classes or not all(isinstance(length, (int, torch.SymInt)) for length in size):
         return NotImplemented
     contiguous = logits._contiguous or not _rows_in_place(logits)
-    return _of_rows(logits, lambda hidden: hidden.reshape(*rows, hidden.shape[-1]), function, size, contiguous)
+    return _of_rows(logits, lambda hidden: hidden.reshape(*rows, hidden.shape[-1]), function, (size,), contiguous)
 
 
 def _rows_in_place(logits: DeferredLogits) -> bool:
@@ -192,6 +192,8 @@ def take(function: Any, logits: Any, index: Any) -> Any:
     if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
         return NotImplemented
     ellipses = [place for place, part in enumerate(parts) if part is Ellipsis]
+    if len(ellipses) == 1 and len(parts) == logits.ndim + 1:  # it stands for no axis
+        del parts[ellipses.pop()]
     reaches_classes = ellipses[0] < len(parts) - 1 if ellipses else len(parts) == logits.ndim
     if len(ellipses) > 1 or len(parts) > logits.ndim + len(ellipses):
         return NotImplemented
