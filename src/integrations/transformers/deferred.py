@@ -113,12 +113,13 @@ def defer(
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
     if not tracked:
         recipe = recipe.with_tensors(tuple([tensor.detach() for tensor in tensors]))
-    if torch.compiler.is_compiling():
+    compiling = torch.compiler.is_compiling()
+    if compiling:
         made = DeferredLogits(blank(tensors[0], size, dtype))
     else:
         made = _Edge.apply(recipe, origins, size, dtype, *tensors)
     made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
-    made._origins, made._hooks = origins, _saved_hooks()
+    made._origins, made._hooks = origins, None if compiling else _saved_hooks()
     return made
 
 

@@ -30,37 +30,39 @@ class DeferringHead:
         """Return deferred logits if possible, otherwise logits. With a `task`, return task(input, weight, bias)."""
         if "parametrizations" in self._modules:
             with parametrize.cached():  # otherwise each look at the weight computes it
-                return self._logits(input, task)
-        return self._logits(input, task)
-
-    def _logits(self: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Tensor:
-        if task is not None:
-            return task(input, self.weight, self.bias)
-        if parallel.is_running(self):
-            return parallel.compute(self, input)
-        compiling = torch.compiler.is_compiling()
-        call = None if compiling else begin_call(self)
-        why = _why_computed(self, input)
-        if compiling:
-            trains = self.training and torch.is_grad_enabled() and not torch.compiler.is_exporting()
-            note_compiled(why if why is not None and trains else "")
-        elif call is not None and why is not None:
-            call.note_computed(why)
-        if why is not None:
-            return parallel.compute(self, input)
-        input = parallel.whole(input)
-        autocast = autocast_dtype(input.device.type)
-        alone = self if _is_sharded(self) and not _shares_group(self) else None
-        recipe = Recipe((Product(input, self.weight),), self.bias, (), autocast, alone)
-        if parallel.gathered(self):
-            recipe = recipe.then("gather").then("to_local")
-        weights = (self.weight,) if self.bias is None else (self.weight, self.bias)
-        size = (*input.shape[:-1], self.weight.shape[0])
-        return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone, call),))
+                return _logits(self, input, task)
+        return _logits(self, input, task)
 
 
 class DeferringLinear(DeferringHead, nn.Linear):
     """torch.nn.Linear that returns deferred logits."""
+
+
+def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Tensor:
+    """See `DeferringHead.forward`, which transformers may call with a head of another class."""
+    if task is not None:
+        return task(input, head.weight, head.bias)
+    if parallel.is_running(head):
+        return parallel.compute(head, input)
+    compiling = torch.compiler.is_compiling()
+    call = None if compiling else begin_call(head)
+    why = _why_computed(head, input)
+    if compiling:
+        trains = head.training and torch.is_grad_enabled() and not torch.compiler.is_exporting()
+        note_compiled(why if why is not None and trains else "")
+    elif call is not None and why is not None:
+        call.note_computed(why)
+    if why is not None:
+        return parallel.compute(head, input)
+    input = parallel.whole(input)
+    autocast = autocast_dtype(input.device.type)
+    alone = head if _is_sharded(head) and not _shares_group(head) else None
+    recipe = Recipe((Product(input, head.weight),), head.bias, (), autocast, alone)
+    if parallel.gathered(head):
+        recipe = recipe.then("gather").then("to_local")
+    weights = (head.weight,) if head.bias is None else (head.weight, head.bias)
+    size = (*input.shape[:-1], head.weight.shape[0])
+    return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone, call),))
 
 
 def _why_computed(head: Any, input: Tensor) -> str | None:
