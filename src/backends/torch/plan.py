@@ -219,7 +219,7 @@ def _sampled(target: Any, sampling: Sampling) -> tuple[Any, ...] | None:
 def _common(spec: LossSpec, backend: Any) -> tuple[Any, ...]:
     """Return the part of the key for options, autograd mode and environment variables."""
     return (
-        backend,
+        backend if isinstance(backend, str) else None,  # no kind has None: dispatch refuses other types
         spec.reduction,
         spec.softcap is None,
         spec.stats,

@@ -33,6 +33,7 @@ __all__ = [
     "is_watched",
     "jit_traces",
     "keeps_graph",
+    "saved_hooks",
     "storage_of",
     "transforms_active",
     "transforms_of",
@@ -98,6 +99,10 @@ it: new gradients, never reused memory."""
 
 keeps_graph: Callable[[], bool] = _found(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
+
+saved_hooks: Callable[[bool], Any] = _found(_autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None)
+"""(ignore that a tracer runs) -> the innermost hooks on tensors that autograd saves, those of a checkpoint among them.
+Without it: deferred logits that are read in a checkpoint that did not call the head raise CheckpointError."""
 
 any_autocast: Callable[[], bool] = _found(torch._C, "_is_any_autocast_enabled", lambda: True)
 """() -> whether autocast is on for any device. Without it: a look at the device's own."""

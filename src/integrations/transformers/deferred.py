@@ -12,7 +12,6 @@ on to hidden states and weight.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from xent.backends.torch.private import saved_hooks
 from xent.integrations.transformers.attributes import METADATA
 from xent.integrations.transformers.blank import blank
 from xent.integrations.transformers.changes import Origin, change
@@ -28,12 +28,6 @@ from xent.integrations.transformers.history import note_compiled
 from xent.integrations.transformers.recipe import Recipe, follow
 
 __all__ = ["KEYWORDS", "KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
-
-_saved_hooks: Callable[[], Any] = partial(
-    getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None), True
-)
-"""() -> the innermost hooks on saved tensors, those of a checkpoint among them. A private function of PyTorch; without
-it, real logits inside of a checkpoint that did not call the head raise CheckpointError."""
 
 KNOWN: dict[Any, Callable[..., Any]] = {}
 """Recorded functions: function -> recorder. `calls` registers them."""
@@ -119,7 +113,7 @@ def defer(
     else:
         made = _Edge.apply(recipe, origins, size, dtype, *tensors)
     made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
-    made._origins, made._hooks = origins, None if compiling else _saved_hooks()
+    made._origins, made._hooks = origins, None if compiling else saved_hooks(True)
     return made
 
 
@@ -167,7 +161,7 @@ def _as_at_the_call(logits: DeferredLogits) -> Iterator[None]:
         return
     leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._recipe.tensors())
     inside = torch.inference_mode(False) if leaves else nullcontext()
-    hooks = nullcontext() if _saved_hooks() == logits._hooks else saved_tensors_hooks(_unchanged, _unchanged)
+    hooks = nullcontext() if saved_hooks(True) == logits._hooks else saved_tensors_hooks(_unchanged, _unchanged)
     with inside, hooks:
         yield
 
