@@ -57,6 +57,7 @@ def test_chunk_is_a_multiple_of_the_rows_of_a_tile() -> None:
     assert rows_per_chunk(8192, 1000, 2, 966 * 2000, "cuda") == 911  # a workspace is never exceeded
     assert rows_per_chunk(8192, 1000, 2, 1100 * 2000, "cuda") == 1024
     assert rows_per_chunk(8192, 1000, 2, 1460 * 2000, "cuda") == 1408
+    assert rows_per_chunk(8192, 128_256, 2, None, "mlx-cuda") == 1664  # as measured with MLX; 1700 rows fit
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from xent.core.chunks import rows_per_chunk
+
 __all__ = ["HEADS", "Shape", "parse"]
 
 
@@ -24,14 +26,13 @@ class Shape:
         """Return the approximate bytes of a forward and backward pass, including inputs and their gradients.
 
         The unfused loss stores the logits, their float32 copy, the log-probabilities, and two gradients. The fused loss
-        stores one chunk of these.
+        stores one chunk of these, on a GPU a larger one than on a CPU.
         """
-        logits = self.rows * self.vocabulary
-        held = min(logits // 4, _LARGEST_CHUNK) if fused else 2 * logits
+        chunk = rows_per_chunk(self.rows, self.vocabulary, itemsize, None, "cuda", sums=True)
+        held = (chunk if fused else 2 * self.rows) * self.vocabulary
         return 2 * self.inputs(itemsize) + held * (itemsize + 4)
 
 
-_LARGEST_CHUNK = 420 * 2**20  # elements
 HEADS = {
     "Llama-3-8B": (4096, 128256),
     "Gemma-2-9B": (3584, 256000),

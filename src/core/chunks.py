@@ -21,14 +21,14 @@ _ROWS_WANTED = 256
 _CHUNK_ELEMENTS_CPU = 2**24
 # On an accelerator each chunk reads and writes the gradient of the classifier once. With 2048 rows this is cheap. A
 # chunk has fewer rows if the vocabulary is very large (a bound on the memory of its logits), and more if it is small:
-# 4096 rows up to 53760 classes. A batch of less than four such chunks is split into four chunks of at least 1024 rows.
-# A batch of at most 2048 rows is one chunk, so that the host need not wait for a count. If each chunk rounds the
-# gradient once more, the chunks of a large batch are up to twice as large.
+# 4096 rows up to 53760 classes. With more classes, a batch of less than four chunks is split into four chunks of at
+# least 1024 rows. A batch of at most 2048 rows is one chunk, so that the host need not wait for a count. If each chunk
+# rounds the gradient once more, the chunks of a large batch are up to twice as large.
 _ROWS_WANTED_ACCELERATOR = (1024, 2048)
 _ROWS_OF_FEW_CLASSES, _FEW_CLASSES_ELEMENTS = 4096, 210 * 2**20
 _CHUNKS_WANTED_ACCELERATOR = 4
 _CHUNK_ELEMENTS_ACCELERATOR = (2**27, 2**29)
-_GROWN_CHUNK_ELEMENTS = 420 * 2**20  # times the growth
+_GROWN_CHUNK_ELEMENTS = 420 * 2**20  # times the growth: the bound for large batches, if it exceeds 2**29
 _MOST_GROWTH_ACCELERATOR = 2
 # MLX on NVIDIA GPUs stores the gradient of a chunk beside its logits, so chunks are a little smaller. If the classifier
 # is trained, MLX allocates a new sum of its gradient for each chunk in the queue, so chunks are few and large.
@@ -41,8 +41,8 @@ _CHUNK_ELEMENTS_METAL = 2**26
 # unfused loss takes 196 MiB.
 _CHUNK_ELEMENTS_MLX_CPU = 2**21
 _ROWS_WANTED_MLX_CPU = 64
-# Matrix products work on tiles of 256 or 128 rows. Eight chunks of 1024 rows take less time than nine of 911.
-_ROWS_MULTIPLES = (256, 128)
+# PyTorch's matrix products work on tiles of 256 or 128 rows. Eight chunks of 1024 rows take less time than nine of 911.
+_ROWS_MULTIPLES, _ROWS_MULTIPLES_MLX = (256, 128), (128,)
 _MOST_EXCESS = 1 / 8  # by which rounding up may exceed a default size
 # A block should stay in the caches of the cores during all passes over it.
 _BLOCK_BYTES_PER_THREAD = 2 * _MIB
@@ -67,7 +67,7 @@ def rows_per_chunk(
 
     `device` is PyTorch's device type, or for MLX "mlx-cpu", "metal" or "mlx-cuda". `sums` says whether each chunk
     rounds the gradient of the classifier once more, or with MLX on NVIDIA GPUs writes a new one. The logits of a chunk
-    take at most `workspace` bytes, unless one row takes more. Chunks are of nearly equal size.
+    take at most `workspace` bytes, unless one row takes more. All chunks but the last have this size.
     """
     if workspace is not None:
         most = max(workspace // (vocabulary * itemsize), 1)
@@ -93,8 +93,10 @@ def rows_per_chunk(
     even = math.ceil(rows / math.ceil(rows / most))
     if device in ("cpu", "mlx-cpu"):
         return even
-    largest = min(most if workspace is not None else int(most * (1 + _MOST_EXCESS)), rows)
-    rounded = (-(-even // multiple) * multiple for multiple in _ROWS_MULTIPLES)
+    is_mlx = device in ("metal", "mlx-cuda")
+    largest = min(most if is_mlx or workspace is not None else int(most * (1 + _MOST_EXCESS)), rows)
+    multiples = _ROWS_MULTIPLES_MLX if is_mlx else _ROWS_MULTIPLES
+    rounded = (-(-even // multiple) * multiple for multiple in multiples)
     return next((each for each in rounded if each <= largest), even)
 
 

@@ -256,7 +256,7 @@ def _keep_options(ctx: Any, args: Any, where: int = 0) -> Any:
 
 def _saved(ctx: Any, upstream: Upstream) -> tuple[Any, ...]:
     """Return the arguments of the operation that computes the gradient of logits."""
-    saved = ctx.saved_tensors  # read once: a checkpoint that is not reentrant computes them at the first look only
+    saved = ctx.saved_tensors  # read once: with use_reentrant=False, a checkpoint can refuse a second look
     logits, *kept = saved[:-TENSORS]
     if not ctx.where and upstream.entropy is None:
         kept[-1] = None

@@ -53,7 +53,7 @@ class DeferredLogits(torch.Tensor):
     _contiguous: bool
     _real: Tensor | None
     _hooks: Any
-    """The hooks on tensors that autograd saved when this was returned."""
+    """The saved-tensor hooks that were active when the head returned this tensor."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -153,8 +153,8 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
 def _as_at_the_call(logits: DeferredLogits) -> Iterator[None]:
     """Leave inference mode and checkpoints that were entered after the head was called.
 
-    The logits are kept. Those of inference mode could not be used outside of it. A checkpoint that is not reentrant
-    would miss them when it computes its region again.
+    The logits are kept for later reads. Tensors made in inference mode cannot be used by autograd later. A checkpoint
+    with use_reentrant=False would find kept logits when it computes its region again, and save fewer tensors.
     """
     if torch.compiler.is_compiling():
         yield
