@@ -80,7 +80,7 @@ def number_of(framework: str | None, value: Any) -> Any:
 
 
 def wide(value: Any) -> Any:
-    """Convert a 0-d array to float64, for MLX and on mps to float32; return anything else unchanged."""
+    """Convert a 0-d array to float64, on mps and for MLX to float32 if it is not float64; return numbers unchanged."""
     framework = framework_of(value)
     if framework == "torch":
         import torch
@@ -89,7 +89,7 @@ def wide(value: Any) -> Any:
     if framework == "mlx":
         import mlx.core as mx
 
-        return value.astype(mx.float32)
+        return value if value.dtype == mx.float64 else value.astype(mx.float32)
     return value
 
 

@@ -602,3 +602,17 @@ def test_nothing_is_evaluated(target: Target, monkeypatch: pytest.MonkeyPatch) -
     drawing = io.StringIO()
     mx.export_to_dot(drawing, *found)
     assert drawing.getvalue().count("Matmul") == -(-N // 5)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("option", ["logit_scale", "softcap"])
+def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(
+    target: Target, option: str, dtype: mx.Dtype
+) -> None:
+    value = mx.array(1.3, dtype)
+
+    def run(value: Any) -> mx.array:
+        options: dict[str, Any] = {option: value, "temperature": 0.7, "backend": target.name}
+        return xent.linear_log_probs(mx.array(X), mx.array(W), mx.array(Y), **options)
+
+    assert mx.allclose(run(value), run(float(value)), rtol=1e-6, atol=1e-5)

@@ -53,7 +53,7 @@ class DeferredLogits(torch.Tensor):
     _contiguous: bool
     _real: Tensor | None
     _hooks: Any
-    """The saved-tensor hooks that were active when the head returned this tensor."""
+    """The saved-tensor hooks that were active when these logits were deferred."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
