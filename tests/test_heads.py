@@ -11,10 +11,9 @@ from tests.cases import DTYPES
 from tests.covering import covering
 from tests.targets import Target
 from xent.backends.reference import linear_cross_entropy_gradients
-from xent.core import validate
 from xent.core.check.cases import Case, Inputs, make_inputs
 from xent.core.check.judge import compare
-from xent.core.spec import STAT_NAMES
+from xent.core.spec import STAT_NAMES, LinearCall, LossSpec
 
 ROWS, V = (2, 7), 19
 WEIGHTS = (1.0, 0.5, -0.25)
@@ -128,11 +127,14 @@ def truth_of(case: Case, differentiable: dict[str, Any], given: dict[str, Any], 
     defaults = {"weight": None, "sample_weight": None, "normalizer": None, "ignore_index": -100, "stats": ()}
     defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None}
     options = defaults | differentiable | given
+    numbers = {name: options[name] for name in ("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale")}
+    spec = LossSpec(case.reduction, **numbers)
     weights = options.pop("head_weight", (1,) * len(case.shift))
     truth = {name: np.zeros(values.shape) for name, values in differentiable.items()} | {"loss": np.zeros(())}
     for head, (shift, weight) in enumerate(zip(case.shift, weights, strict=True)):
         options["input"] = differentiable["input"][head]
-        call = validate.linear_call(**options, reduction=case.reduction, shift=shift, workspace=None)
+        arrays = ("input", "linear_weight", "linear_bias", "target", "weight", "sample_weight", "normalizer")
+        call = LinearCall(*(options[name] for name in arrays), spec, shift, None)
         mine = weight * (upstream[head] if case.reduction == "none" else upstream)
         hidden, classifier, bias = linear_cross_entropy_gradients(call, mine)
         truth["input"][head] = hidden

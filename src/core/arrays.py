@@ -19,7 +19,7 @@ __all__ = [
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
-_NUMBERS = ("normalizer", "softcap", "logit_scale")
+_NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 _REQUIRED = ("logits", "input", "linear_weight", "target")
 
 
@@ -28,10 +28,10 @@ def framework_of(value: Any) -> str | None:
 
     The framework is not looked up in sys.modules: torch.compile would then recompile whenever a module is imported.
     """
+    if value is None or isinstance(value, (int, float)):
+        return None
     if isinstance(value, np.ndarray):
         return "numpy"
-    if value is None or isinstance(value, (bool, int, float)):
-        return None
     if hasattr(value, "requires_grad"):
         try:
             import torch

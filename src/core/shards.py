@@ -4,7 +4,8 @@ import numbers
 from typing import Any
 
 from xent.core.arrays import FLOAT_DTYPES, describe, dtype_name
-from xent.core.spec import Shards, VocabParallel
+from xent.core.call import Shards
+from xent.core.spec import VocabParallel
 
 __all__ = ["check_tokens", "shards_of"]
 
@@ -32,7 +33,8 @@ def shards_of(framework: str, given: Any) -> Shards | None:
     sequence_parallel: Any = shards.sequence_parallel
     if not isinstance(sequence_parallel, bool):
         raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {sequence_parallel!r}")
-    return Shards(shards.group, shards.first, shards.size, -2 if sequence_parallel else None)
+    first, size = (None if value is None else int(value) for value in (shards.first, shards.size))
+    return Shards(shards.group, first, size, -2 if sequence_parallel else None)
 
 
 def check_tokens(input: Any, target: Any, axis: int, heads: int | None) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+from xent.core.call import Shards
+
 __all__ = [
     "DIFFERENTIABLE",
     "DIVERGENCE_STATS",
@@ -233,19 +235,6 @@ class VocabParallel:
     first: int | None = None
     size: int | None = None
     sequence_parallel: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class Shards:
-    """A validated `VocabParallel`, or the same facts from the placements of DTensors."""
-
-    group: Any
-    first: int | None
-    size: int | None
-    axis: int | None
-    """The axis of the hidden states along which tokens are split; None if every rank has all tokens."""
-    reduces: bool = True
-    """Whether the call sums the gradient of the hidden states over ranks."""
 
 
 @dataclass(frozen=True, eq=False)

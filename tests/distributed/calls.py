@@ -9,9 +9,8 @@ import torch.distributed as dist
 
 import xent
 from tests.distributed.cuts import Cut
-from tests.distributed.pool import device, group
+from tests.distributed.pool import device, fresh, group
 from xent.backends import TABLE
-from xent.backends.torch.sharded import layout
 from xent.core.check.cases import LOSSES, Case, make_inputs
 from xent.core.check.results import placed
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
@@ -53,7 +52,7 @@ def in_shards(case: Case, way: Way) -> dict[str, Any] | None:
     rank = dist.get_rank()
     if rank >= way.ranks:
         return None
-    layout.forget()  # the rank may have cached another layout for this shard size
+    fresh()  # the rank may have cached another layout for this shard size
     return _results(case, way, rank)
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 import xent
-from tests.distributed.pool import Pool, device, group
-from xent.backends.torch.sharded import collectives, layout
+from tests.distributed.planted import COLLECTIVES, replace_collective
+from tests.distributed.pool import Pool, device, fresh, group
 
 CLASSES = 12
 FIRST = [0, 6]
@@ -20,7 +20,7 @@ def attempt(arguments: list[dict[str, Any]], again: bool = False, environment: d
     rank, ranks = dist.get_rank(), len(arguments)
     if rank >= ranks:
         return None
-    layout.forget()
+    fresh()
     mine = {"rows": CLASSES // ranks, "vocab_parallel": {}} | arguments[rank]
     rows, said = mine.pop("rows"), mine.pop("vocab_parallel")
     generator = torch.Generator().manual_seed(mine.pop("seed", rank))
@@ -151,18 +151,20 @@ def collectives_of(calls: int) -> list[str]:
     """Return the collectives of a number of equal calls, forward and backward."""
     if dist.get_rank() > 1:
         return []
-    layout.forget()
+    fresh()
     counted: list[str] = []
     torch.manual_seed(dist.get_rank())
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("_gather", "_scatter", "_reduce"):
-            function = getattr(collectives, name)
+        for kind in COLLECTIVES:
 
-            def count(*args: Any, name: str = name, function: Any = function, **more: Any) -> Any:
-                counted.append(name)
-                return function(*args, **more)
+            def make(function: Any, kind: str = kind) -> Any:
+                def count(*args: Any, **more: Any) -> Any:
+                    counted.append(kind)
+                    return function(*args, **more)
 
-            patch.setattr(collectives, name, count)
+                return count
+
+            replace_collective(patch, kind, make)
         for step in range(calls):
             hidden = torch.randn(40, 8, device=device(), requires_grad=True)
             weight = torch.randn(6, 8, device=device(), requires_grad=True)
@@ -179,12 +181,5 @@ def test_collectives_of_a_loop(pool: Pool) -> None:
     found = pool.run(collectives_of, 3)[:2]
     assert found[0] == found[1]
     # 40, 35 and 30 rows in chunks of 8 rows, after the layout was exchanged once.
-    assert found[0] == [
-        "_gather",
-        *["_gather"] * 5,
-        "_reduce",
-        *["_gather"] * 5,
-        "_reduce",
-        *["_gather"] * 4,
-        "_reduce",
-    ]
+    chunks = (5, 5, 4)
+    assert found[0] == ["gather", *(name for count in chunks for name in (*["gather"] * count, "reduce"))]

@@ -10,10 +10,9 @@ import torch.distributed as dist
 import xent
 from tests.convergence.agreement import disagreements
 from tests.convergence.training import Run, from_hidden, train, vocabulary
-from tests.distributed.pool import Pool, device, group
+from tests.distributed.pool import Pool, device, fresh, group
 from tests.distributed.test_faults import FAULTS
 from tests.targets import Target
-from xent.backends.torch.sharded import layout
 
 CUT = 100
 """First class of the second shard."""
@@ -37,7 +36,7 @@ def trained(dtype: str, fault: str | None) -> Run | None:
     """Train in the first two processes."""
     if dist.get_rank() > 1:
         return None
-    layout.forget()
+    fresh()
     with pytest.MonkeyPatch.context() as patch:
         if fault is not None:
             FAULTS[fault].plant(patch)

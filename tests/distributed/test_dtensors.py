@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import xent
-from tests.distributed.pool import PROCESSES, Pool, device
-from xent.backends.torch.sharded import layout
+from tests.distributed.pool import PROCESSES, Pool, device, fresh
 
 CLASSES, WIDTH = 11, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -23,7 +22,7 @@ if PROCESSES < 4:
 
 def run(name: str) -> None:
     """Run one of the checks in this process."""
-    layout.forget()
+    fresh()
     torch.manual_seed(0)
     CHECKS[name]()
 

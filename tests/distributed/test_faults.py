@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.distributed.calls import Way, in_shards
 from tests.distributed.cuts import cut
 from tests.distributed.judge import judged
+from tests.distributed.planted import replace_collective
 from tests.distributed.pool import Pool
-from xent.backends.torch.sharded import collectives
 from xent.core.check.cases import OPTIONS, Case
 
 
@@ -36,20 +36,25 @@ class Fault:
 
     def plant(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the collective by the faulty one."""
-        function = getattr(collectives, self.collective)
 
-        def faulty(*args: Any, **keywords: Any) -> Any:
-            sent = args[-1]
-            if not self.strikes(sent):
-                return function(*args, **keywords)
-            if self.spoil is not None:
-                function(*args, **keywords).wait()
-                self.spoil(args[0])
-            elif len(args) > 1:
-                args[0].copy_(sent.flatten()[: args[0].numel()].view_as(args[0]))
-            return Done()
+        def make(function: Callable[..., Any]) -> Callable[..., Any]:
+            def faulty(*args: Any, **keywords: Any) -> Any:
+                tensors = [one for one in args if isinstance(one, Tensor)]
+                received, sent = tensors[0], tensors[-1]
+                if not self.strikes(sent):
+                    return function(*args, **keywords)
+                if self.spoil is not None:
+                    work = function(*args, **keywords)
+                    if work is not None:
+                        work.wait()
+                    self.spoil(received)
+                elif len(tensors) > 1:
+                    received.copy_(sent.flatten()[: received.numel()].view_as(received))
+                return Done()
 
-        patch.setattr(collectives, self.collective, faulty)
+            return faulty
+
+        replace_collective(patch, self.collective, make)
 
 
 def _is_layout(sent: Tensor) -> bool:
@@ -74,15 +79,15 @@ def _swap(received: Tensor) -> None:
 
 
 FAULTS = {
-    "layout, other order": Fault("_gather", _is_layout, _swap),
-    "layout, all that of rank 0": Fault("_gather", _is_layout, _lose_last, "the shards leave a gap"),
-    "sums, other order": Fault("_gather", _is_sums, _swap),
-    "sums, all those of rank 0": Fault("_gather", _is_sums, _lose_last),
-    "tokens, other order": Fault("_gather", _is_tokens, _swap),
-    "hidden states' gradient, not summed": Fault("_reduce", lambda sent: sent.dim() > 1, None),
-    "hidden states' gradient, summed twice": Fault("_reduce", lambda sent: sent.dim() > 1, lambda sent: sent.mul_(2)),
-    "class weights of targets, not told": Fault("_reduce", lambda sent: sent.dim() == 1, None),
-    "gradient of tokens in shards, not summed": Fault("_scatter", lambda sent: True, None),
+    "layout, other order": Fault("gather", _is_layout, _swap),
+    "layout, all that of rank 0": Fault("gather", _is_layout, _lose_last, "the shards leave a gap"),
+    "sums, other order": Fault("gather", _is_sums, _swap),
+    "sums, all those of rank 0": Fault("gather", _is_sums, _lose_last),
+    "tokens, other order": Fault("gather", _is_tokens, _swap),
+    "hidden states' gradient, not summed": Fault("reduce", lambda sent: sent.dim() > 1, None),
+    "hidden states' gradient, summed twice": Fault("reduce", lambda sent: sent.dim() > 1, lambda sent: sent.mul_(2)),
+    "class weights of targets, not told": Fault("reduce", lambda sent: sent.dim() == 1, None),
+    "gradient of tokens in shards, not summed": Fault("scatter", lambda sent: True, None),
 }
 
 

@@ -57,7 +57,7 @@ def test_there_are_no_import_cycles(unit: Callable[[str], str]) -> None:
 
 def test_import_cycles_are_found() -> None:
     assert set(circle({"a": {"b"}, "b": {"c"}, "c": {"b"}})) == {"b", "c"}
-    assert "xent.backends.torch.plain" in _imports("xent.backends.torch.plain_job")
+    assert "xent.backends.torch.contract" in _imports("xent.backends.torch.loop")
     assert "xent.backends.triton" in _imports("xent.backends"), "imports inside functions count"
-    assert _folder("xent.backends.triton.hopper.door") == _folder("xent.backends.triton") == "xent.backends.triton"
+    assert _folder("xent.backends.triton.hopper.products") == _folder("xent.backends.triton") == "xent.backends.triton"
     assert _folder("xent.backends.protocol") == "xent.backends.protocol"

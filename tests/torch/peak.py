@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 import xent
-import xent.backends.torch.eager  # imported once for all processes
 from benchmarks.memory import resident_peak
 
 __all__ = ["peak"]
@@ -22,7 +21,7 @@ def peak(setup: str, call: str) -> int:
     """
     context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload([__name__, "tests.torch.loaded"])
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_measure, args=(theirs, setup, call))
     process.start()

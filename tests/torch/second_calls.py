@@ -1,4 +1,4 @@
-"""Run pairs of calls that differ in one thing, each pair in its own process; `test_plan` runs this program.
+"""Run pairs of calls that differ in one thing, each pair in its own process; `test_second_calls` runs this program.
 
 `python -m tests.torch.second_calls BACKEND DEVICE FUNCTION` writes the results as JSON. Each process is a fork of one
 that has imported everything but made no call, so that the state after a first call can be compared with a fresh one.
@@ -29,7 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 import xent
 from xent.backends import TABLE
-from xent.core import validate, validate_options
 
 __all__ = ["FUNCTIONS", "SAMPLE", "Call", "main", "pairs_of"]
 
@@ -37,17 +36,7 @@ FUNCTIONS = ("cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_p
 
 ROWS, WIDTH, CLASSES = 6, 8, 12
 REPEATED = 3
-"""How often the first call is made: the third one may be repeated from a recording."""
-IMPORTED = (
-    "torch._dynamo",
-    "torch._functorch.aot_autograd",
-    "torch.fx.experimental.symbolic_shapes",
-    "xent.backends.torch.compiled",
-    "xent.backends.torch.driver",
-    "xent.backends.torch.plain_job",
-    "xent.backends.torch.eager",
-)
-"""Modules that calls would otherwise import in each process."""
+"""How often the first call is made."""
 
 
 class SeesFunctions(TorchFunctionMode):
@@ -724,11 +713,9 @@ def pairs_of(function: str) -> dict[str, tuple[Change, Change]]:
     return SAMPLING if function.endswith("log_probs") else PAIRS
 
 
-def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str, forgotten: str = "") -> Any:
+def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str) -> Any:
     """Return the results of the last call: alone, after the other one, or in reverse order."""
     before, after = pair
-    if forgotten:
-        forget(forgotten)
     if order == "alone":
         call = make()
         before(call)
@@ -752,27 +739,6 @@ def outcomes(pair: tuple[Change, Change], make: Callable[[], Call], order: str, 
     return call.run()
 
 
-def forget(what: str) -> None:
-    """Install a cache whose key is incomplete, a fault that these pairs must find."""
-    if what == "sampling":
-        importlib.import_module("xent.backends.torch.plan")._sampled = lambda target, sampling: sampling is not None
-        return
-    true_spec = validate_options.loss_spec
-    kept: dict[Any, Any] = {}
-
-    def forgetful(framework: str, **options: Any) -> Any:
-        key = {
-            "values": lambda: tuple(options),
-            "types": lambda: tuple(repr(one) if isinstance(one, list) else one for one in options.values()),
-            "stats": lambda: tuple(id(one) if isinstance(one, list) else repr(one) for one in options.values()),
-        }[what]()
-        if key not in kept:
-            kept[key] = true_spec(framework, **options)
-        return kept[key]
-
-    validate.loss_spec = validate_options.loss_spec = forgetful
-
-
 def _child(pipe: Connection, work: Callable[[], Any]) -> None:
     try:
         torch.set_num_threads(1)
@@ -794,27 +760,21 @@ def _in_a_fork(work: Callable[[], Any]) -> Any:
         process.join()
 
 
-def main(backend: str, device: str, function: str, *faults: str) -> None:
-    """Print {pair: {order: outcome}} of a function, or {fault: {order: outcome}} for each "what is forgotten: pair"."""
-    for module in IMPORTED:
-        importlib.import_module(module)
+def main(backend: str, device: str, function: str) -> None:
+    """Print {pair: {order: outcome}} of a function."""
+    importlib.import_module("tests.torch.loaded")  # calls would otherwise import modules in each process
     on_cpu = device == "cpu"
     for load in TABLE.values() if on_cpu else ():
         load().info()  # not for CUDA: this would initialise it, and a fork cannot do so again
     found: dict[str, dict[str, Any]] = {}
     make = partial(Call, device, backend, function)
     pairs = pairs_of(function)
-    for fault in faults:
-        forgotten, _, name = fault.partition(": ")
-        orders = ("alone", "after")
-        found[fault] = {order: _in_a_fork(partial(outcomes, pairs[name], make, order, forgotten)) for order in orders}
-    if not faults:
-        plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
-        for name, pair in pairs.items():
-            if on_cpu or name in SAMPLE:
-                orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
-                made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
-                found[name] = {"first": plain} | made
+    plain = _in_a_fork(partial(outcomes, (PLAIN, PLAIN), make, "first"))
+    for name, pair in pairs.items():
+        if on_cpu or name in SAMPLE:
+            orders = ("alone", "after", "back", *(() if pair[0] is PLAIN else ("first",)))
+            made = {order: _in_a_fork(partial(outcomes, pair, make, order)) for order in orders}
+            found[name] = {"first": plain} | made
     json.dump(found, sys.stdout)
 
 

@@ -11,8 +11,6 @@ from torch import Tensor
 import xent
 from tests.covering import crossed
 from tests.targets import Target
-from xent.backends.torch.rows import Rows
-from xent.backends.torch.steps import multiply, scale
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda t: t,
@@ -156,22 +154,6 @@ def test_linear_inputs_far_apart(target: Target) -> None:
     torch.testing.assert_close(far, near)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_of_every_layout_are_found(layout: str) -> None:
-    values = torch.arange(3 * 4 * 5).view(3, 4, 5)
-    rows = Rows(LAYOUTS[layout](values))
-    flat = values.view(12, 5)
-    assert rows.count == 12
-    assert torch.equal(rows.block(2, 11), flat[2:11])
-    seen = torch.cat([block for _, block in rows.blocks(3)])
-    assert torch.equal(seen, flat)
-    assert [start for start, _ in rows.blocks(3)][-1] == 12 - list(rows.blocks(3))[-1][1].shape[0]
-
-
-def test_axis_of_size_one_does_not_split_the_rows() -> None:
-    assert len(list(Rows(torch.randn(6, 4, 5)[:, :1]).blocks(100))) == 1
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("layout", ["leading axes swapped", "classes first", "classes in the middle"])
 def test_gradient_has_the_strides_of_the_logits(target: Target, layout: str, reduction: str) -> None:
@@ -212,26 +194,6 @@ STRANGE: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded classes": lambda b: b[:5].view(5, 1, 1).expand(5, 1, 3),
     "everything is one number": lambda b: b[:1].expand(4, 3, 2),
 }
-
-
-def test_gradient_without_features_is_scaled_on_accelerators() -> None:
-    """Tensors on the meta device take the same branch as those on accelerators."""
-    one = torch.ones((), device="meta")
-    for inplace in (True, False):
-        scale(torch.empty(3, 0, dtype=torch.bfloat16, device="meta"), one, one, inplace)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_scaled_on_accelerators(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only tensors on accelerators, here on the meta device, reach `multiply`. The CPU computes its values."""
-    monkeypatch.setattr("xent.backends.torch.steps.rows_per_block", lambda *_: 5)
-    grad, factor = LAYOUTS[layout](torch.randn(3, 4, 37).bfloat16()), torch.tensor(0.3)
-    expected = (grad.float() * factor).bfloat16()
-    other = multiply(grad, factor, torch.empty_like(grad))
-    assert torch.equal(other, expected)
-    assert torch.equal(multiply(grad, factor, grad), expected)
-    for inplace in (True, False):
-        scale(grad.to("meta").as_strided(grad.shape, grad.stride()), factor.to("meta"), None, inplace)
 
 
 @pytest.mark.parametrize(*crossed(strange=STRANGE, axis=[0, 1, -1], reduction=["mean", "none"]))

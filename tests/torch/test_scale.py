@@ -11,8 +11,6 @@ from torch import Tensor
 import xent
 from tests.covering import crossed
 from tests.targets import Target
-from xent.backends.torch import options as packed
-from xent.backends.torch.harness import TorchHarness
 from xent.core.spec import STAT_NAMES
 
 ROWS, WIDTH, CLASSES = 6, 8, 11
@@ -21,10 +19,12 @@ DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
 
 @pytest.fixture(params=["read", "not read"])
-def values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the values of tensors be checked, as on the CPU, or not, as on an accelerator."""
-    if request.param == "not read":
-        monkeypatch.setattr(packed, "looks_at_targets", lambda device: False, raising=False)
+def values(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """Return a function as it is, or compiled, so that the values of tensors cannot be read, as on an accelerator."""
+    if request.param == "read":
+        return lambda function: function
+    torch._dynamo.reset()
+    return lambda function: torch.compile(function, backend="aot_eager")
 
 
 def drawn(target: Target, dtype: str = "float32") -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def pair(target: Target, function: str, name: str) -> tuple[Callable[..., Tensor
 
     def plain(scale: Any, source: Tensor, *rest: Tensor) -> Tensor:
         logits = torch.nn.functional.linear(source, *rest) if rest else source
-        return TorchHarness(target.device).unfused_loss(logits, classes, logit_scale=scale, **options)
+        return target.harness.unfused_loss(logits, classes, logit_scale=scale, **options)
 
     return loss, plain
 
@@ -121,7 +121,7 @@ def upstream_of(loss: Tensor) -> Tensor:
     ),
     indirect=["values"],
 )
-def test_gradient_of_a_scale(target: Target, values: None, function: str, name: str, dtype: str) -> None:
+def test_gradient_of_a_scale(target: Target, values: Callable[..., Any], function: str, name: str, dtype: str) -> None:
     """All gradients equal those of the definition in float64, up to the rounding of each logit's gradient."""
     number = OPTIONS[name].get("logit_scale", SCALE)
     if not target.takes(dtype) or (dtype == "float16" and abs(number) < 1e-3):
@@ -140,7 +140,7 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     allowed = float(terms.abs().sum()) * (eps if sources[0].itemsize == 2 else 8 * eps)
     assert float(truth[0].abs()) > 4 * allowed
 
-    leaves = asking(scale, *sources)
+    leaves, loss = asking(scale, *sources), values(loss)
     found = loss(*leaves)
     torch.testing.assert_close(found.double(), expected.detach(), rtol=4 * eps, atol=4 * eps)
     gradients = torch.autograd.grad(found, leaves, upstream_of(found))
@@ -171,7 +171,7 @@ def test_gradient_of_a_scale(target: Target, values: None, function: str, name: 
     indirect=["values"],
 )
 def test_tensor_equals_the_number(
-    target: Target, values: None, option: str, dtype: str, on_cpu: bool, function: str
+    target: Target, values: Callable[..., Any], option: str, dtype: str, on_cpu: bool, function: str
 ) -> None:
     if dtype == "float64" and target.device.startswith("mps") and not on_cpu:
         return
@@ -183,22 +183,30 @@ def test_tensor_equals_the_number(
     options = {"softcap": 2.0, "stats": stats, "backend": target.name}
     results = []
     for value in (2, torch.tensor(2, dtype=getattr(torch, dtype), device="cpu" if on_cpu else target.device)):
-        loss, found = getattr(xent, function)(*sources, target_of(target), **(options | {option: value}))
+        call = getattr(xent, function)
+        run = values(lambda value, call=call: call(*sources, target_of(target), **(options | {option: value})))
+        loss, found = run(value)
         results.append((loss, *torch.autograd.grad(loss.sum(), sources), *(getattr(found, name) for name in stats)))
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("sign", [1.5, -1.5, 0.0])
-def test_predictions_follow_the_sign_of_a_scale(target: Target, values: None, sign: float) -> None:
+def test_predictions_follow_the_sign_of_a_scale(target: Target, values: Callable[..., Any], sign: float) -> None:
     logits, classes = sources_of(target, "cross_entropy", "float32")[0], target_of(target)
     scale = torch.tensor(sign, device=target.device)
     for function, more in ((xent.cross_entropy, {}), (xent.log_probs, {"temperature": torch.ones(ROWS).to(logits)})):
         results = [
-            function(logits, classes, logit_scale=one, stats=("predictions",), backend=target.name, **more)[1]
+            values(
+                lambda one, function=function, more=more: (
+                    function(logits, classes, logit_scale=one, stats=("predictions",), backend=target.name, **more)[
+                        1
+                    ].predictions
+                )
+            )(one)
             for one in (sign, scale)
         ]
-        assert torch.equal(results[0].predictions, results[1].predictions)
+        assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -234,15 +242,20 @@ def test_a_small_temperature_of_a_float16_scale_does_not_overflow(target: Target
 
 @pytest.mark.parametrize("function", ["log_probs", "linear_log_probs"])
 @pytest.mark.parametrize("temperature", ["number", "rows"])
-def test_log_probabilities_train_a_scale(target: Target, values: None, function: str, temperature: str) -> None:
+def test_log_probabilities_train_a_scale(
+    target: Target, values: Callable[..., Any], function: str, temperature: str
+) -> None:
     arrays, classes = drawn(target), target_of(target)
     divisor: Any = 0.8 if temperature == "number" else torch.linspace(0.5, 2, ROWS).to(target.device)
     sources = (torch.nn.functional.linear(*arrays.values()),)
     sources = sources if "linear" not in function else (arrays["input"], arrays["linear_weight"])
     scale, *leaves = asking(torch.tensor(SCALE).to(target.device), *sources)
-    found = getattr(xent, function)(
-        *leaves, classes, logit_scale=scale, softcap=3.0, temperature=divisor, entropy=True, backend=target.name
-    )
+    options: dict[str, Any] = {"softcap": 3.0, "temperature": divisor, "entropy": True, "backend": target.name}
+
+    def run(scale: Tensor, *leaves: Tensor) -> Any:
+        return getattr(xent, function)(*leaves, classes, logit_scale=scale, **options)
+
+    found = values(run)(scale, *leaves)
     wide = asking(scale, *sources, dtype=torch.float64)
     logits = wide[1] if len(wide) == 2 else wide[1] @ wide[2].t()
     x = 3 * torch.tanh(wide[0] * logits / 3) / (divisor if temperature == "number" else divisor.double()[:, None])
@@ -312,7 +325,7 @@ def test_second_backward_and_second_derivatives(target: Target, reduction: str, 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-def test_compiles_whole_for_all_values(target: Target, values: None, reduction: str, function: str) -> None:
+def test_compiles_whole_for_all_values(target: Target, reduction: str, function: str) -> None:
     torch._dynamo.reset()
     loss, _ = pair(target, function, reduction)
     sources = sources_of(target, function, "float32")
@@ -408,9 +421,6 @@ def test_errors_name_the_option(target: Target, function: str) -> None:
         if target.device == "cpu":
             with pytest.raises(ValueError, match=f"{option} must be finite.*, got nan"):
                 run(**{option: torch.tensor(float("nan"))})
-    for option in ("label_smoothing", "z_loss"):
-        with pytest.raises(TypeError, match=f"{option} must be a number"):
-            run(**{option: torch.tensor(0.1)})
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -442,7 +452,7 @@ def group() -> Iterator[None]:
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_shards_accept_a_scale_without_gradient(values: None, group: None, function: str, compiled: bool) -> None:
+def test_shards_accept_a_scale_without_gradient(group: None, function: str, compiled: bool) -> None:
     torch._dynamo.reset()
     target = Target("torch", "cpu")
     sources, y = asking(*sources_of(target, function, "float32")), target_of(target)

@@ -10,7 +10,6 @@ from torch import Tensor
 import xent
 from tests.covering import crossed
 from tests.targets import Target
-from xent.backends.torch import options
 
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -173,16 +172,19 @@ def test_no_rows_and_one_class(target: Target, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("read", [False, True])
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-def test_beside_a_trained_scale(
-    target: Target, tensors: dict[str, Tensor], function: str, read: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`read`: whether the host reads softcap and scale, as on CPUs, or they stay on the device."""
-    if not read:
-        monkeypatch.setattr(options, "looks_at_targets", lambda device: False)
+def test_beside_a_trained_scale(target: Target, tensors: dict[str, Tensor], function: str, read: bool) -> None:
+    """`read`: whether the host can read softcap and scale, as on CPUs, or not, as in a compiled graph."""
     sources, probabilities = sources_of(tensors, function), tensors["target"]
-    scale, cap = torch.tensor([1.7, 3.0], device=target.device).requires_grad_().unbind()
-    cap = cap.detach()
-    made = getattr(xent, function)(**sources, target=probabilities, logit_scale=scale, softcap=cap, backend=target.name)
+    scale, cap = (torch.tensor(value, device=target.device) for value in (1.7, 3.0))
+    scale.requires_grad_()
+
+    def run(scale: Tensor, cap: Tensor, probabilities: Tensor, sources: dict[str, Tensor]) -> Any:
+        options = {"logit_scale": scale, "softcap": cap, "backend": target.name}
+        return getattr(xent, function)(**sources, target=probabilities, **options)
+
+    torch._dynamo.reset()
+    call = run if read else torch.compile(run, backend="aot_eager", fullgraph=True)
+    made = call(scale, cap, probabilities, sources)
     logits = sources.get("logits")
     if logits is None:
         logits = F.linear(sources["input"], sources["linear_weight"])
@@ -222,16 +224,3 @@ def test_inplace_is_an_error_and_no_grad_works(target: Target, tensors: dict[str
         xent.cross_entropy(logits, probabilities, inplace=True, backend=target.name)
     with torch.no_grad():
         assert not xent.cross_entropy(logits, probabilities, backend=target.name).requires_grad
-
-
-def test_gradient_of_the_target_is_not_computed_unless_required(
-    target: Target, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from xent.backends.torch import target_gradient
-
-    def fail(*_: Any) -> Any:
-        raise AssertionError("computed the gradient of the target")
-
-    monkeypatch.setattr(target_gradient, "of_logits", fail)
-    xent.cross_entropy(tensors["logits"], tensors["target"].detach(), backend=target.name).backward()
-    xent.cross_entropy(tensors["logits"], tensors["target"], backend=target.name)

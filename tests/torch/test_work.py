@@ -1,42 +1,37 @@
 """Work and memory in PyTorch: results that are not needed are not computed, and unneeded memory is not kept."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 import xent
 from tests.torch.peak import peak
-from xent.backends.torch import linear as linear_driver
-from xent.backends.torch import plain
-from xent.backends.torch.job import Upstream
-from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.options import Options
-from xent.backends.torch.plain_job import PlainJob
-from xent.backends.torch.schedule import Schedule
-from xent.core.spec import LossSpec
+from tests.torch.products import flops_of
 
 N, D, V = 64, 16, 40
 PRODUCT = 2 * N * D * V
 
 
-def plain_options(target: torch.Tensor, reduction: str, stats: tuple[str, ...] = ()) -> Options:
-    return Options(target, None, None, None, None, None, None, None, None, LossSpec(reduction, stats=stats), "torch")
-
-
 def flops(
     needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: float = 0.0, stats: tuple[str, ...] = ()
 ) -> int:
-    """Count the multiplications and additions of matrix products, forward and (for "none") backward."""
+    """Count the multiplications and additions of matrix products, forward and backward."""
     torch.manual_seed(0)
     target = torch.randint(V, (N,))
     target[: int(ignored * N)] = -100
-    options = plain_options(target, reduction, stats)
-    linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 4 * 10, torch.float32, needs)
-    with FlopCounterMode(display=False) as counter:
-        linear_driver.forward(linear, options)
-        if reduction == "none" and any(needs):
-            linear_driver.backward(Upstream(torch.ones(N)), linear, options)
-    return counter.get_total_flops()
+    leaves = [torch.randn(size) for size in ((N, D), (V, D), (V,))]
+    options: dict[str, Any] = {"reduction": reduction, "stats": stats, "workspace": V * 4 * 10, "backend": "torch"}
+
+    def call() -> None:
+        given = [leaf.requires_grad_(need) for leaf, need in zip(leaves, needs, strict=True)]
+        made = xent.linear_cross_entropy(*given[:2], target, linear_bias=given[2], **options)
+        loss = made[0] if stats else made
+        if any(needs):
+            loss.backward(torch.ones_like(loss))
+        assert [leaf.grad is not None for leaf in given] == list(needs)
+
+    return flops_of(call)
 
 
 @pytest.mark.parametrize(
@@ -63,41 +58,19 @@ def test_ignored_rows_are_not_multiplied(reduction: str) -> None:
     assert flops((True, True, True), reduction, ignored=0.75, stats=("lse", "predictions")) == every // 4
 
 
-@pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True)])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradients_that_are_not_required_are_not_computed(needs: tuple[bool, bool, bool], reduction: str) -> None:
-    linear = Linear(torch.randn(N, D), torch.randn(V, D), torch.randn(V), 0, None, torch.float32, needs)
-    options = plain_options(torch.randint(V, (N,)), reduction)
-    made = linear_driver.forward(linear, options).gradients
-    if reduction == "none":
-        assert not any(grad.numel() for grad in made)
-        made = linear_driver.backward(Upstream(torch.ones(N)), linear, options)
-    assert [grad.numel() > 0 for grad in made] == list(needs)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_gradient_of_logits_is_not_computed_without_grad_mode(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plain._Block, "_gradient", lambda *_: pytest.fail("a gradient was made"))
-    x, w, y = torch.randn(N, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.randint(D, (N,))
-    with torch.no_grad():
-        assert xent.cross_entropy(x, y, reduction=reduction).isfinite().all()
-        assert xent.linear_cross_entropy(x, w, y, reduction=reduction).isfinite().all()
-    assert xent.linear_cross_entropy(x.detach(), w.detach(), y, reduction=reduction).isfinite().all()
-
-
-@pytest.mark.parametrize("ignored", [0, 10])
-def test_schedule_marks_its_last_part_and_slices_contiguous_rows(ignored: int) -> None:
-    target = torch.randint(V, (N,))
-    target[5 : 5 + ignored] = -100
-    job = PlainJob(plain_options(target, "mean"), V, torch.float32, 0, None, False)
-    parts = list(Schedule(job, 30))
-    assert [part.last for part in parts] == [False] * (len(parts) - 1) + [True]
-    assert all((part.rows is None) == (ignored == 0) for part in parts)
-
-
-def test_workspace_counts_logits_in_the_dtype_of_their_product() -> None:
-    linear = Linear(torch.randn(N, D), torch.randn(V, D), None, 0, V * 2 * 8, torch.bfloat16, (True, True, True))
-    assert linear.rows_per_chunk() == 8
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
+def test_no_gradient_without_grad_mode(reduction: str, how: str) -> None:
+    """One product makes the logits; no memory of a gradient's size is taken, see also below."""
+    x, w, y = torch.randn(N, D), torch.randn(V, D), torch.randint(V, (N,))
+    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "frozen": torch.enable_grad}
+    leaves = [leaf.requires_grad_(how != "frozen") for leaf in (x, w)]
+    with modes[how]():
+        made: list[torch.Tensor] = []
+        used = flops_of(lambda: made.append(xent.linear_cross_entropy(*leaves, y, reduction=reduction)))
+    assert used == PRODUCT
+    assert not made[0].requires_grad
+    assert bool(made[0].isfinite().all())
 
 
 def test_sums_over_chunks_are_rounded_once() -> None:

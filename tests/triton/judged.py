@@ -1,75 +1,85 @@
-"""Run rows of logits with a job and with the float64 reference on the same inputs: results and gradients."""
+"""Rows of logits through a public function and in the float64 reference, on the same inputs: results and gradients."""
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from xent.backends.reference import BACKEND, cross_entropy_gradient
-from xent.backends.torch.job import Upstream
-from xent.backends.torch.options import Options
-from xent.backends.triton.job import TritonJob
-from xent.core.spec import LogitsCall, LossSpec, Support
+import xent
+from xent.backends.reference import Reference, cross_entropy_gradient
+from xent.core.spec import LOG_PROB_STATS, LogitsCall, LossSpec, Support
 
-__all__ = ["CLOSE", "DTYPES", "Rows", "compare"]
+__all__ = ["CLOSE", "DTYPES", "Rows", "Upstream", "compare"]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _SMALLEST = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 2.0**-23}
 
 
+class Upstream(NamedTuple):
+    """The upstream gradients of a row's results; None for a result that is not used."""
+
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Rows (..., V) of a call with reduction "none"."""
+    """Rows (..., V) of a call with reduction "none": a loss, or with a temperature per row log-probabilities."""
 
     logits: Tensor
     target: Tensor
     weight: Tensor | None = None
     sample_weight: Tensor | None = None
     temperature: Tensor | None = None
-    support: tuple[Tensor, Tensor] | None = None
-    spec: dict[str, Any] = field(default_factory=dict)
-    """Fields of the spec other than the reduction."""
+    options: dict[str, Any] = field(default_factory=dict)
+    stats: tuple[str, ...] = ()
     upstream: Upstream = field(default_factory=Upstream)
+    backend: str = "triton"
 
-    @property
-    def options(self) -> Options:
-        """The options of these rows for a job."""
-        spec = LossSpec("none", **self.spec)
-        ids, offsets = self.support or (None, None)
-        arrays = (self.target, self.weight, self.sample_weight, None, self.temperature, ids, offsets)
-        return Options(*arrays, None, None, spec, "triton")
+    def run(self, logits: Tensor, **more: Any) -> dict[str, Tensor]:
+        """Return the loss and the statistics of each row; with a temperature, minus the log-probability."""
+        if self.temperature is None:
+            given = {"weight": self.weight, "sample_weight": self.sample_weight, "reduction": "none"}
+            made = xent.cross_entropy(
+                logits, self.target, stats=self.stats, backend=self.backend, **given, **self.options, **more
+            )
+            loss, stats = made if self.stats else (made, xent.Stats())
+            return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}
+        names = tuple(name for name in self.stats if name in LOG_PROB_STATS)
+        given = {"temperature": self.temperature, "entropy": "entropy" in self.stats}
+        made = xent.log_probs(logits, self.target, stats=names, backend=self.backend, **given, **self.options)
+        found = list(made) if isinstance(made, tuple) else [made]
+        stats = found.pop() if names else xent.Stats()
+        named = {"loss": -found[0]} | {name: getattr(stats, name) for name in names}
+        named |= {"nll": -found[0]} if "nll" in self.stats else {}
+        return named | ({"entropy": found[1]} if given["entropy"] else {})
 
-    def job(self, upstream: Upstream | None = None) -> TritonJob:
-        """Start a job. With upstream gradients it has no statistics, as in a backward pass."""
-        options = self.options
-        if upstream is not None:
-            options = options._replace(spec=options.spec.without_stats())
-        return TritonJob(options, self.logits.shape[-1], self.logits.dtype, 0, upstream, False)
-
-    def forward(self, norm: Tensor | None = None) -> dict[str, Tensor]:
-        """Return the loss and the statistics of each row."""
-        job = self.job()
-        job.logits(self.logits, None, norm)
-        loss, stats = job.finish()
-        return {"loss": loss} | dict(zip(job.spec.stats, stats, strict=True))
+    def forward(self) -> dict[str, Tensor]:
+        """Return all results of a call without gradients."""
+        with torch.no_grad():
+            return self.run(self.logits)
 
     def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient from each way to compute it: from the norm, with the fold, and in place."""
-        rows = self.logits.shape[:-1].numel()
-        norm = torch.empty(3, rows, device=self.logits.device)
-        entropy = replace(self, spec=self.spec | {"stats": ("entropy",)}).forward(norm)["entropy"]
+        """Return the gradient, from a call that keeps the logits and from one in place."""
+        used = {name: one for name, one in self.upstream._asdict().items() if one is not None}
+        asked = replace(self, stats=tuple(name for name in used if name != "loss"))
         found = {}
-        for way in ("norm", "fold", "in place"):
-            grad = self.logits.clone() if way == "in place" else torch.empty_like(self.logits)
-            job = self.job(self.upstream)
-            if way == "norm":
-                job.gradient(self.logits, grad, norm, entropy if self.upstream.entropy is not None else None)
+        for way in ("beside", "in place") if self.temperature is None else ("beside",):
+            leaf = self.logits.detach().requires_grad_()
+            if way == "beside":
+                made = asked.run(leaf)
             else:
-                job.logits(grad if way == "in place" else self.logits, grad, None)
-            found[way] = grad
+                given = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+                if _overlaps(leaf):
+                    continue
+                made = asked.run(given.copy_(leaf), inplace=True)
+            pairs = [(made[name], one.reshape(made[name].shape).to(made[name].dtype)) for name, one in used.items()]
+            (found[way],) = torch.autograd.grad([one for one, _ in pairs], leaf, [one for _, one in pairs])
         return found
 
     def reference(self) -> tuple[dict[str, Any], Any]:
@@ -80,20 +90,23 @@ class Rows:
                 return None
             return (values.double() if values.is_floating_point() else values).cpu().numpy()
 
-        support = None if self.support is None else Support(*map(numpy, self.support))
         arrays = (self.logits, self.target, self.weight, self.sample_weight)
-        call = LogitsCall(
-            *map(numpy, arrays), None, LossSpec("none", **self.spec), -1, False, numpy(self.temperature), support
-        )
+        spec = LossSpec("none", stats=self.stats, **self.options)
+        support: Support | None = None
+        call = LogitsCall(*map(numpy, arrays), None, spec, -1, False, numpy(self.temperature), support)
         with np.errstate(all="ignore"):
-            loss, stats = BACKEND.run(call)
-            of_loss, *others = (None if one is None else numpy(one) for one in self.upstream)
+            loss, stats = Reference().run(call)
+            of_loss, *others = (None if one is None else numpy(one).reshape(loss.shape) for one in self.upstream)
             named = {name: one for name, one in zip(Upstream._fields[1:], others, strict=True) if one is not None}
             grad = cross_entropy_gradient(call, np.zeros(loss.shape) if of_loss is None else of_loss, **named)
         return {"loss": loss} | {name: getattr(stats, name) for name in call.loss.stats}, grad
 
 
-def compare(rows: Rows, gradient: bool = True, **close: Any) -> None:
+def _overlaps(tensor: Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def compare(rows: Rows, **close: Any) -> None:
     """Compare results and gradients; `close` overrides the tolerance of gradients."""
     expected, right = rows.reference()
     for name, value in rows.forward().items():
@@ -103,7 +116,7 @@ def compare(rows: Rows, gradient: bool = True, **close: Any) -> None:
         )  # fmt: skip
     dtype = rows.logits.dtype
     given = {"rtol": CLOSE[dtype], "atol": _SMALLEST[dtype]} | close
-    for way, grad in rows.gradients().items() if gradient else ():
+    for way, grad in rows.gradients().items():
         torch.testing.assert_close(
             grad.double().cpu(), torch.from_numpy(right), **given, equal_nan=True,
             msg=lambda text, way=way: f"gradient, {way}: {text}",

@@ -1,4 +1,4 @@
-"""The divergence kernels with blocks so small that rows have several, against float64."""
+"""Divergences of rows with several blocks, and of rows that are infinite or NaN, against float64."""
 
 from typing import Any
 
@@ -7,24 +7,22 @@ import torch
 
 import xent
 from tests.targets import Target
-from xent.backends.torch.divergence import loop
-from xent.backends.torch.gradients import Gradients
-from xent.backends.triton import divergence_job
+
+BLOCK = 4096
+V = 2 * BLOCK + 88
+"""Rows of two full blocks and a part."""
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("first", ["far below", "-inf", "far above", "like the others"])
-def test_first_block(
-    target: Target, monkeypatch: pytest.MonkeyPatch, beta: float, dtype: torch.dtype, first: str
-) -> None:
+def test_first_block(target: Target, beta: float, dtype: torch.dtype, first: str) -> None:
     """Sums are relative to the largest logit of the first block, unless it is far from the largest of all."""
-    monkeypatch.setattr(divergence_job, "_BLOCK", 16)
     torch.manual_seed(0)
-    sides = 3 * torch.randn(2, 4, 88)
+    sides = 3 * torch.randn(2, 4, V)
     shift = {"far below": -120.0, "-inf": -torch.inf, "far above": 60.0, "like the others": 0.0}[first]
-    sides[:, :3, :16] += shift
-    sides[0, 3, :16] += shift if shift > -torch.inf else 0
+    sides[:, :3, :BLOCK] += shift
+    sides[0, 3, :BLOCK] += shift if shift > -torch.inf else 0
     student, teacher = sides.to(target.device, dtype)
 
     def found(one: torch.Tensor, other: torch.Tensor, backend: str) -> list[torch.Tensor]:
@@ -40,16 +38,13 @@ def test_first_block(
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-@pytest.mark.parametrize("place", [3, 50])
+@pytest.mark.parametrize("place", [3, 5000])
 @pytest.mark.parametrize("first", [0.0, -120.0])
-def test_equal_distributions(
-    target: Target, monkeypatch: pytest.MonkeyPatch, beta: float, place: int, first: float
-) -> None:
+def test_equal_distributions(target: Target, beta: float, place: int, first: float) -> None:
     """Loss and gradient are exactly 0, also if the most probable class is not in the first block."""
-    monkeypatch.setattr(divergence_job, "_BLOCK", 16)
     torch.manual_seed(0)
-    logits = 3 * torch.randn(4, 88)
-    logits[:, :16] += first
+    logits = 3 * torch.randn(4, V)
+    logits[:, :BLOCK] += first
     logits[:, place] = 25
     logits = logits.to(target.device).requires_grad_()
     loss = xent.divergence(logits, logits.detach().clone(), beta=beta, backend=target.name)
@@ -64,7 +59,7 @@ def test_equal_distributions(
 @pytest.mark.parametrize("side", ["student", "teacher"])
 def test_unknown_rows_are_nan(target: Target, beta: float, dtype: torch.dtype, value: float, side: str) -> None:
     torch.manual_seed(0)
-    student, teacher = torch.randn(2, 3, 88)
+    student, teacher = torch.randn(2, 3, V)
     (student if side == "student" else teacher)[1, 40] = value
     leaf = student.to(target.device, dtype).requires_grad_()
     other = teacher.to(target.device, dtype)
@@ -85,22 +80,20 @@ def top_k(logits: torch.Tensor, tail: str) -> xent.TopKTeacher:
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"logit_scale": -0.5}], ids=str)
 def test_top_k(
     target: Target,
-    monkeypatch: pytest.MonkeyPatch,
     tail: str,
     dtype: torch.dtype,
     first: str,
     options: dict[str, float],
 ) -> None:
     """The kernel overwrites logits of the K classes, but not the caller's, and infinite logits keep their meaning."""
-    monkeypatch.setattr(divergence_job, "_BLOCK", 16)
     torch.manual_seed(0)
-    student, other = 3 * torch.randn(2, 4, 88)
-    student[:3, :16] += {"far below": -120.0, "-inf": -torch.inf, "far above": 60.0, "like the others": 0.0}[first]
+    student, other = 3 * torch.randn(2, 4, V)
+    student[:3, :BLOCK] += {"far below": -120.0, "-inf": -torch.inf, "far above": 60.0, "like the others": 0.0}[first]
     if first == "-inf" and "logit_scale" in options:
-        student[:3, :16] *= -1
+        student[:3, :BLOCK] *= -1
     student = student.to(target.device, dtype)
     before = student.clone()
-    teacher = top_k(torch.cat((torch.full((4, 16), -torch.inf), other[:, 16:]), 1), tail)
+    teacher = top_k(torch.cat((torch.full((4, BLOCK), -torch.inf), other[:, BLOCK:]), 1), tail)
     known = xent.TopKTeacher(teacher.ids.to(target.device), teacher.log_probs.to(target.device), tail=tail)
 
     def found(one: torch.Tensor, other: xent.TopKTeacher, backend: str) -> list[torch.Tensor]:
@@ -121,36 +114,30 @@ def test_top_k(
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "top-k"])
 @pytest.mark.parametrize("vocabulary", [88, 83, 4104])
 @pytest.mark.parametrize("dead", [False, True])
-def test_gradient_over_logits(
-    target: Target, monkeypatch: pytest.MonkeyPatch, beta: Any, vocabulary: int, dead: bool
-) -> None:
-    """The same bits whether the gradient of logits has memory of its own or is written over the logits."""
-    if vocabulary < 4104:
-        monkeypatch.setattr(divergence_job, "_BLOCK", 16)
+def test_chunks(target: Target, beta: Any, vocabulary: int, dead: bool) -> None:
+    """Hidden states, in chunks of three rows, against float64 from logits that are not rounded."""
     torch.manual_seed(0)
     hidden, other = (torch.randn(6, 16).to(target.device, torch.bfloat16) for _ in range(2))
     weight = torch.randn(vocabulary, 16).to(target.device, torch.bfloat16)
-    teacher: Any = xent.LinearTeacher(other, weight)
-    if beta == "top-k":
-        known = top_k((other @ weight.t()).cpu(), "bucket")
-        teacher = xent.TopKTeacher(known.ids.to(target.device), known.log_probs.to(target.device))
     rows = torch.ones(6, device=target.device)
     rows[4] = 0 if dead else 2
+    known = top_k((other.double() @ weight.double().t()).cpu(), "bucket")
     found = []
-    add = Gradients.add
-    # A copy, because products on CPUs may read beyond a row.
-    monkeypatch.setattr(Gradients, "add", lambda self, part, trained, grad: add(self, part, trained, grad.clone()))
-    for overlays in (False, True):
-        monkeypatch.setattr(loop, "_overlays", lambda call, overlays=overlays: overlays)
-        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+    for backend, device, dtype in ((target.name, target.device, torch.bfloat16), ("torch", "cpu", torch.float64)):
+        leaves = [leaf.to(device, dtype).requires_grad_() for leaf in (hidden, weight)]
+        teacher: Any = xent.LinearTeacher(other.to(device, dtype), weight.to(device, dtype))
+        if beta == "top-k":
+            teacher = xent.TopKTeacher(known.ids.to(device), known.log_probs.to(device))
         loss = xent.linear_divergence(
             *leaves,
             teacher,
             beta=0.0 if beta == "top-k" else beta,
-            sample_weight=rows,
+            sample_weight=rows.to(device),
             workspace=3 * 12 * vocabulary,
-            backend=target.name,
+            backend=backend,
         )
         found.append([loss.detach(), *torch.autograd.grad(loss, leaves)])
-    for one, two in zip(*found, strict=True):
-        torch.testing.assert_close(one, two, rtol=0, atol=0)
+    for one, right in zip(*found, strict=True):
+        torch.testing.assert_close(
+            one.cpu().double(), right.double(), rtol=2.0**-7, atol=2.0**-7 * float(right.abs().max())
+        )

@@ -3,7 +3,6 @@
 Without a Hopper GPU the tiles run and must pass the same tests.
 """
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +12,8 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from xent.backends.triton import job, tiles
-from xent.backends.triton.tile_kernels import join_kernel
 from xent.core.check.cases import OPTIONS, Case
 from xent.core.check.judge import judge_case
-from xent.core.spec import LossSpec
 
 SHAPES = {
     "a row": (1, 72, 300),
@@ -114,84 +110,13 @@ def test_views_of_factors(target: Target) -> None:
         torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=0)
 
 
-def test_join_kernel_merges_parts(target: Target) -> None:
-    """Parts without possible classes do not count. Rows with only such parts have a sum of 0."""
-    torch.manual_seed(0)
-    x = (30 * torch.randn(67, 300, 7, device=target.device)).double()
-    x[1, :, :] = x[:, 3, :] = x[2:, 4, :] = -torch.inf
-    tops = x.amax(2)
-    apart = (x - tops.clamp(min=-1e30)[..., None]).clamp(min=-1e30)
-    sums, mixed = apart.exp().sum(2), (apart.exp() * apart).sum(2) / math.log(2)
-    peaks, totals, mix = torch.full((3, 300), torch.nan, device=target.device)
-    parts = (values.float() for values in (tops, sums, mixed))
-    join_kernel[(10,)](*parts, peaks, totals, mix, 300, len(x), BLOCK=32, PARTS=32)
-    expected = x.permute(1, 0, 2).flatten(1)
-    top = expected.amax(1)
-    assert torch.equal(peaks, top.float())
-    torch.testing.assert_close(peaks + totals.log(), expected.logsumexp(1).float())
-    apart = (expected - top.clamp(min=-1e30)[:, None]).clamp(min=-1e30)
-    torch.testing.assert_close(mix, (apart.exp() * apart).sum(1).float(), rtol=2e-6, atol=1e-6)
-
-
-def fold(
-    hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, peaks: Tensor, totals: Tensor, mixed: Any, _: Any
-) -> None:
-    """Compute the result of `fold_product` on any device."""
-    x = activated(hidden, weight, spec).scatter(1, classes[:, None].long(), -torch.inf)
-    peaks.copy_(x.amax(1))
-    apart = x - x.amax(1, keepdim=True)
-    totals.copy_(apart.exp().sum(1))
-    if mixed is not None:
-        mixed.copy_((apart.exp() * apart.clamp(min=-1e4)).sum(1))
-
-
-def activated(hidden: Tensor, weight: Tensor, spec: LossSpec) -> Tensor:
-    x = hidden.double() @ weight.double().t() * spec.logit_scale
-    return x if spec.softcap is None else spec.softcap * (x / spec.softcap).tanh()
-
-
-def gradient(
-    hidden: Tensor, weight: Tensor, spec: LossSpec, classes: Tensor, made: Tensor, grad: Tensor, tilted: bool
-) -> None:
-    """Compute the result of `gradient_product` on any device."""
-    x = activated(hidden, weight, spec)
-    m, factor, of_target, tilt = made.double()[:, :, None]
-    e2 = (x - m) / math.log(2)
-    g = e2.exp2() * (factor + (tilt * e2 if tilted else 0)) * spec.logit_scale
-    if spec.softcap is not None:
-        g *= 1 - (x / spec.softcap) ** 2
-    mine = torch.arange(len(weight), device=classes.device) == classes[:, None]
-    g = torch.where(mine, of_target, g).masked_fill(classes[:, None] == -2, 0)
-    grad[:, : len(weight)] = g
-    grad[:, len(weight) :] = 0
-
-
-@pytest.fixture
-def stand_ins(target: Target, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Replace Hopper's products by functions on any device. Return a list of the names of those that ran."""
-    ran: list[str] = []
-    if target.interpreted:
-        monkeypatch.setattr(tiles, "serves", lambda *_: True)
-        monkeypatch.setattr(tiles, "fold_product", lambda *given: ran.append("fold") or fold(*given))
-        monkeypatch.setattr(job, "gradient_product", lambda *given: ran.append("gradient") or gradient(*given))
-    else:
-        watched = ((tiles, "fold_product", "fold"), (job, "gradient_product", "gradient"))
-        for module, name, short in watched:
-            real = getattr(module, name)
-            monkeypatch.setattr(module, name, lambda *given, real=real, s=short: ran.append(s) or real(*given))
-    return ran
-
-
 @pytest.mark.parametrize("options", [name for name, given in OPTIONS.items() if "label_smoothing" not in given])
 @pytest.mark.parametrize("rows", [(7,), (2, 5)])
-def test_gradients_without_logits(target: Target, stand_ins: list[str], options: str, rows: tuple[int, ...]) -> None:
-    """The coefficients of a row's gradient on any device; on a GPU also the product kernels."""
+def test_gradients_of_every_option(target: Target, options: str, rows: tuple[int, ...]) -> None:
     vocabulary = 67 if target.interpreted else 1031
     case = Case("linear_cross_entropy", rows, vocabulary, "bfloat16", options, OPTIONS[options], "none", 64)
     for comparison in judge_case(target.backend, target.harness, replace(case, ignored=0.2)):
         assert comparison.passed, comparison
-    if "bias" not in options and "probabilities" not in options:
-        assert {"fold", "gradient"} <= set(stand_ins), options
 
 
 @pytest.mark.parametrize(
@@ -206,19 +131,8 @@ def test_gradients_without_logits(target: Target, stand_ins: list[str], options:
     ],
 )
 @pytest.mark.parametrize("with_loss", [True, False])
-@pytest.mark.parametrize("leaves_out", [True, False])
-def test_gradients_of_statistics_without_logits(
-    target: Target,
-    stand_ins: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    statistics: tuple[str, ...],
-    with_loss: bool,
-    leaves_out: bool,
-) -> None:
-    """Two chunks, rows with weight 0, and an ignored row of NaN that is skipped or, as in a CUDA graph, computed."""
-    if not leaves_out:
-        monkeypatch.setattr(job.TritonJob, "partition", lambda self, several: (None, self.count))
+def test_gradients_of_statistics(target: Target, name: str, statistics: tuple[str, ...], with_loss: bool) -> None:
+    """Two chunks, rows with weight 0, and an ignored row of NaN."""
     torch.manual_seed(0)
     rows, width, vocabulary = 9, 64, 320
     leaves = [torch.randn(rows, width), torch.randn(vocabulary, width) / 8]
@@ -246,4 +160,3 @@ def test_gradients_of_statistics_without_logits(
     for one, right in zip(found, expected, strict=True):
         close = 2.0**-7 * float(right.abs().max())
         torch.testing.assert_close(one.double().cpu(), right, rtol=2.0**-7, atol=close)
-    assert stand_ins.count("gradient") == 2

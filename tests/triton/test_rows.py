@@ -1,7 +1,6 @@
-"""The kernels of whole rows, with blocks so small that every loop and every mask runs, against float64."""
+"""Rows of logits, of one block and several, on and off boundaries of memory, and hard ones, against float64."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +9,6 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from tests.triton.noted import note_launches
-from xent.backends.torch.job import Upstream
-from xent.backends.torch.options import Options
-from xent.backends.triton.job import TritonJob
-from xent.backends.triton.linear_launches import scale
-from xent.core.spec import LossSpec
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -77,9 +70,8 @@ def given(target: Target, name: str, vocabulary: int) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48])
+@pytest.mark.parametrize("vocabulary", [1, 2, 7, 8, 9, 16, 17, 33, 1023, 1024, 1025, 4096, 4097, 8192, 8200, 12_291])
 def test_sizes(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
     """Sizes around multiples of a vector and of a block, each with one of the options."""
     logits, classes = draw(target, vocabulary, dtype)
@@ -89,10 +81,9 @@ def test_sizes(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
         compare(logits, classes, target.name, **given(target, name, vocabulary))
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [33, 48])
+@pytest.mark.parametrize("vocabulary", [33, 8201])
 @pytest.mark.parametrize("start", [0, 3])
 def test_rows_off_boundaries(target: Target, name: str, dtype: torch.dtype, vocabulary: int, start: int) -> None:
     values, classes = draw(target, vocabulary, dtype, rows=4)
@@ -115,14 +106,12 @@ def bits(target: Target, logits: Tensor, classes: Tensor, **options: Any) -> Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [33, 1001])
+@pytest.mark.parametrize("vocabulary", [33, 1001, 8201])
 @pytest.mark.parametrize("name", ["plain", "weight, smoothing, z_loss"])
 def test_bits_of_a_row_do_not_depend_on_its_address(
-    target: Target, vocabulary: int, dtype: torch.dtype, name: str, request: pytest.FixtureRequest
+    target: Target, vocabulary: int, dtype: torch.dtype, name: str
 ) -> None:
     """Equal rows at all offsets between two boundaries; then some of them alone."""
-    if vocabulary < 1000:
-        request.getfixturevalue("small")
     values, _ = draw(target, vocabulary, dtype, rows=1)
     logits, options = padded(values.repeat(9, 1)), given(target, name, vocabulary)
     classes = torch.full((9,), vocabulary // 2, device=target.device)
@@ -168,10 +157,8 @@ def exact(x: Tensor, y: int) -> list[Tensor]:
     return [nll, torch.linspace(-1, 2, len(x)).double()[:, None] * grad, grad]
 
 
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("small", [1, 2, 4], indirect=True)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (48, 20), (31, 30)])
+@pytest.mark.parametrize(("vocabulary", "y"), [(31, 3), (8200, 20), (8201, 8200), (12_288, 5000)])
 def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) -> None:
     """The target in the first, a middle and the last block. Each row must not affect the others."""
     logits = 2 * torch.randn(len(KINDS), vocabulary, generator=torch.Generator().manual_seed(y))
@@ -194,13 +181,14 @@ def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) 
             )
 
 
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_statistics_of_hard_rows(target: Target, dtype: torch.dtype) -> None:
-    logits = (2 * torch.randn(len(KINDS), 31, generator=torch.Generator().manual_seed(0))).to(target.device, dtype)
+@pytest.mark.parametrize("vocabulary", [31, 8200])
+def test_statistics_of_hard_rows(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
+    logits = 2 * torch.randn(len(KINDS), vocabulary, generator=torch.Generator().manual_seed(0))
+    logits, y = logits.to(target.device, dtype), vocabulary - 11
     for row, kind in zip(logits, KINDS.values(), strict=True):
-        kind(row, 20)
-    classes = torch.full((len(KINDS),), 20, device=target.device)
+        kind(row, y)
+    classes = torch.full((len(KINDS),), y, device=target.device)
     options = {"reduction": "none", "stats": ("lse", "nll", "entropy", "predictions"), "label_smoothing": 0.1}
     found, expected = (
         xent.cross_entropy(z, classes.to(z.device), backend=name, **options)
@@ -254,132 +242,99 @@ def test_masked_classes_have_no_gradient_with_a_softcap(target: Target, dtype: t
             assert gradient[:, 500:600].abs().max() <= (0 if logit_scale > 0 else 1e-36)
 
 
-@pytest.mark.usefixtures("small")
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda t: t,
+    "two axes": lambda t: t.flatten(0, 1),
+    "one row": lambda t: t[1, 2],
+    "one row of a matrix": lambda t: t.flatten(0, 1)[4:5],
+    "axes of one": lambda t: t[1:2, 2:3],
+    "all but the last token": lambda t: t[:, :-1],
+    "all but the first token": lambda t: t[:, 1:],
+    "last token": lambda t: t[:, -1:],
+    "every other token": lambda t: t[:, ::2],
+    "leading axes swapped": lambda t: t.transpose(0, 1),
+    "fewer classes": lambda t: t[..., :-3],
+    "later classes": lambda t: t[..., 3:],
+    "expanded": lambda t: t[:1].expand(5, -1, -1),
+    "expanded tokens": lambda t: t[:, :1].expand(-1, 5, -1),
+    "a token of a wide batch": lambda t: t.view(1, 3, 4, -1)[:, :, 1],
+    "four axes": lambda t: t.view(3, 2, 2, -1)[:, :, :1],
+    "groups of groups": lambda t: t.view(3, 2, 2, -1)[:, :1, :1],
+    "classes first": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [33, 40])
-def test_nothing_is_written_around_a_gradient(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    """Rows with gaps. The gradient is aligned like the logits or not, and gaps may be smaller than a vector."""
-    values, classes = draw(target, vocabulary, dtype, rows=5)
-    options = Options(classes, None, None, None, None, None, None, None, None, LossSpec("sum"), "triton")
-    outcome = []
-    for pitch, start, other_pitch, other_start in (
-        (vocabulary, 8, vocabulary, 8), (vocabulary, 3, vocabulary, 3), (vocabulary + 8, 5, vocabulary + 16, 13),
-        (vocabulary + 7, 0, vocabulary + 7, 8), (vocabulary, 0, vocabulary + 1, 0), (vocabulary, 0, vocabulary, 1),
-    ):  # fmt: skip
-        held = [torch.full((400,), 7, dtype=dtype, device=target.device) for _ in range(2)]
-        logits = held[0].as_strided((5, vocabulary), (pitch, 1), start).copy_(values)
-        grad = held[1].as_strided((5, vocabulary), (other_pitch, 1), other_start)
-        job = TritonJob(options, vocabulary, dtype, 0, None, False)
-        job.logits(logits, grad, None)
-        outcome.append(grad.clone())
-        untouched = torch.ones(400, dtype=torch.bool)
-        untouched.as_strided(grad.shape, grad.stride(), other_start).fill_(False)
-        assert (held[1].cpu()[untouched] == 7).all()
-        for reduction in ("mean", "none"):
-            spec = replace(options.spec, reduction=reduction)
-            upstream = torch.ones(5 if reduction == "none" else (), device=target.device)
-            backward = TritonJob(options._replace(spec=spec), vocabulary, dtype, 0, Upstream(upstream), False)
-            norm = torch.empty(3, 5, device=target.device)
-            TritonJob(options, vocabulary, dtype, 0, None, False).logits(logits, None, norm)
-            held[1].fill_(7)
-            backward.gradient(logits, grad, norm, None)
-            assert (held[1].cpu()[untouched] == 7).all()
-            scale = 1 / float((classes >= 0).sum()) if reduction == "mean" else 1.0
-            torch.testing.assert_close(grad.float(), scale * outcome[0].float(), rtol=2 * CLOSE[dtype], atol=1e-7)
-    for grad in outcome:
-        torch.testing.assert_close(grad, outcome[0], rtol=CLOSE[dtype], atol=1e-7)
-
-
-@pytest.mark.usefixtures("small")
-def test_logits_without_the_last_token_take_one_launch(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted = note_launches(monkeypatch)
-    batch = padded(torch.randn(2, 9, 33, device=target.device).bfloat16())
-    leaf = batch[:, :-1].detach().requires_grad_()
-    classes = torch.randint(33, (2, 8), device=target.device)
-    loss = xent.cross_entropy(leaf, classes, reduction="none", backend=target.name)
-    (grad,) = torch.autograd.grad(loss, leaf, torch.ones_like(loss))
-    assert [programs for _, programs, _ in noted] == [16, 16]
-    assert [given["VECTOR"] for *_, given in noted] == [8, 8]
-    copy = leaf.detach().clone().requires_grad_()
-    again = xent.cross_entropy(copy, classes, reduction="none", backend=target.name)
-    assert torch.equal(loss, again)
-    assert torch.equal(grad, torch.autograd.grad(again, copy, torch.ones_like(again))[0])
+@pytest.mark.parametrize("vocabulary", [40, 37])
+@pytest.mark.parametrize("start", [0, 3])
+def test_layouts(target: Target, layout: str, dtype: torch.dtype, vocabulary: int, start: int) -> None:
+    """The same as contiguous rows."""
+    torch.manual_seed(0)
+    memory = torch.full((start + 12 * vocabulary + 8,), 7, dtype=dtype, device=target.device)
+    whole = memory[start : start + 12 * vocabulary].view(3, 4, vocabulary)
+    whole.copy_(3 * torch.randn(3, 4, vocabulary))
+    view = LAYOUTS[layout](whole)
+    classes = torch.arange(view.shape[:-1].numel(), device=target.device).view(view.shape[:-1]) % view.shape[-1]
+    for reduction in ("mean", "none"):
+        outcome = []
+        for logits in (view, view.contiguous().clone()):
+            leaf = logits.detach().requires_grad_()
+            loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
+            outcome.append((loss.detach(), *torch.autograd.grad(1.5 * loss.sum(), leaf)))
+        torch.testing.assert_close(outcome[0][0], outcome[1][0], rtol=3e-6, atol=0)
+        torch.testing.assert_close(outcome[0][1], outcome[1][1], rtol=CLOSE[dtype], atol=1e-7)
 
 
 GAPS: dict[str, Callable[[Tensor], Tensor]] = {
     "last token": lambda batch: batch[:, :-1],
     "first token": lambda batch: batch[:, 1:],
     "last classes": lambda batch: batch[..., :31],
+    "first classes": lambda batch: batch[..., 1:],
     "token and classes": lambda batch: batch[:, :-1, :31],
     "long rows": lambda batch: batch.view(2, -1)[:, :-1],
+    "every other token": lambda batch: batch[:, ::2],
+    "every other class": lambda batch: batch[..., ::2],
 }
 
 
-@pytest.mark.parametrize(("factor", "deferred"), [(1.0, None), (0.3, None), (0.75, 2.0)])
-@pytest.mark.parametrize("name", GAPS)
-def test_a_gradient_with_gaps_is_scaled_in_its_memory(
-    target: Target, name: str, factor: float, deferred: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = note_launches(monkeypatch)
-    batch = padded(torch.randn(2, 270, 33, device=target.device).bfloat16())
-    grad, expected = GAPS[name](batch), batch.clone()
-    GAPS[name](expected).copy_((grad.float() * factor * (deferred or 1)).bfloat16())
-    rest = None if deferred is None else torch.tensor(deferred, device=target.device)
-    (made,) = scale([grad], torch.tensor(factor, device=target.device), rest, True)
-    assert made is grad
-    assert torch.equal(batch, expected)
-    assert [kernel for kernel, *_ in noted] == ["scale_kernel"]
-
-
-@pytest.mark.parametrize("factor", [1.0, 0.3])
-@pytest.mark.parametrize("sizes", [(5000, 3), (3, 5000), (0, 7), (7, 0), (5000, 9000, 11)])
-def test_gradients_are_scaled_in_pairs(
-    target: Target, sizes: tuple[int, ...], factor: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    noted = note_launches(monkeypatch)
-    dtypes = [torch.bfloat16, torch.float32, torch.bfloat16][: len(sizes)]
-    batches = [
-        padded(torch.randn(size, device=target.device).to(dtype)) for size, dtype in zip(sizes, dtypes, strict=True)
-    ]
-    expected = [(batch.float() * factor).to(batch.dtype) for batch in batches]
-    made = scale(batches, torch.tensor(factor, device=target.device), None, True)
-    assert all(one is batch for one, batch in zip(made, batches, strict=True))
-    assert all(torch.equal(one, wanted) for one, wanted in zip(made, expected, strict=True))
-    assert len(noted) == len(sizes) - 1
-
-
-def test_gradients_are_scaled_in_any_layout(target: Target) -> None:
-    values = torch.randn(4, 4, 6, 33, device=target.device).bfloat16()
-    for grad in (values[:, :3, :2], values.transpose(0, 3)[:, :-1], values[:, :-1], values.transpose(1, 2)):
-        for inplace in (False, True):
-            expected = (grad.float() * 0.3).bfloat16()
-            (found,) = scale([grad], torch.tensor(0.3, device=target.device), None, inplace)
-            assert torch.equal(found, expected)
-            assert (found is grad) == inplace
-
-
-@pytest.mark.parametrize("vocabulary", [33, 40])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_other_layouts_are_processed_in_blocks(
-    target: Target, vocabulary: int, reduction: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", GAPS)
+def test_nothing_is_written_around_a_gradient_in_place(
+    target: Target, name: str, dtype: torch.dtype, reduction: str
 ) -> None:
-    """Groups of groups of rows, and strided classes."""
-    noted = note_launches(monkeypatch)
-    values = torch.randn(2, 4, 3, vocabulary, device=target.device)
-    for change in (lambda t: t[:, :3, :2], lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)):
-        outcome = []
-        for tensor in (change(values), change(values).contiguous()):
-            leaf = tensor.detach().requires_grad_()
-            classes = torch.arange(leaf[..., 0].numel(), device=target.device).view(leaf.shape[:-1])
-            noted.clear()
-            loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
-            outcome.append((loss.detach(), *torch.autograd.grad(loss.sum(), leaf)))
-            assert max(programs for _, programs, _ in noted) == classes.numel() or not tensor.is_contiguous()
-        for one, other in zip(*outcome, strict=True):
-            torch.testing.assert_close(one, other)
+    """The gradient is written to the logits' memory, and scaled there, and what lies between rows is untouched."""
+    torch.manual_seed(0)
+    batch = padded(3 * torch.randn(2, 9, 33, device=target.device).to(dtype))
+    before, given = batch.clone(), GAPS[name](batch)
+    classes = torch.zeros(given.shape[:-1], dtype=torch.int64, device=target.device)
+    leaf = given.detach().clone().requires_grad_()
+    loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name).sum()
+    (expected,) = torch.autograd.grad(1.5 * loss, leaf)
+    given = given.detach().requires_grad_()
+    loss = xent.cross_entropy(given, classes, reduction=reduction, inplace=True, backend=target.name).sum()
+    (grad,) = torch.autograd.grad(1.5 * loss, given)
+    torch.testing.assert_close(grad, expected, rtol=CLOSE[dtype], atol=2.0**-24)
+    inside = torch.zeros(batch.shape, dtype=torch.bool, device=target.device)
+    GAPS[name](inside).fill_(True)
+    assert torch.equal(batch[~inside], before[~inside])
 
 
-@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("upstream", [1.0, 0.3])
+@pytest.mark.parametrize("sizes", [(50, 3), (3, 500), (0, 7), (7, 0)], ids=str)
+def test_gradients_of_both_factors_are_scaled(target: Target, sizes: tuple[int, int], upstream: float) -> None:
+    rows, width = sizes
+    leaves = [torch.randn(size, device=target.device).requires_grad_() for size in ((rows, width), (90, width))]
+    classes = torch.zeros(rows, dtype=torch.int64, device=target.device)
+    wide = [leaf.detach().cpu().double().requires_grad_() for leaf in leaves]
+    loss = xent.linear_cross_entropy(*leaves, classes, reduction="sum", backend=target.name)
+    plain = torch.nn.functional.cross_entropy(wide[0] @ wide[1].t(), classes.cpu(), reduction="sum")
+    made = torch.autograd.grad(loss, leaves, torch.full_like(loss, upstream))
+    for one, other in zip(made, torch.autograd.grad(upstream * plain, wide), strict=True):
+        torch.testing.assert_close(one.cpu().double(), other, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("vocabulary", [33, 48])
 def test_float16_gradients_are_computed_in_the_backward_pass(target: Target, vocabulary: int, reduction: str) -> None:

@@ -1,5 +1,6 @@
 """Calls that Triton cannot serve: an error if it was named; with "auto" on a GPU, backend "torch" and a warning."""
 
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +9,13 @@ from torch import Tensor
 
 import xent
 from tests.targets import Target
-from xent.backends.triton import BACKEND, machine
-from xent.core import dispatch
+from xent.backends import TABLE
+from xent.backends.triton import machine
 
+dispatch = sys.modules[xent.backends.__module__]
+"""The module that selects a backend."""
+
+BACKEND = TABLE["triton"]()
 REASON = "the moon is full"
 FLOAT64 = "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
 

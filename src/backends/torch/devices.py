@@ -5,8 +5,6 @@ import os
 import torch
 from torch import Tensor
 
-from xent.backends.torch.environment import checks_targets
-
 __all__ = ["devices", "is_padded", "looks_at_targets", "version"]
 
 # PyTorch's CUDA allocator rounds sizes up to multiples of 512 bytes.
@@ -26,7 +24,7 @@ def devices() -> tuple[str, ...]:
 
 def looks_at_targets(device: torch.device) -> bool:
     """Whether target values are checked before use: on the CPU always, elsewhere if XENT_CHECK_TARGETS=1."""
-    return device.type == "cpu" or checks_targets()
+    return device.type == "cpu" or os.environ.get("XENT_CHECK_TARGETS") == "1"
 
 
 def is_padded(tensor: Tensor) -> bool:

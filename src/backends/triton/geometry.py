@@ -1,12 +1,11 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from xent.backends.torch.devices import is_padded
-from xent.backends.triton.launch import cdiv, next_power_of_2
+from xent.backends.triton.prepared import cdiv, next_power_of_2
 
 __all__ = ["Geometry", "Sizes", "geometry", "in_blocks", "rows_of", "sizes"]
 
@@ -14,8 +13,7 @@ _KIB = 1024
 _LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits
 
 
-@dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The memory layout of logits and their gradient.
 
     `logits` and `grad` are (rows in a group, stride of groups, stride of rows), with strides in elements. `skew` is the
@@ -41,13 +39,13 @@ class Geometry:
         """Return the kernels' constants."""
         return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
 
-    def options(self) -> dict[str, int]:
-        """Return launch options, without fused multiply-add if rows may begin anywhere.
+    def options(self) -> dict[str, bool]:
+        """Return launch options: no fused multiply-add if rows may begin anywhere.
 
         Then a class may be in the first block, in the loop or in the last block. These are copies of the same code, and
         the compiler may fuse one copy and not another. A row's bits would depend on where it begins.
         """
-        return {"enable_fp_fusion": False} if self.skewed else {}
+        return {"enable_fp_fusion": not self.skewed}
 
 
 def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
@@ -111,8 +109,7 @@ def _lie_alike(
     return (outer[0] - outer[1]) % vector == 0
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """The block sizes and launch options of `rows_kernel` for rows of one length."""
 
     block: int

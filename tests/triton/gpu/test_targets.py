@@ -73,3 +73,27 @@ def test_checking_values_is_opt_in(linear: bool, monkeypatch: pytest.MonkeyPatch
     sources = (hidden, weight) if linear else (hidden @ weight.t(),)
     with pytest.raises(IndexError, match=r"target\[3\] is 1000; classes are 0 to 999"):
         function(*sources, wrong, backend="triton")
+
+
+@pytest.mark.parametrize("stats", [(), ("lse", "nll", "entropy")])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_rows_of_logits_are_nan(stats: tuple[str, ...], reduction: str) -> None:
+    hidden, weight, _, wrong = drawn()
+    leaf = (hidden @ weight.t()).detach().requires_grad_()
+    made = xent.cross_entropy(leaf, wrong, reduction=reduction, stats=stats, backend="triton")
+    loss = made[0] if stats else made
+    (grad,) = torch.autograd.grad(loss.sum(), leaf)
+    assert grad.isnan().any(-1).nonzero()[:, 0].tolist() == sorted(WRONG)
+    assert reduction == "mean" or loss.isnan().nonzero()[:, 0].tolist() == sorted(WRONG)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_rows_with_an_invalid_temperature_are_nan(value: float) -> None:
+    hidden, weight, right, _ = drawn()
+    heat = torch.ones(ROWS, device="cuda")
+    heat[[5, 77]] = value
+    leaf = (hidden @ weight.t()).detach().requires_grad_()
+    log_p, entropy = xent.log_probs(leaf, right, temperature=heat, entropy=True, backend="triton")
+    (grad,) = torch.autograd.grad(log_p.sum() + entropy.sum(), leaf)
+    for found in (log_p.isnan(), entropy.isnan(), grad.isnan().any(-1)):
+        assert found.nonzero()[:, 0].tolist() == [5, 77]

@@ -7,15 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 import xent
-from xent.backends.torch import linear as linear_driver
-from xent.backends.torch import product_sum
-from xent.backends.torch.job import Upstream
-from xent.backends.torch.linear_call import Linear
-from xent.backends.torch.options import Options
-from xent.core.spec import LossSpec
+from tests.torch.products import flops_of
 
 N, D, V = 64, 16, 40
 PRODUCT = 2 * N * D * V
@@ -27,14 +21,18 @@ def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: floa
     torch.manual_seed(0)
     target = torch.randint(V, (N,), device="cuda")
     target[: int(ignored * N)] = -100
-    options = Options(target, None, None, None, None, None, None, None, None, LossSpec(reduction), "triton")
-    hidden, weight = torch.randn(N, D, device="cuda"), torch.randn(V, D, device="cuda")
-    linear = Linear(hidden, weight, None, 0, V * 4 * 10, torch.float32, needs)
-    with FlopCounterMode(display=False) as counter:
-        linear_driver.forward(linear, options)
-        if reduction == "none" and any(needs):
-            linear_driver.backward(Upstream(torch.ones(N, device="cuda")), linear, options)
-    return counter.get_total_flops()
+    leaves = [torch.randn(size, device="cuda") for size in ((N, D), (V, D), (V,))]
+    options: dict[str, Any] = {"reduction": reduction, "workspace": V * 4 * 10, "backend": "triton"}
+
+    def call() -> None:
+        given = [leaf.requires_grad_(need) for leaf, need in zip(leaves, needs, strict=True)]
+        bias = given[2] if needs[2] else None
+        loss = xent.linear_cross_entropy(*given[:2], target, linear_bias=bias, **options)
+        if any(needs):
+            loss.backward(torch.ones_like(loss))
+
+    call()  # what is found out once is no work of a call
+    return flops_of(call)
 
 
 @pytest.mark.parametrize(
@@ -129,21 +127,3 @@ def test_logits() -> None:
         assert peak(lambda options=options: call(inplace=True, **options)) <= MIB
         with torch.no_grad():
             assert peak(lambda options=options: xent.cross_entropy(logits, target, **options)) <= MIB
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradient_without_wide_products(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch before 2.8 has no products with a wider result."""
-    source, weight, target = draw(512, 64, 1000)
-    master = weight.float().requires_grad_()
-
-    def gradient() -> Tensor:
-        with torch.autocast("cuda", dtype):
-            loss = xent.linear_cross_entropy(source, master, target, workspace=128 * 1000 * 2, backend="triton")
-        return torch.autograd.grad(loss, master)[0]
-
-    expected = gradient()
-    monkeypatch.setattr(product_sum, "_WIDE_PRODUCTS", False)
-    found = gradient()
-    assert not torch.equal(found, expected)
-    assert (found - expected).norm() <= torch.finfo(dtype).eps * expected.norm()

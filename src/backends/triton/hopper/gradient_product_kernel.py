@@ -1,7 +1,7 @@
 """The gradient of logits on Hopper, in Gluon: a matrix product that never stores the logits.
 
 Tiles are computed as in `product_kernel`. When a tile is complete, its float32 logits are in the registers of a
-consumer. It computes their gradients from the row's coefficients, which `coefficients_kernel` has computed, and stores
+consumer. It computes their gradients from the row's coefficients, which `finish_kernel` has computed, and stores
 only the gradients. For a class c other than the target,
 
     g_c = e^(x_c - m) (factor + tilt log2(e) (x_c - m)) dx_c/dz_c.
@@ -98,7 +98,7 @@ def gradient_product_kernel(
     hidden,  # see `product_kernel` for arguments that are not described here
     classifier,
     target,  # (R,) int32; -2: the gradient of the row is 0
-    coefficients,  # (4, R) float32: m, factor, the target's gradient, tilt
+    coefficients,  # (4 or more, R) float32: m, factor, the target's gradient, tilt
     grad,  # (R, 8 * pitch8), 16-bit, aligned to 16 bytes; 0 beyond the vocabulary
     rows,
     vocabulary,

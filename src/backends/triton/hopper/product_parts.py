@@ -4,6 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # its former name
+
 __all__ = ["accumulator", "by_lane", "multiply", "next_slot", "place", "produce", "slots_of"]
 
 
@@ -93,9 +95,9 @@ def produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
                 mbarrier.wait(empty.index(slot), phase)
                 mbarrier.expect(full.index(slot), BYTES)
                 at = step * DEPTH
-                tma.async_copy_global_to_shared(hidden, [row, at], full.index(slot), upper.index(slot))
-                tma.async_copy_global_to_shared(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
-                tma.async_copy_global_to_shared(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
+                _load(hidden, [row, at], full.index(slot), upper.index(slot))
+                _load(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
+                _load(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
                 slot, phase = next_slot(slot, phase, SLOTS)
 
 

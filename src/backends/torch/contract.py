@@ -1,0 +1,242 @@
+"""The contract between the loop and a device's steps: read this before `loop`, or to add a device.
+
+`loop.run` asks the object in `STEPS` for a `Steps` of one prepared call, and then, for each part of its rows::
+
+    whole_rows                      everything in one launch, if the device can and the classes are all here
+    or: fold, gather, finish, gradient, with the sums of a row in one column of a packed (K, R) tensor
+
+The sums of a row over some classes, in the order of `columns`. x is as in `xent.cross_entropy`, z the raw logits, y the
+target, w the class weights, q the target probabilities, w' = w ((1-e) q + e/V) the share of a class in the loss, and
+`peak` a reference near the largest x of these classes without the target, -inf if all are -inf or there are none::
+
+    peak, rest    rest = sum_{c != y} e^(x_c - peak)
+    target        z_y where the target is among these classes, else 0             class indices only, like the next two
+    row_weight    w_y where the target is among them, else 0                      with class weights
+    below         sum_{c != y} w_c (peak - x_c)                                   with label smoothing
+    weights       sum_{c != y} w_c                                                with label smoothing
+    cost, mass    sum_c w'_c (peak - x_c), sum_c w'_c                             class probabilities only
+    surprise, given     sum_c q_c (peak - x_c), sum_c q_c                         class probabilities, statistic nll
+    likely, truth       the largest q and its class                               class probabilities, accuracy
+    mixed         sum_{c != y} e^(x_c - peak) (x_c - peak)                        statistic entropy
+    squares       sum_{c != y} e^(2 (x_c - peak))                                 log_sum_sq_probs
+    deficit, counted    sum_c (peak - x_c) with the target, number of classes c   mean_logit
+    key, place    the largest z in the order of x (NaN is largest) and its class  predictions, accuracy
+    id            the target's class                                              in shards
+
+With class probabilities no class is left out as the target. With a support all sums are over the row's support; the x
+of other classes is -inf. Classes (truth, place, id) are the bits of int32, in float64 sums of int64; they are global.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from xent.core.call import Call, Given, Probabilities, Product
+from xent.core.spec import DIFFERENTIABLE
+
+__all__ = ["STEPS", "Block", "Part", "Setting", "Steps", "Taken", "Upstream", "columns", "exact", "smooths", "wide"]
+
+
+class Upstream(NamedTuple):
+    """The upstream gradients of a call's results: (N,), that of a reduced loss 0-d; None for results not used."""
+
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    nll: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class Setting(NamedTuple):
+    """A prepared call and how it is run."""
+
+    call: Call
+    count: int
+    """The number N of rows."""
+    vocabulary: int
+    """The number V of classes, over all ranks."""
+    first: int
+    """The first class of this rank; 0 without shards."""
+    width: int
+    """The number C of classes of this rank, without padding."""
+    compute: torch.dtype
+    """The dtype of given logits, or of the matrix products."""
+    needs: tuple[bool, ...]
+    """Whether each leaf needs a gradient: logits; or input, weight and bias."""
+    upstream: Upstream | None = None
+    """None in a forward pass."""
+
+    @property
+    def device(self) -> torch.device:
+        """The device of all tensors."""
+        source = self.call.source
+        device: torch.device = (source.logits if isinstance(source, Given) else source.input).device
+        return device
+
+    @property
+    def made_first(self) -> bool:
+        """Whether the forward pass computes the gradients: for reduced losses, but not those of float16 logits."""
+        if not any(self.needs) or self.call.options.reduction == "none":
+            return False
+        return isinstance(self.call.source, Product) or self.compute != torch.float16
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a forward pass stores gradients in float16, scaled to its range (`Steps.deferred`)."""
+        return self.made_first and self.compute == torch.float16
+
+
+class Part(NamedTuple):
+    """Rows [start, stop) in the order in which rows are computed."""
+
+    start: int
+    stop: int
+    rows: Tensor | None = None
+    """(R,) int64, the indices of these rows in the call; None if they are [start, stop)."""
+    last: bool = True
+    """Whether this is known to be the last part."""
+
+    @property
+    def indices(self) -> slice | Tensor:
+        """The indices of these rows in the call."""
+        return slice(self.start, self.stop) if self.rows is None else self.rows
+
+    def put(self, values: Tensor, place: Tensor) -> None:
+        """Write values (R, ...) to these rows of `place` (N, ...)."""
+        if self.rows is None:
+            place[self.start : self.stop] = values
+        else:
+            place.index_copy_(0, self.rows, values.to(place.dtype))
+
+
+class Block(NamedTuple):
+    """Logits of some rows of a part and some classes of this rank."""
+
+    logits: Tensor
+    """(R, C) with contiguous rows, raw; or, of given logits and if `Steps.takes_any_strides`, (..., C)."""
+    start: int = 0
+    """The first row, relative to the part's."""
+    first: int = 0
+    """The first class, relative to this rank's."""
+    grad: Tensor | None = None
+    """Memory for the gradient, with the shape of `logits`; it may be `logits` itself. None if it is not wanted."""
+    target_logits: Tensor | None = None
+    """(R,) float32, which replace the targets' raw logits if these were rounded to 16 bits; 0 for another rank's."""
+    teacher: Tensor | None = None
+    """(R, C) raw logits of a `Dense` teacher, of any float dtype."""
+
+
+class Taken(NamedTuple):
+    """Hidden states (R, D) of a part, in the compute dtype."""
+
+    hidden: Tensor
+    trained: Tensor
+    """The same, with 0 in rows without a gradient, so that a NaN there does not reach the classifier's gradient."""
+    target_logits: Tensor | None
+    """See `Block`. None for targets that are no classes, and if the compute dtype is float32 or float64."""
+
+
+class Steps(Protocol):
+    """The rows of one call on a device, their results, and the steps between logits and results."""
+
+    deferred: Tensor | None
+    """0-d: what gradients of a `narrow` forward pass still have to be multiplied by; None for 1."""
+    takes_any_strides: bool
+    """Whether blocks of given logits may be (..., C) of any strides."""
+    overlays: bool
+    """Whether `whole_rows` can write a 16-bit gradient over the second half of the same row of float32 logits."""
+    fuses: bool
+    """Whether `whole_rows` serves this call, for rows of which all logits are in memory."""
+    saves: bool
+    """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
+    tiles: bool
+    """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
+
+    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
+        """Move the rows that must be computed to the front.
+
+        Return the order (N,) int64, or None if it is that of the call, and the number of these rows: a 0-d int64 tensor
+        if the host cannot read it without waiting. `several`: whether there are several parts, so that skipping rows
+        can save time although the host has to wait. Never on an accelerator while a graph is traced or captured.
+        """
+
+    def learn(self, number: int) -> None:
+        """Receive the number of `partition` if it was a tensor. If it is `count`, the order is that of the call."""
+
+    def take(self, source: Any, part: Part) -> Taken:
+        """Gather the hidden states of a part, and compute the logits of its targets on this rank.
+
+        `source` is a `xent.backends.torch.products.Classifier`. `trained` may be the hidden states themselves in a
+        forward pass that computes no gradients (no copy is made then).
+        """
+
+    def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
+        """Fold and finish rows with all their classes: record results, and write the gradient to `block.grad`.
+
+        Write the packed sums of these rows to `saved` (K, N), in the order of the call, if it is not None.
+        """
+
+    def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
+        """Write the sums of a block to `sums` (K, R) of its rows, or with `adds` merge them into it. C may be 0."""
+
+    def fold_product(self, source: Any, taken: Taken, part: Part, sums: Tensor) -> bool:
+        """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
+
+    def gradient_product(self, source: Any, taken: Taken, part: Part, coefficients: Any, grad: Tensor) -> bool:
+        """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
+
+    def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
+        """Merge the sums of all ranks, (ranks, K, R), in rank order; record the results of a part in a forward pass.
+
+        The merged sums have the same columns. They are written to `saved` (K, N), in the order of the call, if it is
+        not None. Return the coefficients of the gradient if they are `wanted`, in any form: `gradient` gets them. A
+        backward pass calls this with the saved sums, and records nothing.
+        """
+
+    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+        """Write the gradient of a block's logits to `block.grad`. `coefficients` are those of the part."""
+
+    def results(self) -> list[Tensor]:
+        """Return the loss, then the statistics in the order of the options; those per row as (N,)."""
+
+
+def columns(setting: Setting) -> tuple[str, ...]:
+    """Return the names of the packed sums of a call."""
+    options, target = setting.call.options, setting.call.target
+    stats = options.stats
+    probabilities = isinstance(target, Probabilities)
+    names = ["peak", "rest"]
+    if probabilities:
+        names += ["cost", "mass"]
+        names += ["surprise", "given"] if "nll" in stats else []
+        names += ["likely", "truth"] if "accuracy" in stats else []
+    else:
+        names += ["target"]
+        names += ["row_weight"] if options.weight is not None else []
+        names += ["below", "weights"] if smooths(options.label_smoothing) else []
+    names += ["mixed"] if "entropy" in stats else []
+    names += ["squares"] if "log_sum_sq_probs" in stats else []
+    names += ["deficit", "counted"] if "mean_logit" in stats else []
+    names += ["key", "place"] if "predictions" in stats or "accuracy" in stats else []
+    names += ["id"] if setting.call.shards is not None and not probabilities else []
+    return tuple(names)
+
+
+def smooths(label_smoothing: Any) -> bool:
+    """Return whether there is label smoothing: a number other than 0, or a tensor."""
+    return isinstance(label_smoothing, Tensor) or label_smoothing != 0
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of sums, of per-row results and of the loss."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact(call: Call) -> bool:
+    """Return whether logits that the call computes must not be rounded to 16 bits."""
+    return call.options.exact or not set(DIFFERENTIABLE).isdisjoint(call.options.stats)
+
+
+STEPS: dict[str, Callable[[Setting], Steps]] = {}
+"""Backend -> the function that starts the steps of a call."""

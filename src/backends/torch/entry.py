@@ -1,0 +1,136 @@
+"""The entry of the PyTorch driver: how a call is run, and its results in the caller's shapes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import private_new as private
+from xent.backends.torch.contract import wide
+from xent.backends.torch.function import Direct, Loss, asked_of, forward, is_plain, leaves_of, undisturbed
+from xent.backends.torch.memory import overlaps
+from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
+from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
+from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, array_of
+from xent.core.spec import ROW_STATS, Stats
+
+__all__ = ["run"]
+
+
+def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
+    """Run a validated call with the steps of that backend."""
+    if call.shards is None:
+        return _run(call, kernel)
+    from xent.backends.torch.shards.ranges import named  # needs torch.distributed
+
+    with named(call.shards.group):
+        return _run(call, kernel)
+
+
+def _run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
+    call = aligned(call)
+    tensors = _tensors(call)
+    results = _plain(call, kernel, tensors) if is_plain(tensors) else _traced(call, kernel)
+    options, rows = call.options, rows_of(call)
+    each_row = options.reduction == "none"
+    loss = results[0].view(rows) if each_row else results[0]
+    if not options.stats:
+        return loss, Stats()
+    found: dict[str, Any] = {}
+    for name, value in zip(options.stats, results[1:], strict=True):
+        flat = name in ROW_STATS or (name == "z_loss" and each_row) or (name == "accuracy" and options.accuracy_of_rows)
+        found[name] = value.view(rows) if flat else value
+    return loss, Stats(**found)
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    fields: list[Any] = [*call.source, *call.target, *call.activation, *call.options]
+    if isinstance(call.target, Dense):
+        fields += call.target.source
+    return [value for value in fields if isinstance(value, Tensor)]
+
+
+def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
+    source, target, _, options, _ = call
+    leaves = leaves_of(call)
+    asked = asked_of(leaves)
+    usual = 2 if isinstance(source, Given) else 3 + (source.bias is not None)
+    if torch.is_grad_enabled() and (len(tensors) > usual or not isinstance(target, Classes)):
+        refuse_gradients(call, named(call))
+    if not any(asked):
+        prepared = prepare(call, asked[:-2])
+        arguments = (array_of(call).device, forward, prepared, asked, kernel, False, True)
+        if isinstance(target, Dense):  # its classifier may require a gradient
+            with torch.no_grad():
+                return undisturbed(*arguments)[0].results
+        return undisturbed(*arguments)[0].results
+    given = [leaf for leaf, wanted in zip(leaves, asked, strict=True) if wanted]
+    if asked[-2]:
+        assert isinstance(target, Probabilities)
+        call = call._replace(target=target._replace(values=target.values.detach()))
+    if isinstance(source, Given) and source.inplace:
+        _check_inplace(source.logits, asked)
+    prepared = prepare(call, asked[:-2], asked[-1])
+    return Loss.apply(Direct(prepared, asked, kernel), *given)[: 1 + len(options.stats)]
+
+
+def _traced(call: Call, kernel: str) -> Any:
+    """Run a call under a tracer, a transform or a mode."""
+    from xent.backends.torch import operations, packing
+
+    names = named(call)
+    refuse_gradients(call, names)
+    refuse_transforms(call, names)
+    source, shards = call.source, call.shards
+    compiling = torch.compiler.is_compiling()
+    if isinstance(source, Given) and source.inplace:
+        if not compiling:
+            _check_inplace(source.logits, asked_of(leaves_of(call)))
+        call = call._replace(source=source._replace(inplace=False))  # a compiler plans memory itself
+    if compiling:
+        call = call._replace(options=_symbolic(call))
+    if shards is not None:
+        from xent.backends.torch.shards.ranges import group_of
+
+        call = call._replace(shards=shards._replace(group=group_of(shards.group).group_name))
+    tensors: list[Tensor] = []
+    form = packing.text(packing.split(call, tensors))
+    if torch.compiler.is_dynamo_compiling() and private.transforms_active():
+        from xent.backends.torch import in_graph
+
+        return in_graph.decided(form, kernel, False, *tensors)
+    if compiling:
+        return torch.ops.xent.forward(form, [], kernel, False, tensors)
+    return operations.decided(form, kernel, True, *tensors)
+
+
+def _symbolic(call: Call) -> Options:
+    """Return options without numbers that may be new in every step: as constants, they would compile the graph again.
+
+    PyTorch keeps a float symbolic in a product, but not in torch.full.
+    """
+    options = call.options
+    one = torch.ones((), dtype=wide(compute_of(call.source)), device=array_of(call).device)
+    if isinstance(options.normalizer, (int, float)):
+        options = options._replace(normalizer=one * options.normalizer)
+    if options.head_weight is not None:
+        options = options._replace(head_weight=torch.stack([one * weight for weight in options.head_weight]))
+    return options
+
+
+def _check_inplace(logits: Tensor, asked: tuple[bool, ...]) -> None:
+    if not any(asked):
+        return
+    for place, name in ((-2, "target"), (-1, "logit_scale")):
+        if asked[place]:
+            raise ValueError(
+                f"inplace=True overwrites the logits, from which the gradient of {name} is computed: pass "
+                f"inplace=False, or {name}.detach()"
+            )
+    if overlaps(logits):
+        raise ValueError(
+            f"inplace=True needs logits whose elements do not share memory, got shape {tuple(logits.shape)} with "
+            f"strides {logits.stride()}"
+        )
+    if private.transforms_active():
+        raise RuntimeError("inplace=True cannot be used under torch.func transforms: pass inplace=False")

@@ -1,0 +1,382 @@
+"""Autograd: one Function for eager calls, compilers, transforms and modes.
+
+For "mean" and "sum" the forward pass computes the gradients. The backward pass multiplies them by the upstream
+gradient, in place unless the graph is retained. All tensors for the backward pass are saved with `save_for_backward`,
+so that saved-tensor hooks see them, and a second backward pass without retain_graph raises.
+
+A plain call runs the loop directly (`Direct`). Under tracers, transforms and modes the same Function calls the custom
+operations of `operations` (`Traced`), and gradients that the forward pass computes are outputs of the Function. Both
+compute with `forward` and `backward` of this file.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import loop, packing
+from xent.backends.torch import private_new as private
+from xent.backends.torch.contract import Setting, Upstream
+from xent.backends.torch.memory import Rows, cast
+from xent.backends.torch.probability_gradient import probability_gradient
+from xent.backends.torch.refusals import NO_BATCH, NO_SECOND
+from xent.backends.torch.scale_gradient_new import scale_gradient, with_scale
+from xent.core.call import Call, Given, Probabilities, array_of
+from xent.core.chunks import rows_per_block
+from xent.core.spec import DIFFERENTIABLE
+
+__all__ = ["SCALES", "Asked", "Direct", "Loss", "Traced", "asked_of", "backward", "forward", "is_plain", "leaves_of"]
+
+PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+
+Asked = tuple[bool, ...]
+"""Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
+the logit scale."""
+
+
+def leaves_of(call: Call) -> tuple[Any, ...]:
+    """Return the values to which `Asked` refers."""
+    leaves = call.source[:1] if isinstance(call.source, Given) else call.source[:3]
+    values = call.target.values if isinstance(call.target, Probabilities) else None
+    return (*leaves, values, call.activation.logit_scale)
+
+
+def asked_of(leaves: tuple[Any, ...]) -> Asked:
+    """Return which gradients are asked for."""
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
+
+
+def is_plain(tensors: Any) -> bool:
+    """Return whether the tensors have memory and nothing is traced, so that no custom operation is needed.
+
+    Batched tensors and those of ended transforms are of type Tensor, but have no memory.
+    """
+    if torch.compiler.is_dynamo_compiling() or private.dispatch_modes() or private.transforms_active():
+        return False
+    try:
+        for tensor in tensors:
+            if type(tensor) not in PLAIN_TYPES or tensor.is_meta or tensor.is_neg():
+                return False
+            tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return private.forward_level() < 0 and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+
+
+def forward(call: Call, asked: Asked, kernel: str, reuse: bool, skips: bool) -> tuple[loop.Outcome, Tensor | None]:
+    """Compute a prepared call. Return what the loop returns, and the gradient of the scale if it is made already."""
+    needs = with_scale(call, asked) if asked[-1] else asked[:-2]
+    outcome = loop.forward(call, needs, kernel, reuse, skips)
+    if not asked[-1] or not makes_first(call, asked):
+        return outcome, None
+    of_scale = scale_gradient(call, outcome.gradients)
+    kept = [made if wanted else None for made, wanted in zip(outcome.gradients, asked, strict=False)]
+    return outcome._replace(gradients=kept), of_scale
+
+
+def backward(
+    call: Call, asked: Asked, kernel: str, saved: Tensor | None, upstream: Upstream, reuse: bool, skips: bool
+) -> list[Tensor | None]:
+    """Return the gradients that are asked for, and None for the others."""
+    needs = with_scale(call, asked) if asked[-1] else asked[:-2]
+    made: list[Tensor | None] = [None] * len(needs)
+    of_scale = of_target = None
+    if any(needs):
+        made = loop.backward(call, needs, kernel, saved, upstream, reuse, skips)
+    if asked[-1]:
+        of_scale = scale_gradient(call, made)
+        made = [one if wanted else None for one, wanted in zip(made, asked, strict=False)]
+    if asked[-2]:
+        of_target = probability_gradient(call, upstream)
+    return [*made, of_target, of_scale]
+
+
+def makes_first(call: Call, asked: Asked) -> bool:
+    """Return whether the forward pass makes the gradients of leaves and scale."""
+    needs = (*asked[:-2], asked[-1])
+    source = call.source
+    compute = source.logits.dtype if isinstance(source, Given) else None
+    first: bool = Setting(call, 0, 0, 0, 0, compute or torch.float32, needs).made_first
+    return first
+
+
+def undisturbed(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
+    """Call `function` without autocast, and with that device as the current one, on which Triton launches."""
+    kind = device.type
+    if kind == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return undisturbed(device, function, *args)
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        with torch.autocast(kind, enabled=False):
+            return function(*args)
+    return function(*args)
+
+
+def _upstream_of(names: tuple[str, ...], given: Any) -> Upstream:
+    return Upstream(given[0], **{name: one for name, one in zip(names, given[1:], strict=False) if one is not None})
+
+
+class Direct:
+    """One plain call: the loop, and what its backward pass needs."""
+
+    def __init__(self, call: Call, asked: Asked, kernel: str) -> None:
+        self.call, self.asked, self.kernel = call, asked, kernel
+        self.stats, self.each_row = call.options.stats, call.options.reduction == "none"
+        self.first, self.device = makes_first(call, asked), array_of(call).device
+        self.reuse = isinstance(call.source, Given) and call.source.inplace and asked[0]
+
+    def forward(self, leaves: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results, and an empty tensor that connects gradients to the autograd graph."""
+        arguments = (self.call, self.asked, self.kernel, self.reuse and self.first, True)
+        outcome, of_scale = undisturbed(self.device, forward, *arguments)
+        kept = [made for made in (*outcome.gradients, of_scale) if made is not None] if self.first else []
+        if self.reuse and self.first:
+            torch.autograd.graph.increment_version(leaves[0])
+            kept[0] = leaves[0]
+        saved: list[Tensor | None] = []
+        self.form = None
+        if not self.first or self.asked[-2]:
+            self.form = packing.split(self.call, saved)
+        self.call = None
+        self._saved = (len(kept), *kept, outcome.deferred, outcome.saved, *saved)
+        return *outcome.results, outcome.results[0].new_empty(0)
+
+    def saved(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+        """Return the tensors for the backward pass. They are handed over to autograd."""
+        (self.count, *tensors), self._saved = self._saved, ()
+        return outputs[-1], *tensors
+
+    def constants(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return the outputs that have no gradient."""
+        found = zip(self.stats, outputs[1:], strict=False)
+        return [value for name, value in found if not (self.each_row and name in DIFFERENTIABLE)]
+
+    def backward(self, ctx: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Return the gradients that were asked for, in the order of `Asked`."""
+        wanted = sum(self.asked)
+        if all(one is None for one in upstream):
+            return [None] * wanted
+        anchor, *saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return self._gradients(saved, upstream)
+        return list(FirstOrder.apply(lambda _: self._gradients(saved, upstream), anchor))
+
+    def _gradients(self, saved: list[Any], upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        kept, (deferred, sums, *tensors) = saved[: self.count], saved[self.count :]
+        plain = is_plain([one for one in upstream if one is not None])
+        drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
+        made: list[Tensor | None] = [None] * len(self.asked)
+        missing = self.asked
+        if self.first:
+            scales = iter(_scaled(self.kernel, kept, upstream[0], deferred, plain, drops))
+            of_scale = self.asked[-1]
+            made = [next(scales) if one else None for one in (*self.asked[:-2], False, of_scale)]
+            missing = (*[False] * len(self.asked[:-2]), self.asked[-2], False)
+        if any(missing):
+            given = _upstream_of(self.stats, upstream)
+            if plain:
+                call = packing.join(self.form, [one.detach() for one in tensors])  # the result may be their memory
+                reuse = self.reuse and drops and not self.first
+                arguments = (call, missing, self.kernel, sums, given, reuse, True)
+                found = undisturbed(self.device, backward, *arguments)
+                if reuse:
+                    torch.autograd.graph.increment_version(call.source.logits)
+            else:
+                found = _by_operation(packing.text(self.form), missing, self.kernel, True, sums, given, tensors)
+            made = [one if new is None else new for one, new in zip(made, found, strict=True)]
+        return [one for one, asked in zip(made, self.asked, strict=True) if asked]
+
+
+def _by_operation(
+    form: str, asked: Asked, kernel: str, skips: bool, sums: Any, upstream: Upstream, tensors: Any
+) -> list[Any]:
+    """Return the gradients from the custom operation, one upstream gradient of a batch at a time."""
+    from xent.backends.torch import operations as _operations  # noqa: F401  registers them
+
+    given = [sums, *upstream, *tensors]
+    there = [one is not None for one in given]
+
+    def run(*present: Tensor) -> tuple[Tensor, ...]:
+        values = iter(present)
+        sums, loss, lse, nll, entropy, *rest = [next(values) if one else None for one in there]
+        return tuple(torch.ops.xent.backward(form, list(asked), kernel, skips, rest, sums, loss, lse, nll, entropy))
+
+    if not private.transforms_active() and any(_is_batched(one) for one in upstream if one is not None):
+        raise RuntimeError(NO_BATCH)
+    present = [one for one in given if one is not None]
+    made = iter(run(*present) if torch.compiler.is_dynamo_compiling() else FirstOrder.apply(run, *present))
+    return [next(made) if one else None for one in asked]
+
+
+def _is_batched(upstream: Tensor) -> bool:
+    """Return whether torch.autograd.grad(is_grads_batched=True) batches a tensor."""
+    if type(upstream) not in PLAIN_TYPES or upstream.is_meta:
+        return False
+    try:
+        upstream.data_ptr()
+    except RuntimeError:
+        return not private.dispatch_modes()
+    return False
+
+
+def _scaled(
+    kernel: str, kept: list[Tensor], upstream: Any, deferred: Tensor | None, plain: bool, drops: bool
+) -> list[Tensor]:
+    """Return kept * upstream * deferred, rounded once; in place if nothing else needs `kept`."""
+    if plain:
+        kept = [one.detach() for one in kept]
+        made: list[Tensor] = undisturbed(upstream.device, SCALES.get(kernel, scale), kept, upstream, deferred, drops)
+        return made
+    factor = upstream if deferred is None else upstream * deferred
+    # PyTorch would round a 0-d factor to the dtype of `kept` first.
+    return [(one * factor.reshape([1] * max(one.dim(), 1))).to(one.dtype).reshape(one.shape) for one in kept]
+
+
+def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:
+    """Return gradients times 0-d factors of the dtype of sums, rounded once; with `inplace` overwrite them."""
+    factor = upstream if deferred is None else upstream * deferred
+    if factor.is_cpu and inplace and float(factor) == 1:
+        return grads
+    return [_product(grad, factor, inplace) for grad in grads]
+
+
+def _product(grad: Tensor, factor: Tensor, inplace: bool) -> Tensor:
+    if factor.is_cpu or grad.dtype == factor.dtype or not grad.numel():
+        return grad.mul_(factor) if inplace else grad * factor
+    # On an accelerator PyTorch rounds a 0-d factor to the gradient's dtype first, but not a 1-d factor.
+    out = grad if inplace else torch.empty_like(grad)
+    places, step = Rows(out), rows_per_block(grad.shape[-1], factor.itemsize, factor.device.type, 1)
+    for start, block in Rows(grad).blocks(step):
+        places.put(start, (block * factor.reshape(1)).to(grad.dtype))
+    return out
+
+
+Scale = Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]
+
+SCALES: dict[str, Scale] = {}
+"""Backend -> its function instead of `scale`."""
+
+
+class Traced:
+    """One call whose passes are custom operations, in the form of a text and tensors."""
+
+    def __init__(self, form: str, call: Call, asked: Asked, kernel: str, skips: bool, places: list[int]) -> None:
+        """`places`: the index among the tensors of each value to which `asked` refers, -1 if it is no tensor."""
+        self.form, self.asked, self.kernel, self.skips, self.places = form, asked, kernel, skips, places
+        self.stats, self.each_row = call.options.stats, call.options.reduction == "none"
+        self.first = makes_first(call, asked)
+
+    def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results, then the gradients, and the factor that they lack, or the sums."""
+        return tuple(torch.ops.xent.forward(self.form, list(self.asked), self.kernel, self.skips, list(tensors)))
+
+    def saved(self, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the tensors for the backward pass."""
+        kept = outputs[1 + len(self.stats) :]
+        self.count = len(kept)
+        return (*kept, *inputs) if not self.first or self.asked[-2] else kept
+
+    def constants(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Return the outputs that have no gradient. A made gradient has one, which raises."""
+        results = 1 + len(self.stats)
+        found = zip(self.stats, outputs[1:results], strict=False)
+        constant = [value for name, value in found if not (self.each_row and name in DIFFERENTIABLE)]
+        return constant if self.first else [*constant, *outputs[results:]]
+
+    def backward(self, ctx: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        """Return the gradients of all tensors."""
+        results = 1 + len(self.stats)
+        grads: list[Tensor | None] = [None] * len(ctx.needs_input_grad[1:])
+        saved = ctx.saved_tensors
+        kept, tensors = saved[: self.count], saved[self.count :]
+        made: list[Tensor | None] = [None] * len(self.asked)
+        again = [one for one in upstream[results:] if one is not None] if self.first else []
+        if again and not torch.compiler.is_dynamo_compiling():
+            # A gradient is being differentiated. While a tracer runs, which may not use it, raise later.
+            likes = iter(kept)
+            wanted = (*self.asked[:-2], False, self.asked[-1])
+            made = [torch.ops.xent.refuse_second(again[0], next(likes)) if one else None for one in wanted]
+        elif any(one is not None for one in upstream[:results]):
+            missing = self.asked
+            if self.first:
+                missing = (*[False] * len(self.asked[:-2]), self.asked[-2], False)
+                factors = kept[sum(self.asked) - self.asked[-2] :]
+                scales = iter(_scaled("", list(kept), upstream[0], factors[0] if factors else None, False, False))
+                made = [next(scales) if one else None for one in (*self.asked[:-2], False, self.asked[-1])]
+            if any(missing):
+                given = _upstream_of(self.stats, upstream[:results])
+                sums = None if self.first or not kept else kept[0]
+                found = _by_operation(self.form, missing, self.kernel, self.skips, sums, given, tensors)
+                made = [one if new is None else new for one, new in zip(made, found, strict=True)]
+        for place, one in zip(self.places, made, strict=True):
+            if one is not None:
+                grads[place] = one
+        return grads
+
+
+def signed(function: Any) -> Any:
+    """Cache the signature of `function`, which torch.autograd.Function otherwise computes at every call."""
+    function.__signature__ = inspect.signature(function)
+    return function
+
+
+class Loss(torch.autograd.Function):
+    """(`Direct` or `Traced`, *tensors) -> (loss, *statistics, *more)."""
+
+    @staticmethod
+    @signed
+    def forward(run: Direct | Traced, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return run.forward(tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        run, *tensors = inputs
+        ctx.run = run
+        saved = run.saved(output) if isinstance(run, Direct) else run.saved(tuple(tensors), output)
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        ctx.save_for_backward(*saved)
+        ctx.mark_non_differentiable(*run.constants(output))
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        made = ctx.run.backward(ctx, upstream)
+        return None, *[one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
+
+
+class FirstOrder(torch.autograd.Function):
+    """(function, *tensors) -> function(*tensors), gradients. Its backward pass, a second derivative, raises."""
+
+    @staticmethod
+    @signed
+    def forward(function: Any, *tensors: Any) -> Any:
+        return tuple(function(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, function: Any, *tensors: Any) -> Any:
+        """Run the function once per upstream gradient of a batch; torch.func.jacrev has one per row."""
+        results = []
+        for entry in range(info.batch_size):
+            chosen = [
+                one if dim is None else one.select(dim, entry) for one, dim in zip(tensors, in_dims[1:], strict=True)
+            ]
+            results.append(FirstOrder.apply(function, *chosen))
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0,) * len(results[0])
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        first = next((one for one in upstream if one is not None), None)
+        if first is None:
+            return (None,) * len(ctx.needs_input_grad)
+        if is_plain([first]):
+            raise RuntimeError(NO_SECOND)
+        needed = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return None, *[torch.ops.xent.refuse_second(first, like) if needs else None for like, needs in needed]

@@ -1,0 +1,179 @@
+"""The custom operations of xent, which torch.compile, torch.export, modes, fake and meta tensors see.
+
+A call is a text of field names and a list of tensors (`packing`), as the public function received them. Shifts, checks
+and collectives are inside, so that a graph has one node for each pass.
+
+`asked` is empty in a graph: then the autograd kernel decides at run time what is differentiated, because an exported
+program contains only operations. Tracing drops the autograd Function around them and `requires_grad` of example inputs.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch import private_new as private
+from xent.backends.torch.contract import Setting, Upstream, columns, wide
+from xent.backends.torch.function import (
+    Asked,
+    Loss,
+    Traced,
+    asked_of,
+    backward,
+    forward,
+    leaves_of,
+    makes_first,
+    undisturbed,
+)
+from xent.backends.torch.memory import cast, gradient_like
+from xent.backends.torch.packing import Slot, parse
+from xent.backends.torch.prepare import compute_of, prepare, rows_of
+from xent.backends.torch.products import kept_dtype
+from xent.backends.torch.refusals import NO_SECOND, named, refuse_gradients, refuse_transforms
+from xent.core.call import Dense, Given, TopK, array_of
+from xent.core.spec import ROW_STATS
+
+__all__ = ["decided"]
+
+_LIBRARY = torch.library.Library("xent", "FRAGMENT")
+_CALL = "str form, bool[] asked, str kernel, bool skips, Tensor[] tensors"
+
+
+def _operation(schema: str, function: Any, fake: Any) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"xent::{name}", fake, lib=_LIBRARY)
+
+
+def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+    """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
+    call = parse(form, tensors)
+    wanted = tuple(asked) or (False,) * len(leaves_of(call))
+
+    def run() -> list[Tensor]:
+        prepared = prepare(call, wanted[:-2], wanted[-1], traced=True)
+        outcome, of_scale = forward(prepared, wanted, kernel, False, skips)
+        made = list(outcome.results)
+        if makes_first(call, wanted):
+            made += [one for one in (*outcome.gradients, of_scale) if one is not None]
+            if compute_of(call.source) == torch.float16:
+                made.append(made[0].new_ones(()) if outcome.deferred is None else outcome.deferred)
+        elif outcome.saved is not None:
+            made.append(outcome.saved)
+        return made
+
+    made: list[Tensor] = undisturbed(array_of(call).device, run)
+    return made
+
+
+def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+    call = parse(form, tensors)
+    options, compute = call.options, compute_of(call.source)
+    acc, device = wide(compute), array_of(call).device
+    count, each_row = math.prod(rows_of(call)), options.reduction == "none"  # symbolic sizes stay symbolic
+    by_row = {**dict.fromkeys(ROW_STATS, True), "loss": each_row, "z_loss": each_row}
+    by_row["accuracy"] = options.accuracy_of_rows
+    made = []
+    for name in ("loss", *options.stats):
+        dtype = torch.int64 if name in ("count", "predictions") else acc
+        made.append(torch.empty((count,) if by_row.get(name) else (), dtype=dtype, device=device))
+    if not any(asked):
+        return made
+    wanted = tuple(asked)
+    leaves = leaves_of(call)
+    if makes_first(call, wanted):
+        for leaf in (leaf for leaf, one in zip(leaves[:-2], wanted, strict=False) if one):
+            if isinstance(call.source, Given):
+                made.append(gradient_like(leaf))
+            else:
+                made.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype)))
+        factors = wanted[-1] + (compute == torch.float16)
+        made += [torch.empty((), dtype=acc, device=device) for _ in range(factors)]
+    elif any((*wanted[:-2], wanted[-1])) and not isinstance(call.target, (Dense, TopK)):
+        names = columns(Setting(call, 0, 0, 0, 0, compute, wanted))
+        made.append(torch.empty((len(names), count), dtype=acc, device=device))
+    return made
+
+
+def _backward(
+    form: str,
+    asked: list[bool],
+    kernel: str,
+    skips: bool,
+    tensors: list[Tensor],
+    saved: Tensor | None,
+    *upstream: Tensor | None,
+) -> list[Tensor]:
+    """Return the gradients that are asked for, in the dtypes of the tensors."""
+    call, wanted = parse(form, tensors), tuple(asked)
+
+    def run() -> list[Tensor]:
+        prepared = prepare(call, wanted[:-2], wanted[-1], first=False)
+        made = backward(prepared, wanted, kernel, saved, Upstream(*upstream), False, skips)
+        pairs = zip(made, leaves_of(call), strict=True)
+        return [cast(one, leaf.dtype) for one, leaf in pairs if one is not None]
+
+    made: list[Tensor] = undisturbed(array_of(call).device, run)
+    return made
+
+
+def _fake_backward(
+    form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor], *_: Tensor | None
+) -> list[Tensor]:
+    call = parse(form, tensors)
+    made = []
+    for place, (leaf, one) in enumerate(zip(leaves_of(call), asked, strict=True)):
+        if one:
+            of_logits = place == 0 and isinstance(call.source, Given)
+            made.append(gradient_like(leaf) if of_logits else leaf.new_empty(leaf.shape))
+    return made
+
+
+def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
+    """Raise for a second derivative: at once, or when a graph that contains this operation runs.
+
+    AOT Autograd traces the backward pass of everything that requires a gradient, even if it is never executed.
+    """
+    raise RuntimeError(NO_SECOND)
+
+
+_operation(f"forward({_CALL}) -> Tensor[]", _forward, _fake_forward)
+_operation(
+    f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
+    _backward,
+    _fake_backward,
+)
+_operation(
+    "refuse_second(Tensor upstream, Tensor like) -> Tensor",
+    _refuse_second,
+    lambda upstream, like: torch.empty_like(like),
+)
+
+
+def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the results of a call, and decide now what is differentiated."""
+    call = parse(form, tensors)
+    names = named(call)
+    refuse_gradients(call, names)
+    refuse_transforms(call, names)
+    asked: Asked = asked_of(leaves_of(call))
+    if not any(asked):
+        return tuple(torch.ops.xent.forward(form, list(asked), kernel, skips, list(tensors)))
+    slots: Any = parse(form, [Slot(index) for index in range(len(tensors))])
+    places = [leaf.place if isinstance(leaf, Slot) else -1 for leaf in leaves_of(slots)]
+    made = Loss.apply(Traced(form, call, asked, kernel, skips, places), *tensors)
+    return tuple(made[: 1 + len(call.options.stats)])
+
+
+def _autograd(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+    if not asked:
+        return list(decided(form, kernel, skips, *tensors))
+    with private.below_autograd():
+        made: list[Tensor] = torch.ops.xent.forward(form, asked, kernel, skips, tensors)
+    return made
+
+
+if private.below_autograd is not None:
+    _LIBRARY.impl("forward", _autograd, "Autograd")

@@ -1,0 +1,335 @@
+"""Prepare a call for the loop: classes last, one value per row, shifts and heads applied, numbers and targets checked.
+
+`aligned` is the part that autograd and compilers see. `prepare` is the rest, which custom operations run too. Preparing
+a prepared call changes nothing.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.contract import wide
+from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.memory import cast, shifted
+from xent.core.call import (
+    Allowed,
+    Call,
+    Classes,
+    Dense,
+    Given,
+    Probabilities,
+    Product,
+    Source,
+    TopK,
+    vocabulary_of,
+)
+from xent.core.options import check_numbers
+from xent.core.spec import LARGEST, bounded
+
+__all__ = ["aligned", "compute_of", "prepare", "rows_of"]
+
+_LEAST = {torch.float64: 2.0**-300, torch.float32: 2.0**-60}
+"""A trained scale closer to 0 is replaced by this. The rounded x is 0 in both cases, but g, which has the factor s, is
+not, and the gradient of the scale is a sum of g z / s."""
+
+
+def aligned(call: Call) -> Call:
+    """Return the call with the classes of logits on the last axis, and with the dtypes of its matrix products."""
+    source, target = call.source, call.target
+    if isinstance(source, Product):
+        source = _with_dtype(source, "linear_")
+    elif source.axis != source.logits.dim() - 1:
+        if isinstance(target, Probabilities):
+            target = target._replace(values=target.values.movedim(source.axis, -1))
+        source = _classes_last(source)
+    if isinstance(target, Dense):
+        teacher = target.source
+        teacher = _with_dtype(teacher, "teacher.") if isinstance(teacher, Product) else _classes_last(teacher)
+        target = target._replace(source=teacher)
+    return Call(source, target, *call[2:])
+
+
+def _classes_last(given: Given) -> Given:
+    last = given.logits.dim() - 1
+    if given.axis == last:
+        return given
+    return given._replace(logits=given.logits.movedim(given.axis, -1), axis=last)
+
+
+def _with_dtype(source: Product, prefix: str) -> Product:
+    """Select the dtype of the matrix products: autocast's, as for F.linear, otherwise that of all arguments."""
+    if source.dtype is not None:
+        return source
+    values, weight = source.input, source.weight
+    dtype, device = values.dtype, values.device.type
+    autocast = device != "meta" and torch.is_autocast_enabled(device)
+    if autocast and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(device)
+    else:
+        for name, tensor in (("weight", weight), ("bias", source.bias)):
+            if tensor is not None and tensor.dtype != dtype:
+                more = "; torch.autocast does not convert float64" if autocast else ", or call under torch.autocast"
+                raise TypeError(
+                    f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {dtype}, outside "
+                    f"of torch.autocast; got {tensor.dtype}: cast one to the dtype of the other{more}"
+                )
+    if prefix == "teacher.":  # its logits are not rounded
+        dtype = torch.promote_types(values.dtype, weight.dtype)
+    return source._replace(dtype=str(dtype).removeprefix("torch."))
+
+
+def compute_of(source: Source) -> torch.dtype:
+    """Return the dtype of given logits, or of the matrix products of an aligned call."""
+    dtype: torch.dtype = source.logits.dtype if isinstance(source, Given) else getattr(torch, source.dtype or "")
+    return dtype
+
+
+def rows_of(call: Call) -> tuple[int, ...]:
+    """Return the shape of a result per row, for an aligned call."""
+    source, target, options = call.source, call.target, call.options
+    if isinstance(target, (Classes, Allowed)):
+        rows = tuple(target.ids.shape)
+    elif isinstance(target, Probabilities):
+        rows = tuple(target.values.shape[:-1])
+    else:
+        rows = tuple((source.logits if isinstance(source, Given) else source.input).shape[:-1])
+    return rows if options.heads is None else (options.heads, *rows)
+
+
+def prepare(
+    call: Call, needs: tuple[bool, ...], trains_scale: bool = False, first: bool = True, traced: bool = False
+) -> Call:
+    """Return an aligned call in the form of the loop.
+
+    `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `first`: values are checked
+    if the host can see them. `traced`: Python numbers are checked too, because no public function has done it.
+    """
+    source, target, activation, options, shards = call
+    moves = options.shift != 0
+    numbers = (*activation[:2], *options[2:4], options.normalizer)
+    reads = traced or any([isinstance(value, Tensor) for value in numbers])
+    if not (moves or reads) and activation.temperature is options.sample_weight is shards is None:
+        if isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous():
+            return call
+    device, acc = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
+    looks, rows = device.type == "cpu" or looks_at_targets(device), rows_of(call)
+    shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
+    given = call
+
+    def each(values: Tensor, fill: Any, dtype: torch.dtype | None = None) -> Tensor:
+        """Return values (..., T) of the rows, (N,), shifted for each head."""
+        values = values if dtype is None else cast(values, dtype)
+        if moves:
+            parts = [shifted(values, shift, fill) for shift in shifts]
+            values = parts[0] if options.heads is None else torch.stack(parts)
+        return values.reshape(-1).contiguous()
+
+    if isinstance(target, Classes):
+        target = Classes(each(target.ids, options.ignore_index, torch.int64 if moves else None))
+    elif isinstance(target, Allowed):
+        target = _support(target, looks, each, rows, options)
+    elif isinstance(target, TopK):
+        ids, log_probs = (values.reshape(-1, values.shape[-1]) for values in target[:2])
+        target = TopK(ids, log_probs, target.tail)
+    elif isinstance(target, Probabilities) and moves:
+        shape = rows if options.heads is None else rows[1:]
+        places = torch.arange(math.prod(shape), device=device).view(shape)
+        target = Probabilities(target.values, each(places, -1))
+    if activation.temperature is not None:
+        divisor = each(activation.temperature, 1, acc)
+        divisor = divisor.masked_fill(~(divisor > 0), torch.nan).clamp_(max=LARGEST)
+        activation = activation._replace(temperature=divisor)
+    weight = options.sample_weight
+    if weight is not None:
+        weight = each(weight, 0, acc)
+    elif moves and isinstance(target, (Dense, TopK)):
+        weight = each(torch.ones(rows, dtype=acc, device=device), 0)
+    if weight is not options.sample_weight or moves:
+        options = options._replace(sample_weight=weight, shift=0)
+    call = Call(source, target, activation, options, shards)
+    if reads:
+        call = _with_numbers(call, acc, trains_scale)
+    if shards is not None:
+        call = _in_shards(call, math.prod(rows), needs)
+    if looks and first:
+        _check_rows(given, _size(call), min(shifts))
+    return call if options.heads is None else _with_heads(call, acc)
+
+
+def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tuple[int, ...], options: Any) -> Allowed:
+    """Return the support of each row. Offsets whose values have not been checked must not cause reads out of bounds."""
+    ids = each(target.ids, options.ignore_index, torch.int64)
+    begin, end, broken = target.begin, target.end, target.broken
+    if not looks and broken is None and len(begin):
+        given = torch.cat((begin, end[-1:])).to(torch.int64)
+        rising = given.clamp(0, len(target.classes)).cummax(0).values
+        rising[0], rising[-1] = 0, len(target.classes)
+        begin, end, broken = rising[:-1], rising[1:], (rising != given).any()
+    begin, end = (each(values.view(rows), 0, torch.int64) for values in (begin, end))
+    return Allowed(ids, target.classes, begin, end, broken)
+
+
+def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
+    """Replace 0-d tensors by numbers, and check these, where no device has to be waited for."""
+    activation, options = call.activation, call.options
+    given = {"logit_scale": activation.logit_scale, "softcap": activation.softcap}
+    given |= {name: getattr(options, name) for name in ("label_smoothing", "z_loss", "normalizer")}
+    for name, value in given.items():
+        if isinstance(value, Tensor):
+            looks = looks_at_targets(value.device)
+            given[name] = value.item() if looks else cast(value.detach(), acc)
+    check_numbers("torch", **{name: value for name, value in given.items() if not isinstance(value, Tensor)})
+    cap, scale = given.pop("softcap"), given.pop("logit_scale")
+    cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
+    if trains_scale and compute_of(call.source) != torch.float16:
+        least = _LEAST[acc]
+        if isinstance(scale, Tensor):
+            scale = torch.where(scale.abs() < least, torch.full_like(scale, least).copysign(scale), scale)
+        elif abs(scale) < least:
+            scale = math.copysign(least, scale)
+    activation = activation._replace(logit_scale=scale, softcap=cap)
+    return call._replace(activation=activation, options=options._replace(**given))
+
+
+def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
+    """Find the classes of this rank, and cut the padding from class weights and class probabilities."""
+    from xent.backends.torch.shards.ranges import ranges_of, width_of  # needs torch.distributed
+
+    shards = ranges_of(call, count, needs)
+    width, target, options = width_of(shards, vocabulary_of(call.source)), call.target, call.options
+    if options.weight is not None:
+        options = options._replace(weight=options.weight[:width])
+    if isinstance(target, Probabilities):
+        target = target._replace(values=target.values[..., :width])
+    return call._replace(target=target, options=options, shards=shards)
+
+
+def _with_heads(call: Call, acc: torch.dtype) -> Call:
+    """Make the sum of the heads' losses one sum over all rows: a row has the weight of its head over its divisor."""
+    options, target = call.options, call.target
+    heads = options.heads
+    assert heads is not None
+    assert isinstance(target, (Classes, Probabilities))
+    ids = target.order if isinstance(target, Probabilities) else target.ids
+    counted = ids != (-1 if isinstance(target, Probabilities) else options.ignore_index)
+    weight, factors = options.sample_weight, options.head_weight
+    if weight is not None:
+        weight = weight.masked_fill(~counted, 0)
+    elif options.reduction == "mean" or factors is not None:
+        weight = counted.to(acc)
+    if options.reduction == "mean":
+        weight = weight.view(heads, -1)
+        divisor = options.normalizer
+        if divisor is None:
+            parts = weight
+            if not isinstance(target, Probabilities):
+                parts = weight * _weighed(call, counted, acc).view(heads, -1)
+            divisor = parts.sum(1, keepdim=True)
+        elif not isinstance(divisor, Tensor):
+            divisor = torch.full((), divisor, dtype=acc, device=weight.device)
+        weight = torch.where(divisor == 0, 0, weight / divisor)
+    if factors is not None:
+        weight = torch.stack([row * factor for row, factor in zip(weight.view(heads, -1), factors, strict=True)])
+    options = options._replace(
+        reduction="none" if options.reduction == "none" else "sum",
+        sample_weight=None if weight is None else weight.reshape(-1),
+        normalizer=None,
+        heads=None,
+        head_weight=None,
+    )
+    return call._replace(options=options)
+
+
+def _weighed(call: Call, counted: Tensor, acc: torch.dtype) -> Tensor:
+    """Return the class weight (N,) of each target, over all ranks; 0 for ignored and invalid targets."""
+    shards, weight, target = call.shards, call.options.weight, call.target
+    assert isinstance(target, Classes)
+    ids, first = target.ids, 0 if shards is None else shards.first or 0
+    known: Tensor = counted & (ids >= 0) & (ids < _size(call))
+    if weight is None:
+        return known.to(acc)
+    here = known & (ids >= first) & (ids < first + len(weight))
+    found = torch.zeros(ids.shape, dtype=acc, device=ids.device)
+    if len(weight):
+        found = weight.to(acc)[torch.where(here, ids - first, 0)].masked_fill(~here, 0)
+    if shards is not None:
+        from xent.backends.torch.shards.collectives import add_up
+
+        found = add_up(found, shards.group).land()
+    return found
+
+
+def _size(call: Call) -> int:
+    """Return the number V of classes over all ranks."""
+    if call.shards is None:
+        return vocabulary_of(call.source)
+    assert call.shards.size is not None
+    return call.shards.size
+
+
+def _check_rows(call: Call, size: int, shift: int) -> None:
+    """Raise errors for values whose position the steps cannot name, because they see one axis of rows."""
+    target, temperature = call.target, call.activation.temperature
+    if temperature is not None:
+        _check_temperature(temperature, shift)
+    if isinstance(target, Allowed):
+        _check_support(target, size)
+    if isinstance(target, (Classes, Allowed)) and (shift or target.ids.dim() != 1):
+        _check_targets(target.ids, call.options.ignore_index, size, shift)
+
+
+def _check_targets(ids: Tensor, ignore_index: int, size: int, shift: int) -> None:
+    used = ids[..., shift:] if shift else ids
+    if not used.numel():
+        return
+    low, high = torch.aminmax(cast(used, torch.int64))
+    if int(low) >= 0 and int(high) < size:
+        return
+    wrong = ((used < 0) | (used >= size)) & (used != ignore_index)
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        found = int(used[tuple(position)])
+        if shift:
+            position[-1] += shift
+        raise IndexError(
+            f"target{position or ''} is {found}; classes are 0 to {size - 1}, or ignore_index={ignore_index}"
+        )
+
+
+def _check_temperature(temperature: Tensor, shift: int) -> None:
+    wrong = ~(temperature > 0)
+    if shift:
+        wrong[..., :shift] = False
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        where = f" at {position}" if position else ""
+        raise ValueError(f"temperature must be > 0 in every row, got {float(temperature[tuple(position)])}{where}")
+
+
+def _check_support(target: Allowed, size: int) -> None:
+    begin, end, classes = (values.to(torch.int64) for values in (target.begin, target.end, target.classes))
+    if not len(begin):
+        return
+    sizes = end - begin
+    falls = bool((sizes < 0).any())
+    if int(begin[0]) != 0 or falls or int(end[-1]) != len(classes):
+        raise ValueError(
+            f"support.offsets must be non-decreasing from 0 to {len(classes)}, the number of ids; got {int(begin[0])} "
+            f"to {int(end[-1])}" + (" and a decrease between" if falls else "")
+        )
+    wrong = (classes < 0) | (classes >= size)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise IndexError(f"support.ids[{place}] is {int(classes[place])}; classes are 0 to {size - 1}")
+    keys = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes) * size + classes
+    if bool((keys.diff() <= 0).any()):
+        keys = keys.sort().values
+        again = keys[1:][keys.diff() == 0]
+        if len(again):
+            row, repeated = divmod(int(again[0]), size)
+            raise ValueError(
+                f"support.ids must hold a class at most once in a row; row {row} has {repeated} more than once"
+            )

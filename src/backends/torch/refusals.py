@@ -1,0 +1,107 @@
+"""Clear errors for gradients and transforms that would give wrong numbers, or errors about internals."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from xent.backends.torch import private_new as private
+from xent.core.call import Allowed, Call, Dense, Given, Probabilities, Product, TopK
+
+__all__ = ["NO_BATCH", "NO_SECOND", "named", "refuse_gradients", "refuse_transforms"]
+
+NO_SECOND = (
+    "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
+    "loss where create_graph=True is needed"
+)
+NO_BATCH = (
+    "results per row cannot be differentiated with is_grads_batched=True or jacobian(vectorize=True): use "
+    "torch.func.jacrev, torch.func.vmap of torch.autograd.grad, or one call of torch.autograd.grad per gradient"
+)
+_NO_FORWARD_MODE = (
+    "{} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, "
+    "forward_ad): use reverse mode, or the plain framework loss"
+)
+_NO_VMAP = (
+    "{} is batched by torch.vmap, which xent does not support: pass all leading axes in one call, with "
+    'reduction="none" if the losses are wanted apart'
+)
+_NO_FUNCTIONALIZE = (
+    "{} is traced by torch.func.functionalize, which would lose the gradient: pass the function to torch.func.grad or "
+    "torch.compile without it"
+)
+_NO_GRADIENT = "{0} requires a gradient, which xent does not compute: pass {0}.detach()"
+_NO_TEACHER_GRADIENT = (
+    "{0} requires a gradient, which a divergence does not give to its teacher or weights: run the teacher under "
+    "torch.no_grad(), or pass {0}.detach()"
+)
+_NO_JIT = "torch.jit.trace cannot record xent's functions: use torch.compile or torch.export"
+_NO_TRANSFORM_OF_SHARDS = (
+    "a vocabulary in shards does not go through torch.func transforms, which cannot follow what crosses ranks: "
+    "use backward() or torch.autograd.grad"
+)
+
+
+def named(call: Call) -> dict[str, Tensor]:
+    """Return the tensors of a call by the caller's names of them."""
+    source, target, activation, options, _ = call
+    found = {"logits": source.logits} if isinstance(source, Given) else _of_product(source, "", "linear_")
+    if isinstance(target, Dense):
+        teacher = target.source
+        found |= {"teacher": teacher.logits} if isinstance(teacher, Given) else _of_product(teacher, *["teacher."] * 2)
+    elif isinstance(target, TopK):
+        found |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
+    elif isinstance(target, Probabilities):
+        found["target"] = target.values
+    else:
+        found["target"] = target.ids
+        if isinstance(target, Allowed):
+            found |= {"support.ids": target.classes, "support.offsets": target.begin}
+    found |= activation._asdict()
+    for name in ("weight", "sample_weight", "normalizer", "label_smoothing", "z_loss"):
+        found[name] = getattr(options, name)
+    return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+
+def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tensor | None]:
+    return {f"{prefix}input": source.input, f"{of_weight}weight": source.weight, f"{of_weight}bias": source.bias}
+
+
+_LEAVES = frozenset(("logits", "input", "linear_weight", "linear_bias"))
+_IGNORED = frozenset(("teacher.weight", "teacher.bias"))
+"""A teacher's classifier may be a parameter that requires a gradient, which is ignored."""
+
+
+def refuse_gradients(call: Call, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for a tensor that requires a gradient, and gets none."""
+    if not torch.is_grad_enabled():
+        return
+    taught = isinstance(call.target, (Dense, TopK))
+    allowed = _LEAVES | _IGNORED
+    if call.shards is None and not taught:
+        allowed |= {"target", "logit_scale"}
+    for name, tensor in tensors.items():
+        if tensor.requires_grad and name not in allowed:
+            raise ValueError((_NO_TEACHER_GRADIENT if taught else _NO_GRADIENT).format(name))
+
+
+def refuse_transforms(call: Call, tensors: dict[str, Tensor]) -> None:
+    """Raise NotImplementedError for forward mode, torch.vmap, torch.func.functionalize and torch.jit.trace.
+
+    In forward mode, and inside of functionalize, the results of xent's operations would be treated as constants. Calls
+    that Dynamo traces under a transform are checked when they run.
+    """
+    traced, transformed = torch.compiler.is_dynamo_compiling(), private.transforms_active()
+    if transformed and call.shards is not None:
+        raise NotImplementedError(_NO_TRANSFORM_OF_SHARDS)
+    if traced and transformed:
+        return
+    if not traced and torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(_NO_JIT)
+    for name, tensor in tensors.items():
+        kinds = private.transforms_of(tensor) if transformed else ()
+        if "Jvp" in kinds or forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(_NO_FORWARD_MODE.format(name))
+        if "Vmap" in kinds:
+            raise NotImplementedError(_NO_VMAP.format(name))
+        if "Functionalize" in kinds:
+            raise NotImplementedError(_NO_FUNCTIONALIZE.format(name))

@@ -1,0 +1,234 @@
+"""Ranges: which rank has which classes, and errors that name the rank.
+
+If every rank names `first` and `size`, nothing is sent. Otherwise ranks exchange their ranges in every call, and the
+host waits for it. There is no cache, on which two ranks could disagree. All ranks check the same table, and so they
+raise the same error.
+
+An error on one rank is raised there at once. No collective is entered on the way, so that the other ranks wait until
+the timeout of their group, as in PyTorch's own collectives.
+"""
+
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from xent.backends.torch import private
+from xent.backends.torch.contract import smooths
+from xent.backends.torch.shards.collectives import gather
+from xent.backends.torch.shards.tokens import tokens_of
+from xent.core.arrays import describe
+from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, vocabulary_of
+from xent.core.errors import BackendError
+from xent.core.spec import VocabParallel
+
+__all__ = ["group_of", "named", "ranges_of", "resolve", "width_of"]
+
+_SAMPLES = 16
+
+
+def group_of(given: Any) -> Any:
+    """Return the process group of a `vocab_parallel` argument, or raise TypeError or ValueError."""
+    group = given.group if isinstance(given, VocabParallel | Shards) else given
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"vocab_parallel must be a DeviceMesh of one dimension, got one of {group.ndim}, "
+                f"{group.mesh_dim_names or tuple(group.shape)}: pass the one that shards the vocabulary, mesh[name]"
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "vocab_parallel must be a torch.distributed process group, a DeviceMesh of one dimension or a "
+            f"xent.VocabParallel of one, got {describe(group)}"
+        )
+    return group
+
+
+def resolve(group: Any) -> Any:
+    """Return the process group of that name, or of a `vocab_parallel` argument."""
+    return private.group_named(group) if isinstance(group, str) else group_of(group)
+
+
+def width_of(shards: Shards, rows: int) -> int:
+    """Return the number of classes of this rank without padding, of the shards that `ranges_of` returned."""
+    assert shards.first is not None
+    assert shards.size is not None
+    return min(rows, shards.size - shards.first)
+
+
+def ranges_of(call: Call, count: int, *kind: object) -> Shards:
+    """Return the shards of a prepared call of `count` rows with its process group, `first` <= `size` and `size`.
+
+    `kind`: what else must be equal on all ranks because it determines the collectives and their sizes, such as the
+    leaves that need a gradient. With XENT_CHECK_TARGETS=1 all calls exchange their ranges, and compare the arrays that
+    have one value per row.
+    """
+    assert call.shards is not None
+    first, size = call.shards.first, call.shards.size
+    shards = call.shards._replace(group=resolve(call.shards.group))
+    if isinstance(call.source, Product):
+        tokens_of(shards, tuple(call.source.input.shape), count)  # raises an error before anything is sent
+    checks = os.environ.get("XENT_CHECK_TARGETS") == "1"
+    if first is None or size is None or checks:
+        first, size = _agree(_exchange(call, shards, (count, *kind)), int(shards.group.rank()))
+    if checks:
+        _compare_rows(call, shards.group)
+    return shards._replace(first=min(first, size), size=size)
+
+
+def named(vocab_parallel: Any) -> AbstractContextManager[None]:
+    """Return a context in which errors name this rank, as in "rank 1: ...", and keep their type.
+
+    Raise TypeError or ValueError if the argument is no process group.
+    """
+    return nullcontext() if torch.compiler.is_compiling() else _named(group_of(vocab_parallel).rank())
+
+
+@contextmanager
+def _named(rank: int) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, TypeError, IndexError, RuntimeError, BackendError) as error:
+        name = f"rank {rank}: "
+        if not str(error).startswith(name):
+            error.args = (f"{name}{error}",)
+        raise
+
+
+class _Said(NamedTuple):
+    """What one rank said about its shard."""
+
+    rows: int
+    first: int
+    """-1 for None; the same for `size`."""
+    size: int
+    kind: int
+    sample: list[int]
+
+
+def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Said]:
+    array, rows, ranks = array_of(call), vocabulary_of(call.source), shards.group.size()
+    if array.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a vocabulary in shards without first= and size= exchanges the ranges of its shards in every call, which a "
+            "CUDA graph cannot capture. Name both; for shards of equal size, without padding: "
+            f"vocab_parallel=xent.VocabParallel(group, first={rows} * group.rank(), size={rows * ranks})"
+        )
+    first, size = (-1 if value is None else value for value in (shards.first, shards.size))
+    options = call.options
+    text = repr(
+        (
+            *(type(part).__name__ for part in call[:2]),
+            *(array.dtype, None if isinstance(call.source, Given) else (array.shape[-1], call.source.workspace)),
+            *(options.reduction, options.stats, options.exact, smooths(options.label_smoothing)),
+            *(getattr(values, "dtype", None) for values in (*_rows(call).values(), options.weight)),
+            *(options.normalizer is None, shards.axis, shards.reduces, *kind),
+        )
+    )
+    numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode())]).to(array.device)
+    said_nothing = first < 0 and size < 0
+    sample = _sample(array if isinstance(call.source, Given) else call.source.weight, said_nothing)
+    table = gather(torch.cat((numbers, sample)), shards.group).land().tolist()
+    return [_Said(row[0], row[1], row[2], row[3], row[4:]) for row in table]
+
+
+def _sample(shard: Tensor, wanted: bool) -> Tensor:
+    """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if they tell nothing, or are not `wanted`."""
+    if not wanted or not shard.numel():
+        return torch.zeros(_SAMPLES, dtype=torch.int64, device=shard.device)
+    flat = shard.detach().reshape(-1) if shard.is_contiguous() else shard.detach()[..., -1].reshape(-1)
+    found = flat[torch.arange(_SAMPLES, device=flat.device) * flat.numel() // _SAMPLES].float()
+    return torch.where(found.isfinite().all(), found, 0).view(torch.int32).long()
+
+
+def _agree(table: list[_Said], rank: int) -> tuple[int, int]:
+    """Return the first class of this rank and the number of all classes, or raise the same error on all ranks."""
+    one, ranks = table[0], len(table)
+    for other, said in enumerate(table):
+        if said.kind != one.kind:
+            raise ValueError(
+                f"all ranks must make the same call: rank {other} differs from rank 0 in options, statistics, dtypes, "
+                "the gradients asked for, the number of rows, the width of hidden states or workspace"
+            )
+        if said.size != one.size:
+            raise ValueError(
+                f"vocab_parallel.size must be the same on all ranks: it is {_text(one.size)} on rank 0 and "
+                f"{_text(said.size)} on rank {other}"
+            )
+        if (said.first < 0) != (one.first < 0):
+            raise ValueError(
+                f"either all ranks name vocab_parallel.first or none: it is {_text(one.first)} on rank 0 and "
+                f"{_text(said.first)} on rank {other}"
+            )
+    if ranks > 1 and one.size > 0 > one.first and all(said.rows >= one.size for said in table):
+        raise ValueError(
+            f"every rank has {one.rows} classes, and vocab_parallel.size is {one.size}: that is the whole vocabulary "
+            f"on each of {ranks} ranks, and not its shards. Pass each rank its rows, or leave out vocab_parallel"
+        )
+    if ranks > 1 and len(set(one.sample)) > 1 and all(said == one for said in table):
+        raise ValueError(
+            f"all {ranks} ranks have the same {one.rows} classes with the same values: is that the whole vocabulary, "
+            "or gathered logits, or shards that were drawn with one seed? Pass each rank its own shard; if these are "
+            f"shards all the same, say so with xent.VocabParallel(group, size={ranks * one.rows})"
+        )
+    firsts = [said.first for said in table]
+    if one.first < 0:
+        firsts = [sum(said.rows for said in table[:place]) for place in range(ranks)]
+    stops = [first + said.rows for first, said in zip(firsts, table, strict=True)]
+    size = max(stops) if one.size < 0 else one.size
+    _check_cover([(min(first, size), min(stop, size)) for first, stop in zip(firsts, stops, strict=True)], size)
+    return firsts[rank], size
+
+
+def _text(value: int) -> str:
+    return "None" if value < 0 else str(value)
+
+
+def _check_cover(ranges: list[tuple[int, int]], size: int) -> None:
+    """Raise an error if the ranges do not cover [0, size), each class once."""
+    if size == 0:
+        raise ValueError("there must be at least one class, got empty shards on all ranks")
+    stop, before = 0, None
+    for rank, (first, end) in sorted(enumerate(ranges), key=lambda item: item[1]):
+        if first == end:
+            continue
+        if first != stop:
+            after = "" if before is None else f", after those of rank {before}"
+            raise ValueError(
+                f"the shards {'overlap' if first < stop else 'leave a gap'}: rank {rank} has classes [{first}, {end}) "
+                f"and should have [{stop}, {stop + end - first}){after}"
+            )
+        stop, before = end, rank
+    if stop != size:
+        raise ValueError(
+            f"the shards leave a gap: rank {before} has the last classes, up to {stop}, and should have those up to "
+            f"vocab_parallel.size = {size}"
+        )
+
+
+def _compare_rows(call: Call, group: Any) -> None:
+    """Raise the same error on all ranks if an array that has one value per row differs between them."""
+    for name, values in _rows(call).items():
+        if values is None:
+            continue
+        whole = gather(values.detach().reshape(-1).contiguous(), group).land()
+        differs = (whole != whole[0]) & ~(whole.isnan() & whole[0].isnan())
+        if bool(differs.any()):
+            rank, row = differs.nonzero()[0].tolist()
+            raise ValueError(
+                f"{name} of row {row} differs between ranks: it is {whole[0, row].item()} on rank 0 and "
+                f"{whole[rank, row].item()} on rank {rank}"
+            )
+
+
+def _rows(call: Call) -> dict[str, Any]:
+    """Return the arrays (N,) that must have the same values on all ranks, or None, by name."""
+    ids = call.target.ids if isinstance(call.target, Classes | Allowed) else None
+    return {"target": ids, "sample_weight": call.options.sample_weight, "temperature": call.activation.temperature}

@@ -1,0 +1,179 @@
+"""Arithmetic that all kernels share: activation of logits and its slope, exponents, pairs (largest, sum).
+
+Multiply-adds that must round once are written as `tl.fma`. What the compiler fuses by itself depends on the surrounding
+code, so that copies of the same lines (a loop and its last block) could round differently.
+"""
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "FAR",
+    "FLOOR",
+    "LN2",
+    "LOG2E",
+    "NOWHERE",
+    "activate",
+    "capped_exponent",
+    "exp",
+    "exponent",
+    "finite",
+    "is_exact",
+    "log1p",
+    "merge",
+    "order",
+    "quick_exponent",
+    "slope",
+    "tanh",
+    "times",
+]
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+# If the reference is this large, subtract before multiplying: its product with log2(e) would round too much.
+FAR = tl.constexpr(256.0)
+# Base-2 exponents below this are raised to it before multiplying by e^(x - m), which is 0 there: avoids 0 * inf.
+FLOOR = tl.constexpr(-300.0)
+NOWHERE = tl.constexpr(2147483647)  # a class after all others
+
+
+@triton.jit
+def exp(x):
+    """Return e^x; 0 if it is too small for a normal float32. tl.exp needs three more instructions for those values."""
+    return tl.math.exp2(x * LOG2E)
+
+
+@triton.jit
+def tanh(u):
+    """Return tanh(u) with an error of one or two roundings.
+
+    For small u, 1 - 2 / (exp(2u) + 1) would cancel, so an odd polynomial is used. It has the smallest relative error of
+    its degree on [0, 0.625] (Lawson's iteration in float64).
+    """
+    size = tl.abs(u)
+    small = tl.where(size < 0.625, u, 0.0)
+    square = small * small
+    series = -0.005704986397176981
+    series = tl.fma(square, series, 0.02063908614218235)
+    series = tl.fma(square, series, -0.05373971536755562)
+    series = tl.fma(square, series, 0.13331441581249237)
+    series = tl.fma(square, series, -0.3333328068256378)
+    near = tl.fma(small * square, series, small)
+    far = 1 - 2 / (exp(2 * tl.where(size > 20, 20.0, size)) + 1)
+    return tl.where(size < 0.625, near, tl.where(u < 0, -far, far))
+
+
+@triton.jit
+def times(share, value):
+    """Return share * value; 0 where the share is 0, even if the value is infinite."""
+    return share * tl.where(share == 0, 0.0, value)
+
+
+@triton.jit
+def _below(x, softcap):
+    """Return b = 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed.
+
+    A GPU computes special functions at an eighth of its rate, and a capped logit needs two exponentials besides. So
+    this reciprocal is made of other operations: a guess from the bits of the number, wrong by up to 1/18, a cubic and a
+    quadratic step. Its error is one or two roundings. It is exactly 1 for x = -inf, where the slope is 0, and at least
+    2e-38.
+    """
+    n = tl.maximum(-1 - tl.math.exp2(x * ((2 * LOG2E) / softcap)), -4e37, propagate_nan=tl.PropagateNan.ALL)
+    b = (-0x010E0000 - n.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    rest = tl.fma(n, b, 1.0)
+    b = tl.fma(tl.fma(rest, rest, rest), b, b)
+    return tl.fma(tl.fma(n, b, 1.0), b, b)
+
+
+@triton.jit
+def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+    """Return x = k tanh(s z / k), or s z without a softcap k.
+
+    QUICK computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is enough
+    for 16-bit logits.
+    """
+    x = z * logit_scale if SCALED else z
+    if CAPPED:
+        if QUICK:
+            x = tl.fma(_below(x, softcap), -2 * softcap, softcap)
+        else:
+            x = softcap * tanh(x / softcap)
+    return x
+
+
+@triton.jit
+def slope(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+    """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
+    found = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
+    if CAPPED:
+        x = z * logit_scale if SCALED else z
+        if QUICK:
+            below = _below(x, softcap)
+            found *= 4 * tl.fma(-below, below, below)
+        else:
+            t = exp(-2 * tl.abs(x / softcap))
+            found *= 4 * t / ((1 + t) * (1 + t))
+    return found
+
+
+@triton.jit
+def is_exact(reference, EXACT: tl.constexpr):
+    """Return whether `exponent` subtracts before it multiplies: for float32 logits, and for large references."""
+    return (tl.abs(reference) >= FAR) | EXACT
+
+
+@triton.jit
+def quick_exponent(x, reference):
+    """Return log2 of e^(x - reference) by one multiply-add.
+
+    The rounding error of reference * log2(e) is the same in all terms of a row and cancels.
+    """
+    return tl.fma(x, LOG2E, -reference * LOG2E)
+
+
+@triton.jit
+def capped_exponent(z, logit_scale, softcap, reference, SCALED: tl.constexpr):
+    """Return log2 of e^(x - reference) for a QUICK softcap, by one multiply-add after `_below`.
+
+    `reference` is in units of log2, as a factor in the exponent makes it.
+    """
+    below = _below(z * logit_scale if SCALED else z, softcap)
+    return tl.fma(below, softcap * (-2 * LOG2E), -(reference - softcap * LOG2E))
+
+
+@triton.jit
+def exponent(x, reference, exact):
+    """Return log2 of e^(x - reference). `exact` is the result of `is_exact` for the reference."""
+    return tl.where(exact, (x - reference) * LOG2E, quick_exponent(x, reference))
+
+
+@triton.jit
+def finite(largest):
+    """Return `largest`, or 0 if it is -inf, as the reference of exponents."""
+    return tl.where(largest == -float("inf"), 0.0, largest)
+
+
+@triton.jit
+def log1p(r):
+    """Return log(1 + r) as r log(w) / (w - 1) with w = 1 + r, in which the rounding error of w cancels."""
+    w = 1 + r
+    apart = (w != 1) & (w < 2)
+    return tl.where(apart, tl.log(w) * (r / tl.where(apart, w - 1, 1.0)), tl.where(w == 1, r, tl.log(w)))
+
+
+@triton.jit
+def order(z, inside, logit_scale, SCALED: tl.constexpr):
+    """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
+
+    NaN is largest.
+    """
+    key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z)) if SCALED else z
+    return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
+
+
+@triton.jit
+def merge(peak, total, other_peak, other_total):
+    """Merge two pairs (largest, sum of exponentials)."""
+    largest = tl.maximum(peak, other_peak)
+    shift = finite(largest)
+    return largest, total * exp(peak - shift) + other_total * exp(other_peak - shift)

@@ -1,0 +1,151 @@
+"""Launches for targets other than class indices: class probabilities, supports, and the teachers of divergences."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from xent.backends.torch.contract import Block, Part, Setting
+from xent.backends.torch.devices import looks_at_targets
+from xent.backends.torch.memory import logit_blocks
+from xent.backends.torch.portable.top_k import impossible, tolerance
+from xent.backends.triton.geometry import rows_of
+from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
+from xent.backends.triton.kernels.probabilities_kernel import probabilities_kernel
+from xent.backends.triton.kernels.support_kernel import support_kernel
+from xent.backends.triton.kernels.top_k_kernel import top_k_kernel
+from xent.backends.triton.prepared import launch, next_power_of_2
+from xent.backends.triton.whole import Placed, placed
+from xent.core.call import Allowed, Classes, Dense, Given, Probabilities, TopK
+from xent.core.chunks import rows_per_block
+
+__all__ = ["serves", "whole_rows"]
+
+_ELEMENTS_PER_WARP = 256
+
+
+def serves(setting: Setting) -> bool:
+    """Return whether `whole_rows` serves the target of a call."""
+    call = setting.call
+    return call.shards is None and not isinstance(call.target, Classes) and not isinstance(call.options.beta, Tensor)
+
+
+def whole_rows(steps: Any, block: Block, part: Part, saved: Tensor | None) -> None:
+    """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None; save no sums.
+
+    `steps` are `xent.backends.triton.steps.TritonSteps`.
+    """
+    setting: Setting = steps.setting
+    call, target = setting.call, setting.call.target
+    runs: dict[Any, Any] = {Probabilities: _probabilities, Allowed: _allowed, Dense: _from_logits, TopK: _from_top_k}
+    if isinstance(target, TopK):
+        if setting.upstream is None and part.start + block.start == 0 and looks_at_targets(setting.device):
+            weight = call.options.sample_weight
+            impossible(target, setting, None if weight is None else weight == 0)
+        if isinstance(call.source, Given):
+            block = block if block.grad is None else block._replace(logits=block.grad.copy_(block.logits))
+    copies = isinstance(target, TopK) and isinstance(call.source, Given) and block.grad is None
+    for some in _copied(block) if copies else placed(block):
+        if some.count:
+            runs[type(target)](steps, block, some, part)
+
+
+def _copied(block: Block) -> Iterator[Placed]:
+    """Yield copies of logits, which a kernel may overwrite."""
+    logits = block.logits
+    step = rows_per_block(logits.shape[-1], logits.itemsize, logits.device.type, 1)
+    for start, z, _ in logit_blocks(logits, None):
+        for first in range(0, len(z), step):
+            yield from placed(Block(z[first : first + step].clone(), block.start + start + first))
+
+
+def _launch(
+    kernel: Any, steps: Any, some: Placed, part: Part, most: int, more: tuple[Any, ...], constants: dict[str, Any],
+    teacher: Tensor | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments."""
+    inputs, place, vocabulary = steps.inputs, some.place, steps.inputs.vocabulary
+    rows, start = inputs.rows_of(part, some.start)
+    aligned = vocabulary % 8 == 0 and not place.ragged
+    if teacher is not None:
+        aligned = aligned and (teacher.stride(0) * teacher.itemsize | teacher.data_ptr()) % 16 == 0
+    block = min(next_power_of_2(vocabulary), most)
+    launch(
+        kernel,
+        some.count,
+        (
+            *(some.logits, *place.logits, some.grad, *place.grad, rows, steps.upstreams, steps.recorded, start),
+            *(vocabulary, *inputs.scales, *more),
+        ),
+        {**inputs.constants, "GROUPED": place.grouped, "ALIGNED": aligned, "BLOCK": block, **constants},
+        num_warps=max(min(block // _ELEMENTS_PER_WARP, 16), 1),
+        **options,
+    )
+
+
+def _probabilities(steps: Any, block: Block, some: Placed, part: Part) -> None:
+    """Compute rows for class probabilities."""
+    inputs, given = steps.inputs, steps.setting.call.target.values
+    given = given if rows_of(given) is not None else given.contiguous()
+    rows = rows_of(given)
+    assert rows is not None
+    more = given, *rows, given.stride(-1), inputs.limit, *inputs.weights
+    constants = {"ALL_ROWS": inputs.all_rows, "Z_LOSS": inputs.z_loss}
+    _launch(probabilities_kernel, steps, some, part, 1024, more, constants, enable_fp_fusion=True)
+
+
+def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
+    """Compute rows for classes with supports."""
+    target, grad = steps.setting.call.target, some.grad
+    ids = target.classes.contiguous()
+    held = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
+    filled = grad is not None and grad.untyped_storage().data_ptr() != some.logits.untyped_storage().data_ptr()
+    if grad is not None and filled:
+        grad.zero_()
+    more = block.target_logits, ids, target.begin.contiguous(), target.end.contiguous(), target.broken, held, len(ids)
+    # Without fused multiply-add, log-probabilities have the same bits with and without a gradient.
+    _launch(
+        support_kernel, steps, some, part, 1024, (*more, steps.inputs.ignore_index), {"FILLED": filled},
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
+    """Compute rows for a teacher's logits (R, V)."""
+    beta, (scale, cap, _) = steps.setting.call.options.beta, steps.setting.call.target.activation
+    assert block.teacher is not None
+    start = some.start - block.start
+    teacher, values = block.teacher[start : start + some.count], None
+    numbers = 0.0 if cap is None else cap, scale
+    if isinstance(scale, Tensor) or isinstance(cap, Tensor):
+        values = torch.stack([torch.as_tensor(one, dtype=torch.float32, device=teacher.device) for one in numbers])
+    exact = some.logits.itemsize == 4
+    constants = {
+        "TEACHER_CAPPED": cap is not None,
+        "TEACHER_SCALED": values is not None or scale != 1,
+        "FORWARD": beta == 0,
+        "REVERSE": beta == 1,
+        "FROM_P": beta <= 0.5,
+        "EXACT": exact,
+    }
+    known = (0.0, 1.0) if values is not None else map(float, numbers)
+    more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta)
+    # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
+    # difference from the reference class is exactly 0 for that class.
+    _launch(
+        divergence_kernel, steps, some, part, 4096, more, constants, teacher, maxnreg=64, enable_fp_fusion=not exact
+    )
+
+
+def _from_top_k(steps: Any, block: Block, some: Placed, part: Part) -> None:
+    """Compute rows for the teacher's K most probable classes."""
+    target = steps.setting.call.target
+    width = target.ids.shape[1]
+    constants = {
+        "BUCKET": target.tail == "bucket",
+        "RENORMALIZED": target.tail == "renormalize",
+        "WIDTH": next_power_of_2(width),
+    }
+    more = target.ids.contiguous(), target.log_probs.contiguous(), width, tolerance(target)
+    _launch(top_k_kernel, steps, some, part, 4096, more, constants, enable_fp_fusion=True)

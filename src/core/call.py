@@ -1,0 +1,169 @@
+"""`Call`: the one description of a call, from the public function to the loop of a framework. Imports no framework.
+
+A public function validates its arguments and makes one `Call`. A driver flattens it to rows (`prepare`), which gives a
+`Call` again. Fields are found by name, so a new option is one field here, and no position changes anywhere.
+"""
+
+from typing import Any, NamedTuple
+
+__all__ = [
+    "Activation",
+    "Allowed",
+    "Call",
+    "Classes",
+    "Dense",
+    "Given",
+    "Options",
+    "Probabilities",
+    "Product",
+    "Shards",
+    "Source",
+    "Target",
+    "TopK",
+    "array_of",
+    "vocabulary_of",
+]
+
+
+class Given(NamedTuple):
+    """Logits in memory, (..., V) with the classes on `axis` (>= 0; in a prepared call the last axis)."""
+
+    logits: Any
+    axis: int
+    inplace: bool = False
+    """Whether the gradient may overwrite them."""
+
+
+class Product(NamedTuple):
+    """Logits input @ weight.T + bias: (..., D), (V, D) and (V,) or None."""
+
+    input: Any
+    weight: Any
+    """An array, or for MLX a `xent.QuantizedWeight`."""
+    bias: Any = None
+    workspace: int | None = None
+    """Bytes that the logits alive at one time may take; None for the device's default."""
+    dtype: str | None = None
+    """Name of the dtype of the matrix products, such as "bfloat16"; only in a prepared call (autocast selects it)."""
+
+
+Source = Given | Product
+
+
+class Classes(NamedTuple):
+    """Target classes, integers with the shape of the rows; (N,) in a prepared call."""
+
+    ids: Any
+
+
+class Allowed(NamedTuple):
+    """Target classes, and the classes that a sampler allowed: row i has ``classes[begin[i]:end[i]]``."""
+
+    ids: Any
+    classes: Any
+    """(M,) integers."""
+    begin: Any
+    """(N,) integers: all entries of `xent.Support.offsets` but the last."""
+    end: Any
+    """(N,) integers: all entries but the first."""
+    broken: Any = None
+    """0-d bool tensor: whether the offsets are invalid. None if their values have been checked."""
+
+
+class Probabilities(NamedTuple):
+    """Class probabilities, with the shape of the logits; (..., V) in a prepared call, with the same leading axes."""
+
+    values: Any
+    order: Any = None
+    """(N,) int64, only in a prepared call: the row of `values` that each row has, -1 for a row without a target.
+    None if row i has row i."""
+
+
+class Activation(NamedTuple):
+    """x = softcap * tanh(logit_scale * z / softcap) / temperature. A temperature that is a number is folded in."""
+
+    logit_scale: Any = 1.0
+    """A number or a 0-d array, like `softcap`."""
+    softcap: Any = None
+    temperature: Any = None
+    """One per row, with the target's shape, (N,) in a prepared call; None for 1. (MLX: it may be 0-d.)"""
+
+
+class Dense(NamedTuple):
+    """A teacher whose logits of all V classes are given or computed. Its activation contains the temperature."""
+
+    source: Source
+    activation: Activation = Activation()
+
+
+class TopK(NamedTuple):
+    """A teacher known at K classes: ids and log-probabilities (..., K), (N, K) in a prepared call; -inf pads."""
+
+    ids: Any
+    log_probs: Any
+    tail: str = "bucket"
+
+
+Target = Classes | Allowed | Probabilities | Dense | TopK
+
+
+class Options(NamedTuple):
+    """What a row's loss is made of, and what is returned. Numbers may be 0-d arrays."""
+
+    reduction: str = "mean"
+    ignore_index: int = -100
+    label_smoothing: Any = 0.0
+    z_loss: Any = 0.0
+    weight: Any = None
+    """(V,), of a shard its own classes."""
+    sample_weight: Any = None
+    """The target's shape; (N,) in a prepared call."""
+    normalizer: Any = None
+    stats: tuple[str, ...] = ()
+    """In the order of `xent.core.spec.STAT_NAMES`."""
+    exact: bool = False
+    """Whether logits that the call computes must be float32 or float64, for every input dtype."""
+    accuracy_of_rows: bool = False
+    """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
+    beta: Any = 0.0
+    """Of a divergence."""
+    shift: int | tuple[int, ...] = 0
+    """Row t has the target t + shift; a tuple has one shift per head. 0 in a prepared call."""
+    heads: int | None = None
+    """The number of heads; the rows of a prepared call are head after head. None for one without an axis of heads."""
+    head_weight: tuple[float, ...] | None = None
+    """The factor of each head's reduced loss; None for 1 each."""
+
+
+class Shards(NamedTuple):
+    """The part of a vocabulary in shards that this rank has: the classes [first, first + its rows) of `size`."""
+
+    group: Any
+    """A process group, or in a custom operation its name."""
+    first: int | None
+    size: int | None
+    axis: int | None = None
+    """The axis of the hidden states along which tokens are split; None if every rank has all tokens."""
+    reduces: bool = True
+    """Whether the call sums the gradient of the hidden states over ranks."""
+
+
+class Call(NamedTuple):
+    """A validated call."""
+
+    source: Source
+    target: Target
+    activation: Activation = Activation()
+    options: Options = Options()
+    shards: Shards | None = None
+
+
+def array_of(call: Call) -> Any:
+    """Return the array whose framework and device are those of the call."""
+    return call.source.logits if isinstance(call.source, Given) else call.source.input
+
+
+def vocabulary_of(source: Source) -> int:
+    """Return the number of classes that a source has here: V, or those of a shard with its padding."""
+    size: int = source.logits.shape[source.axis] if isinstance(source, Given) else source.weight.shape[0]
+    return size

@@ -1,0 +1,516 @@
+"""A fixed list of faults in the package, and for each the tests that must fail: `python -m tests.planted_faults`.
+
+Each fault replaces a text that occurs once in a file of src. It is planted in a copy of the package, which the tests
+then import. Arguments are parts of the names of faults to run instead of all. Without any argument this takes about a
+quarter of an hour. The exit status is 1 if a fault is not found.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["FAULTS", "SAMPLE", "Fault", "is_found", "main"]
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src"
+PATIENCE = 600
+"""Seconds for the tests of one fault; tests that hang have found it."""
+
+
+class Fault(NamedTuple):
+    """A text of a file that is replaced."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    """Arguments of pytest: public tests that must fail, and `-k` with what selects a few of them."""
+    backend: str = "torch"
+
+
+MATRIX = "tests/test_gradients.py"
+STATS, LOG_PROBS, ROWS = "tests/test_stats.py", "tests/test_log_probs.py", "tests/test_sampled_rows.py"
+SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_promises.py"
+HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
+EAGER, AUTOGRAD, IDLE = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_idle.py"
+DIVERGENCE = "tests/divergence/test_matrix.py"
+PORTABLE = "backends/torch/portable/"
+KERNELS = "backends/triton/kernels/"
+
+FAULTS = [
+    # The finish of PyTorch: losses, statistics, coefficients.
+    Fault(
+        "smoothing without the target's own share", PORTABLE + "finish.py",
+        "(others + times(1 if w_y is None else w_y, self._nll))", "others", (MATRIX, "-k", "smoothing"),
+    ),
+    Fault(
+        "z-loss not weighted by rows", PORTABLE + "finish.py",
+        "z_term = z_term if weight is None else z_term * weight", "z_term = z_term", (MATRIX, "-k", "z_loss"),
+    ),
+    Fault(
+        "gradient of the z-loss halved", PORTABLE + "finish.py",
+        "_plus(excess, 2 * options.z_loss * r * self.lse)", "_plus(excess, options.z_loss * r * self.lse)",
+        (MATRIX, "-k", "z_loss"),
+    ),
+    Fault(
+        "gradient of the entropy without the entropy", PORTABLE + "finish.py",
+        "_plus(excess, -of_entropy * self.entropy())", "_plus(excess, -of_entropy)", (MATRIX, "-k", "entropy"),
+    ),
+    Fault(
+        "gradient of the entropy, sign of log p", PORTABLE + "finish.py",
+        "beta, move = -of_entropy / self._total, of_entropy * self.log_sum",
+        "beta, move = -of_entropy / self._total, -of_entropy * self.log_sum", (MATRIX, "-k", "entropy"),
+    ),
+    Fault(
+        "nll of class probabilities without gradient", PORTABLE + "finish.py",
+        'gamma = gamma if of_nll is None else gamma + of_nll * sums["given"]', "gamma = gamma",
+        (MATRIX, "-k", "probabilities and stats"),
+    ),
+    Fault(
+        "gradient of smoothing over one class too many", PORTABLE + "finish.py",
+        "delta = self._each(r * (options.label_smoothing / self._setting.vocabulary))",
+        "delta = self._each(r * (options.label_smoothing / (self._setting.vocabulary + 1)))",
+        (MATRIX, "-k", "smoothing"),
+    ),
+    Fault(
+        "smoothing of the target not weighted", PORTABLE + "finish.py",
+        "g_y = g_y - (delta if w_y is None else delta * w_y)", "g_y = g_y - delta",
+        (MATRIX, "-k", "weight and smoothing"),
+    ),
+    Fault(
+        "softcap not differentiated at the target", PORTABLE + "finish.py",
+        "g_y = g_y if bent is None else g_y * bent", "g_y = g_y", (MATRIX, "-k", "softcap"),
+    ),
+    Fault(
+        "scale and temperature not differentiated", PORTABLE + "finish.py",
+        "return values if not isinstance(linear, Tensor) and linear == 1 else values * linear", "return values",
+        (MATRIX, "-k", "scale or temperature"),
+    ),
+    Fault(
+        "entropy without the target", PORTABLE + "finish.py",
+        "found = found + times(own, self._nll)", "pass", (STATS, MATRIX, "-k", "entropy"),
+    ),
+    Fault(
+        "log sum of squares, one log too few", PORTABLE + "finish.py",
+        "of_square = squares.log() - 2 * self.log_sum", "of_square = squares.log() - self.log_sum", (STATS,),
+    ),
+    Fault(
+        "mean logit over one class too many", PORTABLE + "finish.py",
+        'sums["deficit"] / sums["counted"].clamp(min=1)', 'sums["deficit"] / (sums["counted"] + 1)', (STATS,),
+    ),
+    Fault(
+        "lse relative to the peak", PORTABLE + "finish.py",
+        'self._lse = self._sums["peak"] + self.log_sum', "self._lse = self.log_sum + 0", (STATS, MATRIX, "-k", "lse"),
+    ),
+    # The facts of rows.
+    Fault(
+        "ignored rows weigh", PORTABLE + "facts.py",
+        "weight = weight.masked_fill(self.ignored, 0)", "weight = weight * 1", (MATRIX, "-k", "ignore_index"),
+    ),
+    Fault(
+        "ignore_index is always -100", PORTABLE + "facts.py",
+        "self.ignored = outside = ids == ignore_index", "self.ignored = outside = ids == -100",
+        (MATRIX, "-k", "ignore_index"),
+    ),
+    Fault(
+        "divisor without row weights", PORTABLE + "facts.py",
+        "whole = of_rows if weight is None else weight * of_rows", "whole = of_rows",
+        (MATRIX, "-k", "sample_weight and weight"),
+    ),
+    Fault(
+        "upstream gradient of the loss lost", PORTABLE + "facts.py",
+        "self.scale = 0.0 if upstream.loss is None else self.scale * upstream.loss.to(dtype)",
+        "self.scale = 0.0 if upstream.loss is None else self.scale * torch.ones_like(upstream.loss)",
+        (MATRIX, "-k", "none"),
+    ),
+    Fault(
+        "float16 gradients without the size of weights", PORTABLE + "facts.py",
+        "scale, self.deferred = weight / size, _divided(size, self.divisor)",
+        "scale, self.deferred = weight / size, _divided(torch.ones_like(size), self.divisor)",
+        (MATRIX, "-k", "float16 and sample_weight"),
+    ),
+    Fault(
+        "an ignored class counts", PORTABLE + "facts.py",
+        "return not low <= ignore_index <= high", "return True", (MATRIX, "-k", "ignore_index"),
+    ),
+    # Results.
+    Fault(
+        "accuracy over all rows", PORTABLE + "results.py",
+        "correct.sum().to(dtype) / self._count().clamp(min=1)", "correct.sum().to(dtype) / self._setting.count",
+        (STATS, "-k", "accuracy or stat"),
+    ),
+    Fault(
+        "predictions of ignored rows", PORTABLE + "results.py",
+        "return found if ignored is None else found.masked_fill(ignored, -1)", "return found", (STATS, LOG_PROBS),
+    ),
+    Fault(
+        "NaN in rows of weight 0", PORTABLE + "results.py",
+        "return values if dead is None else values.masked_fill(dead, 0)", "return values", ("tests/test_promises.py",),
+    ),
+    # The rows of PyTorch.
+    Fault(
+        "target logits of 16 bits without bias", PORTABLE + "steps.py",
+        "found = found if source.bias is None else found + source.bias[place]", "found = found",
+        (MATRIX, "-k", "bias and (float16 or bfloat16)"),
+    ),
+    Fault(
+        "rows in the wrong order", PORTABLE + "steps.py",
+        "(idle.argsort(stable=True), number)\n        if not several",
+        "(idle.logical_not().argsort(stable=True), number)\n        if not several",
+        (IDLE, MATRIX, "-k", "ignore_index or ignored"),
+    ),
+    Fault(
+        "slope of the softcap forgotten", PORTABLE + "rows.py",
+        "            g.mul_(self._slope)", "            pass", (MATRIX, "-k", "softcap"),
+    ),
+    Fault(
+        "class weights not in the gradient of smoothing", PORTABLE + "rows.py",
+        "made.delta[:, None] if weight is None else made.delta[:, None] * weight[self._classes]",
+        "made.delta[:, None]", (MATRIX, "-k", "weight and smoothing"),
+    ),
+    Fault(
+        "reference of long rows without its factor", PORTABLE + "rows.py",
+        "return peak, rest * self._factor", "return peak, rest", ("tests/torch/test_many_classes.py", "-k", "kinds"),
+    ),
+    Fault(
+        "support: gradient of the wrong classes", PORTABLE + "rows.py",
+        "self._columns, self._outside = local.masked_fill_(~valid, 0), ~valid",
+        "self._columns, self._outside = local.masked_fill_(~valid, 0).flip(1), ~valid.flip(1)",
+        (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
+    ),
+    Fault(
+        "activation without temperature", PORTABLE + "activation.py",
+        "        x.div_(temperature)", "        pass", (LOG_PROBS, MATRIX, "-k", "temperature"),
+    ),
+    # Divergences.
+    Fault(
+        "mixture of p and q exchanged", PORTABLE + "divergence.py",
+        "m = (1 - beta) * p + beta * q", "m = beta * p + (1 - beta) * q", (DIVERGENCE,),
+    ),
+    Fault(
+        "reverse divergence without its mean", PORTABLE + "divergence.py",
+        "return torch.where(p == 0, 0, p * (mean - u))", "return torch.where(p == 0, 0, -p * u)", (DIVERGENCE,),
+    ),
+    Fault(
+        "bucket without the other classes", PORTABLE + "divergence.py",
+        "return found, derivative - torch.where(left[:, None] == 0, 0, shares)", "return found, derivative",
+        (DIVERGENCE,),
+    ),
+    # Loop, sources, products.
+    Fault(
+        "saved sums of the first rows for every part", "backends/torch/loop.py",
+        "saved[:, part.indices].unsqueeze(0).contiguous()",
+        "saved[:, : part.stop - part.start].unsqueeze(0).contiguous()", (MATRIX, IDLE, "-k", "none"),
+    ),
+    Fault(
+        "last part never lands", "backends/torch/loop.py",
+        "    if waiting is not None:\n        _finish(", "    if waiting is not None and False:\n        _finish(",
+        (SHARDS, "-k", "workspace"),
+    ),
+    Fault(
+        "gradient of padding classes", "backends/torch/sources.py",
+        "                self._made[..., width:] = 0", "                self._made[..., width:] = 1",
+        (SHARDS, "tests/distributed/test_dtensors.py", "-k", "padded"),
+    ),
+    Fault(
+        "two parts in one memory", "backends/torch/sources.py",
+        "self._turn = 1 - self._turn if self.overlaps else 0", "self._turn = 0", (SHARDS, "-k", "workspace"),
+    ),
+    Fault(
+        "classifier's gradient of the last part only", "backends/torch/sources.py",
+        "        self._gradients.add_to_classifier(part, taken.trained, grad)",
+        "        if part.last:\n            self._gradients.add_to_classifier(part, taken.trained, grad)",
+        (MATRIX, "-k", "workspace"),
+    ),
+    Fault(
+        "input's gradient not summed over ranks", "backends/torch/sources.py",
+        "self._arriving = None if made is None else self._tokens.summed(made)", "self._arriving = None", (SHARDS,),
+    ),
+    Fault(
+        "gradient of skipped rows not zeroed", "backends/torch/products.py",
+        "            made.index_fill_(0, self._schedule.left_out, 0)", "            pass", (IDLE,),
+    ),
+    Fault(
+        "gradient of the bias of one part", "backends/torch/products.py",
+        "self._bias += grad.sum(0, dtype=self._bias.dtype)", "self._bias = grad.sum(0, dtype=self._bias.dtype)",
+        (IDLE,),
+    ),
+    # Preparation and packing.
+    Fault(
+        "shifted targets end with class 0", "backends/torch/prepare.py",
+        "target = Classes(each(target.ids, options.ignore_index,", "target = Classes(each(target.ids, 0,",
+        (MATRIX, "-k", "shift"),
+    ),
+    Fault(
+        "last rows of a shifted divergence weigh 1", "backends/torch/prepare.py",
+        "        weight = each(weight, 0, acc)", "        weight = each(weight, 1, acc)", ("tests/divergence",),
+    ),
+    Fault(
+        "heads without their divisors", "backends/torch/prepare.py",
+        "weight = torch.where(divisor == 0, 0, weight / divisor)", "weight = torch.where(divisor == 0, 0, weight)",
+        (HEADS,),
+    ),
+    Fault(
+        "heads without their weights", "backends/torch/prepare.py",
+        "torch.stack([row * factor for row", "torch.stack([row * 1.0 for row", (HEADS,),
+    ),
+    Fault(
+        "packed numbers rounded", "backends/torch/packing.py",
+        "return '{\"kind\":\"float\",\"hex\":\"' + value.hex() + '\"}'",
+        "return '{\"kind\":\"float\",\"hex\":\"' + round(value, 1).hex() + '\"}'",
+        ("tests/torch/test_compile.py", "-k", "compiles_whole"),
+    ),
+    Fault(
+        "packed fields with the defaults", "backends/torch/packing.py",
+        "for name, one in fields.items()})", 'for name, one in fields.items() if name != "label_smoothing"})',
+        ("tests/torch/test_compile.py", "-k", "compiles_whole"),
+    ),
+    # Autograd.
+    Fault(
+        "upstream gradient ignored in place", "backends/torch/function.py",
+        "if factor.is_cpu and inplace and float(factor) == 1:", "if factor.is_cpu and inplace:",
+        (EAGER, AUTOGRAD, MATRIX, "-k", "upstream or sum"),
+    ),
+    Fault(
+        "retained graph overwritten", "backends/torch/function.py",
+        "drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())", "drops = plain", (EAGER, AUTOGRAD),
+    ),
+    Fault(
+        "version of overwritten logits", "backends/torch/function.py",
+        "            torch.autograd.graph.increment_version(leaves[0])", "            pass",
+        ("tests/torch/test_inplace.py", "tests/torch/test_autograd.py"), "triton",
+    ),
+    Fault(
+        "second derivatives are zero", "backends/torch/function.py",
+        "            raise RuntimeError(NO_SECOND)", "            return (None,) * len(ctx.needs_input_grad)",
+        (AUTOGRAD, SCALE, "-k", "second"),
+    ),
+    Fault(
+        "gradient of the scale not divided", "backends/torch/scale_gradient.py",
+        "found: Tensor = total / scale", "found: Tensor = total * 1", (SCALE,),
+    ),
+    Fault(
+        "gradient of probabilities without smoothing", "backends/torch/probability_gradient.py",
+        "scale = factor[rows, None] * (1 - options.label_smoothing) * weight", "scale = factor[rows, None] * weight",
+        (MATRIX, TARGET),
+    ),
+    Fault(
+        "gradient of shared probabilities of one head", "backends/torch/probability_gradient.py",
+        "flat.index_add_(0, order[rows].clamp(min=0), found)", "flat[order[rows].clamp(min=0)] = found",
+        (TARGET, "-k", "heads"),
+    ),
+    # Shards.
+    Fault(
+        "sums of ranks not rebased", PORTABLE + "sums.py",
+        "growth, factors = peak - peaks, (peaks - peak).exp()",
+        "growth, factors = peak - peaks, torch.ones_like(peaks)", (SHARDS,),
+    ),
+    Fault(
+        "entropy of ranks not rebased", PORTABLE + "sums.py",
+        'moved["mixed"] = factors * (given["mixed"] - growth * given["rest"])',
+        'moved["mixed"] = factors * given["mixed"]', (SHARDS, "-k", "stats or entropy"),
+    ),
+    Fault(
+        "smoothing of ranks not rebased", PORTABLE + "sums.py",
+        "moved[name] = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)",
+        "moved[name] = given[name] + 0", (SHARDS, "-k", "smoothing or probabilities"),
+    ),
+    Fault(
+        "prediction of the first rank", PORTABLE + "sums.py",
+        "return torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)", "return places.amin(0)", (SHARDS,),
+    ),
+    Fault(
+        "shards of one size", "backends/torch/shards/ranges.py",
+        "firsts = [sum(said.rows for said in table[:place]) for place in range(ranks)]",
+        "firsts = [place * one.rows for place in range(ranks)]", (SHARDS,),
+    ),
+    Fault(
+        "padding is a class", "backends/torch/loop.py",
+        "width = here if shards is None else max(min(first + here, size) - min(first, size), 0)", "width = here",
+        (SHARDS,),
+    ),
+    Fault(
+        "tokens in the order of the wrong axis", "backends/torch/shards/tokens.py",
+        "return summed[: self.shape[self.axis]].movedim(0, self.axis)",
+        "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
+    ),
+    Fault(
+        "sums over ranks not waited for", "backends/torch/shards/collectives.py",
+        "return Flight(values, _reduce(values, group=group, async_op=True), values)", "return Flight(values)",
+        (SHARDS,),
+    ),
+    # Triton kernels, in the interpreter.
+    Fault(
+        "kernel: gradient of the z-loss halved", KERNELS + "algebra.py",
+        "excess += 2 * r * z_loss * lse", "excess += r * z_loss * lse", (MATRIX, "-k", "z_loss"), "triton",
+    ),
+    Fault(
+        "kernel: gradient of the entropy without the entropy", KERNELS + "algebra.py",
+        "excess -= v * entropy", "excess -= v", (MATRIX, "-k", "entropy"), "triton",
+    ),
+    Fault(
+        "kernel: entropy of a sure row", KERNELS + "algebra.py",
+        "near = nll + LN2 * (", "near = LN2 * (", ("tests/triton/test_statistics.py", "-k", "sure"), "triton",
+    ),
+    Fault(
+        "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
+        "log1p(squares / tl.where(sure, square, 1.0)) - 2 * nll", "log1p(squares / tl.where(sure, square, 1.0)) - nll",
+        (STATS, "tests/triton/test_statistics.py"), "triton",
+    ),
+    Fault(
+        "kernel: gradient not divided", KERNELS + "algebra.py",
+        "r = tl.div_rn(a, tl.where(d == 0, 1.0, d) + a * 0)", "r = a", (MATRIX, "-k", "mean"), "triton",
+    ),
+    Fault(
+        "kernel: ignore_index is always -100", KERNELS + "algebra.py",
+        "ignored = ignored | (y == ignore_index)", "ignored = ignored | (y == -100)",
+        ("tests/triton/test_means.py", "-k", "ignore_index"), "triton",
+    ),
+    Fault(
+        "kernel: NaN in rows of weight 0", KERNELS + "algebra.py",
+        "record(results.loss, row, inside, tl.where(dead, 0.0, a * cost))",
+        "record(results.loss, row, inside, a * cost)", ("tests/test_promises.py", STATS), "triton",
+    ),
+    Fault(
+        "kernel: ties go to a later block", KERNELS + "fold.py",
+        "at = tl.where(largest > best, first, at)", "at = tl.where(largest >= best, first, at)",
+        ("tests/triton/test_shared_rows.py", "-k", "statistics"), "triton",
+    ),
+    Fault(
+        "kernel: smoothing at the target", KERNELS + "gradient.py",
+        "g = times(excess, e_y / total) - gamma * (others / total) - delta * w_y",
+        "g = times(excess, e_y / total) - gamma * (others / total)", (MATRIX, "-k", "smoothing"), "triton",
+    ),
+    Fault(
+        "kernel: softcap not differentiated", KERNELS + "gradient.py",
+        "g *= slope(z, logit_scale, softcap, SCALED, CAPPED, QUICK)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
+    ),
+    Fault(
+        "kernel: no gradient at class 0", KERNELS + "rows_kernel.py",
+        "g_y.to(grad.dtype.element_ty), mask=has_target)", "g_y.to(grad.dtype.element_ty), mask=has_target & (y > 0))",
+        ("tests/triton/test_rows.py", "-k", "sizes"), "triton",
+    ),
+    Fault(
+        "kernel: ranks overwrite each other", KERNELS + "finish_kernel.py",
+        "        rest += own_rest", "        rest = own_rest",
+        ("tests/triton/test_ranks.py", "-k", "saturated"), "triton",
+    ),
+    Fault(
+        "kernel: entropy of tiles not rebased", KERNELS + "sums.py",
+        "factor * (mixed - growth * rest),", "factor * mixed,", ("tests/triton/test_tiles.py",), "triton",
+    ),
+    Fault(
+        "kernel: ties of tiles", KERNELS + "sums.py",
+        "lower = tl.minimum(place, other_place)", "lower = tl.maximum(place, other_place)",
+        ("tests/triton/test_tiles.py", "-k", "ties"), "triton",
+    ),
+    Fault(
+        "kernel: hidden states of ignored rows", KERNELS + "linear_kernels.py",
+        "kept = tl.where(dead, zero, h.to(taken.dtype.element_ty))", "kept = h.to(taken.dtype.element_ty)",
+        ("tests/triton/test_means.py", IDLE, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
+        "triton",
+    ),
+    Fault(
+        "kernel: bias of the target", KERNELS + "linear_kernels.py",
+        "z += tl.load(bias + y * bias_stride, mask=owned, other=0.0).to(tl.float32)", "z += 0.0",
+        (MATRIX, "-k", "bias and (float16 or bfloat16)"), "triton",
+    ),
+    Fault(
+        "kernel: second gradient not scaled", KERNELS + "linear_kernels.py",
+        "mask=places < count, other=0.0).to(tl.float32) * factor",
+        "mask=places < count, other=0.0).to(tl.float32)",
+        ("tests/triton/test_rows.py", "-k", "both_factors"), "triton",
+    ),
+    Fault(
+        "kernel: divisor without class weights", KERNELS + "facts_kernels.py",
+        "            if WEIGHTED:", "            if WEIGHTED and False:",
+        ("tests/triton/test_means.py", "-k", "weights"), "triton",
+    ),
+    Fault(
+        "kernel: shares without smoothing", KERNELS + "probabilities_kernel.py",
+        "tl.where(inside, (keep * q + spread) * w, 0.0)", "tl.where(inside, keep * q * w, 0.0)",
+        ("tests/triton/test_probabilities.py", "-k", "smoothing"), "triton",
+    ),
+    Fault(
+        "kernel: target outside its support", KERNELS + "support_kernel.py",
+        'gamma = tl.where(nll == float("inf"), 0.0, gamma)', "gamma = gamma * 1.0", (ROWS, LOG_PROBS), "triton",
+    ),
+    Fault(
+        "kernel: reverse divergence without its mean", KERNELS + "divergence_kernel.py",
+        "g = times(p, pull - (t - x - offset))", "g = times(p, -(t - x - offset))", (DIVERGENCE,), "triton",
+    ),
+]  # fmt: skip
+
+SAMPLE = (
+    "smoothing without the target's own share",
+    "packed numbers rounded",
+    "retained graph overwritten",
+    "heads without their divisors",
+    "entropy of ranks not rebased",
+)
+"""A few faults, of different parts, that `nox` plants each time."""
+
+
+def plant(fault: Fault, folder: Path) -> None:
+    """Copy the package to `folder`/xent with the fault."""
+    shutil.copytree(SOURCE, folder / "xent", ignore=shutil.ignore_patterns("__pycache__"))
+    place = folder / "xent" / fault.file
+    text = place.read_text(encoding="utf-8")
+    if text.count(fault.old) != 1:
+        raise ValueError(f"{fault.name}: {fault.file} has its text {text.count(fault.old)} times")
+    place.write_text(text.replace(fault.old, fault.new), encoding="utf-8")
+
+
+def is_found(fault: Fault) -> bool:
+    """Return whether the tests of a fault fail. An error of collection is no failure: it raises RuntimeError."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        plant(fault, folder)
+        environment = os.environ | {
+            "PYTHONPATH": str(folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "OMP_NUM_THREADS": "1",
+            "XENT_TEST_BACKENDS": fault.backend,
+        }
+        environment.pop("TRITON_INTERPRET", None)
+        if fault.backend == "triton":
+            environment["TRITON_INTERPRET"] = "1"
+        imported = [sys.executable, "-c", "import xent; print(xent.__file__)"]
+        where = subprocess.run(imported, cwd=ROOT, env=environment, check=True, capture_output=True, text=True).stdout
+        if not where.startswith(str(folder)):
+            raise RuntimeError(f"tests would import {where.strip()}, not the copy with the fault")
+        program = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *fault.tests]
+        try:
+            run = subprocess.run(
+                program, cwd=ROOT, env=environment, check=False, capture_output=True, text=True, timeout=PATIENCE
+            )
+        except subprocess.TimeoutExpired:
+            return True
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"{fault.name}: pytest ends with {run.returncode}\n{run.stdout[-2000:]}")
+    return run.returncode == 1
+
+
+def main(*parts: str) -> int:
+    """Plant the faults whose names contain one of `parts`, or all. Return the number that is not found."""
+    chosen = [fault for fault in FAULTS if not parts or any(part in fault.name for part in parts)]
+    missed = 0
+    for fault in chosen:
+        try:
+            found = is_found(fault)
+            print(f"{'found' if found else 'MISSED'}  {fault.name} ({fault.file})", flush=True)
+        except (RuntimeError, ValueError) as error:
+            found = False
+            print(f"ERROR  {error}", flush=True)
+        missed += not found
+    print(f"{len(chosen) - missed} of {len(chosen)} faults are found")
+    return missed
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(*sys.argv[1:])))
