@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import xent
@@ -10,7 +9,7 @@ from tests.targets import Target
 from xent.core.check.cases import LOG_PROB_OPTIONS, Case, Inputs
 from xent.core.check.results import placed
 
-__all__ = ["OPTIONS", "as_on_cuda", "call_of", "log_prob_case", "results_of", "upstream_of"]
+__all__ = ["OPTIONS", "call_of", "log_prob_case", "results_of", "upstream_of"]
 
 WITHOUT_SUPPORT = {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8}
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "rows": WITHOUT_SUPPORT, "support": LOG_PROB_OPTIONS["all"]}
@@ -52,16 +51,3 @@ def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...]
         of_some, tuple(arrays[number] for number in chosen), upstream_of(target, inputs)
     )
     return [target.harness.numpy(array) for array in (*found, *gradients)]
-
-
-def as_on_cuda(partition: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a Triton job's `partition` as it is on a GPU, where the host has to wait for the number of rows."""
-
-    def wrapped(self: Any, several: bool) -> Any:
-        device, self.device = self.device, SimpleNamespace(type="cuda")
-        try:
-            return partition(self, several)
-        finally:
-            self.device = device
-
-    return wrapped

@@ -4,7 +4,6 @@ If a named backend is not available, the whole run fails. No test is skipped bec
 """
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,12 +84,3 @@ def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(proof, "file", lambda: tmp_path / "cache" / "metal-passed.txt")
         monkeypatch.setattr(proof, "PROVEN", False)
-
-
-@pytest.fixture(autouse=True)
-def forget_kinds_of_calls() -> None:
-    """Clear the caches of calls before each test, because some tests simulate another machine."""
-    for name in ("plan", "replay"):
-        module = sys.modules.get(f"xent.backends.torch.{name}")
-        if module is not None:
-            module.forget()

@@ -10,7 +10,7 @@ from typing import Any
 
 from xent.backends.protocol import Backend
 
-__all__ = ["ALSO", "TABLE", "dtensors_of", "plans_of", "told_to_peers"]
+__all__ = ["ALSO", "TABLE", "dtensors_of", "rank_named"]
 
 
 def _triton() -> Backend:
@@ -61,34 +61,23 @@ ALSO: dict[str, Callable[[], Backend]] = {"metal": _metal_of_torch}
 """Backends for a second framework under the name of a backend in the table, and with its priority."""
 
 
-def plans_of(array: Any) -> Any:
-    """Return the module that caches validated kinds of calls for the array's framework, or None."""
-    if not hasattr(array, "requires_grad"):
-        return None
-    try:
-        from xent.backends.torch import plan
-    except ImportError:
-        return None
-    return plan
-
-
 def dtensors_of(array: Any, axis: Any) -> Any:
     """Return the module for DTensors if the array is one whose classes, on that axis, are in shards; otherwise None."""
     if not hasattr(array, "placements"):
         return None
     try:
-        from xent.backends.torch.sharded import dtensor
+        from xent.backends.torch.shards import dtensor
     except ImportError:
         return None
     return dtensor if dtensor.is_cut(array, axis) else None
 
 
-def told_to_peers(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
-    """Return a context in which an error names the rank and, if possible, is also raised on the ranks that wait."""
+def rank_named(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
+    """Return a context in which errors of a call with shards on this array name this rank."""
     if vocab_parallel is None or not hasattr(array, "requires_grad"):
         return nullcontext()
     try:
-        from xent.backends.torch.sharded import peers
+        from xent.backends.torch.shards import ranges
     except ImportError:
         return nullcontext()
-    return peers.told(vocab_parallel, array)
+    return ranges.named(vocab_parallel)

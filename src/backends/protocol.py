@@ -1,25 +1,26 @@
 """The contract of a backend, and where its parts are: read this to add a device.
 
-A `Backend` serves calls of one framework; `xent.backends.TABLE` has one line for each. The framework's driver contains
-what is the same on all devices: autograd, chunks, matrix products. The backend contains the computation of a row, from
-its logits to its loss, in four steps:
+A `Backend` serves calls of one framework; `xent.backends.TABLE` has one line for each. It receives a
+`xent.core.call.Call`, the one description of a call. The framework's driver contains what is the same on all devices:
+autograd, parts of rows, matrix products. The backend contains the computation of a row, from its logits to its loss, in
+four steps:
 
 - **fold**: accumulate sums over one block of a row's logits: largest x, sum of exponentials, the target's x, and those
   that options need.
-- **merge**: combine the sums of two blocks, tiles or launches.
+- **merge**: combine the sums of two blocks, tiles, launches or ranks.
 - **finish**: compute a row's loss, statistics and gradient coefficients from its sums. Only this step handles options.
 - **gradient**: write the gradient of a block from the row's sums and coefficients.
 
 Each language implements these steps once. If rows are always whole there is no merge:
 
 - NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
-- PyTorch: `xent.backends.torch.plain`, whole rows, in PyTorch's own operations; for rows of many classes on a CPU
-  `xent.backends.torch.quick_rows`.
-- Triton: fold in `xent.backends.triton.row_fold.quick_sums` and `xent.backends.triton.tile_kernels.tile_kernel`;
-  merge in `xent.backends.triton.maths.merge`; finish in `xent.backends.triton.row_algebra.losses` and
-  `xent.backends.triton.row_algebra.coefficients`, after tiles `xent.backends.triton.tile_kernels.finish_kernel`;
-  gradient in `xent.backends.triton.row_gradient.gradient_block`. Class probabilities and rows with a support have
-  kernels of their own, `xent.backends.triton.probabilities_kernel` and `xent.backends.triton.support_kernel`.
+- PyTorch: `xent.backends.torch.portable`, in PyTorch's own operations: fold and gradient in
+  `xent.backends.torch.portable.rows`, merge in `xent.backends.torch.portable.sums.merge`, finish in
+  `xent.backends.torch.portable.finish`.
+- Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.algebra` (finish) and
+  `xent.backends.triton.kernels.gradient`. `xent.backends.triton.kernels.rows_kernel` has all steps of whole rows;
+  `xent.backends.triton.kernels.fold_kernel`, `xent.backends.triton.kernels.finish_kernel` (which merges) and
+  `xent.backends.triton.kernels.gradient_kernel` have one step each.
 - MLX: fold in `xent.backends.mlx.block.Block.fold`; merge in `xent.backends.mlx.finish.merge`; finish in
   `xent.backends.mlx.finish.finish` and `xent.backends.mlx.finish.coefficients`; gradient in
   `xent.backends.mlx.block.Block.gradient`.
@@ -28,12 +29,11 @@ Each language implements these steps once. If rows are always whole there is no 
 
 A device registers its steps with its framework's driver, under the name of its backend. An unknown name is a KeyError.
 
-- PyTorch: `xent.backends.torch.job.STARTERS` has the function that starts a `xent.backends.torch.job.Job`, which
-  computes the rows of one call, and the function that scales a gradient. `xent.backends.triton.job.TritonJob` computes
-  everything in kernels. For a device whose kernels take blocks of logits, subclass
-  `xent.backends.torch.plain_job.PlainJob` and give it a `xent.backends.torch.plain_job.RowPass`, as
-  `xent.backends.metal.torch_job.MetalJob` does.
-- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block.
+- PyTorch: `xent.backends.torch.contract.STEPS` has the class that implements `xent.backends.torch.contract.Steps`. For
+  a device whose kernels take blocks of logits, subclass `xent.backends.torch.portable.steps.PortableSteps`, as
+  `xent.backends.metal.torch_steps.MetalSteps` does.
+- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block. Until
+  the MLX driver takes a `Call`, `xent.backends.adapter` converts it.
 """
 
 from collections.abc import Callable
@@ -43,9 +43,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from xent.core.call import Call
 from xent.core.check.cases import Case
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
-from xent.core.teachers import DivergenceCall
+from xent.core.spec import BackendInfo, Stats
 
 __all__ = ["Backend", "Harness", "Unproven"]
 
@@ -67,17 +67,11 @@ class Backend(Protocol):
     def info(self) -> BackendInfo:
         """Return the line of `xent.backends()`, with versions and devices."""
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Return why this call cannot be served, and what could serve it; None if it can be served."""
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
-        """Return the loss, an array of the call's framework, and the statistics that `call.loss.stats` names."""
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Return why this divergence cannot be served, and what could serve it; None if it can be served."""
-
-    def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
-        """Return the divergence, an array of the call's framework, and the statistics that `call.stats` names."""
+    def run(self, call: Call) -> tuple[Any, Stats]:
+        """Return the loss, an array of the call's framework, and the statistics that `call.options.stats` names."""
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
         """Return the harness of the gradient checks, for `device` or by default the best available device."""

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from xent.backends import dtensors_of, plans_of, told_to_peers
-from xent.core import validate
+from xent.backends import dtensors_of, rank_named
+from xent.core.describe import linear_loss_call, loss_call
 from xent.core.dispatch import run
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
@@ -62,14 +62,14 @@ def cross_entropy(
     reduction : {"mean", "sum", "none"}
         How the losses of the rows are combined, see above.
     label_smoothing : float in [0, 1]
-        Share e of the target distribution that is spread evenly over all classes. For MLX, this and the next three
-        options may be 0-d arrays. Their values are not checked, may change between calls of a compiled function, and
-        get no gradient.
+        Share e of the target distribution that is spread evenly over all classes. This and the next three options
+        may be 0-d arrays, in PyTorch of any real dtype. Their values may change between calls of a compiled function
+        without compiling it again. They are not checked on accelerators and in MLX. They get no gradient; only
+        ``logit_scale`` may have one, in PyTorch. Another tensor that requires one is a ValueError.
     z_loss : float >= 0
         Factor of the squared log-sum-exp, which keeps logits from drifting (PaLM, section 5).
     softcap : float > 0, optional
-        Bound k of the logits (Gemma 2, section 2). For PyTorch it may be a 0-d tensor. It gets no gradient; a tensor
-        that requires one is a ValueError. Values above 1e30 are replaced by 1e30.
+        Bound k of the logits (Gemma 2, section 2). Values above 1e30 are replaced by 1e30.
     logit_scale : float, or 0-d tensor of PyTorch
         Factor s of the logits; 1 / temperature. A tensor may have any real dtype and be on the logits' device or the
         CPU. If it requires a gradient, the backward pass computes (1/s) sum_ic z_ic dL/dz_ic with one more pass over
@@ -135,14 +135,6 @@ def cross_entropy(
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
     0.3955
     """
-    plans = plans_of(logits) if vocab_parallel is None else None
-    found = None
-    if plans is not None:
-        options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        arrays = (logits, target, weight, sample_weight, normalizer)
-        found = plans.find_logits(*arrays, axis, inplace, backend, options, stats)
-        if found is not None and found.kernel is not None:
-            return plans.run_logits(found, *arrays, axis, inplace)
     arguments = {
         "target": target,
         "weight": weight,
@@ -159,13 +151,13 @@ def cross_entropy(
         "logit_scale": logit_scale,
         "stats": stats,
     }
-    parts = dtensors_of(logits, axis)
-    if parts is not None:
-        return parts.of_logits(cross_entropy, logits, arguments | {"backend": backend})
-    with told_to_peers(vocab_parallel, logits):
-        call = validate.logits_call(logits, **arguments)
-        loss, reported = run(call, backend, plans, found)
-    return (loss, reported) if call.loss.stats else loss
+    shards = dtensors_of(logits, axis)
+    if shards is not None:
+        return shards.of_logits(cross_entropy, logits, arguments | {"backend": backend})
+    with rank_named(vocab_parallel, logits):
+        call = loss_call(logits, **arguments)
+        loss, found = run(call, backend)
+    return (loss, found) if call.options.stats else loss
 
 
 def linear_cross_entropy(
@@ -280,14 +272,6 @@ def linear_cross_entropy(
     >>> float(xent.linear_cross_entropy(heads, classifier, labels, shift=(1, 2), head_weight=(1.0, 0.5)).round(4))
     3.5111
     """
-    plans = plans_of(input) if vocab_parallel is None else None
-    found = None
-    if plans is not None and head_weight is None:
-        options = (reduction, ignore_index, label_smoothing, z_loss, softcap, logit_scale)
-        arrays = (input, linear_weight, linear_bias, target, weight, sample_weight, normalizer)
-        found = plans.find_linear(*arrays, shift, workspace, backend, options, stats)
-        if found is not None and found.kernel is not None:
-            return plans.run_linear(found, *arrays, shift, workspace)
     arguments = {
         "target": target,
         "linear_bias": linear_bias,
@@ -306,10 +290,10 @@ def linear_cross_entropy(
         "logit_scale": logit_scale,
         "stats": stats,
     }
-    parts = dtensors_of(linear_weight, 0)
-    if parts is not None:
-        return parts.of_linear(linear_cross_entropy, input, linear_weight, arguments | {"backend": backend})
-    with told_to_peers(vocab_parallel, input):
-        call = validate.linear_call(input, linear_weight, **arguments)
-        loss, reported = run(call, backend, plans, found)
-    return (loss, reported) if call.loss.stats else loss
+    shards = dtensors_of(linear_weight, 0)
+    if shards is not None:
+        return shards.of_linear(linear_cross_entropy, input, linear_weight, arguments | {"backend": backend})
+    with rank_named(vocab_parallel, input):
+        call = linear_loss_call(input, linear_weight, **arguments)
+        loss, found = run(call, backend)
+    return (loss, found) if call.options.stats else loss

@@ -8,6 +8,7 @@ import numpy as np
 __all__ = [
     "FLOAT_DTYPES",
     "INTEGER_DTYPES",
+    "PLAIN",
     "describe",
     "dtype_name",
     "framework_of",
@@ -19,6 +20,8 @@ __all__ = [
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
+PLAIN = frozenset((int, float, type(None)))
+"""Types of numbers that are neither arrays nor NumPy's."""
 _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 _REQUIRED = ("logits", "input", "linear_weight", "target")
 
@@ -97,7 +100,7 @@ def one_framework(**arrays: Any) -> str:
     """Return the framework that all arrays share. A `normalizer` may be a plain number."""
     met = {}
     for name, array in arrays.items():
-        owner = framework_of(array)
+        owner = None if array is None else framework_of(array)
         if owner is not None:
             met[name] = owner
         elif name in _REQUIRED or (array is not None and name != "normalizer"):

@@ -8,7 +8,16 @@ with the device.
 import math
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, number_of, one_framework
+from xent.core.arrays import (
+    FLOAT_DTYPES,
+    INTEGER_DTYPES,
+    PLAIN,
+    describe,
+    dtype_name,
+    framework_of,
+    number_of,
+    one_framework,
+)
 from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of
 from xent.core.options import check_numbers, check_stats, divided, head_weights, loss_options, shift_and_workspace
 from xent.core.shards import check_tokens, shards_of
@@ -167,7 +176,8 @@ def _arrays_of(first: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> t
     """Return the framework of a call's arrays, and the arrays with a normalizer of NumPy as a Python number."""
     owner = framework_of(first)
     arrays = arrays | {"normalizer": number_of(owner, arrays["normalizer"])}
-    tensors = {name: numbers[name] for name in _TENSORS if owner == "torch" == framework_of(numbers[name])}
+    others = {name: numbers[name] for name in _TENSORS if type(numbers[name]) not in PLAIN}
+    tensors = {name: value for name, value in others.items() if owner == "torch" == framework_of(value)}
     return one_framework(**arrays, **tensors), arrays
 
 

@@ -7,13 +7,11 @@ from typing import Any
 from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of
+from xent.core.call import Call, array_of
 from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
-from xent.core.teachers import DivergenceCall
+from xent.core.spec import BackendInfo, Stats
 
 __all__ = ["backends", "run"]
-
-Call = LogitsCall | LinearCall | DivergenceCall
 
 _warned: set[str] = set()
 
@@ -37,16 +35,9 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def run(call: Call, name: str, plans: Any = None, found: Any = None) -> tuple[Any, Stats]:
-    """Run the call on the backend called `name`, or with "auto" on the first that serves it.
-
-    `found`: the result of a look-up in `plans` of this kind of call. The backend is stored there, for repeated calls.
-    """
-    backend = _selected(name, call)
-    made = backend.run_divergence(call) if isinstance(call, DivergenceCall) else backend.run(call)
-    if found is not None:
-        plans.keep(found, backend.name)
-    return made
+def run(call: Call, name: str) -> tuple[Any, Stats]:
+    """Run the call on the backend called `name`, or with "auto" on the first that serves it."""
+    return _selected(name, call).run(call)
 
 
 def _selected(name: str, call: Call) -> Backend:
@@ -108,15 +99,14 @@ def _doubt(backend: Backend) -> str | None:
 
 
 def _refusal(backend: Backend, call: Call) -> str | None:
+    """Return why the backend cannot serve the call, or None."""
     missing = backend.missing()
-    if missing is not None:
-        return missing
-    return backend.refuse_divergence(call) if isinstance(call, DivergenceCall) else backend.refuse(call)
+    return backend.refuse(call) if missing is None else missing
 
 
 def _home(call: Call) -> tuple[str, str]:
     """Return (framework, device type) of the call's arrays."""
-    array = call.logits if isinstance(call, LogitsCall) else call.input if isinstance(call, LinearCall) else call.array
+    array = array_of(call)
     framework = framework_of(array)
     assert framework is not None  # validated
     return framework, array.device.type if framework == "torch" else framework

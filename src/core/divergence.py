@@ -3,8 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
+from xent.core.describe_divergence import divergence_call, linear_divergence_call
 from xent.core.dispatch import run
-from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
 
 __all__ = ["divergence", "linear_divergence"]
 
@@ -108,7 +108,7 @@ def divergence(
     >>> float(xent.divergence(student, teacher).round(4)), float(xent.divergence(student, student))
     (0.8403, 0.0)
     """
-    call = logits_divergence_call(
+    call = divergence_call(
         logits,
         teacher,
         axis=axis,
@@ -122,7 +122,7 @@ def divergence(
         stats=stats,
     )
     loss, found = run(call, backend)
-    return (loss, found) if call.stats else loss
+    return (loss, found) if call.options.stats else loss
 
 
 def linear_divergence(
@@ -206,4 +206,4 @@ def linear_divergence(
         stats=stats,
     )
     loss, found = run(call, backend)
-    return (loss, found) if call.stats else loss
+    return (loss, found) if call.options.stats else loss

@@ -6,18 +6,12 @@ A backend computes them as a cross-entropy loss with reduction "none", negated, 
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import dtensors_of, plans_of, told_to_peers
-from xent.core import validate
-from xent.core.arrays import INTEGER_DTYPES, dtype_name, framework_of
+from xent.backends import dtensors_of, rank_named
+from xent.core.describe import linear_log_probs_call, log_probs_call
 from xent.core.dispatch import run
-from xent.core.sampling import sampled
-from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, Stats, Support
-from xent.core.validate_options import check_stats
+from xent.core.spec import Stats, Support
 
 __all__ = ["linear_log_probs", "log_probs"]
-
-_LOSS: dict[str, Any] = {"reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0, "stats": ()}
-_ARRAYS: dict[str, Any] = {"weight": None, "sample_weight": None, "normalizer": None}
 
 
 def log_probs(
@@ -101,32 +95,24 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
-    plans = plans_of(logits) if vocab_parallel is None else None
-    found = None
-    if plans is not None:
-        sampling = (temperature, support, entropy)
-        arrays = (logits, target, None, None, None)
-        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
-        found = plans.find_logits(*arrays, axis, False, backend, options, stats, sampling)
-        if found is not None and found.kernel is not None:
-            return _in_order(plans.run_logits(found, *arrays, axis, False, sampling), found.spec.stats)
-    names = _names(stats, entropy)
-    _check_classes(target)
-    arguments: dict[str, Any] = {
+    arguments = {
         "target": target,
+        "temperature": temperature,
+        "support": support,
         "axis": axis,
         "vocab_parallel": vocab_parallel,
         "ignore_index": ignore_index,
         "softcap": softcap,
         "logit_scale": logit_scale,
+        "entropy": entropy,
+        "stats": stats,
     }
-    parts = dtensors_of(logits, axis)
-    if parts is not None:
-        more = {"temperature": temperature, "support": support, "entropy": entropy, "stats": stats, "backend": backend}
-        return parts.of_logits(log_probs, logits, arguments | more)
-    with told_to_peers(vocab_parallel, logits):
-        call = validate.logits_call(logits, **arguments, **_ARRAYS, **_LOSS, inplace=False)
-        return _in_order(run(sampled(call, temperature, support, names), backend, plans, found), names)
+    shards = dtensors_of(logits, axis)
+    if shards is not None:
+        return shards.of_logits(log_probs, logits, arguments | {"backend": backend})
+    with rank_named(vocab_parallel, logits):
+        call = log_probs_call(logits, **arguments)
+        return _in_order(*run(call, backend), call.options.stats)
 
 
 def linear_log_probs(
@@ -185,63 +171,30 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
-    plans = plans_of(input) if vocab_parallel is None else None
-    found = None
-    if plans is not None:
-        sampling = (temperature, support, entropy)
-        arrays = (input, linear_weight, linear_bias, target, None, None, None)
-        options = ("none", ignore_index, 0.0, 0.0, softcap, logit_scale)
-        found = plans.find_linear(*arrays, shift, workspace, backend, options, stats, sampling)
-        if found is not None and found.kernel is not None:
-            return _in_order(plans.run_linear(found, *arrays, shift, workspace, sampling), found.spec.stats)
-    names = _names(stats, entropy)
-    _check_classes(target)
-    _check_heads(shift)
-    arguments: dict[str, Any] = {
+    arguments = {
         "target": target,
         "linear_bias": linear_bias,
+        "temperature": temperature,
+        "support": support,
         "shift": shift,
         "workspace": workspace,
         "vocab_parallel": vocab_parallel,
         "ignore_index": ignore_index,
         "softcap": softcap,
         "logit_scale": logit_scale,
+        "entropy": entropy,
+        "stats": stats,
     }
-    parts = dtensors_of(linear_weight, 0)
-    if parts is not None:
-        more = {"temperature": temperature, "support": support, "entropy": entropy, "stats": stats, "backend": backend}
-        return parts.of_linear(linear_log_probs, input, linear_weight, arguments | more)
-    with told_to_peers(vocab_parallel, input):
-        call = validate.linear_call(input, linear_weight, **arguments, **_ARRAYS, **_LOSS)
-        return _in_order(run(sampled(call, temperature, support, names), backend, plans, found), names)
+    shards = dtensors_of(linear_weight, 0)
+    if shards is not None:
+        return shards.of_linear(linear_log_probs, input, linear_weight, arguments | {"backend": backend})
+    with rank_named(vocab_parallel, input):
+        call = linear_log_probs_call(input, linear_weight, **arguments)
+        return _in_order(*run(call, backend), call.options.stats)
 
 
-def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
-    """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`."""
-    if not isinstance(entropy, bool):
-        raise TypeError(f"entropy must be a bool, got {entropy!r}")
-    check_stats(stats, LOG_PROB_STATS, ": pass entropy=True")
-    return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
-
-
-def _check_classes(target: Any) -> None:
-    """Raise TypeError for class probabilities, which only the losses accept."""
-    if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
-        return
-    raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
-
-
-def _check_heads(shift: Any) -> None:
-    if isinstance(shift, (tuple, list)):
-        raise ValueError(
-            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
-            f"{shift!r}"
-        )
-
-
-def _in_order(made: tuple[Any, Stats], names: tuple[str, ...]) -> Any:
+def _in_order(loss: Any, found: Stats, names: tuple[str, ...]) -> Any:
     """Return (log_probs, entropy, stats) without what was not requested."""
-    loss, found = made
     results = [0 - loss]
     if "entropy" in names:
         results.append(found.entropy)

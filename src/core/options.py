@@ -8,6 +8,7 @@ from typing import Any
 from xent.core.arrays import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
+    PLAIN,
     describe,
     dtype_name,
     framework_of,
@@ -61,8 +62,14 @@ def loss_options(
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     stats = check_stats(stats, STAT_NAMES)
     given = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
-    found = {name: number_of(framework, value) for name, value in given.items()}
-    check_numbers(framework, **{name: value for name, value in found.items() if not _is_array(framework, name, value)})
+    others = {name: number_of(framework, value) for name, value in given.items() if type(value) not in PLAIN}
+    found = given | others
+    for name, value in others.items():
+        if _is_array(framework, name, value):
+            del given[name]
+        else:
+            given[name] = value
+    check_numbers(framework, **given)
     activation = Activation(found["logit_scale"], bounded(found["softcap"]))
     return activation, Options(
         reduction, plain_int(ignore_index), found["label_smoothing"], found["z_loss"], stats=stats
@@ -74,7 +81,7 @@ def _is_array(framework: str, name: str, value: Any) -> bool:
 
     Raise TypeError for other tensors. Other MLX arrays are no numbers.
     """
-    if isinstance(value, (int, float)) or framework_of(value) != framework:
+    if framework_of(value) != framework:
         return False
     if framework == "mlx":
         return not value.shape and dtype_name(value) in FLOAT_DTYPES

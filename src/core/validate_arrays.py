@@ -5,9 +5,9 @@ Errors name the argument, its shape and dtype, and what is allowed.
 
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, is_tracing
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of
+from xent.core.options import check_numbers, is_int
 from xent.core.spec import QuantizedWeight
-from xent.core.validate_options import check_numbers, is_int
 
 __all__ = ["check_classifier", "check_float", "check_normalizer", "check_sample_weight", "class_axis", "parts_of"]
 
@@ -117,6 +117,6 @@ def check_normalizer(framework: str, normalizer: Any, reduction: str) -> Any:
             raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
         if dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
             raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
-    elif not is_tracing(framework):
-        check_numbers(0.0, 0.0, None, 1.0, normalizer)
+    else:
+        check_numbers(framework, normalizer=normalizer)
     return normalizer

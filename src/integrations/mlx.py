@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.core.options import head_weights, loss_options, shift_and_workspace
 from xent.core.spec import QuantizedWeight
-from xent.core.validate_options import check_shift_and_workspace, heads_of, loss_spec
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
 
@@ -177,8 +177,8 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         self._options = _options(
             weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
         )
-        check_shift_and_workspace(shift, workspace)
-        heads_of("mlx", shift, head_weight, reduction)
+        shifts, _ = shift_and_workspace(shift, workspace)
+        head_weights("mlx", shifts, head_weight, reduction)
         self.shift, self.head_weight = shift, head_weight
         self.workspace = workspace
 
@@ -236,5 +236,5 @@ def _options(
         "logit_scale": logit_scale,
         "stats": stats,
     }
-    loss_spec("mlx", **named)  # type: ignore[arg-type]
+    loss_options("mlx", **named)  # type: ignore[arg-type]
     return _Options(named | {"weight": weight, "backend": backend})

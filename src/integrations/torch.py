@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.validate_options import check_shift_and_workspace, heads_of, loss_spec
+from xent.core.options import head_weights, loss_options, shift_and_workspace
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 
@@ -141,8 +141,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
         self.workspace, self.stats, self.backend = workspace, stats, backend
         _check(self)
-        check_shift_and_workspace(shift, workspace)
-        heads_of("torch", shift, head_weight, reduction)
+        shifts, _ = shift_and_workspace(shift, workspace)
+        head_weights("torch", shifts, head_weight, reduction)
         self.shift, self.head_weight = shift, head_weight
 
     def forward(
@@ -185,7 +185,7 @@ def _options(module: Any) -> dict[str, Any]:
 def _check(module: Any) -> None:
     """Raise for wrong options now rather than at the first batch."""
     options = _options(module)
-    loss_spec("torch", **{name: value for name, value in options.items() if name not in ("weight", "backend")})
+    loss_options("torch", **{name: value for name, value in options.items() if name not in ("weight", "backend")})
 
 
 def _describe(module: Any) -> str:

@@ -6,7 +6,6 @@ NCCL is used on GPUs if there are at least two, else gloo on the CPU. A group of
 import datetime
 import multiprocessing as mp
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from tests.interpreter import prepare
 
-__all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "fresh", "group"]
+__all__ = ["GPUS", "INTERPRETED", "PROCESSES", "Pool", "device", "group"]
 
 GPUS = torch.cuda.is_available() and torch.cuda.device_count() >= 2
 PROCESSES = min(torch.cuda.device_count(), 4) if GPUS else 4
@@ -36,13 +35,6 @@ def device() -> torch.device:
 def group(ranks: int) -> Any:
     """Return the group of the first ranks; None in a process that is not among them."""
     return _groups[ranks] if dist.get_rank() < ranks else None
-
-
-def fresh() -> None:
-    """Forget what calls of other tests have agreed on in this process."""
-    module = sys.modules.get("xent.backends.torch.sharded.layout")
-    if module is not None:
-        module.forget()
 
 
 class Pool:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import xent
-from tests.distributed.pool import PROCESSES, Pool, device, fresh
+from tests.distributed.pool import PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -22,7 +22,6 @@ if PROCESSES < 4:
 
 def run(name: str) -> None:
     """Run one of the checks in this process."""
-    fresh()
     torch.manual_seed(0)
     CHECKS[name]()
 
@@ -241,6 +240,16 @@ def _refusals() -> None:
         (
             lambda: xent.linear_cross_entropy(put(hidden, mesh, Shard(2)), head, target),
             "input must have its last axis whole",
+        ),
+        (
+            lambda: xent.linear_cross_entropy(
+                put(hidden, two, Shard(1), Replicate()),
+                put(given["linear_weight"], two, Replicate(), Shard(0)),
+                put(target, two, Shard(1), Replicate()),
+                reduction="sum",
+                shift=1,
+            ),
+            "shift=1 needs the last axis of the rows whole",
         ),
     ]
     for call, message in bad:

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import xent
-from tests.distributed.pool import PROCESSES, Pool, device, fresh, group
+from tests.distributed.pool import PROCESSES, Pool, device, group
 
 CLASSES, WIDTH, HEADS = 11, 6, (1, 3)
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
@@ -65,7 +65,6 @@ def split(made: Any) -> tuple[Any, Any]:
 
 def compare(way: str, options: str) -> None:
     """Compare a call in four processes with one on the whole vocabulary."""
-    fresh()
     mesh, rank = init_device_mesh(device().type, (PROCESSES,)), dist.get_rank()
     sources: tuple[Tensor, ...]
     given, more = tensors(), {**OPTIONS[options], "shift": HEADS}
@@ -94,7 +93,6 @@ def compare(way: str, options: str) -> None:
 
 def compare_rows() -> None:
     """Compare a call with rows sharded over one dimension of a mesh, and classes over the other."""
-    fresh()
     mesh, given = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp")), tensors()
     leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     for reduction, axis in (("sum", 1), ("none", 2)):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.pool import Pool, device, fresh, group
+from tests.distributed.pool import Pool, device, group
 from xent.integrations.megatron import fused_vocab_parallel_cross_entropy, vocab_parallel_cross_entropy
 
 CLASSES = 12
@@ -26,7 +26,6 @@ def run(dtype: torch.dtype, smoothing: float, fused: bool, patched: bool) -> Non
     rank, ranks = dist.get_rank(), 2
     if rank >= ranks:
         return
-    fresh()
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 3, CLASSES, generator=generator).to(device(), dtype)
     target = torch.randint(CLASSES, (5, 3), generator=generator).to(device())
@@ -71,7 +70,6 @@ def refusals() -> None:
     """Expect errors for arguments that Megatron does not accept."""
     if dist.get_rank() > 1:
         return
-    fresh()
     logits, target = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"label_smoothing must be in \[0, 0.75\] for 4 classes, got 0.8"):
         vocab_parallel_cross_entropy(logits, target, 0.8, group(2))

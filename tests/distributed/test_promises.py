@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import xent
-from tests.distributed.pool import Pool, device, fresh, group
+from tests.distributed.pool import Pool, device, group
 
 CLASSES, WIDTH = 10, 6
 
@@ -28,7 +28,6 @@ def in_pair(function: Any) -> Any:
     """Decorate a function to run in the first two processes only, without a cached layout."""
     if dist.get_rank() > 1:
         return None
-    fresh()
     return function()
 
 

@@ -23,7 +23,7 @@ from benchmarks.sharded.cases import make_cases
 from benchmarks.sharded.ranks import Together
 from benchmarks.sharded.session import Session, Wrong
 from benchmarks.sharded.shards import RankShards
-from tests.distributed.pool import PROCESSES, Pool, device, fresh
+from tests.distributed.pool import PROCESSES, Pool, device
 from tests.distributed.test_faults import FAULTS
 
 NAMES = make_cases("cpu", 2)[0].contenders
@@ -37,7 +37,6 @@ def _case(vocabulary: int = 250) -> Case:
 
 def step(case: Case, name: str) -> dict[str, Any] | str:
     """Return a rank's inputs and results in float64, or the reason why the contender is absent."""
-    fresh()
     shards = RankShards(case)
     try:
         loss = find_contender("sharded", name).make(case)(shards)
@@ -118,7 +117,6 @@ def with_fault(case: Case, name: str, fault: str) -> str:
 
 
 def _judged(case: Case, name: str) -> str:
-    fresh()
     try:
         Session(case, Together(case.device)).prepare(name)
     except Wrong as reason:

@@ -19,7 +19,6 @@ from tests.cases import LOG_PROBS, log_prob_cases, paired_cases
 from xent.backends import ALSO
 from xent.backends.metal import proof, torch_machine
 from xent.backends.metal.torch_harness import MetalTorchHarness
-from xent.backends.torch import plan
 from xent.core.check.cases import Case, option_cases
 from xent.core.check.divergence_cases import divergence_cases
 from xent.core.check.judge import judge_case
@@ -141,9 +140,8 @@ def test_nan_and_infinity_affect_only_their_row(value: float) -> None:
 
 
 def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    from xent.backends.torch import facts
-
-    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
+    monkeypatch.setattr("xent.backends.torch.portable.facts.looks_at_targets", lambda device: False)
+    monkeypatch.setattr("xent.backends.torch.prepare.looks_at_targets", lambda device: False)
     logits, target = draw()
     target[3], target[4] = 10**9, -7
     loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
@@ -174,7 +172,6 @@ def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.Monke
     works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
     assert not any(line.failed for line in check_all(works))
     ran.clear()
-    plan.forget()  # calls on the CPU, the emulator's device, are cached, while those on mps are not
     xent.cross_entropy(logits, target)
     assert ran == ["metal"]
     assert proof._is_proven()

@@ -14,9 +14,10 @@ from tests.mlx.quantized import expect_right_products
 from tests.mlx.test_quantized import FORMS
 from tests.mlx.test_work import peak
 from tests.targets import Target
+from xent.backends.adapter import as_loss_call
 from xent.backends.mlx import classifier
 from xent.backends.reference import linear_cross_entropy_gradients
-from xent.core import validate
+from xent.core.describe import linear_loss_call
 from xent.core.spec import LOG_PROB_STATS
 
 RNG = np.random.default_rng(3)
@@ -157,7 +158,7 @@ def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, 
         "workspace": None,
     }  # fmt: skip
     bias = numbers[2] if len(numbers) == 3 else None
-    linear = validate.linear_call(*numbers[:2], Y, linear_bias=bias, **neutral)
+    linear = as_loss_call(linear_loss_call(*numbers[:2], Y, linear_bias=bias, **neutral))
     return linear_cross_entropy_gradients(replace(linear, **sampled or {}), upstream, **others)
 
 

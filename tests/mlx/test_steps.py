@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from tests.mlx import test_statistics as given
+from xent.backends.adapter import as_loss_call
 from xent.backends.mlx import block, fused
 from xent.backends.mlx.block import Block
 from xent.backends.mlx.facts import gather_facts
 from xent.backends.mlx.finish import coefficients, finish, merge
 from xent.backends.mlx.kernels import Asked, RowFacts
-from xent.core.validate import logits_call
+from xent.core.describe import loss_call
 
 N, V = given.N, given.V
 LOGITS = given.X @ given.W.T
@@ -27,7 +28,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def facts_of(logits: mx.array, target: mx.array, options: str, exact: bool = False) -> RowFacts:
-    call = logits_call(logits, target, **NEUTRAL | given.OPTIONS[options])
+    call = as_loss_call(loss_call(logits, target, **NEUTRAL | given.OPTIONS[options]))
     facts = gather_facts(call, target, V, logits.dtype)
     more = {"lse": given.UPSTREAM["lse"], "entropy": given.UPSTREAM["entropy"], "H": mx.ones((N,))}
     rows = replace(facts.all_rows(), upstream=more)

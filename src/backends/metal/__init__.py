@@ -9,7 +9,7 @@ of a launch), `sums.metal` (the sums over a row), `columns.metal` (which thread 
   Metal, `rows` launches the kernels and registers them with the driver, and `limits` tries each kernel before it is
   used in a graph.
 - For PyTorch, `forward_signature.metal` and `backward_signature.metal` are the signatures. `torch_machine`,
-  `torch_job` and `tensors` do the same; `torch_backend` is the backend, and `proof` stores that the check has passed.
+  `torch_steps` and `tensors` do the same; `torch_backend` is the backend, and `proof` stores that the check has passed.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -23,7 +23,7 @@ u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for upstream gradients u of lse
 a temperature per row, scale and softcap differ by row.
 
 Rows with a support (the classes that a sampler allowed) have no kernel. The frameworks' own operations compute them
-(`xent.backends.mlx.supported`, `xent.backends.torch.sampled`) from gathered logits.
+(`xent.backends.mlx.supported`, `xent.backends.torch.portable`) from gathered logits.
 
 A loss without gradient reads the logits once. A loss with gradient reads them once and writes the gradient once, if a
 row fits into the registers of the threadgroup, 64 KiB: 32768 classes of 16 bits, 16384 of float32. The rest of a longer
@@ -32,6 +32,7 @@ row is read twice, its last part first, because that may still be in the GPU's l
 
 from typing import TYPE_CHECKING
 
+from xent.backends.adapter import Adapted
 from xent.backends.mlx import MlxBackend
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
@@ -99,4 +100,4 @@ class MetalBackend(MlxBackend):
         return MetalHarness(device)
 
 
-BACKEND = MetalBackend()
+BACKEND = Adapted(MetalBackend())

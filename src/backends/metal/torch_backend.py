@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness, Unproven
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Call, Given
+from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,29 +40,24 @@ class MetalTorchBackend(TorchBackend):
 
         return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse shards, other devices, and float64, which Metal does not have."""
-        if call.vocab_parallel is not None:
+        from xent.backends.metal.torch_machine import DEVICES
+
+        if call.shards is not None:
             return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
-        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
-
-    def _refuse(self, arrays: "list[Tensor]") -> str | None:
-        from xent.backends.metal import torch_machine
-
-        device, served = arrays[0].device.type, torch_machine.DEVICES
-        if device not in (*served, "meta"):
-            return f"it serves {' and '.join(served)} tensors and got a {device} tensor, which backend 'torch' serves"
+        source = call.source
+        arrays = [source.logits] if isinstance(source, Given) else [source.input, source.weight]
+        device = arrays[0].device.type
+        if device not in (*DEVICES, "meta"):
+            return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
         if "float64" in map(dtype_name, arrays):
             return "Metal has no float64, which backend 'torch' serves on the CPU"
         return None
 
     def register(self) -> None:
-        """Register the kernels with the PyTorch driver. Its own operations compute divergences."""
-        from xent.backends.metal import torch_job  # noqa: F401
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse the same calls as for losses."""
-        return self._refuse([call.array])
+        """Register the kernels with the loop. PyTorch's own operations compute divergences."""
+        from xent.backends.metal import torch_steps  # noqa: F401
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -12,6 +12,7 @@ coefficients.
 
 from typing import TYPE_CHECKING
 
+from xent.backends.adapter import Adapted
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
 from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
@@ -86,4 +87,4 @@ class MlxBackend:
         return MlxHarness(device)
 
 
-BACKEND = MlxBackend()
+BACKEND = Adapted(MlxBackend())

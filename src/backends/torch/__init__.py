@@ -1,16 +1,16 @@
-"""The PyTorch driver: the losses for tensors of any device, with the steps of that device's backend.
+"""The PyTorch driver: all functions for tensors of any device, with the steps of that device's backend.
 
-Data flow of a call: `driver` prepares the arguments (autocast, which gradients are needed) -> `eager` (autograd), or
-`autograd` and `ops` (custom operations) for compilers, transforms and modes -> `logits` or `linear` (the loop over
-chunks) -> a `job`, which computes the rows of the call. The job of this backend is `plain_job`, made of PyTorch's own
-operations.
+Data flow of a call: `entry` (refusals, results in the caller's shapes) -> `prepare` (rows) -> `function` (autograd), under
+tracers through `operations` -> `loop` over the parts of the rows, with `sources` and `products` -> the steps of a
+backend, which `contract` describes. The steps of this backend are `portable`, in PyTorch's own operations. `shards` has
+what a vocabulary in shards needs besides.
 """
 
 from typing import TYPE_CHECKING
 
 from xent.backends.protocol import Harness
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Call
+from xent.core.spec import BackendInfo, Stats
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,31 +42,20 @@ class TorchBackend:
 
         return BackendInfo(self.name, self.framework, True, None, {"torch": version()}, devices())
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse nothing: this backend supports every option and every device."""
         return None
 
     def register(self) -> None:
-        """Register the job and the steps of this backend with the driver."""
-        from xent.backends.torch import plain_job  # noqa: F401
+        """Register the steps of this backend with the loop."""
+        from xent.backends.torch.portable import steps  # noqa: F401
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[Tensor, Stats]":
-        """Run the call in the PyTorch driver, with the jobs of this backend."""
-        from xent.backends.torch import driver
-
-        self.register()
-        return driver.run(call, kernel=self.name)
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse nothing."""
-        return None
-
-    def run_divergence(self, call: DivergenceCall) -> "tuple[Tensor, Stats]":
-        """Run a divergence in the PyTorch driver, with the steps of this backend."""
-        from xent.backends.torch.divergence import entry
+    def run(self, call: Call) -> "tuple[Tensor, Stats]":
+        """Run the call in the PyTorch driver, with the steps of this backend."""
+        from xent.backends.torch import entry
 
         self.register()
-        return entry.run(call, kernel=self.name)
+        return entry.run(call, self.name)
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the PyTorch harness of the gradient checks."""

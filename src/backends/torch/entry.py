@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import private_new as private
+from xent.backends.torch import operations, packing, private
 from xent.backends.torch.contract import wide
 from xent.backends.torch.function import Direct, Loss, asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.memory import overlaps
@@ -76,8 +76,6 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
 
 def _traced(call: Call, kernel: str) -> Any:
     """Run a call under a tracer, a transform or a mode."""
-    from xent.backends.torch import operations, packing
-
     names = named(call)
     refuse_gradients(call, names)
     refuse_transforms(call, names)

@@ -16,18 +16,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import loop, packing
-from xent.backends.torch import private_new as private
+from xent.backends.torch import loop, packing, private
 from xent.backends.torch.contract import Setting, Upstream
 from xent.backends.torch.memory import Rows, cast
 from xent.backends.torch.probability_gradient import probability_gradient
-from xent.backends.torch.refusals import NO_BATCH, NO_SECOND
-from xent.backends.torch.scale_gradient_new import scale_gradient, with_scale
+from xent.backends.torch.refusals import NO_SECOND
+from xent.backends.torch.scale_gradient import scale_gradient, with_scale
 from xent.core.call import Call, Given, Probabilities, array_of
 from xent.core.chunks import rows_per_block
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["SCALES", "Asked", "Direct", "Loss", "Traced", "asked_of", "backward", "forward", "is_plain", "leaves_of"]
+__all__ = [
+    "BATCHED",
+    "SCALES",
+    "Asked",
+    "Direct",
+    "FirstOrder",
+    "Loss",
+    "Traced",
+    "asked_of",
+    "backward",
+    "forward",
+    "is_plain",
+    "leaves_of",
+    "makes_first",
+    "scale",
+    "signed",
+    "undisturbed",
+]
 
 PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
 
@@ -194,31 +210,44 @@ def _by_operation(
     form: str, asked: Asked, kernel: str, skips: bool, sums: Any, upstream: Upstream, tensors: Any
 ) -> list[Any]:
     """Return the gradients from the custom operation, one upstream gradient of a batch at a time."""
-    from xent.backends.torch import operations as _operations  # noqa: F401  registers them
-
     given = [sums, *upstream, *tensors]
     there = [one is not None for one in given]
 
     def run(*present: Tensor) -> tuple[Tensor, ...]:
         values = iter(present)
-        sums, loss, lse, nll, entropy, *rest = [next(values) if one else None for one in there]
-        return tuple(torch.ops.xent.backward(form, list(asked), kernel, skips, rest, sums, loss, lse, nll, entropy))
+        sums, *of_results = [next(values) if one else None for one in there[:5]]
+        rest = list(values)
 
-    if not private.transforms_active() and any(_is_batched(one) for one in upstream if one is not None):
-        raise RuntimeError(NO_BATCH)
+        def gradients(*of_results: Tensor | None) -> list[Tensor]:
+            found: list[Tensor] = torch.ops.xent.backward(form, list(asked), kernel, skips, rest, sums, *of_results)
+            return found
+
+        if torch.compiler.is_dynamo_compiling() or not any(map(_is_batched, of_results)):
+            return tuple(gradients(*of_results))
+        key = id(gradients)
+        BATCHED[key] = gradients
+        try:
+            return tuple(torch.ops.xent.batched(key, *of_results)[: sum(asked)])
+        finally:
+            del BATCHED[key]
+
     present = [one for one in given if one is not None]
     made = iter(run(*present) if torch.compiler.is_dynamo_compiling() else FirstOrder.apply(run, *present))
     return [next(made) if one else None for one in asked]
 
 
-def _is_batched(upstream: Tensor) -> bool:
-    """Return whether torch.autograd.grad(is_grads_batched=True) batches a tensor."""
-    if type(upstream) not in PLAIN_TYPES or upstream.is_meta:
+BATCHED: dict[int, Callable[..., list[Tensor]]] = {}
+"""Functions of upstream gradients that torch.autograd.grad(is_grads_batched=True) batches, for `xent::batched`."""
+
+
+def _is_batched(upstream: Tensor | None) -> bool:
+    """Return whether torch.autograd.grad(is_grads_batched=True) batches a tensor, which has no memory then."""
+    if upstream is None or type(upstream) not in PLAIN_TYPES or upstream.is_meta:
         return False
     try:
         upstream.data_ptr()
     except RuntimeError:
-        return not private.dispatch_modes()
+        return True
     return False
 
 

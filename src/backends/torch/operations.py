@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import private_new as private
+from xent.backends.torch import private
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
 from xent.backends.torch.function import (
+    BATCHED,
     Asked,
     Loss,
     Traced,
@@ -131,6 +132,12 @@ def _fake_backward(
     return made
 
 
+def _batched(key: int, *upstream: Tensor | None) -> tuple[Tensor, ...]:
+    """Return the gradients of one entry of a batch. PyTorch calls an operation without lists for each entry."""
+    found = BATCHED[key](*upstream)
+    return (*found, *[found[0].new_empty(0)] * (5 - len(found)))
+
+
 def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
     """Raise for a second derivative: at once, or when a graph that contains this operation runs.
 
@@ -144,6 +151,11 @@ _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,
     _fake_backward,
+)
+_operation(
+    f"batched(int key, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> ({', '.join(['Tensor'] * 5)})",
+    _batched,
+    _batched,
 )
 _operation(
     "refuse_second(Tensor upstream, Tensor like) -> Tensor",

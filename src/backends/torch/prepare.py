@@ -104,16 +104,16 @@ def prepare(
 ) -> Call:
     """Return an aligned call in the form of the loop.
 
-    `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `first`: values are checked
-    if the host can see them. `traced`: Python numbers are checked too, because no public function has done it.
+    `needs`: which leaves need a gradient. `trains_scale`: whether the logit scale needs one. `first`: values that the
+    host can see are checked. `traced`: Python numbers are checked too, because no public function has done it.
     """
     source, target, activation, options, shards = call
     moves = options.shift != 0
     numbers = (*activation[:2], *options[2:4], options.normalizer)
-    reads = traced or any([isinstance(value, Tensor) for value in numbers])
-    if not (moves or reads) and activation.temperature is options.sample_weight is shards is None:
-        if isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous():
-            return call
+    reads = traced or any(isinstance(value, Tensor) for value in numbers)
+    plain = not (moves or reads) and activation.temperature is options.sample_weight is shards is None
+    if plain and isinstance(target, Classes) and target.ids.dim() == 1 and target.ids.is_contiguous():
+        return call
     device, acc = (source.logits if isinstance(source, Given) else source.input).device, wide(compute_of(source))
     looks, rows = device.type == "cpu" or looks_at_targets(device), rows_of(call)
     shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)

@@ -4,18 +4,14 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from xent.backends.torch import private_new as private
+from xent.backends.torch import private
 from xent.core.call import Allowed, Call, Dense, Given, Probabilities, Product, TopK
 
-__all__ = ["NO_BATCH", "NO_SECOND", "named", "refuse_gradients", "refuse_transforms"]
+__all__ = ["NO_SECOND", "named", "refuse_gradients", "refuse_transforms"]
 
 NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
     "loss where create_graph=True is needed"
-)
-NO_BATCH = (
-    "results per row cannot be differentiated with is_grads_batched=True or jacobian(vectorize=True): use "
-    "torch.func.jacrev, torch.func.vmap of torch.autograd.grad, or one call of torch.autograd.grad per gradient"
 )
 _NO_FORWARD_MODE = (
     "{} carries a tangent, and xent computes no forward-mode derivatives (torch.func.jvp, jacfwd, hessian, "
@@ -66,9 +62,8 @@ def _of_product(source: Product, prefix: str, of_weight: str) -> dict[str, Tenso
     return {f"{prefix}input": source.input, f"{of_weight}weight": source.weight, f"{of_weight}bias": source.bias}
 
 
-_LEAVES = frozenset(("logits", "input", "linear_weight", "linear_bias"))
-_IGNORED = frozenset(("teacher.weight", "teacher.bias"))
-"""A teacher's classifier may be a parameter that requires a gradient, which is ignored."""
+_ALLOWED = ("logits", "input", "linear_weight", "linear_bias", "teacher.weight", "teacher.bias")
+"""What may require a gradient. That of a teacher's classifier, which may be a parameter, is ignored."""
 
 
 def refuse_gradients(call: Call, tensors: dict[str, Tensor]) -> None:
@@ -76,9 +71,9 @@ def refuse_gradients(call: Call, tensors: dict[str, Tensor]) -> None:
     if not torch.is_grad_enabled():
         return
     taught = isinstance(call.target, (Dense, TopK))
-    allowed = _LEAVES | _IGNORED
+    allowed = _ALLOWED
     if call.shards is None and not taught:
-        allowed |= {"target", "logit_scale"}
+        allowed += "target", "logit_scale"
     for name, tensor in tensors.items():
         if tensor.requires_grad and name not in allowed:
             raise ValueError((_NO_TEACHER_GRADIENT if taught else _NO_GRADIENT).format(name))

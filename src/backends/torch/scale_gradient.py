@@ -4,9 +4,8 @@ The loss depends on raw logits z and their scale s only through the product s z,
 
     dL/ds = (1/s) sum_ic g_ic z_ic
 
-For logits z = h W^T + b the sum is sum(dL/dh * h) + sum(dL/db * b), or the same with W instead of h. The backward pass
-computes these gradients anyway. `of_logits` and `of_linear` pass the tensors through a Function whose backward pass
-receives them and returns the gradient of s.
+For logits z = h W^T + b the sum is sum(dL/dh * h) + sum(dL/db * b), or the same with W instead of h. These gradients
+are computed anyway, or for this sum only.
 """
 
 from typing import Any
@@ -14,64 +13,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.autograd import asks_for_gradient, first_order
-from xent.backends.torch.facts import accumulation_dtype
+from xent.backends.torch.contract import wide
+from xent.backends.torch.memory import Rows
+from xent.core.call import Call, Given
+from xent.core.chunks import rows_per_block
 
-__all__ = ["of_linear", "of_logits"]
-
-_LEAST = {torch.float64: 2.0**-300, torch.float32: 2.0**-60}
-"""Scales closer to 0 are replaced by this. The rounded x is 0 in both cases, but g, which has the factor s, is not."""
-
-
-class _Follow(torch.autograd.Function):
-    """(values, scale) -> values. The backward pass also computes the gradient of the scale."""
-
-    @staticmethod
-    def forward(values: Tensor, scale: Tensor) -> Tensor:
-        return values.view_as(values)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        values, scale = ctx.saved_tensors
-        total = first_order(torch.ops.xent.weighed_sum, grad, values)
-        return grad if ctx.needs_input_grad[0] else None, total.to(scale.device, scale.dtype) / scale
+__all__ = ["scale_gradient", "with_scale"]
 
 
-def of_logits(logits: Tensor, scale: Tensor | None, inplace: bool = False) -> tuple[Tensor, Tensor | None]:
-    """Return logits to be passed to the loss, so that a trained scale gets its gradient, and the scale for the loss."""
-    if not asks_for_gradient(scale)[0]:
-        return logits, scale
-    if inplace:
-        raise ValueError(
-            "inplace=True overwrites the logits, which the gradient of logit_scale is made of: pass inplace=False, or "
-            "logit_scale.detach()"
-        )
-    used = _used(scale, logits.dtype)
-    return _Follow.apply(logits, used), used.detach()
+def with_scale(call: Call, asked: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Return which gradients of the leaves are needed, also for that of the scale. `asked` begins with the leaves."""
+    if isinstance(call.source, Given):
+        return (True,)
+    return asked[0] or not asked[1], asked[1], call.source.bias is not None
 
 
-def of_linear(
-    source: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return input, classifier, bias and scale to be passed to the loss, so that the scale gets its gradient."""
-    if not asks_for_gradient(scale)[0]:
-        return source, weight, bias, scale
-    used = _used(scale, source.dtype)
-    if weight.requires_grad and not source.requires_grad:  # its gradient is computed anyway
-        weight = _Follow.apply(weight, used)
-    else:
-        source = _Follow.apply(source, used)
-    return source, weight, None if bias is None else _Follow.apply(bias, used), used.detach()
+def scale_gradient(call: Call, gradients: list[Tensor | None]) -> Tensor:
+    """Return the gradient of the scale, 0-d, in the dtype of sums."""
+    source, scale = call.source, call.activation.logit_scale
+    leaves: list[Any] = [source.logits] if isinstance(source, Given) else list(source[:3])
+    if len(leaves) == 3 and gradients[0] is not None:
+        leaves[1] = None
+    total: Any = 0.0
+    for gradient, values in zip(gradients, leaves, strict=True):
+        if gradient is not None and values is not None:
+            total = total + _product_sum(gradient, values)
+    found: Tensor = total / scale
+    return found
 
 
-def _used(scale: Any, dtype: torch.dtype) -> Tensor:
-    """Return the scale in the accumulation dtype, at least `_LEAST` away from 0 (not for float16 gradients)."""
-    wide: Tensor = scale.to(accumulation_dtype(dtype))
-    if dtype == torch.float16:
-        return wide
-    least = wide.detach().new_full((), _LEAST[wide.dtype]).copysign(wide.detach())
-    return wide + torch.where(wide.detach().abs() < least.abs(), least - wide.detach(), 0)
+def _product_sum(grad: Tensor, values: Tensor) -> Tensor:
+    """Return sum(grad * values) of two tensors (..., V), block by block.
+
+    An element whose gradient is 0 adds 0, even if it is infinite or NaN.
+    """
+    dtype = wide(values.dtype)
+    total = torch.zeros((), dtype=dtype, device=grad.device)
+    if not grad.numel():
+        return total
+    most = rows_per_block(grad.shape[-1], dtype.itemsize, grad.device.type, torch.get_num_threads())
+    other = Rows(values)
+    for start, block in Rows(grad).blocks(most):
+        product = block.to(dtype) * other.block(start, start + len(block)).to(dtype)
+        total += product.masked_fill_(block == 0, 0).sum()
+    return total

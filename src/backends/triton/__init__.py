@@ -1,15 +1,9 @@
-"""Backend "triton": kernels for NVIDIA GPUs, called by the PyTorch driver.
+"""Backend "triton": kernels for NVIDIA GPUs, called by the loop of the PyTorch driver.
 
-- `job` implements the driver's interface. It holds the `facts` (inputs) and `results` of a call's rows.
-- Modules whose names end in "launch" or "launches", `tiles`, `shard_steps` and `shard_landing` launch kernels, with
-  `launch` and `geometry`.
-- `row_algebra`, `maths`, `row_memory` and `row_results` are functions that all kernels share.
-- Logits in memory: `rows_kernel`, made of `row_fold` and `row_gradient`, and `gradient_kernel` for the backward pass.
-  Rows with class probabilities use `probabilities_kernel`, rows with a support use `support_kernel`.
-- Logits that are never stored: `tile_kernels`.
-- Before and after the matrix products of a linear loss: `facts_kernels`, `linear_kernels`, `coefficients_kernel`.
-- A vocabulary in shards: `shard_kernels`, `shard_land_kernels`, `shard_take_kernel`.
-- Divergences: `divergence_kernel` and `top_k_kernel`, which share `divergence_maths` and `divergence_memory`.
+- `steps` implements `xent.backends.torch.contract.Steps`: whole rows in one launch, or through `separate` fold, finish
+  and gradient one by one. Targets that are no classes are in `targets`.
+- `groups` has the argument groups of all kernels, `prepared` launches them, `geometry` chooses their sizes.
+- `kernels` has the kernels, and the device functions that they share.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
 
@@ -18,8 +12,8 @@ from typing import TYPE_CHECKING
 from xent.backends.protocol import Harness
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Call, Given
+from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,23 +34,22 @@ class TritonBackend(TorchBackend):
         return MISSING
 
     def info(self) -> BackendInfo:
-        """Report the versions of Triton and PyTorch, and the device."""
+        """Report the versions of Triton and PyTorch, the device, and whether Hopper's kernels run."""
         from xent.backends.triton.machine import DEVICES, MISSING, VERSIONS
 
         notes: tuple[str, ...] = ()
         if MISSING is None:
-            from xent.backends.triton.hopper.door import fast_path
+            from xent.backends.triton.hopper.probe import note
 
-            notes = (fast_path(),)
+            notes = (note(),)
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse tensors on other devices, and float64, which these kernels would round to float32."""
-        return self._refuse([call.logits] if isinstance(call, LogitsCall) else [call.input, call.linear_weight])
-
-    def _refuse(self, arrays: "list[Tensor]") -> str | None:
         from xent.backends.triton.machine import DEVICES
 
+        source = call.source
+        arrays = [source.logits] if isinstance(source, Given) else [source.input, source.weight]
         device = arrays[0].device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
@@ -65,12 +58,8 @@ class TritonBackend(TorchBackend):
         return None
 
     def register(self) -> None:
-        """Register the kernels with the PyTorch driver."""
-        from xent.backends.triton import divergence_job, job, shard_steps  # noqa: F401
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse the same tensors as for the losses."""
-        return self._refuse([call.array])
+        """Register the kernels with the loop."""
+        from xent.backends.triton import steps  # noqa: F401
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""

@@ -6,7 +6,7 @@ from typing import Any
 
 __all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors", "release"]
 
-_OLDEST = (3, 2)
+_OLDEST = (3, 4)
 _OLDEST_CAPABILITY = (8, 0)
 
 

@@ -1,7 +1,8 @@
 """Launches of `rows_kernel`: whole rows of stored logits, in blocks of rows with regular strides."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,8 @@ __all__ = ["Placed", "placed", "whole_rows"]
 _LEAST = 32
 
 
-class Placed(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Placed:
     """Rows of logits (..., V) that one launch can address."""
 
     logits: Tensor

@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from xent.backends.adapter import as_divergence_call
 from xent.backends.protocol import Backend, Harness
 from xent.backends.reference_divergence import divergence, divergence_gradients, student_entropy
 from xent.core import divergence as public
 from xent.core.check.cases import Case
 from xent.core.check.divergence_cases import DivergenceCase, make_divergence_inputs
 from xent.core.check.judge import Comparison, compare, typical_of
-from xent.core.teachers import DivergenceCall, LinearTeacher, TopKTeacher
-from xent.core.validate_divergence import linear_divergence_call, logits_divergence_call
+from xent.core.describe_divergence import divergence_call, linear_divergence_call
+from xent.core.teachers import LinearTeacher, TopKTeacher
 
 __all__ = ["judge_divergence"]
 
@@ -118,12 +119,12 @@ def _reference(
     given |= {
         name: value if value is None or np.isscalar(value) else harness.numpy(value) for name, value in options.items()
     }
-    call: DivergenceCall
     if case.function == "divergence":
-        call = logits_divergence_call(**arguments, teacher=known, axis=-1, **given)
+        made = divergence_call(**arguments, teacher=known, axis=-1, **given)
     else:
         linear: Results = {"linear_bias": None} | arguments
-        call = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
+        made = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
+    call = as_divergence_call(made)
     gradients = divergence_gradients(call, harness.numpy(upstream))
     entropy = {"entropy": student_entropy(call)} if case.entropy else {}
     return {"loss": np.asarray(divergence(call))} | entropy | {name: gradients[name] for name in arrays}

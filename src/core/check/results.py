@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from xent.backends.adapter import as_loss_call
 from xent.backends.protocol import Backend, Harness
 from xent.backends.reference import (
     BACKEND,
@@ -19,9 +20,10 @@ from xent.backends.reference import (
     linear_cross_entropy_gradients,
     target_gradient,
 )
-from xent.core import api, log_probs, validate
+from xent.core import api, log_probs
+from xent.core.call import Call
 from xent.core.check.cases import LOSSES, Case, Inputs, make_inputs
-from xent.core.sampling import sampled
+from xent.core.describe import as_log_probs, linear_loss_call, loss_call
 from xent.core.spec import LinearCall, LogitsCall, Support
 
 __all__ = ["ALONE", "Results", "call_of", "function_of", "placed", "results_of_case"]
@@ -69,13 +71,15 @@ def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall
     temperature, support = options.pop("temperature", 1.0), options.pop("support", None)
     options = _DEFAULTS | options | {name: case.keywords[name] for name in case.keywords.keys() - {"entropy"}}
     options.setdefault("linear_bias", None)
-    call: LogitsCall | LinearCall
+    call: Call
     if case.is_linear:
-        call = validate.linear_call(**(options | differentiable))
+        call = linear_loss_call(**(options | differentiable))
     else:
         del options["linear_bias"]
-        call = validate.logits_call(**differentiable, **options, axis=-1, inplace=False)
-    return call if case.function in LOSSES else sampled(call, temperature, support, case.results[1:])
+        call = loss_call(**differentiable, **options, axis=-1, inplace=False)
+    if case.function not in LOSSES:
+        call = as_log_probs(call, (options | differentiable)["target"], temperature, support, case.results[1:])
+    return as_loss_call(call)
 
 
 def results_of_case(
@@ -158,7 +162,7 @@ def _reference(run: _Run) -> tuple[Results, Results]:
     arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
     options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
     call = call_of(case, arrays, options)
-    loss, stats = BACKEND.run(call)
+    loss, stats = BACKEND.backend.run(call)
     sign = 1 if case.function in LOSSES else -1
     results = [loss if sign > 0 else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
     found = dict(zip(case.results, map(np.asarray, results), strict=True))

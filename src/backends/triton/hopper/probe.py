@@ -12,9 +12,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from xent.backends.triton.hopper.launches import fold_chunks, write_gradient
 from xent.backends.triton.machine import DEVICES
 
-__all__ = ["is_on", "multiprocessors", "note"]
+__all__ = ["is_on", "note"]
 
 _HOPPER = 9
 _result: list[str | None] = []  # the reason why the kernels are off, None if they are on; empty before the probe
@@ -24,16 +25,14 @@ _SOFTCAP, _SCALE = 4.0, 0.7
 
 def is_on(device: torch.device) -> bool:
     """Return whether the kernels are used on a device."""
-    return multiprocessors(device) > 0 and _closed() is None
+    return _is_hopper(device) and _closed() is None
 
 
 @cache
-def multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a Hopper GPU; 0 for other devices."""
+def _is_hopper(device: torch.device) -> bool:
     if device.type != "cuda" or DEVICES != ("cuda",) or torch.version.hip is not None:
-        return 0
-    properties = torch.cuda.get_device_properties(device)
-    return int(properties.multi_processor_count) if properties.major == _HOPPER else 0
+        return False
+    return torch.cuda.get_device_properties(device).major == _HOPPER
 
 
 def note() -> str:
@@ -41,7 +40,7 @@ def note() -> str:
     reason: str | None
     if DEVICES != ("cuda",):
         reason = "no GPU"
-    elif not multiprocessors(torch.device("cuda", torch.cuda.current_device())):
+    elif not _is_hopper(torch.device("cuda", torch.cuda.current_device())):
         reason = "the GPU is no Hopper"
     else:
         reason = _closed()
@@ -65,8 +64,6 @@ def _closed() -> str | None:
 
 def _probe() -> str | None:
     """Return None if both kernels agree with PyTorch."""
-    from xent.backends.triton.hopper.products import fold_chunks, write_gradient
-
     device = torch.device("cuda", torch.cuda.current_device())
     numbers = torch.arange(_CLASSES * _WIDTH, device=device, dtype=torch.float32)
     weight = torch.sin(numbers).view(_CLASSES, _WIDTH).to(torch.bfloat16)

@@ -91,11 +91,11 @@ def divergence_kernel(
 ):
     """See the module's docstring."""
     MIXED: tl.constexpr = not (FORWARD or REVERSE)
-    here, row, ours, place, _y, a, _ignored, _invalid, dead, factor = begin(
+    here, row, z_row, vocabulary, logit_scale, softcap, place, _y, a, _ignored, _invalid, dead, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, CAPPED, SCALED, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
     )  # fmt: skip
-    vocabulary = ours[1]
+    ours = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
     if teacher_values is not None:
         teacher_softcap, teacher_scale = tl.load(teacher_values), tl.load(teacher_values + 1)
     source = teacher + here * teacher_row

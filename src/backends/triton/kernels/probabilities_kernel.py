@@ -74,11 +74,11 @@ def probabilities_kernel(
     """See the module's docstring. `rows.target` is the row of `probabilities` that each row has; None for its own."""
     TILTED: tl.constexpr = upstreams.entropy is not None
     PREDICTED: tl.constexpr = (results.predictions is not None) or (results.hits is not None)
-    _here, row, side, place, shared, a, ignored, invalid, dead, r = begin(
+    _here, row, z_row, vocabulary, logit_scale, softcap, place, shared, a, ignored, invalid, dead, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, -1, limit, CAPPED, SCALED, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, -1, limit, GROUPED, ALIGNED,
     )  # fmt: skip
-    vocabulary = side[1]
+    side = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
     shared = row if rows.target is None else shared
     given = probabilities + position(shared, probabilities_inner, probabilities_outer, probabilities_row, True)
     keep, spread, z_loss = numbers_of(rows, vocabulary, keep, spread, z_loss)

@@ -17,10 +17,9 @@ HIDDEN = tl.constexpr(-2)  # the bits of a hidden logit as an integer: a NaN tha
 @triton.jit
 def begin(
     logits, inner, outer, stride, grad, grad_inner, grad_outer, grad_stride, rows, upstreams, start, vocabulary,
-    softcap, logit_scale, ignore_index, limit,
-    CAPPED: tl.constexpr, SCALED: tl.constexpr, GROUPED: tl.constexpr, ALIGNED: tl.constexpr,
+    softcap, logit_scale, ignore_index, limit, GROUPED: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """Return the program, its row and side, the row of the gradient, and the row's facts, `dead` and factor r.
+    """Return the program, its row, the parts of its side, the row of the gradient, its facts, `dead` and factor r.
 
     The row of the gradient is that of the logits if there is no gradient.
     """
@@ -36,8 +35,7 @@ def begin(
     if ALIGNED:
         source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    side = source, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
-    return here, row, side, place, y, a, ignored, invalid, dead, r
+    return here, row, source, vocabulary, logit_scale, softcap, place, y, a, ignored, invalid, dead, r
 
 
 @triton.jit

@@ -63,11 +63,11 @@ def support_kernel(
 ):
     """See the module's docstring."""
     TILTED: tl.constexpr = upstreams.entropy is not None
-    here, row, side, place, y, a, ignored, invalid, dead, r = begin(
+    here, row, z_row, vocabulary, logit_scale, softcap, place, y, a, ignored, invalid, dead, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, ignore_index, vocabulary, CAPPED, SCALED, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, ignore_index, vocabulary, GROUPED, ALIGNED,
     )  # fmt: skip
-    vocabulary = side[1]
+    side = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
     if ignored:
         record_nothing(row, None, results)
         if grad is not None and not FILLED:

@@ -77,11 +77,12 @@ def top_k_kernel(
 ):
     """See the module's docstring."""
     ENTROPY: tl.constexpr = results.entropy is not None
-    _here, row, ours, place, _y, a, _ignored, _invalid, dead, factor = begin(
+    _here, row, z_row, vocabulary, logit_scale, softcap, place, _y, a, _ignored, _invalid, dead, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, CAPPED, SCALED, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
     )  # fmt: skip
-    source, vocabulary = ours[0], ours[1]
+    ours = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
+    source = z_row
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else dead:
         record(results.entropy, row, None, 0.0)
