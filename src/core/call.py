@@ -131,8 +131,8 @@ class Options(NamedTuple):
     """Row t has the target t + shift; a tuple has one shift per head. 0 in a prepared call."""
     heads: int | None = None
     """The number of heads; the rows of a prepared call are head after head. None for one without an axis of heads."""
-    head_weight: tuple[float, ...] | None = None
-    """The factor of each head's reduced loss; None for 1 each."""
+    head_weight: Any = None
+    """The factor of each head's reduced loss, H numbers or a tensor (H,); None for 1 each."""
 
 
 class Shards(NamedTuple):

@@ -236,5 +236,5 @@ def _options(
         "logit_scale": logit_scale,
         "stats": stats,
     }
-    loss_options("mlx", **named)  # type: ignore[arg-type]
+    loss_options("mlx", **named)
     return _Options(named | {"weight": weight, "backend": backend})

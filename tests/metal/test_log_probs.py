@@ -34,7 +34,6 @@ from tests.mlx.test_statistics import test_low_precision  # noqa: F401
 from tests.targets import Target
 from xent.backends.metal import failures, tensors, torch_machine
 from xent.backends.metal.failures import KernelError
-from xent.backends.torch import facts
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
 
 DEVICE = torch_machine.DEVICES[0]
@@ -156,7 +155,8 @@ def test_temperature_of_tensors_that_is_not_positive(
     values[[1, 2, 5]] = wrong
     with pytest.raises(ValueError, match="temperature must be > 0 in every row"):
         call(function, given, temperature=place(values))
-    monkeypatch.setattr(facts, "looks_at_targets", lambda device: False)
+    for module in ("portable.facts", "prepare"):
+        monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
     leaves = [one.detach().requires_grad_() for one in given]
     found, entropy = call(function, leaves, temperature=place(values), entropy=True)
     wanted = np.isin(np.arange(N), [1, 5])

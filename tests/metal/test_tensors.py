@@ -140,8 +140,8 @@ def test_nan_and_infinity_affect_only_their_row(value: float) -> None:
 
 
 def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("xent.backends.torch.portable.facts.looks_at_targets", lambda device: False)
-    monkeypatch.setattr("xent.backends.torch.prepare.looks_at_targets", lambda device: False)
+    for module in ("portable.facts", "prepare"):
+        monkeypatch.setattr(f"xent.backends.torch.{module}.looks_at_targets", lambda device: False)
     logits, target = draw()
     target[3], target[4] = 10**9, -7
     loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)

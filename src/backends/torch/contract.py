@@ -52,7 +52,7 @@ class Setting(NamedTuple):
     """A prepared call and how it is run."""
 
     call: Call
-    count: int
+    count: int  # type: ignore[assignment]  # not a method of the tuple
     """The number N of rows."""
     vocabulary: int
     """The number V of classes, over all ranks."""

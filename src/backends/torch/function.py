@@ -139,7 +139,8 @@ class Direct:
     """One plain call: the loop, and what its backward pass needs."""
 
     def __init__(self, call: Call, asked: Asked, kernel: str) -> None:
-        self.call, self.asked, self.kernel = call, asked, kernel
+        self.call: Call | None = call
+        self.asked, self.kernel = asked, kernel
         self.stats, self.each_row = call.options.stats, call.options.reduction == "none"
         self.first, self.device = makes_first(call, asked), array_of(call).device
         self.reuse = isinstance(call.source, Given) and call.source.inplace and asked[0]
@@ -152,7 +153,7 @@ class Direct:
         if self.reuse and self.first:
             torch.autograd.graph.increment_version(leaves[0])
             kept[0] = leaves[0]
-        saved: list[Tensor | None] = []
+        saved: list[Any] = []
         self.form = None
         if not self.first or self.asked[-2]:
             self.form = packing.split(self.call, saved)

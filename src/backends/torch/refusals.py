@@ -71,7 +71,7 @@ def refuse_gradients(call: Call, tensors: dict[str, Tensor]) -> None:
     if not torch.is_grad_enabled():
         return
     taught = isinstance(call.target, (Dense, TopK))
-    allowed = _ALLOWED
+    allowed: tuple[str, ...] = _ALLOWED
     if call.shards is None and not taught:
         allowed += "target", "logit_scale"
     for name, tensor in tensors.items():

@@ -97,7 +97,7 @@ class Stored:
                 yield self._beside_teacher(part, start, block, place)
 
     def _beside_teacher(self, part: Part, start: int, block: Tensor, place: Tensor | None) -> Block:
-        teacher = self._teacher and self._teacher.block(part, start, start + len(block))
+        teacher = None if self._teacher is None else self._teacher.block(part, start, start + len(block))
         return Block(block, start, 0, place, None, teacher)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
@@ -213,7 +213,7 @@ class Computed:
             else:
                 loaded.grad = self._beside(part)
             grad = loaded.grad[:, :width]
-        teacher = self._teacher and self._teacher.block(part, 0, part.stop - part.start)
+        teacher = None if self._teacher is None else self._teacher.block(part, 0, part.stop - part.start)
         yield Block(logits[:, :width], 0, 0, grad, loaded.taken.target_logits, teacher)
 
     def _beside(self, part: Part) -> Tensor:
