@@ -66,6 +66,19 @@ def test_gradients_exist_exactly_where_required(
             assert some[name].grad is None
 
 
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_entropy_has_no_gradient(target: Target, tensors: dict[str, Tensor], reduction: str, traced: bool) -> None:
+    options: dict[str, Any] = {"reduction": reduction, "stats": ("entropy",), "backend": target.name}
+
+    def call(logits: Tensor) -> Any:
+        return xent.divergence(logits, teacher_of(tensors, "logits"), **options)
+
+    function = torch.compile(call, backend="eager", fullgraph=True) if traced else call
+    loss, stats = function(tensors["logits"].clone().requires_grad_())
+    assert (loss.requires_grad, stats.entropy.requires_grad) == (True, False)
+
+
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("kind", TEACHERS)
 def test_second_backward_through_a_retained_graph(

@@ -38,10 +38,10 @@ def test_missing_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("version", ["2.1.0", "3.1.0", "3.1.0+git1234", "3.0.0rc1"])
 def test_old_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", version)
-    assert found() == (f"it needs Triton 3.2 or later and found {version}", ())
+    assert found() == (f"it needs Triton 3.4 or later and found {version}", ())
 
 
-@pytest.mark.parametrize("version", ["3.2.0", "3.10.1", "4.0.0+git1234"])
+@pytest.mark.parametrize("version", ["3.4.0", "3.10.1", "4.0.0+git1234"])
 def test_new_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch, (9, 0))
     monkeypatch.setattr(triton, "__version__", version)
@@ -97,7 +97,7 @@ except xent.BackendError as error:
     ("source", "reason"),
     [
         ("raise ImportError('libtriton.so: no such file')", "libtriton.so: no such file; pip install triton"),
-        ("__version__ = '2.1.0'", "it needs Triton 3.2 or later and found 2.1.0"),
+        ("__version__ = '2.1.0'", "it needs Triton 3.4 or later and found 2.1.0"),
     ],
 )
 def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_in_a_fresh_process(source: str, reason: str, tmp_path: Path, monkeypatc
 
 def test_kernels_chain_no_three_boolean_operators() -> None:
     """The oldest supported release of Triton supports only two operands."""
-    files = sorted(Path(machine.__file__).parent.glob("*.py"))
+    files = sorted(Path(machine.__file__).parent.rglob("*.py"))
     functions = [node for file in files for node in ast.walk(ast.parse(file.read_text())) if is_kernel(node)]
     assert len(functions) > 35
     for function in functions:

@@ -122,7 +122,8 @@ class MetalSteps(PortableSteps):
         lse = torch.where(norm[0] == -torch.inf, norm[0], norm[0] + norm[1])
         weight, found = at(self._facts.weight, index), {"lse": lse}
         if "z_loss" in self._setting.call.options.stats:
-            term = self._setting.call.options.z_loss * lse.square()
+            factor = self._setting.call.options.z_loss
+            term = factor * lse.square() if factor else torch.zeros_like(lse)
             found["z_loss"] = term if weight is None else term * weight
         return found
 

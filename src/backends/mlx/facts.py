@@ -173,14 +173,14 @@ def _scale(
     """Return the gradient factors of the rows, and the deferred factor."""
     if divisor is None:
         return weight, None
-    inverse = mx.where(divisor == 0, 0, 1 / divisor)
+    # 1/D would be infinite if D is below the normal numbers.
     if dtype != mx.float16:
-        return weight * inverse, None
+        return mx.where(divisor == 0, 0, weight / divisor), None
     # With 1/D, float16 gradients would underflow before the loss scale is multiplied in, and with large row weights
     # they could overflow. So the stored gradients have row factors of at most 1.
     largest = mx.nan_to_num(mx.abs(weight if row_weight is None else weight * row_weight)).max()
     size = mx.where(largest == 0, 1, largest)
-    return weight / size, inverse * size
+    return weight / size, mx.where(divisor == 0, 0, size / divisor)
 
 
 def _bend(

@@ -79,8 +79,9 @@ def _statistics(found: Found, facts: Facts) -> dict[str, mx.array]:
     lse = mx.where(ignored, 0, mx.where(peak == -mx.inf, peak, peak + log_sum))
     made = {"lse": lse, "count": facts.counted}
     if "z_loss" in names:
-        term = rows.weight * rows.number("z_loss") * mx.square(lse)
-        made["z_loss"] = _reduced(mx.where(rows.dead, 0, term), facts)
+        factor = rows.number("z_loss")
+        term = rows.weight * factor * mx.square(lse)
+        made["z_loss"] = _reduced(mx.where(rows.dead | (factor == 0), 0, term), facts)
     if found.nll is not None:
         nll = mx.where(ignored, 0, found.nll)
         made["nll"] = nll if facts.invalid is None else mx.where(facts.invalid, mx.nan, nll)

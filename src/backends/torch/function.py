@@ -22,7 +22,7 @@ from xent.backends.torch.memory import Rows, cast
 from xent.backends.torch.probability_gradient import probability_gradient
 from xent.backends.torch.refusals import NO_SECOND
 from xent.backends.torch.scale_gradient import scale_gradient, with_scale
-from xent.core.call import Call, Given, Probabilities, array_of
+from xent.core.call import Call, Dense, Given, Probabilities, TopK, array_of
 from xent.core.chunks import rows_per_block
 from xent.core.spec import DIFFERENTIABLE
 
@@ -39,6 +39,7 @@ __all__ = [
     "forward",
     "is_plain",
     "leaves_of",
+    "linked_of",
     "makes_first",
     "scale",
     "signed",
@@ -135,13 +136,19 @@ def _upstream_of(names: tuple[str, ...], given: Any) -> Upstream:
     return Upstream(given[0], **{name: one for name, one in zip(names, given[1:], strict=False) if one is not None})
 
 
+def linked_of(call: Call) -> tuple[str, ...]:
+    """Return the statistics that have gradients: none of reduced losses and of divergences."""
+    reduced = call.options.reduction != "none" or isinstance(call.target, (Dense, TopK))
+    return () if reduced else DIFFERENTIABLE
+
+
 class Direct:
     """One plain call: the loop, and what its backward pass needs."""
 
     def __init__(self, call: Call, asked: Asked, kernel: str) -> None:
         self.call: Call | None = call
         self.asked, self.kernel = asked, kernel
-        self.stats, self.each_row = call.options.stats, call.options.reduction == "none"
+        self.stats, self.linked = call.options.stats, linked_of(call)
         self.first, self.device = makes_first(call, asked), array_of(call).device
         self.reuse = isinstance(call.source, Given) and call.source.inplace and asked[0]
 
@@ -158,7 +165,7 @@ class Direct:
         if not self.first or self.asked[-2]:
             self.form = packing.split(self.call, saved)
         self.call = None
-        self._saved = (len(kept), *kept, outcome.deferred, outcome.saved, *saved)
+        self._saved: tuple[Any, ...] = (len(kept), *kept, outcome.deferred, outcome.saved, *saved)
         return *outcome.results, outcome.results[0].new_empty(0)
 
     def saved(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -169,7 +176,7 @@ class Direct:
     def constants(self, outputs: tuple[Tensor, ...]) -> list[Tensor]:
         """Return the outputs that have no gradient."""
         found = zip(self.stats, outputs[1:], strict=False)
-        return [value for name, value in found if not (self.each_row and name in DIFFERENTIABLE)]
+        return [value for name, value in found if name not in self.linked]
 
     def backward(self, ctx: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Return the gradients that were asked for, in the order of `Asked`."""
@@ -296,7 +303,7 @@ class Traced:
     def __init__(self, form: str, call: Call, asked: Asked, kernel: str, skips: bool, places: list[int]) -> None:
         """`places`: the index among the tensors of each value to which `asked` refers, -1 if it is no tensor."""
         self.form, self.asked, self.kernel, self.skips, self.places = form, asked, kernel, skips, places
-        self.stats, self.each_row = call.options.stats, call.options.reduction == "none"
+        self.stats, self.linked = call.options.stats, linked_of(call)
         self.first = makes_first(call, asked)
 
     def forward(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -313,7 +320,7 @@ class Traced:
         """Return the outputs that have no gradient. A made gradient has one, which raises."""
         results = 1 + len(self.stats)
         found = zip(self.stats, outputs[1:results], strict=False)
-        constant = [value for name, value in found if not (self.each_row and name in DIFFERENTIABLE)]
+        constant = [value for name, value in found if name not in self.linked]
         return constant if self.first else [*constant, *outputs[results:]]
 
     def backward(self, ctx: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:

@@ -69,11 +69,11 @@ def join(node: Any, tensors: Any) -> Any:
 
 def text(value: Any) -> str:
     """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
-    if isinstance(value, tuple):
-        if not hasattr(value, "_fields"):
-            return "[" + ",".join([text(one) for one in value]) + "]"
-        inner = [f'"{name}":' + text(getattr(value, name)) for name in value._fields]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        inner = [f'"{name}":' + text(getattr(value, name)) for name in value._fields]  # pyright: ignore[reportAttributeAccessIssue]
         return "{" + ",".join([f'"kind":"{type(value).__name__}"', *inner]) + "}"
+    if isinstance(value, tuple):
+        return "[" + ",".join([text(one) for one in value]) + "]"
     if isinstance(value, float):
         return '{"kind":"float","hex":"' + value.hex() + '"}'
     if isinstance(value, torch.dtype):

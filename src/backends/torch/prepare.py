@@ -221,6 +221,7 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
     elif options.reduction == "mean" or factors is not None:
         weight = counted.to(acc)
     if options.reduction == "mean":
+        assert weight is not None
         weight = weight.view(heads, -1)
         divisor = options.normalizer
         if divisor is None:
@@ -232,6 +233,7 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
             divisor = torch.full((), divisor, dtype=acc, device=weight.device)
         weight = torch.where(divisor == 0, 0, weight / divisor)
     if factors is not None:
+        assert weight is not None
         weight = torch.stack([row * factor for row, factor in zip(weight.view(heads, -1), factors, strict=True)])
     options = options._replace(
         reduction="none" if options.reduction == "none" else "sum",
