@@ -4,8 +4,7 @@ Head j of H predicts target t + shift[j] from row t of its own hidden states. Th
 the head's weight and R_j its reduced loss. For "mean", R_j = sum_i l_ij / D_j with the divisor D_j of the head. So the
 loss is a sum over the rows of all heads with row weights h_j / D_j: one call, with one gradient of the classifier.
 
-Class probabilities need one call per head, because a joint call would copy them for each head. A vocabulary in shards
-does too, because no rank has the class weights of all targets.
+Class probabilities need one call per head, because a joint call would copy them for each head.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +27,7 @@ def run(
 
     `xp` has the framework's functions under NumPy's names, and `cast` converts an array to a dtype of `xp`.
     """
-    if dtype_name(call.target) in INTEGER_DTYPES and call.vocab_parallel is None:
+    if dtype_name(call.target) in INTEGER_DTYPES:
         return run_one(_joined(call, xp, cast))
     return combined(call, [run_one(one) for one in apart(call)], xp)
 

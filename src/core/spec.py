@@ -1,10 +1,7 @@
 """The description of a validated call: frozen dataclasses that every backend reads. Imports no framework."""
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from dataclasses import dataclass
 from typing import Any
-
-from xent.core.call import Shards
 
 __all__ = [
     "DIFFERENTIABLE",
@@ -20,7 +17,6 @@ __all__ = [
     "LogitsCall",
     "LossSpec",
     "QuantizedWeight",
-    "Shards",
     "Stats",
     "Support",
     "VocabParallel",
@@ -69,16 +65,6 @@ class LossSpec:
         """Whether a linear loss computes logits in float32 or float64, because what it reports must not be rounded."""
         return self.exact or not set(DIFFERENTIABLE).isdisjoint(self.stats)
 
-    @cached_property
-    def identity(self) -> tuple[Any, ...]:
-        """Types and values of all fields; it tells 1 from True, and 0.0 from -0.0."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return tuple((type(value), repr(value) if isinstance(value, float) else value) for value in values)
-
-    def without_stats(self) -> "LossSpec":
-        """Return the same without statistics."""
-        return replace(self, stats=()) if self.stats else self
-
 
 @dataclass(frozen=True, eq=False)
 class LogitsCall:
@@ -98,7 +84,6 @@ class LogitsCall:
     inplace: bool
     temperature: Any = None
     support: "Support | None" = None
-    vocab_parallel: "Shards | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +145,6 @@ class LinearCall:
     temperature: Any = None
     support: "Support | None" = None
     heads: "Heads | None" = None
-    vocab_parallel: "Shards | None" = None
 
 
 @dataclass(frozen=True)
@@ -212,11 +196,11 @@ class VocabParallel:
         The ranks, each of which holds one shard.
     first : int, optional
         The first class of the shard. By default shards follow each other in the order of ranks, as DTensor and
-        torch.chunk split a vocabulary. Either all ranks pass it or none.
+        torch.chunk split a vocabulary; the ranks then exchange their ranges in every call, and the host waits for it.
+        Either all ranks pass it or none.
     size : int, optional
         V, the number of classes. Rows of a shard beyond V are padding: they have no probability and no gradient. By
-        default no shard has padding. Pass it also if one group has two vocabularies whose shards have the same size on
-        some ranks but not on all, because each rank caches the layout by the size of its own shard.
+        default no shard has padding. With `first` and `size` nothing is exchanged; CUDA graphs need both.
     sequence_parallel : bool
         Whether the `input` of a linear loss holds only this rank's tokens, (..., T_r, D), split along that axis as
         torch.chunk splits T. Targets and sample weights are those of all T tokens. The call gathers the hidden states,
