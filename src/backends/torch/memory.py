@@ -116,13 +116,13 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
     if rows.copies or not contiguous:
         most = rows_per_block(max(vocabulary, 1), logits.itemsize, logits.device.type, torch.get_num_threads())
     places = None if grad is None else Rows(grad)
+    space: Tensor | None = None
     writes = grad is not None and (vocabulary == 1 or grad.stride(-1) == 1) and not rows.copies
     for start, block in rows.blocks(most):
         stop = start + len(block)
-        if not contiguous and not rows.copies:
-            block = block.contiguous()
-        elif not contiguous:
-            block = block if block.stride(-1) == 1 else block.contiguous()
+        if block.stride(-1) != 1 and vocabulary != 1:
+            space = torch.empty(block.shape, dtype=block.dtype, device=block.device) if space is None else space
+            block = space[: len(block)].copy_(block)  # the first block is the largest
         if places is None:
             yield start, block, None
         elif writes and not places.copies and grad is not None and _in_one_piece(places, start, stop):
