@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
         )
     loss: Tensor = cross_entropy(
         vocab_parallel_logits,
-        torch.where((target >= 0) & (target < vocabulary), target, _NO_CLASS),
+        torch.where((target >= 0) & (target < vocabulary), target.long(), _NO_CLASS),
         reduction="none",
         label_smoothing=smoothing,
         ignore_index=_NO_CLASS,

@@ -128,7 +128,7 @@ def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, An
     return {
         "input": hidden,
         "linear_weight": weight,
-        "target": mx.where(counts, batch[:, 1:], -100),
+        "target": mx.where(counts, batch[:, 1:].astype(mx.int64), -100),
         "linear_bias": bias,
         "softcap": softcap,
         "logit_scale": scale,

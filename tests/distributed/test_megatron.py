@@ -79,3 +79,20 @@ def refusals() -> None:
 
 def test_refusals(pool: Pool) -> None:
     pool.run(refusals)
+
+
+def small_targets(dtype: torch.dtype) -> None:
+    """Targets of a dtype that has no -100: those outside of the classes, 200 on both ranks, have loss 0."""
+    rank, ranks = dist.get_rank(), 2
+    if rank >= ranks:
+        return
+    logits = torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).to(device())
+    target = torch.tensor([7, 250, 120], dtype=dtype, device=device())
+    loss = fused_vocab_parallel_cross_entropy(logits[:, rank * 100 : (rank + 1) * 100], target, group(ranks))
+    wanted = -logits.log_softmax(-1)[[0, 2], [7, 120]]
+    torch.testing.assert_close(loss, torch.stack([wanted[0], torch.zeros_like(wanted[0]), wanted[1]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32], ids=str)
+def test_targets_of_any_integer_dtype(pool: Pool, dtype: torch.dtype) -> None:
+    pool.run(small_targets, dtype)

@@ -159,3 +159,12 @@ def test_wrong_labels() -> None:
         causal_lm_loss(torch.zeros(2, 12, 96), inputs["labels"], 96)
     with pytest.raises(ValueError, match="got neither"):
         causal_lm_loss(torch.zeros(2, 12, 96), None, 96)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32], ids=str)
+def test_causal_lm_loss_of_labels_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    """The label that is added at the end is -100, which not every dtype has."""
+    logits, labels = torch.randn(2, 5, 200), torch.randint(100, (2, 5))
+    found = causal_lm_loss(logits, labels.to(dtype), 200)
+    assert found == causal_lm_loss(logits, labels, 200)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:]))

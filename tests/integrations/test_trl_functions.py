@@ -235,3 +235,14 @@ def test_masked_logits_are_not_read() -> None:
     assert not results[1][1]
     assert not gradient[1].any()
     assert gradient[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.uint16], ids=str)
+def test_masked_rows_of_any_integer_dtype(dtype: torch.dtype) -> None:
+    """-100 in uint8 is 156, which is a class of 200."""
+    logits, index = torch.randn(3, 200, device=device), torch.tensor([1, 7, 100], device=device)
+    mask = torch.tensor([1, 0, 1], device=device)
+    expected = selective_log_softmax_and_entropy(logits, index, row_mask=mask)
+    assert expected[0][1] == 0
+    found = selective_log_softmax_and_entropy(logits, index.to(dtype), row_mask=mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

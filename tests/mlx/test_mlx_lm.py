@@ -164,6 +164,17 @@ def test_log_probs_of_a_model_in_16_bits_come_from_float32_logits(dtype: mx.Dtyp
     np.testing.assert_allclose(np.array(log_probs(model, BATCH)), np.array(expected), atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [mx.uint8, mx.int16, mx.uint32], ids=str)
+def test_tokens_of_any_integer_dtype(dtype: mx.Dtype) -> None:
+    """Tokens that are not counted become -100, which not every dtype has."""
+    model = make("llama", vocab_size=200)
+    expected, _ = loss(model, BATCH, LENGTHS)
+    found, ntoks = loss(model, BATCH.astype(dtype), LENGTHS)
+    assert ntoks.item() == 28
+    assert found.item() == expected.item()
+    assert mx.array_equal(log_probs(model, BATCH.astype(dtype), LENGTHS), log_probs(model, BATCH, LENGTHS))
+
+
 def test_nothing_to_count_is_zero() -> None:
     model = make("llama")
     (found, ntoks), gradients = nn.value_and_grad(model, loss)(model, BATCH, mx.array([[20, 30]] * 3))

@@ -135,7 +135,7 @@ def causal_lm_loss(
     if shift_labels is None:
         if labels is None:
             raise ValueError("labels or shift_labels must be given, got neither")
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        shift_labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
     target, rows = shift_labels.reshape(-1).to(logits.device), logits.numel() // vocab_size
     if len(target) != rows:
         raise ValueError(

@@ -153,7 +153,7 @@ def selective_log_softmax_and_entropy(
     (tensor([-1.3863,  0.0000]), tensor([1.3863, 0.0000]))
     """
     if row_mask is not None:
-        index = index.masked_fill(row_mask == 0, _IGNORED)
+        index = index.long().masked_fill(row_mask == 0, _IGNORED)  # not every integer dtype has -100
     log_probs, entropy = xent.log_probs(logits, index, temperature=temperature, ignore_index=_IGNORED, entropy=True)
     return log_probs.float(), entropy.float()
 
