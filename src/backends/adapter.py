@@ -19,6 +19,7 @@ from xent.core.call import (
     Probabilities,
     Source,
     TopK,
+    array_of,
     vocabulary_of,
 )
 from xent.core.spec import BackendInfo, Heads, LinearCall, LogitsCall, LossSpec, Stats, Support
@@ -126,7 +127,7 @@ def as_divergence_call(call: Call) -> DivergenceCall:
     return DivergenceCall(
         _logits(source, call.activation),
         teacher,
-        options.sample_weight,
+        _moved(options.sample_weight, options.shift, rows, array_of(call)),
         options.normalizer,
         options.beta,
         options.reduction,
@@ -149,9 +150,24 @@ def _logits(source: Source, activation: Activation) -> StoredLogits | LinearLogi
 def _offsets(target: Allowed) -> Any:
     """Return the offsets (N + 1,) of a support."""
     begin, end = target.begin, target.end
-    xp: Any = np
-    if framework_of(end) == "mlx":
-        import mlx.core
-
-        xp = mlx.core
+    xp = _functions(end)
     return xp.concatenate([begin[:1], end]) if end.shape[0] else xp.zeros(1, dtype=end.dtype)
+
+
+def _moved(weight: Any, shift: Any, rows: tuple[int, ...], array: Any) -> Any:
+    """Return the sample weight t + shift of each row t, and 0 past the end; None for 1 each."""
+    if not shift:
+        return weight
+    xp = _functions(array)
+    weight = xp.ones(rows) if weight is None else weight
+    kept = weight[..., shift:]
+    return xp.concatenate([kept, xp.zeros_like(weight[..., : rows[-1] - kept.shape[-1]])], -1)
+
+
+def _functions(array: Any) -> Any:
+    """Return NumPy, or for an array of MLX its functions of the same names."""
+    if framework_of(array) != "mlx":
+        return np
+    import mlx.core
+
+    return mlx.core

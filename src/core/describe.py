@@ -19,7 +19,15 @@ from xent.core.arrays import (
     one_framework,
 )
 from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of
-from xent.core.options import check_numbers, check_stats, divided, head_weights, loss_options, shift_and_workspace
+from xent.core.options import (
+    check_numbers,
+    check_stats,
+    divided,
+    head_weights,
+    loss_options,
+    one_shift,
+    shift_and_workspace,
+)
 from xent.core.shards import check_tokens, shards_of
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, Support
 from xent.core.validate_arrays import (
@@ -27,6 +35,7 @@ from xent.core.validate_arrays import (
     check_float,
     check_normalizer,
     check_sample_weight,
+    check_sequence,
     class_axis,
     parts_of,
 )
@@ -105,8 +114,8 @@ def linear_loss_call(
                 f"got {tuple(input.shape)}"
             )
         rows = rows[1:]
-    elif shift and not rows:
-        raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
+    else:
+        check_sequence(shift, input)
     vocabulary = linear_weight.shape[0]
     known = _target_of("input", tuple(input.shape), rows, (*rows, vocabulary), vocabulary, target, shards is not None)
     options = _weighted(framework, options, arrays, rows, vocabulary)
@@ -139,12 +148,7 @@ def linear_log_probs_call(
     """Check the arguments of `xent.linear_log_probs` and describe the call, as `log_probs_call` does."""
     names = _names(stats, entropy)
     _check_classes(target)
-    if isinstance(shift, (tuple, list)):
-        raise ValueError(
-            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
-            f"{shift!r}"
-        )
-    call = linear_loss_call(input, linear_weight, target, shift=shift, **_OF_LOG_PROBS, **others)
+    call = linear_loss_call(input, linear_weight, target, shift=one_shift(shift), **_OF_LOG_PROBS, **others)
     return as_log_probs(call, target, temperature, support, names)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from xent.core.arrays import INTEGER_DTYPES, describe, dtype_name, framework_of, number_of, one_framework
 from xent.core.call import Activation, Call, Dense, Given, Options, Product, Source, TopK
-from xent.core.options import check_numbers, check_reduction, check_stats, divided, shift_and_workspace
+from xent.core.options import check_numbers, check_reduction, check_stats, divided, one_shift, shift_and_workspace
 from xent.core.spec import DIVERGENCE_STATS, bounded
 from xent.core.teachers import TAILS, LinearTeacher, TopKTeacher
 from xent.core.validate_arrays import (
@@ -15,6 +15,7 @@ from xent.core.validate_arrays import (
     check_float,
     check_normalizer,
     check_sample_weight,
+    check_sequence,
     class_axis,
     parts_of,
 )
@@ -32,17 +33,19 @@ def divergence_call(logits: Any, teacher: Any, *, axis: Any, **options: Any) -> 
 
 
 def linear_divergence_call(
-    input: Any, linear_weight: Any, teacher: Any, *, linear_bias: Any, workspace: Any, **options: Any
+    input: Any, linear_weight: Any, teacher: Any, *, linear_bias: Any, shift: Any, workspace: Any, **options: Any
 ) -> Call:
     """Check the arguments of `xent.linear_divergence` and describe the call."""
     student = {"input": input, **parts_of(linear_weight, "linear_weight"), "linear_bias": linear_bias}
     framework, options = _framework_of(student, teacher, options)
     check_classifier(framework, input, linear_weight, linear_bias)
-    _, workspace = shift_and_workspace(0, workspace)
+    shift, workspace = shift_and_workspace(one_shift(shift), workspace)
     check_reduction(options["reduction"])
     rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
+    check_sequence(shift, input)
     source = Product(input, linear_weight, linear_bias, workspace)
-    return _call(framework, source, teacher, rows, vocabulary, (*rows, vocabulary), **options)
+    call = _call(framework, source, teacher, rows, vocabulary, (*rows, vocabulary), **options)
+    return call._replace(options=call.options._replace(shift=shift))
 
 
 def _framework_of(student: dict[str, Any], teacher: Any, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

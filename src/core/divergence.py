@@ -138,6 +138,7 @@ def linear_divergence(
     reduction: str = "mean",
     sample_weight: Any = None,
     normalizer: Any = None,
+    shift: int = 0,
     workspace: int | None = None,
     stats: Collection[str] = (),
     backend: str = "auto",
@@ -167,6 +168,10 @@ def linear_divergence(
     sample_weight : array (...), optional
         Weight of each row. PyTorch skips rows with weight 0 in all matrix products (on CUDA if the call has several
         chunks).
+    shift : int >= 0
+        Row t of student and teacher takes the sample weight t + shift along the last sequence axis (axis -2 of input),
+        and the last ``shift`` rows of a sequence have weight 0. Row t of a language model predicts token t + 1, so
+        ``sample_weight=labels != -100, shift=1`` selects the rows that predict the labelled tokens.
     workspace : int, optional
         Bound in bytes on the logits of both sides that exist at one time (at least one row is computed).
 
@@ -195,6 +200,7 @@ def linear_divergence(
         linear_weight,
         teacher,
         linear_bias=linear_bias,
+        shift=shift,
         workspace=workspace,
         sample_weight=sample_weight,
         normalizer=normalizer,

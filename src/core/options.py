@@ -27,6 +27,7 @@ __all__ = [
     "head_weights",
     "is_int",
     "loss_options",
+    "one_shift",
     "plain_int",
     "shift_and_workspace",
 ]
@@ -112,6 +113,16 @@ def shift_and_workspace(shift: Any, workspace: Any) -> tuple[int | tuple[int, ..
         raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
     plain = tuple(map(plain_int, shifts))
     return plain if several else plain[0], None if workspace is None else plain_int(workspace)
+
+
+def one_shift(shift: Any) -> Any:
+    """Return a shift. Raise ValueError for a tuple, one entry for each head, of a function that has no heads."""
+    if isinstance(shift, (tuple, list)):
+        raise ValueError(
+            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
+            f"{shift!r}"
+        )
+    return shift
 
 
 def head_weights(

@@ -9,7 +9,15 @@ from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name,
 from xent.core.options import check_numbers, is_int
 from xent.core.spec import QuantizedWeight
 
-__all__ = ["check_classifier", "check_float", "check_normalizer", "check_sample_weight", "class_axis", "parts_of"]
+__all__ = [
+    "check_classifier",
+    "check_float",
+    "check_normalizer",
+    "check_sample_weight",
+    "check_sequence",
+    "class_axis",
+    "parts_of",
+]
 
 
 def check_float(name: str, array: Any) -> None:
@@ -101,6 +109,12 @@ def check_sample_weight(sample_weight: Any, rows: tuple[int, ...]) -> Any:
     if tuple(sample_weight.shape) != rows:
         raise ValueError(f"sample_weight must have shape {rows}, one per row; got {tuple(sample_weight.shape)}")
     return sample_weight
+
+
+def check_sequence(shift: Any, input: Any) -> None:
+    """Raise ValueError for a shift of hidden states (D,), which have no sequence axis."""
+    if shift and len(input.shape) < 2:
+        raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
 
 
 def check_normalizer(framework: str, normalizer: Any, reduction: str) -> Any:

@@ -141,6 +141,12 @@ def test_arguments_of_one_function() -> None:
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, linear_bias=np.zeros(4))
     with pytest.raises(ValueError, match="workspace must be None or a positive int"):
         xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, workspace=0)
+    with pytest.raises(ValueError, match=r"shift must be an int >= 0, got -1"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, shift=-1)
+    with pytest.raises(ValueError, match=r"shift must be an int >= 0, since only xent.linear_cross_entropy takes"):
+        xent.linear_divergence(HIDDEN, CLASSIFIER, LOGITS, shift=(1, 2))
+    with pytest.raises(ValueError, match=r"shift=1 needs a sequence axis: input of shape \(\.\.\., T, D\), got \(4,\)"):
+        xent.linear_divergence(HIDDEN[0, 0], CLASSIFIER, LOGITS[0, 0], shift=1)
     packed = xent.QuantizedWeight(CLASSIFIER, CLASSIFIER)
     with pytest.raises(TypeError, match="linear_weight: a QuantizedWeight holds MLX arrays, got numpy array"):
         xent.linear_divergence(HIDDEN, packed, LOGITS)

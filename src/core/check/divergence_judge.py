@@ -123,7 +123,7 @@ def _reference(
         made = divergence_call(**arguments, teacher=known, axis=-1, **given)
     else:
         linear: Results = {"linear_bias": None} | arguments
-        made = linear_divergence_call(**linear, teacher=known, workspace=None, **given)
+        made = linear_divergence_call(**linear, teacher=known, shift=0, workspace=None, **given)
     call = as_divergence_call(made)
     gradients = divergence_gradients(call, harness.numpy(upstream))
     entropy = {"entropy": student_entropy(call)} if case.entropy else {}

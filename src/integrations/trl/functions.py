@@ -179,7 +179,9 @@ class ChunkedDivergenceFunction:
         teacher_logit_scale: float = 1.0,
         teacher_final_logit_softcapping: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute the divergence at each token, and the student's entropy.
+        """Compute the divergence at each position, and the student's entropy.
+
+        Every row counts, and none is shifted: TRL passes the positions that predict the tokens of completions.
 
         Parameters
         ----------
