@@ -197,13 +197,11 @@ def print_table(students: dict[str, Student], teacher: LanguageModel, windows: T
 
 
 def draw(students: dict[str, Student], path: Path) -> None:
-    """Draw the divergence from the teacher over the steps."""
-    import matplotlib
+    """Draw the divergence from the teacher over the steps, into a file. Only this needs matplotlib."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
     for (name, found), style in zip(students.items(), ("-", "-", "--", ":"), strict=True):
         axes.plot(*zip(*found.curve, strict=True), style, marker="o", markersize=3, label=name)
     axes.set(xlabel="step", ylabel="KL from the teacher, held-back text", title="Students of one teacher")

@@ -1,6 +1,6 @@
 """Teach a model a preference: DPO, direct preference optimisation, in one short loss.
 
-    python examples/dpo.py
+    python examples/dpo.py --plot dpo.png
 
 The model first learns to sort digits in either order. Then it is trained on pairs of answers, in which the ascending
 one is preferred; the reference is the model before this training. The log-probability of an answer is computed from
@@ -45,11 +45,11 @@ def answers(generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def main() -> None:
-    """Train; print and plot which answers the model gives."""
+    """Train; print, and plot, which answers the model gives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first-steps", type=int, default=300, help="steps of learning to sort either way")
     parser.add_argument("--steps", type=int, default=150, help="steps of learning the preference")
-    parser.add_argument("--plot", type=Path, default=Path("dpo.png"))
+    parser.add_argument("--plot", type=Path, help="file for the curves, which matplotlib draws")
     options = parser.parse_args()
 
     model, generator = make_model(), torch.Generator().manual_seed(1)
@@ -79,13 +79,10 @@ def main() -> None:
         if step % 20 == 0 or step == options.steps - 1:
             print(f"step {step}: loss {losses[-1]:.3f}, rising {rising[-1]:.3f}, falling {falling[-1]:.3f}", flush=True)
 
-    title = f"DPO on {DEVICE.type}: prefer the order that rises"
-    draw(
-        options.plot,
-        title,
-        {"reward: digits in rising order": rising, "digits in falling order": falling, "loss": losses},
-    )
-    print(f"the plot is in {options.plot}")
+    if options.plot:
+        curves = {"reward: digits in rising order": rising, "digits in falling order": falling, "loss": losses}
+        draw(options.plot, f"DPO on {DEVICE.type}: prefer the order that rises", curves)
+        print(f"the plot is in {options.plot}")
 
 
 if __name__ == "__main__":

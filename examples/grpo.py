@@ -1,6 +1,6 @@
 """Teach a model to sort by reward alone: GRPO, group-relative policy optimisation, in one short loss.
 
-    python examples/grpo.py
+    python examples/grpo.py --plot grpo.png
 
 The model samples eight completions of each prompt. Completions with a higher reward than the others of their prompt
 become more probable, the others less probable. Log-probabilities and entropy at the sampling temperature are computed
@@ -38,10 +38,10 @@ def loss_of(log_probs: Tensor, old: Tensor, entropy: Tensor, advantage: Tensor) 
 
 
 def main() -> None:
-    """Train; print and plot the reward."""
+    """Train; print the reward, and plot it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--plot", type=Path, default=Path("grpo.png"))
+    parser.add_argument("--plot", type=Path, help="file for the curves, which matplotlib draws")
     options = parser.parse_args()
 
     model, generator = make_model(), torch.Generator().manual_seed(1)
@@ -68,8 +68,10 @@ def main() -> None:
             print(f"step {step}: reward {rewards[-1]:.3f}, entropy {entropies[-1]:.3f}", flush=True)
 
     print(f"In {options.steps} steps the reward rose from {rewards[0]:.2f} to {rewards[-1]:.2f}.")
-    draw(options.plot, f"GRPO on {DEVICE.type}: sort four digits", {"reward": rewards, "entropy (nats)": entropies})
-    print(f"the plot is in {options.plot}")
+    if options.plot:
+        curves = {"reward": rewards, "entropy (nats)": entropies}
+        draw(options.plot, f"GRPO on {DEVICE.type}: sort four digits", curves)
+        print(f"the plot is in {options.plot}")
 
 
 if __name__ == "__main__":

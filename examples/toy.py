@@ -2,14 +2,9 @@
 
 from pathlib import Path
 
-import matplotlib
 import torch
 import transformers
 from torch import Tensor
-
-matplotlib.use("Agg")  # draws into files, and works without a display
-
-from matplotlib import pyplot as plt
 
 __all__ = ["DEVICE", "LENGTH", "draw", "make_model", "make_prompts", "sample", "share_sorted"]
 
@@ -54,12 +49,14 @@ def share_sorted(tokens: Tensor, descending: bool = False) -> Tensor:
 
 
 def draw(path: Path, title: str, curves: dict[str, list[float]]) -> None:
-    """Draw each curve over the steps, in one panel each."""
-    figure, panels = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3), layout="constrained", squeeze=False)
+    """Draw each curve over the steps, in one panel each, into a file. Only this needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4 * len(curves), 3), layout="constrained")
+    panels = figure.subplots(1, len(curves), squeeze=False)
     for panel, (name, values) in zip(panels[0], curves.items(), strict=True):
         panel.plot(values)
         panel.set(title=name, xlabel="step")
         panel.grid(alpha=0.3)
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
-    plt.close(figure)

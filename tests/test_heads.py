@@ -294,8 +294,8 @@ HIDDEN, CLASSIFIER, CLASSES = np.zeros((2, 2, 3, 4)), np.zeros((5, 4)), np.zeros
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"shift": ()}, ValueError, r"shift must be an int >= 0, or a tuple with one such int for each head, got \(\)"),
     ({"shift": (1, -2)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, -2\)"),
-    ({"shift": (1, 2.0)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, 2.0\)"),
-    ({"shift": (1, True)}, ValueError, r"shift must be an int >= 0, or a tuple .*, got \(1, True\)"),
+    ({"shift": (1, 2.0)}, TypeError, r"shift must be an int >= 0, or a tuple .*, got \(1, 2.0\)"),
+    ({"shift": (1, True)}, TypeError, r"shift must be an int >= 0, or a tuple .*, got \(1, True\)"),
     ({"shift": (1, 2, 3)}, ValueError, r"shift=\(1, 2, 3\) needs input of shape \(3, ..., T, D\).*got \(2, 2, 3, 4\)"),
     ({"input": np.zeros((2, 4))}, ValueError, r"shift=\(1, 2\) needs input of shape \(2, ..., T, D\).*got \(2, 4\)"),
     ({"target": np.zeros((2, 2, 3), int)}, ValueError, r"target of class indices must have shape \(2, 3\) for input"),

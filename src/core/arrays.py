@@ -15,6 +15,8 @@ __all__ = [
     "is_tracing",
     "number_of",
     "one_framework",
+    "shape_of",
+    "shown",
     "wide",
 ]
 
@@ -57,6 +59,16 @@ def describe(value: Any) -> str:
     if framework is None:
         return "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
     return f"{framework} array of shape {tuple(value.shape)}, dtype {dtype_name(value)}"
+
+
+def shown(value: Any) -> str:
+    """Return a value as it is written in Python, abbreviated if it is long; an array is described."""
+    return reprlib.repr(value) if framework_of(value) is None else describe(value)
+
+
+def shape_of(*sizes: Any) -> str:
+    """Return a shape whose sizes may have names: "(6, D)"."""
+    return f"({', '.join(map(str, sizes))}{',' if len(sizes) == 1 else ''})"
 
 
 def is_tracing(framework: str | None) -> bool:

@@ -17,6 +17,7 @@ from xent.core.arrays import (
     framework_of,
     number_of,
     one_framework,
+    shown,
 )
 from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of
 from xent.core.options import (
@@ -66,7 +67,7 @@ def loss_call(
     activation, options = loss_options(framework, **numbers)
     axis, shape = class_axis(logits, axis), tuple(logits.shape)
     if not isinstance(inplace, bool):
-        raise TypeError(f"inplace must be a bool, got {inplace!r}")
+        raise TypeError(f"inplace must be a bool, got {shown(inplace)}")
     shards = shards_of(framework, vocab_parallel)
     if shards is not None and shards.axis is not None:
         raise ValueError(
@@ -155,7 +156,7 @@ def linear_log_probs_call(
 def as_log_probs(call: Call, target: Any, temperature: Any, support: Any, stats: tuple[str, ...]) -> Call:
     """Return a loss with reduction "none" as log-probabilities with these statistics; validate the other arguments.
 
-    A 0-d MLX array is treated as a temperature per row, because its value is not known yet and may be invalid.
+    A 0-d tensor or MLX array is treated as a temperature per row: its value may be invalid, and may not be known yet.
     """
     array, rows = array_of(call), tuple(target.shape)
     number = number_of(framework_of(array), temperature)
@@ -168,6 +169,8 @@ def as_log_probs(call: Call, target: Any, temperature: Any, support: Any, stats:
         check_numbers(framework, ", or an array of floats", temperature=number)
         activation = divided(activation, number)
     else:
+        if framework == "torch" and not temperature.shape:
+            temperature = temperature.expand(rows)
         _check_rows_of(framework, temperature, rows)
         activation = activation._replace(temperature=temperature)
     if support is not None:
@@ -241,7 +244,7 @@ def _weighted(
 def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
     """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`."""
     if not isinstance(entropy, bool):
-        raise TypeError(f"entropy must be a bool, got {entropy!r}")
+        raise TypeError(f"entropy must be a bool, got {shown(entropy)}")
     check_stats(stats, LOG_PROB_STATS, ": pass entropy=True")
     return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
 

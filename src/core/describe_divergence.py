@@ -5,7 +5,16 @@ This module checks shapes, dtypes and numbers. Backends check the values in a `T
 
 from typing import Any
 
-from xent.core.arrays import INTEGER_DTYPES, describe, dtype_name, framework_of, number_of, one_framework
+from xent.core.arrays import (
+    INTEGER_DTYPES,
+    describe,
+    dtype_name,
+    framework_of,
+    number_of,
+    one_framework,
+    shape_of,
+    shown,
+)
 from xent.core.call import Activation, Call, Dense, Given, Options, Product, Source, TopK
 from xent.core.options import check_numbers, check_reduction, check_stats, divided, one_shift, shift_and_workspace
 from xent.core.spec import DIVERGENCE_STATS, bounded
@@ -141,8 +150,8 @@ def _target_of(
             )
         if tuple(teacher.input.shape[:-1]) != rows:
             raise ValueError(
-                f"teacher.input must have shape {(*rows, 'D')}, a hidden state for each row of the student; got "
-                f"{tuple(teacher.input.shape)}"
+                f"teacher.input must have shape {shape_of(*rows, 'D')}, a hidden state for each row of the student; "
+                f"got {tuple(teacher.input.shape)}"
             )
         cap, scale = (number_of(framework, value) for value in (teacher.softcap, teacher.logit_scale))
         check_numbers(framework, softcap=cap, logit_scale=scale)
@@ -151,7 +160,7 @@ def _target_of(
     check_float("teacher", teacher)
     if tuple(teacher.shape) != shape:
         raise ValueError(
-            f"teacher logits must have shape {shape}, the student's rows and vocabulary; got {tuple(teacher.shape)}"
+            f"teacher must have shape {shape}, the student's rows and vocabulary; got {tuple(teacher.shape)}"
         )
     axis = student.axis if isinstance(student, Given) else len(rows)
     return Dense(Given(teacher, axis), divided(Activation(), temperature))
@@ -159,13 +168,13 @@ def _target_of(
 
 def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -> None:
     if teacher.tail not in TAILS:
-        raise ValueError(f"teacher.tail must be one of {', '.join(map(repr, TAILS))}, got {teacher.tail!r}")
+        raise ValueError(f"teacher.tail must be one of {', '.join(map(repr, TAILS))}, got {shown(teacher.tail)}")
     if dtype_name(teacher.ids) not in INTEGER_DTYPES:
         raise TypeError(f"teacher.ids must have an integer dtype, got {describe(teacher.ids)}")
     check_float("teacher.log_probs", teacher.log_probs)
     shape = tuple(teacher.ids.shape)
     if shape[:-1] != rows or len(shape) != len(rows) + 1:
-        raise ValueError(f"teacher.ids must have shape {(*rows, 'K')}, K classes for each row; got {shape}")
+        raise ValueError(f"teacher.ids must have shape {shape_of(*rows, 'K')}, K classes for each row; got {shape}")
     if not 1 <= shape[-1] <= vocabulary:
         raise ValueError(f"teacher.ids must hold 1 to {vocabulary} classes a row, the vocabulary; got {shape[-1]}")
     if tuple(teacher.log_probs.shape) != shape:

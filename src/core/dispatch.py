@@ -6,7 +6,7 @@ from typing import Any
 
 from xent.backends import ALSO, TABLE
 from xent.backends.protocol import Backend
-from xent.core.arrays import framework_of
+from xent.core.arrays import framework_of, shown
 from xent.core.call import Call, array_of
 from xent.core.errors import BackendError
 from xent.core.spec import BackendInfo, Stats
@@ -43,7 +43,7 @@ def run(call: Call, name: str) -> tuple[Any, Stats]:
 def _selected(name: str, call: Call) -> Backend:
     """Return the backend called `name`, or for "auto" the first that can serve the call; else raise BackendError."""
     if not isinstance(name, str):
-        raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {name!r}")
+        raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {shown(name)}")
     framework, device = _home(call)
     if name != "auto":
         return _named(name, f"backend {name!r}", framework, call)

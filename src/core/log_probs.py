@@ -49,8 +49,9 @@ def log_probs(
         Unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
     target : integer array (...)
         Class indices in [0, V) or ignore_index.
-    temperature : float > 0, or float array with the target's shape
-        Divides the logits after scale and softcap: one number for all rows, or one per row. No gradient.
+    temperature : float > 0, 0-d float array, or float array with the target's shape
+        Divides the logits after scale and softcap: one number for all rows, or one per row. No gradient. (A 0-d array
+        of PyTorch or MLX is used as one per row.)
     softcap, logit_scale, axis, vocab_parallel, backend
         As in `xent.cross_entropy`.
     ignore_index : int

@@ -14,6 +14,7 @@ from xent.core.arrays import (
     framework_of,
     is_tracing,
     number_of,
+    shown,
     wide,
 )
 from xent.core.call import Activation, Options
@@ -58,7 +59,7 @@ def loss_options(
     """Check the options of the losses for which no other array is needed."""
     check_reduction(reduction)
     if not is_int(ignore_index):
-        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+        raise TypeError(f"ignore_index must be an int, got {shown(ignore_index)}")
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     stats = check_stats(stats, STAT_NAMES)
@@ -103,14 +104,17 @@ def divided(activation: Activation, temperature: Any) -> Activation:
 
 
 def shift_and_workspace(shift: Any, workspace: Any) -> tuple[int | tuple[int, ...], int | None]:
-    """Return shift, of several heads a tuple, and workspace, as Python ints. Raise ValueError if one is invalid."""
+    """Return shift, of several heads a tuple, and workspace, as Python ints. Raise if one is invalid."""
     several = isinstance(shift, (tuple, list))
     shifts = tuple(shift) if several else (shift,)
-    if not shifts or not all(is_int(one) and one >= 0 for one in shifts):
+    integers = all(map(is_int, shifts))
+    if not shifts or not integers or min(shifts) < 0:
         more = ", or a tuple with one such int for each head" if several else ""
-        raise ValueError(f"shift must be an int >= 0{more}, got {shift!r}")
+        error = ValueError if integers else TypeError
+        raise error(f"shift must be an int >= 0{more}, got {shown(shift)}")
     if workspace is not None and (not is_int(workspace) or workspace <= 0):
-        raise ValueError(f"workspace must be None or a positive int, a number of bytes; got {workspace!r}")
+        error = ValueError if is_int(workspace) else TypeError
+        raise error(f"workspace must be None or a positive int, a number of bytes; got {shown(workspace)}")
     plain = tuple(map(plain_int, shifts))
     return plain if several else plain[0], None if workspace is None else plain_int(workspace)
 
@@ -120,7 +124,7 @@ def one_shift(shift: Any) -> Any:
     if isinstance(shift, (tuple, list)):
         raise ValueError(
             f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
-            f"{shift!r}"
+            f"{shown(shift)}"
         )
     return shift
 
@@ -166,9 +170,10 @@ def check_numbers(framework: str, other: str = "", **values: Any) -> None:
 
 
 def check_reduction(reduction: Any) -> str:
-    """Return the name of a reduction. Raise ValueError for other values."""
+    """Return the name of a reduction. Raise TypeError or ValueError for other values."""
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {reduction!r}")
+        error = ValueError if isinstance(reduction, str) else TypeError
+        raise error(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {shown(reduction)}")
     return reduction
 
 
@@ -179,11 +184,11 @@ def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> t
     """
     listed = ", ".join(map(repr, allowed))
     if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {stats!r}")
+        raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {shown(stats)}")
     unknown = [name for name in stats if name not in allowed]
     if unknown:
         more = of_entropy if unknown[0] == "entropy" else ""
-        raise ValueError(f"stats must be names from {listed}; got {unknown[0]!r}{more}")
+        raise ValueError(f"stats must be names from {listed}; got {shown(unknown[0])}{more}")
     return tuple(name for name in allowed if name in stats)
 
 

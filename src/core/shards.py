@@ -3,7 +3,7 @@
 import numbers
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, describe, dtype_name
+from xent.core.arrays import FLOAT_DTYPES, describe, dtype_name, shown
 from xent.core.call import Shards
 from xent.core.spec import VocabParallel
 
@@ -32,7 +32,7 @@ def shards_of(framework: str, given: Any) -> Shards | None:
             raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
     sequence_parallel: Any = shards.sequence_parallel
     if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {sequence_parallel!r}")
+        raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {shown(sequence_parallel)}")
     first, size = (None if value is None else int(value) for value in (shards.first, shards.size))
     return Shards(shards.group, first, size, -2 if sequence_parallel else None)
 

@@ -5,7 +5,7 @@ Errors name the argument, its shape and dtype, and what is allowed.
 
 from typing import Any
 
-from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of
+from xent.core.arrays import FLOAT_DTYPES, INTEGER_DTYPES, describe, dtype_name, framework_of, shown
 from xent.core.options import check_numbers, is_int
 from xent.core.spec import QuantizedWeight
 
@@ -33,7 +33,7 @@ def class_axis(logits: Any, axis: Any) -> int:
     if not shape:
         raise ValueError("logits must have a class axis, got a 0-d array")
     if not is_int(axis):
-        raise TypeError(f"axis must be an int, got {axis!r}")
+        raise TypeError(f"axis must be an int, got {shown(axis)}")
     if not -len(shape) <= axis < len(shape):
         raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
     return int(axis) % len(shape)
@@ -87,8 +87,10 @@ def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None
             f"{describe(weight.packed)}"
         )
     for number in ("group_size", "bits"):
-        if not is_int(getattr(weight, number)) or getattr(weight, number) <= 0:
-            raise ValueError(f"{name}.{number} must be an int > 0, got {getattr(weight, number)!r}")
+        value = getattr(weight, number)
+        if not is_int(value) or value <= 0:
+            error = ValueError if is_int(value) else TypeError
+            raise error(f"{name}.{number} must be an int > 0, got {shown(value)}")
     vocabulary, width = weight.shape
     groups = (vocabulary, width // weight.group_size)
     for kind in ("scales", "biases"):

@@ -18,7 +18,8 @@ def drawn() -> tuple[Any, ...]:
     rng = np.random.default_rng(0)
     tokens, embedding = PROMPT + COMPLETION, rng.normal(0, 1, (CLASSES, WIDTH))
     hidden = embedding[tokens][None] + rng.normal(0, 0.1, (1, len(tokens), WIDTH))
-    return hidden, rng.normal(0, 1, (CLASSES, WIDTH)), rng.normal(0, 1, hidden.shape), rng.normal(0, 1, (CLASSES, WIDTH))
+    weight, teacher = rng.normal(0, 1, (2, CLASSES, WIDTH))
+    return hidden, weight, rng.normal(0, 1, hidden.shape), teacher
 
 
 def teachers(target: Target, hidden: Any, weight: Any) -> dict[str, Any]:

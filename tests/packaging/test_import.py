@@ -1,9 +1,13 @@
 """Importing xent, and calling it with NumPy arrays, loads no framework: each is imported where it is used."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests.packaging.tree import ROOT
 
 PROBE = """
 import sys
@@ -28,3 +32,11 @@ def test_loads_nothing_but_numpy(code: str) -> None:
     program = [sys.executable, "-W", "error", "-c", PROBE.format(code=code)]
     run = subprocess.run(program, check=True, capture_output=True, text=True)
     assert set(run.stdout.split()) - {"numpy"} == {"xent"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda path: path.name)
+def test_examples_import_matplotlib_only_to_plot(path: Path) -> None:
+    named = [
+        ast.unparse(one) for one in ast.parse(path.read_text(encoding="utf-8")).body if "import" in ast.unparse(one)
+    ]
+    assert not [line for line in named if line.startswith(("import matplotlib", "from matplotlib"))]

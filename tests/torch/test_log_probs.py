@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import xent
 from tests.covering import covering
 from tests.targets import Target
 from tests.torch.sampled import Problem
@@ -100,3 +101,25 @@ def compared(target: Target, problem: Problem) -> Errors:
         np.testing.assert_allclose(right.numpy(), same, rtol=1e-8, atol=1e-11)
         found.append(judged(made, right, near, problem.dtype))
     return found
+
+
+@pytest.mark.parametrize("linear", [False, True])
+def test_temperature_of_one_tensor(target: Target, linear: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    source = [torch.randn(2, 3, 8, generator=generator).to(target.device).requires_grad_()]
+    source += [torch.randn(8, 8, generator=generator).to(target.device).requires_grad_()] if linear else []
+    classes = torch.randint(8, (2, 3), generator=generator).to(target.device)
+    function = xent.linear_log_probs if linear else xent.log_probs
+
+    def results(heat: Any) -> list[Tensor]:
+        found = function(*source, classes, temperature=heat, softcap=5.0, entropy=True, backend=target.name)
+        return [*found, *torch.autograd.grad(sum(found).sum(), source)]
+
+    heat = torch.tensor(0.7, device=target.device)
+    for found, expected in zip(results(heat), results(0.7), strict=True):
+        torch.testing.assert_close(found, expected)
+    if target.looks_at_targets:
+        with pytest.raises(ValueError, match=r"temperature must be > 0 in every row, got 0.0 at \[0, 0\]"):
+            results(heat * 0)
+    with pytest.raises(TypeError, match="temperature must be a number, or an array of floats; got torch array"):
+        results(torch.tensor(1, device=target.device))
