@@ -5,6 +5,8 @@ import numbers
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from xent.core.arrays import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
@@ -161,7 +163,7 @@ def check_numbers(framework: str, other: str = "", **values: Any) -> None:
         if value is None and name in ("softcap", "normalizer"):
             continue
         allowed, holds = _RANGES[name.partition("[")[0]]
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
             if framework_of(value) == framework and is_tracing(framework):
                 continue
             raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(value)}")
@@ -182,6 +184,8 @@ def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> t
 
     `of_entropy` is added to the message about the name "entropy".
     """
+    if stats == ():
+        return ()
     listed = ", ".join(map(repr, allowed))
     if not isinstance(stats, (tuple, list, set, frozenset)):
         raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {shown(stats)}")
@@ -194,7 +198,7 @@ def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> t
 
 def is_int(value: Any) -> bool:
     """Return whether a value is an integer of Python or NumPy, and no boolean."""
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def plain_int(value: Any) -> int:

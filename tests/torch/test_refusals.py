@@ -196,9 +196,17 @@ def test_sharded_tensors_raise() -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("option", "value"), [("shift", -1), ("workspace", 1e9), ("z_loss", -1.0)])
-def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{option} must be"):
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        ("shift", -1, ValueError),
+        ("workspace", 1e9, TypeError),
+        ("workspace", -1, ValueError),
+        ("z_loss", -1.0, ValueError),
+    ],
+)
+def test_modules_refuse_wrong_options_when_they_are_made(option: str, value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{option} must be"):
         LinearCrossEntropyLoss(8, 11, **{option: value})
 
 

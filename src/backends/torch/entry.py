@@ -7,7 +7,7 @@ from torch import Tensor
 
 from xent.backends.torch import operations, packing, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import Direct, Loss, asked_of, forward, is_plain, leaves_of, undisturbed
+from xent.backends.torch.function import Direct, DirectLoss, asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
@@ -15,6 +15,8 @@ from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, 
 from xent.core.spec import ROW_STATS, Stats
 
 __all__ = ["run"]
+
+_NO_STATS = Stats()
 
 
 def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
@@ -35,7 +37,7 @@ def _run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     each_row = options.reduction == "none"
     loss = results[0].view(rows) if each_row else results[0]
     if not options.stats:
-        return loss, Stats()
+        return loss, _NO_STATS
     found: dict[str, Any] = {}
     for name, value in zip(options.stats, results[1:], strict=True):
         flat = name in ROW_STATS or (name == "z_loss" and each_row) or (name == "accuracy" and options.accuracy_of_rows)
@@ -71,7 +73,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     if isinstance(source, Given) and source.inplace:
         _check_inplace(source.logits, asked)
     prepared = prepare(call, asked[:-2], asked[-1])
-    return Loss.apply(Direct(prepared, asked, kernel), *given)[: 1 + len(options.stats)]
+    return DirectLoss.apply(Direct(prepared, asked, kernel), *given)[: 1 + len(options.stats)]
 
 
 def _traced(call: Call, kernel: str) -> Any:

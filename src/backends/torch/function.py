@@ -9,7 +9,6 @@ operations of `operations` (`Traced`), and gradients that the forward pass compu
 compute with `forward` and `backward` of this file.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -31,6 +30,7 @@ __all__ = [
     "SCALES",
     "Asked",
     "Direct",
+    "DirectLoss",
     "FirstOrder",
     "Loss",
     "Traced",
@@ -42,7 +42,6 @@ __all__ = [
     "linked_of",
     "makes_first",
     "scale",
-    "signed",
     "undisturbed",
 ]
 
@@ -354,29 +353,25 @@ class Traced:
         return grads
 
 
-def signed(function: Any) -> Any:
-    """Cache the signature of `function`, which torch.autograd.Function otherwise computes at every call."""
-    function.__signature__ = inspect.signature(function)
-    return function
+def _keep(ctx: Any, run: Direct | Traced, tensors: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
+    """Save what the backward pass of a `Loss` needs."""
+    ctx.run = run
+    ctx.dtypes = [tensor.dtype for tensor in tensors]
+    ctx.save_for_backward(*(run.saved(output) if isinstance(run, Direct) else run.saved(tensors, output)))
+    ctx.mark_non_differentiable(*run.constants(output))
+    ctx.set_materialize_grads(False)
 
 
 class Loss(torch.autograd.Function):
-    """(`Direct` or `Traced`, *tensors) -> (loss, *statistics, *more)."""
+    """(`Traced`, *tensors) -> (loss, *statistics, *more), also under torch.func transforms."""
 
     @staticmethod
-    @signed
-    def forward(run: Direct | Traced, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(run: Traced, *tensors: Tensor) -> tuple[Tensor, ...]:
         return run.forward(tensors)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        run, *tensors = inputs
-        ctx.run = run
-        saved = run.saved(output) if isinstance(run, Direct) else run.saved(tuple(tensors), output)
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        ctx.save_for_backward(*saved)
-        ctx.mark_non_differentiable(*run.constants(output))
-        ctx.set_materialize_grads(False)
+        _keep(ctx, inputs[0], inputs[1:], output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> Any:
@@ -384,11 +379,22 @@ class Loss(torch.autograd.Function):
         return None, *[one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
 
 
+class DirectLoss(torch.autograd.Function):
+    """`Loss` of a `Direct`. PyTorch binds the arguments of a Function with a `setup_context` in Python, at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Direct, *tensors: Tensor) -> tuple[Tensor, ...]:
+        output = run.forward(tensors)
+        _keep(ctx, run, tensors, output)
+        return output
+
+    backward = Loss.backward
+
+
 class FirstOrder(torch.autograd.Function):
     """(function, *tensors) -> function(*tensors), gradients. Its backward pass, a second derivative, raises."""
 
     @staticmethod
-    @signed
     def forward(function: Any, *tensors: Any) -> Any:
         return tuple(function(*tensors))
 

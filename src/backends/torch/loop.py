@@ -20,7 +20,7 @@ from xent.backends.torch.parts import Schedule
 from xent.backends.torch.sources import Computed, Loaded, Stored, source_of
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
 
-__all__ = ["Outcome", "backward", "forward", "saved_columns", "setting_of"]
+__all__ = ["Outcome", "backward", "forward", "setting_of"]
 
 
 class Outcome(NamedTuple):
@@ -54,10 +54,9 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
     return Setting(call, count, size, first, width, dtype, needs, upstream)
 
 
-def saved_columns(call: Call, needs: tuple[bool, ...]) -> int:
+def _saved_columns(setting: Setting) -> int:
     """Return the number K of sums that a forward pass saves for the backward pass; 0 for none."""
-    setting = setting_of(call, needs)
-    if not any(needs) or setting.made_first or isinstance(call.target, (Dense, TopK)):
+    if not any(setting.needs) or setting.made_first or isinstance(setting.call.target, (Dense, TopK)):
         return 0
     return len(columns(setting))
 
@@ -70,7 +69,7 @@ def forward(call: Call, needs: tuple[bool, ...], kernel: str, reuse: bool = Fals
     """
     setting = setting_of(call, needs)
     steps = STEPS[kernel](setting)
-    count = saved_columns(call, needs)
+    count = _saved_columns(setting)
     saved = torch.zeros(count, setting.count, dtype=wide(setting.compute), device=setting.device) if count else None
     source = source_of(setting, steps, setting.made_first, reuse)
     _run(setting, steps, source, saved, skips)

@@ -39,8 +39,16 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
         function[(programs,)](*arguments, **constants)
         return
     options.setdefault("enable_fp_fusion", True)
-    kinds = [_kind(one) for one in arguments if not isinstance(one, (int, float))]
-    key = (function, torch.cuda.current_device(), *kinds, *constants.values(), *options.values())
+    # id: a kernel's own hash is computed anew each time. It lives as long as its module.
+    kinds: list[Any] = [id(function), torch.cuda.current_device()]
+    for one in arguments:
+        if one is None:
+            kinds.append(None)
+        elif isinstance(one, Tensor):
+            kinds.append(one.dtype)
+        elif not isinstance(one, (int, float)):
+            kinds.append(_kind(one))
+    key = (*kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
     if found is not None:
         made, values = found
@@ -54,14 +62,10 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
 
 
 def _kind(argument: Any) -> Any:
-    """Return what a kernel is compiled for in an argument that is no number."""
-    if argument is None:
-        return None
-    if isinstance(argument, Tensor):
-        return argument.dtype
+    """Return what a kernel is compiled for in a group of tensors, or in a descriptor for the copy engine."""
     if isinstance(argument, tuple):  # Triton specialises the members of groups for aligned addresses
         return tuple([None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in argument])
-    return (argument.base.dtype, *argument.block_shape)  # a descriptor for the copy engine
+    return (argument.base.dtype, *argument.block_shape)
 
 
 def is_interpreted(function: Any) -> bool:
