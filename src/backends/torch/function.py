@@ -380,7 +380,7 @@ class Loss(torch.autograd.Function):
 
 
 class DirectLoss(torch.autograd.Function):
-    """`Loss` of a `Direct`. PyTorch binds the arguments of a Function with a `setup_context` in Python, at every call."""
+    """`Loss` of a `Direct`. With a `setup_context`, PyTorch would bind the arguments in Python at every call."""
 
     @staticmethod
     def forward(ctx: Any, run: Direct, *tensors: Tensor) -> tuple[Tensor, ...]:
