@@ -22,7 +22,7 @@ __all__ = [
 
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")
-PLAIN = frozenset((int, float, type(None)))
+PLAIN = (int, float, type(None))
 """Types of numbers that are neither arrays nor NumPy's."""
 _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
 _REQUIRED = ("logits", "input", "linear_weight", "target")

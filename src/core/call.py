@@ -4,7 +4,7 @@ A public function validates its arguments and makes one `Call`. A driver flatten
 `Call` again. Fields are found by name, so a new option is one field here, and no position changes anywhere.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "Activation",
@@ -21,6 +21,8 @@ __all__ = [
     "Target",
     "TopK",
     "array_of",
+    "fields_of",
+    "replaced",
     "vocabulary_of",
 ]
 
@@ -161,6 +163,20 @@ class Call(NamedTuple):
 def array_of(call: Call) -> Any:
     """Return the array whose framework and device are those of the call."""
     return call.source.logits if isinstance(call.source, Given) else call.source.input
+
+
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
+
+
+def fields_of(record: tuple[Any, ...]) -> dict[str, Any]:
+    """Return the fields of a NamedTuple by name: `_asdict`, which Dynamo of PyTorch 2.8 does not trace."""
+    kind: Any = type(record)
+    return dict(zip(kind._fields, record, strict=True))
+
+
+def replaced(record: _Record, **fields: Any) -> _Record:
+    """Return a NamedTuple with other values in some fields: `_replace`, which Dynamo of PyTorch 2.8 does not trace."""
+    return type(record)(**fields_of(record) | fields)
 
 
 def vocabulary_of(source: Source) -> int:

@@ -19,7 +19,7 @@ from xent.core.arrays import (
     one_framework,
     shown,
 )
-from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of
+from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of, replaced
 from xent.core.options import (
     check_numbers,
     check_stats,
@@ -120,7 +120,7 @@ def linear_loss_call(
     vocabulary = linear_weight.shape[0]
     known = _target_of("input", tuple(input.shape), rows, (*rows, vocabulary), vocabulary, target, shards is not None)
     options = _weighted(framework, options, arrays, rows, vocabulary)
-    options = options._replace(shift=shift, heads=heads, head_weight=weights)
+    options = replaced(options, shift=shift, heads=heads, head_weight=weights)
     return Call(Product(input, linear_weight, linear_bias, workspace), known, activation, options, shards)
 
 
@@ -172,11 +172,11 @@ def as_log_probs(call: Call, target: Any, temperature: Any, support: Any, stats:
         if framework == "torch" and not temperature.shape:
             temperature = temperature.expand(rows)
         _check_rows_of(framework, temperature, rows)
-        activation = activation._replace(temperature=temperature)
+        activation = replaced(activation, temperature=temperature)
     if support is not None:
-        call = call._replace(target=_allowed(target, support, math.prod(rows)))
-    options = call.options._replace(stats=stats, exact=True, accuracy_of_rows=True)
-    return call._replace(activation=activation, options=options)
+        call = replaced(call, target=_allowed(target, support, math.prod(rows)))
+    options = replaced(call.options, stats=stats, exact=True, accuracy_of_rows=True)
+    return replaced(call, activation=activation, options=options)
 
 
 def _arrays_of(first: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -234,7 +234,8 @@ def _weighted(
         check_float("weight", weight)
         if tuple(weight.shape) != (vocabulary,):
             raise ValueError(f"weight must have shape ({vocabulary},), one per class; got {tuple(weight.shape)}")
-    return options._replace(
+    return replaced(
+        options,
         weight=weight,
         sample_weight=check_sample_weight(arrays["sample_weight"], rows),
         normalizer=check_normalizer(framework, arrays["normalizer"], options.reduction),

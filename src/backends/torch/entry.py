@@ -11,7 +11,7 @@ from xent.backends.torch.function import Direct, DirectLoss, asked_of, forward, 
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
-from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, array_of
+from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, array_of, replaced
 from xent.core.spec import ROW_STATS, Stats
 
 __all__ = ["run"]
@@ -69,7 +69,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     given = [leaf for leaf, wanted in zip(leaves, asked, strict=True) if wanted]
     if asked[-2]:
         assert isinstance(target, Probabilities)
-        call = call._replace(target=target._replace(values=target.values.detach()))
+        call = replaced(call, target=replaced(target, values=target.values.detach()))
     if isinstance(source, Given) and source.inplace:
         _check_inplace(source.logits, asked)
     prepared = prepare(call, asked[:-2], asked[-1])
@@ -86,13 +86,13 @@ def _traced(call: Call, kernel: str) -> Any:
     if isinstance(source, Given) and source.inplace:
         if not compiling:
             _check_inplace(source.logits, asked_of(leaves_of(call)))
-        call = call._replace(source=source._replace(inplace=False))  # a compiler plans memory itself
+        call = replaced(call, source=replaced(source, inplace=False))  # a compiler plans memory itself
     if compiling:
-        call = call._replace(options=_symbolic(call))
+        call = replaced(call, options=_symbolic(call))
     if shards is not None:
         from xent.backends.torch.shards.ranges import group_of
 
-        call = call._replace(shards=shards._replace(group=group_of(shards.group).group_name))
+        call = replaced(call, shards=replaced(shards, group=group_of(shards.group).group_name))
     tensors: list[Tensor] = []
     form = packing.text(packing.split(call, tensors))
     if torch.compiler.is_dynamo_compiling() and private.transforms_active():
@@ -112,9 +112,9 @@ def _symbolic(call: Call) -> Options:
     options = call.options
     one = torch.ones((), dtype=wide(compute_of(call.source)), device=array_of(call).device)
     if isinstance(options.normalizer, (int, float)):
-        options = options._replace(normalizer=one * options.normalizer)
+        options = replaced(options, normalizer=one * options.normalizer)
     if options.head_weight is not None:
-        options = options._replace(head_weight=torch.stack([one * weight for weight in options.head_weight]))
+        options = replaced(options, head_weight=torch.stack([one * weight for weight in options.head_weight]))
     return options
 
 

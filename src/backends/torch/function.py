@@ -45,7 +45,7 @@ __all__ = [
     "undisturbed",
 ]
 
-PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter))
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 Asked = tuple[bool, ...]
 """Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
@@ -54,7 +54,8 @@ the logit scale."""
 
 def leaves_of(call: Call) -> tuple[Any, ...]:
     """Return the values to which `Asked` refers."""
-    leaves = call.source[:1] if isinstance(call.source, Given) else call.source[:3]
+    source = call.source
+    leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
     values = call.target.values if isinstance(call.target, Probabilities) else None
     return (*leaves, values, call.activation.logit_scale)
 
@@ -132,7 +133,7 @@ def undisturbed(device: torch.device, function: Callable[..., Any], *args: Any) 
 
 
 def _upstream_of(names: tuple[str, ...], given: Any) -> Upstream:
-    return Upstream(given[0], **{name: one for name, one in zip(names, given[1:], strict=False) if one is not None})
+    return Upstream(given[0], **{name: given[at] for at, name in enumerate(names, 1) if given[at] is not None})
 
 
 def linked_of(call: Call) -> tuple[str, ...]:

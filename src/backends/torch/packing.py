@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from xent.core import call as calls
-from xent.core.call import Call
+from xent.core.call import Call, fields_of
 
 __all__ = ["Slot", "join", "parse", "split", "text"]
 
@@ -70,7 +70,7 @@ def join(node: Any, tensors: Any) -> Any:
 def text(value: Any) -> str:
     """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        inner = [f'"{name}":' + text(getattr(value, name)) for name in value._fields]  # pyright: ignore[reportAttributeAccessIssue]
+        inner = [f'"{name}":' + text(one) for name, one in fields_of(value).items()]
         return "{" + ",".join([f'"kind":"{type(value).__name__}"', *inner]) + "}"
     if isinstance(value, tuple):
         return "[" + ",".join([text(one) for one in value]) + "]"

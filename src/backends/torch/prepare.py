@@ -24,6 +24,7 @@ from xent.core.call import (
     Product,
     Source,
     TopK,
+    replaced,
     vocabulary_of,
 )
 from xent.core.options import check_numbers
@@ -43,20 +44,20 @@ def aligned(call: Call) -> Call:
         source = _with_dtype(source, "linear_")
     elif source.axis != source.logits.dim() - 1:
         if isinstance(target, Probabilities):
-            target = target._replace(values=target.values.movedim(source.axis, -1))
+            target = replaced(target, values=target.values.movedim(source.axis, -1))
         source = _classes_last(source)
     if isinstance(target, Dense):
         teacher = target.source
         teacher = _with_dtype(teacher, "teacher.") if isinstance(teacher, Product) else _classes_last(teacher)
-        target = target._replace(source=teacher)
-    return Call(source, target, *call[2:])
+        target = replaced(target, source=teacher)
+    return replaced(call, source=source, target=target)
 
 
 def _classes_last(given: Given) -> Given:
     last = given.logits.dim() - 1
     if given.axis == last:
         return given
-    return given._replace(logits=given.logits.movedim(given.axis, -1), axis=last)
+    return replaced(given, logits=given.logits.movedim(given.axis, -1), axis=last)
 
 
 def _with_dtype(source: Product, prefix: str) -> Product:
@@ -78,7 +79,7 @@ def _with_dtype(source: Product, prefix: str) -> Product:
                 )
     if prefix == "teacher.":  # its logits are not rounded
         dtype = torch.promote_types(values.dtype, weight.dtype)
-    return source._replace(dtype=str(dtype).removeprefix("torch."))
+    return replaced(source, dtype=str(dtype).removeprefix("torch."))
 
 
 def compute_of(source: Source) -> torch.dtype:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from xent.backends.torch import private
-from xent.core.call import Allowed, Call, Dense, Given, Probabilities, Product, TopK
+from xent.core.call import Allowed, Call, Dense, Given, Probabilities, Product, TopK, fields_of
 
 __all__ = ["NO_SECOND", "named", "refuse_gradients", "refuse_transforms"]
 
@@ -52,7 +52,7 @@ def named(call: Call) -> dict[str, Tensor]:
         found["target"] = target.ids
         if isinstance(target, Allowed):
             found |= {"support.ids": target.classes, "support.offsets": target.begin}
-    found |= activation._asdict()
+    found |= fields_of(activation)
     for name in ("weight", "sample_weight", "normalizer", "label_smoothing", "z_loss"):
         found[name] = getattr(options, name)
     return {name: value for name, value in found.items() if isinstance(value, Tensor)}
