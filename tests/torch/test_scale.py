@@ -175,7 +175,7 @@ def test_tensor_equals_the_number(
 ) -> None:
     if dtype == "float64" and target.device.startswith("mps") and not on_cpu:
         return
-    arrays = drawn(target)
+    arrays, classes = drawn(target), target_of(target)
     sources = (torch.nn.functional.linear(*arrays.values()),)
     sources = sources if "linear" not in function else (arrays["input"], arrays["linear_weight"])
     sources = asking(*sources)
@@ -184,7 +184,7 @@ def test_tensor_equals_the_number(
     results = []
     for value in (2, torch.tensor(2, dtype=getattr(torch, dtype), device="cpu" if on_cpu else target.device)):
         call = getattr(xent, function)
-        run = values(lambda value, call=call: call(*sources, target_of(target), **(options | {option: value})))
+        run = values(lambda value, call=call: call(*sources, classes, **(options | {option: value})))
         loss, found = run(value)
         results.append((loss, *torch.autograd.grad(loss.sum(), sources), *(getattr(found, name) for name in stats)))
     for one, other in zip(*results, strict=True):
