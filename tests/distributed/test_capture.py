@@ -28,7 +28,8 @@ def test_capture(alone: Any) -> None:
 
     def step(shards: Any) -> tuple[torch.Tensor, ...]:
         loss = xent.linear_cross_entropy(hidden, weight, target, vocab_parallel=shards)
-        return loss, *torch.autograd.grad(loss, (hidden, weight))
+        # Without detach(), the graph of the captured call would keep nodes of its stream.
+        return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     named = xent.VocabParallel(alone, first=0, size=200)
     stream = torch.cuda.Stream()
