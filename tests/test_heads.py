@@ -13,7 +13,8 @@ from tests.targets import Target
 from xent.backends.reference import linear_cross_entropy_gradients
 from xent.core.check.cases import Case, Inputs, make_inputs
 from xent.core.check.judge import compare
-from xent.core.spec import STAT_NAMES, LinearCall, LossSpec
+from xent.core.describe import linear_loss_call
+from xent.core.spec import STAT_NAMES
 
 ROWS, V = (2, 7), 19
 WEIGHTS = (1.0, 0.5, -0.25)
@@ -35,6 +36,10 @@ FACTORS: dict[str, tuple[dict[str, Any], ...]] = {
     "bias": ({}, {"bias": True}),
     "workspace": ({}, {"workspace": 3 * V * 4}),
 }
+NEUTRAL: dict[str, Any] = {
+    "weight": None, "sample_weight": None, "normalizer": None, "ignore_index": -100, "label_smoothing": 0.0,
+    "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None, "workspace": None, "stats": (),
+}  # fmt: skip
 FIELDS = ("shift", "reduction", "target_dtype", "bias", "workspace")
 
 
@@ -124,26 +129,19 @@ def unfused(target: Target, case: Case, inputs: Inputs, wide: str, names: tuple[
 
 def truth_of(case: Case, differentiable: dict[str, Any], given: dict[str, Any], upstream: Any) -> dict[str, Any]:
     """Return loss and gradients of the reference, computed one head at a time."""
-    defaults = {"weight": None, "sample_weight": None, "normalizer": None, "ignore_index": -100, "stats": ()}
-    defaults |= {"label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "linear_bias": None}
-    options = defaults | differentiable | given
-    numbers = {name: options[name] for name in ("ignore_index", "label_smoothing", "z_loss", "softcap", "logit_scale")}
-    spec = LossSpec(case.reduction, **numbers)
+    options = NEUTRAL | differentiable | given | {"reduction": case.reduction}
     weights = options.pop("head_weight", (1,) * len(case.shift))
     truth = {name: np.zeros(values.shape) for name, values in differentiable.items()} | {"loss": np.zeros(())}
     for head, (shift, weight) in enumerate(zip(case.shift, weights, strict=True)):
         options["input"] = differentiable["input"][head]
-        arrays = ("input", "linear_weight", "linear_bias", "target", "weight", "sample_weight", "normalizer")
-        call = LinearCall(*(options[name] for name in arrays), spec, shift, None)
+        call = linear_loss_call(**options, shift=shift)
         mine = weight * (upstream[head] if case.reduction == "none" else upstream)
         hidden, classifier, bias = linear_cross_entropy_gradients(call, mine)
         truth["input"][head] = hidden
         truth["linear_weight"] += classifier
         if "linear_bias" in truth:
             truth["linear_bias"] += bias
-        loss = xent.linear_cross_entropy(
-            **{name: value for name, value in options.items() if name != "stats"}, reduction=case.reduction, shift=shift
-        )
+        loss = xent.linear_cross_entropy(**options, shift=shift)
         truth["loss"] = truth["loss"] + (mine * loss).sum()
     return truth
 

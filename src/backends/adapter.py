@@ -1,14 +1,12 @@
 """Backends that are written for the older descriptions of a call, behind the interface of a backend.
 
-The drivers of MLX and the reference take a `LogitsCall`, `LinearCall` or `DivergenceCall`, made here from a `Call`.
+The driver of MLX takes a `LogitsCall`, `LinearCall` or `DivergenceCall`, made here from a `Call`.
 """
 
 from typing import Any, Protocol
 
-import numpy as np
-
 from xent.backends.protocol import Harness
-from xent.core.arrays import framework_of
+from xent.core import heads
 from xent.core.call import (
     Activation,
     Allowed,
@@ -19,10 +17,9 @@ from xent.core.call import (
     Probabilities,
     Source,
     TopK,
-    array_of,
     vocabulary_of,
 )
-from xent.core.spec import BackendInfo, Heads, LinearCall, LogitsCall, LossSpec, Stats, Support
+from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
 from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher
 
 __all__ = ["Adapted", "OlderBackend", "as_divergence_call", "as_loss_call"]
@@ -76,6 +73,16 @@ class Adapted:
         """Return the loss and the statistics."""
         if isinstance(call.target, Dense | TopK):
             return self.backend.run_divergence(as_divergence_call(call))
+        if call.options.heads is not None:
+            import mlx.core as mx
+
+            from xent.backends.mlx.checks import check_targets
+
+            if isinstance(call.target, Classes):
+                ignore, shifts = call.options.ignore_index, call.options.shift
+                assert isinstance(shifts, tuple)
+                check_targets(call.target.ids, vocabulary_of(call.source), ignore, min(shifts))
+            return heads.run(call, self.run, mx, mx.array.astype)
         return self.backend.run(as_loss_call(call))
 
     def harness(self, device: str | None = None) -> Harness[Any]:
@@ -104,10 +111,9 @@ def as_loss_call(call: Call) -> LogitsCall | LinearCall:
     arrays = wanted, options.weight, options.sample_weight, options.normalizer
     if isinstance(source, Given):
         return LogitsCall(source.logits, *arrays, spec, source.axis, source.inplace, activation.temperature, support)
-    heads = Heads(options.shift, options.head_weight) if isinstance(options.shift, tuple) else None
     shift = 0 if isinstance(options.shift, tuple) else options.shift
     of_product = source.input, source.weight, source.bias
-    return LinearCall(*of_product, *arrays, spec, shift, source.workspace, activation.temperature, support, heads)
+    return LinearCall(*of_product, *arrays, spec, shift, source.workspace, activation.temperature, support)
 
 
 def as_divergence_call(call: Call) -> DivergenceCall:
@@ -127,7 +133,7 @@ def as_divergence_call(call: Call) -> DivergenceCall:
     return DivergenceCall(
         _logits(source, call.activation),
         teacher,
-        _moved(options.sample_weight, options.shift, rows, array_of(call)),
+        _moved(options.sample_weight, options.shift, rows),
         options.normalizer,
         options.beta,
         options.reduction,
@@ -149,25 +155,18 @@ def _logits(source: Source, activation: Activation) -> StoredLogits | LinearLogi
 
 def _offsets(target: Allowed) -> Any:
     """Return the offsets (N + 1,) of a support."""
+    import mlx.core as mx
+
     begin, end = target.begin, target.end
-    xp = _functions(end)
-    return xp.concatenate([begin[:1], end]) if end.shape[0] else xp.zeros(1, dtype=end.dtype)
+    return mx.concatenate([begin[:1], end]) if end.shape[0] else mx.zeros(1, dtype=end.dtype)
 
 
-def _moved(weight: Any, shift: Any, rows: tuple[int, ...], array: Any) -> Any:
+def _moved(weight: Any, shift: Any, rows: tuple[int, ...]) -> Any:
     """Return the sample weight t + shift of each row t, and 0 past the end; None for 1 each."""
     if not shift:
         return weight
-    xp = _functions(array)
-    weight = xp.ones(rows) if weight is None else weight
+    import mlx.core as mx
+
+    weight = mx.ones(rows) if weight is None else weight
     kept = weight[..., shift:]
-    return xp.concatenate([kept, xp.zeros_like(weight[..., : rows[-1] - kept.shape[-1]])], -1)
-
-
-def _functions(array: Any) -> Any:
-    """Return NumPy, or for an array of MLX its functions of the same names."""
-    if framework_of(array) != "mlx":
-        return np
-    import mlx.core
-
-    return mlx.core
+    return mx.concatenate([kept, mx.zeros_like(weight[..., : rows[-1] - kept.shape[-1]])], -1)

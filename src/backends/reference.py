@@ -5,17 +5,16 @@ no autograd). `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `ta
 gradients, which tests verify by finite differences.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.backends.adapter import Adapted
 from xent.backends.reference_divergence import divergence, student_entropy
-from xent.core.heads import apart, combined
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, LossSpec, Stats, Support
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
+from xent.core.heads import apart, combined, factors
+from xent.core.spec import BackendInfo, Stats
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
 
@@ -37,76 +36,77 @@ class Reference:
         """Report NumPy's version."""
         return BackendInfo(self.name, self.framework, True, None, {"numpy": np.__version__}, ("cpu",))
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse only `inplace`, because there is no gradient to write."""
-        if isinstance(call, LogitsCall) and call.inplace:
+        if isinstance(call.source, Given) and call.source.inplace:
             return "inplace=True reuses the logits for their gradient, and NumPy arrays get no gradient"
         return None
 
-    def run(self, call: LogitsCall | LinearCall) -> tuple[Any, Stats]:
+    def run(self, call: Call) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
-        if isinstance(call, LinearCall) and call.heads is not None:
+        if isinstance(call.target, Dense | TopK):
+            return divergence(call), Stats(entropy=student_entropy(call) if call.options.stats else None)
+        if call.options.heads is not None:
             return combined(call, [self.run(one) for one in apart(call)], np)
-        rows = _logits_rows(call) if isinstance(call, LogitsCall) else _linear_rows(call)
+        rows = _rows(call)
         return rows.loss(), rows.stats()
-
-    def refuse_divergence(self, call: DivergenceCall) -> None:
-        """Refuse nothing."""
-
-    def run_divergence(self, call: DivergenceCall) -> tuple[Any, Stats]:
-        """Return divergence and statistics as float64."""
-        return divergence(call), Stats(entropy=student_entropy(call) if call.stats else None)
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the checks compare other backends with the reference."""
         raise NotImplementedError("the reference is proved by finite differences, not by comparing it with itself")
 
 
-BACKEND = Adapted(Reference())
+BACKEND = Reference()
 
 
-def cross_entropy_gradient(call: LogitsCall, upstream: Any = 1.0, **others: Any) -> Array:
-    """Return the gradient with respect to `call.logits`, in the logits' shape.
+def cross_entropy_gradient(call: Call, upstream: Any = 1.0, **others: Any) -> Array:
+    """Return the gradient with respect to the logits, in their shape.
 
     `upstream` is the upstream gradient of the loss; `others` are those of lse, nll and entropy.
     """
-    rows = _logits_rows(call)
-    shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
-    return np.moveaxis(rows.gradient(upstream, **others).reshape(shape), -1, call.axis)
+    return _like_logits(call, _rows(call).gradient(upstream, **others))
 
 
-def linear_cross_entropy_gradients(call: LinearCall, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
+def linear_cross_entropy_gradients(call: Call, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
-    if call.heads is not None:
-        weights = call.heads.weight or (1,) * len(call.heads.shift)
-        upstreams = upstream if call.loss.reduction == "none" else [upstream * weight for weight in weights]
+    source, options = call.source, call.options
+    assert not isinstance(source, Given)
+    if options.heads is not None:
+        upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in factors(options)]
         parts = [
             linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
             for head, (one, mine) in enumerate(zip(apart(call), upstreams, strict=True))
         ]
         inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
         return inputs, classifiers.sum(0), biases.sum(0)
-    grad = _linear_rows(call).gradient(upstream, **others)
-    hidden, weight = _float64(call.input), _float64(call.linear_weight)
+    grad = _rows(call).gradient(upstream, **others)
+    hidden, weight = _float64(source.input), _float64(source.weight)
     # Rows without a target contribute nothing, even if their hidden states are NaN.
     flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
     return (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
 
 
-def target_gradient(call: LogitsCall | LinearCall, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
+def target_gradient(call: Call, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
     """Return the gradient with respect to a target of class probabilities, in its shape.
 
     `upstream` is the upstream gradient of the loss, `nll` that of nll; other statistics do not depend on the target.
     """
-    if isinstance(call, LogitsCall):
-        shape = np.moveaxis(np.asarray(call.logits), call.axis, -1).shape
-        return np.moveaxis(_logits_rows(call).target_gradient(upstream, nll).reshape(shape), -1, call.axis)
-    rows = _linear_rows(call).target_gradient(upstream, nll).reshape(call.target.shape)
-    if not call.shift:
-        return rows
-    made = np.zeros_like(rows)
-    made[..., call.shift :, :] = rows[..., : max(rows.shape[-2] - call.shift, 0), :]
-    return made
+    made = _rows(call).target_gradient(upstream, nll)
+    if isinstance(call.source, Given):
+        return _like_logits(call, made)
+    assert isinstance(call.target, Probabilities)
+    rows = made.reshape(call.target.values.shape)
+    shift = _shift(call.options)
+    moved = np.zeros_like(rows)
+    moved[..., shift:, :] = rows[..., : max(rows.shape[-2] - shift, 0), :] if shift else rows
+    return moved
+
+
+def _like_logits(call: Call, rows: Array) -> Array:
+    """Return values (N, V) in the shape of the logits."""
+    assert isinstance(call.source, Given)
+    shape = np.moveaxis(np.asarray(call.source.logits), call.source.axis, -1).shape
+    return np.moveaxis(rows.reshape(shape), -1, call.source.axis)
 
 
 @dataclass
@@ -119,41 +119,42 @@ class _Rows:
     ignored: Array
     class_weight: Array
     sample_weight: Array
-    normalizer: Any
-    spec: LossSpec
+    options: Options
+    activation: Activation
     shape: tuple[int, ...]
-    shift: int
     temperature: Array
     """(N,)"""
     outside: Array | None
     """(N, V): the mask of the classes that are not in each row's support."""
 
     def __post_init__(self) -> None:
-        spec, classes = self.spec, np.arange(self.z.shape[1])
+        scale, softcap = self.activation.logit_scale, self.activation.softcap
+        options, classes = self.options, np.arange(self.z.shape[1])
         self.a = np.where(self.ignored, 0.0, self.sample_weight)
         self.dead = (self.a == 0)[:, None]
-        smoothing, vocabulary = spec.label_smoothing, self.z.shape[1]
+        smoothing, vocabulary = options.label_smoothing, self.z.shape[1]
         if self.target.ndim == 2:
             self.q = self.target
             row_weight = np.ones(len(self.z))
         else:
             self.target = np.where(self.ignored, 0, self.target)
-            _check_targets(self.target, vocabulary, self.shape, self.spec.ignore_index, self.shift)
+            _check_targets(self.target, vocabulary, self.shape, options.ignore_index, _shift(options))
             self.q = (self.target[:, None] == classes).astype(np.float64)
             row_weight = self.class_weight[self.target]
         # The factor of -log p_c: (1-e) w_y [c==y] + (e/V) w_c for a class index y, w_c q'_c for class probabilities.
         self.share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
-        self.divisor = (self.a * row_weight).sum() if self.normalizer is None else self.normalizer
+        given = options.normalizer
+        self.divisor = (self.a * row_weight).sum() if given is None else float(given)
 
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            x = spec.logit_scale * self.z
+            x = scale * self.z
             inside = x if self.outside is None else np.where(self.outside, -np.inf, x)
             self.predictions = np.where(self.ignored, -1, inside.argmax(-1))
-            self.slope: Any = spec.logit_scale
-            if spec.softcap is not None:
-                tanh = np.tanh(x / spec.softcap)
-                x = spec.softcap * tanh
-                self.slope = spec.logit_scale * (1 - tanh**2)
+            self.slope: Any = scale
+            if softcap is not None:
+                tanh = np.tanh(x / softcap)
+                x = softcap * tanh
+                self.slope = scale * (1 - tanh**2)
             x = x / self.temperature[:, None]
             self.slope = self.slope / self.temperature[:, None]
             self.mean_logit = _mean(x, self.outside)
@@ -172,16 +173,16 @@ class _Rows:
         """Return l_i and its z-loss term, both (N,)."""
         with np.errstate(invalid="ignore"):
             # Without a z-loss also where lse is infinite, in a row whose support is empty.
-            z_term = _masked(self.a * self.spec.z_loss * self.lse**2, self.dead[:, 0] | (self.spec.z_loss == 0))
+            z_term = _masked(self.a * self.options.z_loss * self.lse**2, self.dead[:, 0] | (self.options.z_loss == 0))
             loss = self.a * _expectation(self.share, self.surprise) + z_term
         return _masked(loss, self.dead[:, 0]), z_term
 
     def reduce(self, values: Array) -> Any:
         """Reduce values (N,) by the reduction of the call."""
-        if self.spec.reduction == "none":
+        if self.options.reduction == "none":
             return values.reshape(self.shape)
         total = values.sum()
-        if self.spec.reduction == "sum":
+        if self.options.reduction == "sum":
             return total
         return total / self.divisor if self.divisor != 0 else np.float64(0.0)
 
@@ -194,19 +195,19 @@ class _Rows:
         scale = self._scale(upstream)
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + (2 * self.spec.z_loss * self.lse if self.spec.z_loss else 0.0)
+            total = self.share.sum(-1) + (2 * self.options.z_loss * self.lse if self.options.z_loss else 0.0)
             grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
             grad = np.where(self.dead | beyond[:, None], 0.0, grad)
             for name, given in others.items():
                 each = np.asarray(given, np.float64).reshape(-1)[:, None] * self._derivative(name) * self.slope
                 each = np.where(beyond[:, None] & (name == "nll"), 0.0, each)
                 grad = grad + np.where(self.ignored[:, None], 0.0, each)
-        nothing = self.spec.reduction == "mean" and self.divisor == 0
+        nothing = self.options.reduction == "mean" and self.divisor == 0
         return np.asarray(np.where(nothing, 0.0, grad))
 
     def target_gradient(self, upstream: Any, nll: Any) -> Array:
         """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
-        factor = self._scale(upstream)[:, None] * (1 - self.spec.label_smoothing) * self.class_weight
+        factor = self._scale(upstream)[:, None] * (1 - self.options.label_smoothing) * self.class_weight
         if nll is not None:
             factor = factor + _masked(np.asarray(nll, np.float64).reshape(-1), self.ignored)[:, None]
         with np.errstate(invalid="ignore"):
@@ -215,7 +216,7 @@ class _Rows:
     def _scale(self, upstream: Any) -> Array:
         """Return the factor (N,) of the derivative of each row's loss: sample weight, divisor and upstream gradient."""
         scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
-        if self.spec.reduction == "mean":
+        if self.options.reduction == "mean":
             scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
         return np.asarray(scale)
 
@@ -229,7 +230,7 @@ class _Rows:
         return np.asarray(np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy)))
 
     def stats(self) -> Stats:
-        """Return the statistics that the spec names."""
+        """Return the statistics that the options name."""
         truth = self.target.argmax(-1) if self.target.ndim == 2 else self.target
         count = int((~self.ignored).sum())
         hits = (self.predictions == truth) & ~self.ignored
@@ -243,10 +244,10 @@ class _Rows:
                 "log_sum_sq_probs": _masked(np.log((self.p**2).sum(-1)), self.ignored).reshape(self.shape),
                 "mean_logit": _masked(self.mean_logit, self.ignored).reshape(self.shape),
                 "z_loss": self.reduce(self.per_row()[1]),
-                "accuracy": hits.astype(np.float64).reshape(self.shape) if self.spec.accuracy_of_rows else accuracy,
+                "accuracy": hits.astype(np.float64).reshape(self.shape) if self.options.accuracy_of_rows else accuracy,
                 "count": np.int64(count),
             }
-        return Stats(**{name: values[name] for name in self.spec.stats})
+        return Stats(**{name: values[name] for name in self.options.stats})
 
 
 def _expectation(weights: Array, values: Array) -> Array:
@@ -296,90 +297,68 @@ def _check_temperature(temperature: Array | None, shift: int) -> None:
         )
 
 
-def _logits_rows(call: LogitsCall) -> _Rows:
-    _check_temperature(call.temperature, 0)
-    z = np.moveaxis(_float64(call.logits), call.axis, -1)
-    target = call.target
-    if target.shape == call.logits.shape and target.dtype.kind == "f":
-        target = np.moveaxis(target, call.axis, -1)
-    return _rows(z, target, np.zeros(z.shape[:-1], bool), call)
-
-
-def _linear_rows(call: LinearCall) -> _Rows:
-    """Compute all logits. Row t of a shifted call has the target, sample weight and so on at t + shift."""
-    _check_temperature(call.temperature, call.shift)
-    sequence = max(len(call.input.shape) - 2, 0)
-    length = call.input.shape[sequence] if call.shift else 0
-    here = np.arange(length) + call.shift
-    no_target = np.zeros(call.input.shape[:-1], bool)
-    shifted = call
-    take: Array = np.minimum(here, max(length - 1, 0))
-    if call.shift:
-        no_target = np.moveaxis(np.moveaxis(no_target, sequence, -1) | (here >= length), -1, sequence)
-
-        def taken(values: Array | None) -> Array | None:
-            return None if values is None else np.take(values, take, axis=sequence)
-
-        shifted = replace(
-            call,
-            target=taken(call.target),
-            sample_weight=taken(call.sample_weight),
-            temperature=taken(call.temperature),
-        )
-    with np.errstate(invalid="ignore", over="ignore"):
-        z = _float64(call.input) @ _float64(call.linear_weight).T
-        if call.linear_bias is not None:
-            z = z + _float64(call.linear_bias)
-    order = np.arange(no_target.size).reshape(no_target.shape)
-    if call.shift:
-        order = np.take(order, take, axis=sequence)
-    return _rows(z, shifted.target, no_target, shifted, order.ravel())
-
-
-def _rows(
-    z: Array, target: Array, no_target: Array, call: LogitsCall | LinearCall, order: Array | None = None
-) -> _Rows:
-    """Return the rows of a call. `order` has the index of each row in the support; None: its own index."""
+def _rows(call: Call) -> _Rows:
+    """Return the rows of a call, with all logits. Row t of a shifted call has the target and weight at t + shift."""
+    source, target, activation, options = call.source, call.target, call.activation, call.options
+    assert isinstance(target, Classes | Allowed | Probabilities)
+    shift = _shift(options)
+    _check_temperature(activation.temperature, shift)
+    wanted = target.values if isinstance(target, Probabilities) else target.ids
+    if isinstance(source, Given):
+        z = np.moveaxis(_float64(source.logits), source.axis, -1)
+        wanted = np.moveaxis(wanted, source.axis, -1) if isinstance(target, Probabilities) else wanted
+    else:
+        with np.errstate(invalid="ignore", over="ignore"):
+            z = _float64(source.input) @ _float64(source.weight).T
+            z = z if source.bias is None else z + _float64(source.bias)
     shape, vocabulary = z.shape[:-1], z.shape[-1]
     count = int(np.prod(shape))
-    ignored = no_target.reshape(count)
-    flat: Array
-    if target.dtype.kind == "f":
-        flat = _float64(target).reshape(count, vocabulary)
+    length = shape[-1] if shift else 0
+    here = np.arange(length) + shift
+
+    def moved(values: Array) -> Array:
+        """Return the values (N, ...) of the rows, from those of the targets (..., T, ...)."""
+        if shift:
+            values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(shape) - 1)
+        return values.reshape(count, *values.shape[len(shape) :])
+
+    no_target = np.broadcast_to(here >= length, shape) if shift else np.zeros(shape, bool)
+    ignored, flat = no_target.reshape(count), moved(wanted)
+    if isinstance(target, Probabilities):
+        flat = _float64(flat)
     else:
-        flat = target.reshape(count)
-        ignored = ignored | (flat == call.loss.ignore_index)
-    weight = np.ones(vocabulary) if call.weight is None else _float64(call.weight)
-    sample = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
-    normalizer = None if call.normalizer is None else float(call.normalizer)
-    shift = call.shift if isinstance(call, LinearCall) else 0
-    temperature = np.ones(count) if call.temperature is None else _float64(call.temperature).reshape(count)
-    outside = None if call.support is None else _outside(call.support, count, vocabulary)
-    if outside is not None and order is not None:
-        outside = outside[order]
+        ignored = ignored | (flat == options.ignore_index)
+    outside = _outside(target, count, vocabulary) if isinstance(target, Allowed) else None
+    ones = np.ones(shape)
     return _Rows(
         z.reshape(count, vocabulary),
         flat,
         ignored,
-        weight,
-        sample,
-        normalizer,
-        call.loss,
+        np.ones(vocabulary) if options.weight is None else _float64(options.weight),
+        moved(ones if options.sample_weight is None else _float64(options.sample_weight)),
+        options,
+        activation,
         shape,
-        shift,
-        temperature,
-        outside,
+        moved(ones if activation.temperature is None else _float64(activation.temperature)),
+        None if outside is None else outside[moved(np.arange(count).reshape(shape))],
     )
 
 
-def _outside(support: Support, count: int, vocabulary: int) -> Array:
+def _shift(options: Options) -> int:
+    """Return the shift of a call with one head."""
+    assert isinstance(options.shift, int)
+    return options.shift
+
+
+def _outside(support: Allowed, count: int, vocabulary: int) -> Array:
     """Return the mask (N, V) of the classes that are not in each row's support; raise for an invalid support."""
-    ids, offsets = np.asarray(support.ids, np.int64), np.asarray(support.offsets, np.int64)
-    sizes = np.diff(offsets)
-    if offsets[0] != 0 or (sizes < 0).any() or offsets[-1] != len(ids):
+    ids, begin, end = (np.asarray(part, np.int64) for part in (support.classes, support.begin, support.end))
+    sizes = end - begin
+    first, last = (begin[0], end[-1]) if count else (0, 0)
+    if first != 0 or (sizes < 0).any() or last != len(ids):
         raise ValueError(
-            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {offsets[0]} to "
-            f"{offsets[-1]}" + (" and a decrease between" if (sizes < 0).any() else "")
+            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {first} to {last}"
+            + (" and a decrease between" if (sizes < 0).any() else "")
         )
     wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
     if wrong.size:

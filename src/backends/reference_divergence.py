@@ -9,41 +9,41 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xent.core.teachers import DivergenceCall, LinearLogits, StoredLogits, TopKTeacher, mass_tolerance
+from xent.core.call import Activation, Call, Dense, Given, Source, TopK
+from xent.core.teachers import mass_tolerance
 
 __all__ = ["divergence", "divergence_gradients", "student_entropy"]
 
 Array = NDArray[Any]
 
 
-def divergence(call: DivergenceCall) -> Any:
+def divergence(call: Call) -> Any:
     """Return the divergence, reduced or per row."""
-    rows = _Rows(call)
-    if call.reduction == "none":
-        return (rows.a * rows.loss).reshape(call.rows)
+    rows, reduction = _Rows(call), call.options.reduction
+    if reduction == "none":
+        return (rows.a * rows.loss).reshape(rows.shape)
     total = (rows.a * rows.loss).sum()
-    if call.reduction == "sum":
+    if reduction == "sum":
         return total
     return total / rows.divisor if rows.divisor != 0 else np.float64(0.0)
 
 
-def student_entropy(call: DivergenceCall) -> Array:
+def student_entropy(call: Call) -> Array:
     """Return the student's entropy per row; 0 for rows with weight 0."""
     rows = _Rows(call)
-    return np.where(rows.a == 0, 0.0, rows.entropy).reshape(call.rows)
+    return np.where(rows.a == 0, 0.0, rows.entropy).reshape(rows.shape)
 
 
-def divergence_gradients(call: DivergenceCall, upstream: Any = 1.0) -> dict[str, Array]:
+def divergence_gradients(call: Call, upstream: Any = 1.0) -> dict[str, Array]:
     """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not)."""
     rows = _Rows(call)
     scale = rows.a * np.asarray(upstream, np.float64).reshape(-1)
-    if call.reduction == "mean":
+    if call.options.reduction == "mean":
         scale = scale / rows.divisor if rows.divisor != 0 else scale * 0.0
     grad = scale[:, None] * rows.derivative * rows.slope
-    student = call.student
-    if isinstance(student, StoredLogits):
-        shape = np.moveaxis(student.logits, call.axis, -1).shape
-        return {"logits": np.moveaxis(grad.reshape(shape), -1, call.axis)}
+    student = call.source
+    if isinstance(student, Given):
+        return {"logits": np.moveaxis(grad.reshape(*rows.shape, grad.shape[-1]), -1, student.axis)}
     hidden, weight = _float64(student.input), _float64(student.weight)
     flat = np.where((rows.a == 0)[:, None], 0.0, hidden.reshape(-1, hidden.shape[-1]))
     gradients = (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
@@ -53,19 +53,26 @@ def divergence_gradients(call: DivergenceCall, upstream: Any = 1.0) -> dict[str,
 class _Rows:
     """N rows: weight `a` and divergence `loss`, (N,); `derivative` dl/dx and `slope` dx/dz, (N, V)."""
 
-    def __init__(self, call: DivergenceCall) -> None:
-        count = int(np.prod(call.rows))
-        self.a = np.ones(count) if call.sample_weight is None else _float64(call.sample_weight).reshape(count)
-        self.divisor = self.a.sum() if call.normalizer is None else float(call.normalizer)
+    def __init__(self, call: Call) -> None:
+        source, target, options = call.source, call.target, call.options
+        assert isinstance(target, Dense | TopK)
+        given = np.moveaxis(source.logits, source.axis, -1) if isinstance(source, Given) else source.input
+        self.shape = given.shape[:-1]
+        weight = np.ones(self.shape) if options.sample_weight is None else _float64(options.sample_weight)
+        if options.shift:  # row t has the weight t + shift
+            kept, weight = weight[..., options.shift :], np.zeros(self.shape)
+            weight[..., : kept.shape[-1]] = kept
+        self.a = weight.reshape(-1)
+        self.divisor = self.a.sum() if options.normalizer is None else float(options.normalizer)
         dead = self.a == 0
-        x, slope = _logits(call.student, call.axis, dead)
+        x, slope = _logits(source, call.activation, dead)
         log_p, self.slope = _log_softmax(x), slope
         self.entropy = -_kl(np.exp(log_p), np.zeros_like(log_p), -log_p)
-        if isinstance(call.teacher, TopKTeacher):
-            self.loss, self.derivative = _from_top_k(log_p, call.teacher, call.vocabulary, call.rows, dead)
+        if isinstance(target, TopK):
+            self.loss, self.derivative = _from_top_k(log_p, target, self.shape, dead)
         else:
-            log_q = _log_softmax(_logits(call.teacher, call.axis, dead)[0])
-            self.loss, self.derivative = _between(log_p, log_q, call.beta)
+            log_q = _log_softmax(_logits(target.source, target.activation, dead)[0])
+            self.loss, self.derivative = _between(log_p, log_q, options.beta)
 
 
 def _between(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
@@ -94,10 +101,9 @@ def _times(p: Array, log_p: Array, log_q: Array, mean: Array) -> Array:
         return np.where(p == 0, 0.0, p * (log_p - log_q - mean[:, None]))
 
 
-def _from_top_k(
-    log_p: Array, teacher: TopKTeacher, vocabulary: int, shape: tuple[int, ...], dead: Array
-) -> tuple[Array, Array]:
+def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array) -> tuple[Array, Array]:
     """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
+    vocabulary = log_p.shape[-1]
     ids = np.asarray(teacher.ids, np.int64).reshape(len(log_p), teacher.ids.shape[-1])
     log_q = _float64(teacher.log_probs).reshape(ids.shape)
     log_q = np.where(dead[:, None], -np.inf, log_q)
@@ -146,21 +152,22 @@ def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail:
         raise ValueError(f"teacher.log_probs of row {position} have no mass that could be renormalised")
 
 
-def _logits(source: StoredLogits | LinearLogits, axis: int, dead: Array) -> tuple[Array, Array]:
+def _logits(source: Source, activation: Activation, dead: Array) -> tuple[Array, Array]:
     """Return x = act(z) and dx/dz, both (N, V); 0 in dead rows, even if these are NaN."""
-    if isinstance(source, StoredLogits):
-        z = np.moveaxis(_float64(source.logits), axis, -1)
+    if isinstance(source, Given):
+        z = np.moveaxis(_float64(source.logits), source.axis, -1)
         z = np.where(dead[:, None], 0.0, z.reshape(len(dead), z.shape[-1]))
     else:
         hidden = _float64(source.input).reshape(len(dead), source.input.shape[-1])
         z = np.where(dead[:, None], 0.0, hidden) @ _float64(source.weight).T
         if source.bias is not None:
             z = z + _float64(source.bias)
-    x: Array = source.logit_scale * z
-    if source.softcap is None:
-        return x, np.full_like(x, source.logit_scale)
-    tanh = np.tanh(x / source.softcap)
-    return source.softcap * tanh, source.logit_scale * (1 - tanh**2)
+    scale, softcap = activation.logit_scale, activation.softcap
+    x: Array = scale * z
+    if softcap is None:
+        return x, np.full_like(x, scale)
+    tanh = np.tanh(x / softcap)
+    return softcap * tanh, scale * (1 - tanh**2)
 
 
 def _log_softmax(x: Array) -> Array:

@@ -12,7 +12,6 @@ __all__ = [
     "ROW_STATS",
     "STAT_NAMES",
     "BackendInfo",
-    "Heads",
     "LinearCall",
     "LogitsCall",
     "LossSpec",
@@ -127,10 +126,7 @@ class QuantizedWeight:
 
 @dataclass(frozen=True, eq=False)
 class LinearCall:
-    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest is as in `LogitsCall`.
-
-    With `heads`, `input` has a first axis of heads, the target has not, and `shift` is 0: see `xent.core.heads`.
-    """
+    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest is as in `LogitsCall`."""
 
     input: Any
     linear_weight: Any
@@ -144,15 +140,6 @@ class LinearCall:
     workspace: int | None
     temperature: Any = None
     support: "Support | None" = None
-    heads: "Heads | None" = None
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Several heads with one classifier: how far ahead each predicts, and its factor in the loss (None: 1 each)."""
-
-    shift: tuple[int, ...]
-    weight: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

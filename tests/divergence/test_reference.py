@@ -41,9 +41,9 @@ def teacher_of(case: DivergenceCase, arrays: dict[str, Any]) -> Any:
 def described(function: Callable[[], Any]) -> Any:
     """Return the description of the call that the reference receives in `function`."""
     seen: list[Any] = []
-    run = Reference.run_divergence
+    run = Reference.run
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reference, "run_divergence", lambda self, call: seen.append(call) or run(self, call))
+        patch.setattr(Reference, "run", lambda self, call: seen.append(call) or run(self, call))
         function()
     return seen[0]
 

@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,10 +13,9 @@ from tests.mlx.quantized import expect_right_products
 from tests.mlx.test_quantized import FORMS
 from tests.mlx.test_work import peak
 from tests.targets import Target
-from xent.backends.adapter import as_loss_call
 from xent.backends.mlx import classifier
 from xent.backends.reference import linear_cross_entropy_gradients
-from xent.core.describe import linear_loss_call
+from xent.core.describe import as_log_probs, linear_loss_call
 from xent.core.spec import LOG_PROB_STATS
 
 RNG = np.random.default_rng(3)
@@ -158,8 +156,9 @@ def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, 
         "workspace": None,
     }  # fmt: skip
     bias = numbers[2] if len(numbers) == 3 else None
-    linear = as_loss_call(linear_loss_call(*numbers[:2], Y, linear_bias=bias, **neutral))
-    return linear_cross_entropy_gradients(replace(linear, **sampled or {}), upstream, **others)
+    linear = linear_loss_call(*numbers[:2], Y, linear_bias=bias, **neutral)
+    call = as_log_probs(linear, Y, **{"temperature": 1.0, "support": None, "stats": ()} | (sampled or {}))
+    return linear_cross_entropy_gradients(call, upstream, **others)
 
 
 @pytest.mark.parametrize("workspace", [1, 5 * V * 4, None])

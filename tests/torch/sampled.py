@@ -10,7 +10,7 @@ from torch import Tensor
 
 import xent
 from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients
-from xent.core.spec import LinearCall, LogitsCall, LossSpec
+from xent.core.call import Activation, Allowed, Call, Classes, Given, Options, Product
 
 __all__ = ["OUTPUTS", "Problem", "all_none"]
 
@@ -192,20 +192,22 @@ class Drawn:
         cap = problem.softcap
         is_number = isinstance(self.temperature, float)
         divisor = self.temperature if is_number else 1.0
-        spec = LossSpec(
-            "none", softcap=None if cap is None else cap / divisor, logit_scale=problem.logit_scale / divisor
-        )
         each = None if is_number else np.asarray(self.temperature)
-        support = None if self.support is None else xent.Support(*self.support)
+        target: Any = Classes(self.target)
+        if self.support is not None:
+            ids, offsets = self.support
+            target = Allowed(self.target, ids, offsets[:-1], offsets[1:])
+        activation = Activation(problem.logit_scale / divisor, None if cap is None else cap / divisor, each)
+        options = Options("none", shift=problem.shift)
         used = [weight * wanted for weight, wanted in zip(self.weights, problem.upstream, strict=True)]
         arrays = [leaf.detach().numpy() for leaf in self.leaves("cpu", "float64")]
         upstream = {"upstream": -used[0], "entropy": used[1], "lse": used[2]}
         if not problem.linear:
-            call = LogitsCall(*arrays, self.target, None, None, None, spec, problem.axis, False, each, support)
-            return [cross_entropy_gradient(call, **upstream)]
-        bias = arrays[2] if problem.bias else None
-        linear = LinearCall(*arrays[:2], bias, self.target, None, None, None, spec, problem.shift, None, each, support)
-        return list(linear_cross_entropy_gradients(linear, **upstream))[: len(arrays)]
+            axis = problem.axis % (len(problem.rows) + 1)
+            return [cross_entropy_gradient(Call(Given(arrays[0], axis), target, activation, options), **upstream)]
+        source = Product(arrays[0], arrays[1], arrays[2] if problem.bias else None)
+        found = linear_cross_entropy_gradients(Call(source, target, activation, options), **upstream)
+        return list(found)[: len(arrays)]
 
 
 def all_none(problem: Problem) -> Problem:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import xent
 from xent.backends.reference import Reference, cross_entropy_gradient
-from xent.core.spec import LOG_PROB_STATS, LogitsCall, LossSpec, Support
+from xent.core.call import Activation, Call, Classes, Given, Options
+from xent.core.spec import LOG_PROB_STATS
 
 __all__ = ["CLOSE", "DTYPES", "Rows", "Upstream", "compare"]
 
@@ -90,16 +91,20 @@ class Rows:
                 return None
             return (values.double() if values.is_floating_point() else values).cpu().numpy()
 
-        arrays = (self.logits, self.target, self.weight, self.sample_weight)
-        spec = LossSpec("none", stats=self.stats, **self.options)
-        support: Support | None = None
-        call = LogitsCall(*map(numpy, arrays), None, spec, -1, False, numpy(self.temperature), support)
+        logits, target, weight, sample_weight, temperature = map(
+            numpy, (self.logits, self.target, self.weight, self.sample_weight, self.temperature)
+        )
+        more = dict(self.options)
+        bends = {name: more.pop(name) for name in ("logit_scale", "softcap") if name in more}
+        options = Options("none", weight=weight, sample_weight=sample_weight, stats=self.stats, **more)
+        source = Given(logits, logits.ndim - 1)
+        call = Call(source, Classes(target), Activation(**bends, temperature=temperature), options)
         with np.errstate(all="ignore"):
             loss, stats = Reference().run(call)
             of_loss, *others = (None if one is None else numpy(one).reshape(loss.shape) for one in self.upstream)
             named = {name: one for name, one in zip(Upstream._fields[1:], others, strict=True) if one is not None}
             grad = cross_entropy_gradient(call, np.zeros(loss.shape) if of_loss is None else of_loss, **named)
-        return {"loss": loss} | {name: getattr(stats, name) for name in call.loss.stats}, grad
+        return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}, grad
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -1,18 +1,14 @@
 """The entry of the MLX driver: move classes to the last axis, run the rows, return results in the caller's shapes."""
 
-from functools import partial
-
 import mlx.core as mx
 
 from xent.backends.mlx import empty, linear, logits, results
 from xent.backends.mlx.autograd import guarded
-from xent.backends.mlx.checks import check_targets
 from xent.backends.mlx.classifier import check_dtypes
 from xent.backends.mlx.facts import gather_facts, is_float
 from xent.backends.mlx.kernels import KERNELS
 from xent.backends.mlx.supported import Supported
 from xent.backends.mlx.tracing import is_differentiated
-from xent.core import heads
 from xent.core.spec import LinearCall, LogitsCall, Stats
 
 __all__ = ["run"]
@@ -20,10 +16,6 @@ __all__ = ["run"]
 
 def run(call: LogitsCall | LinearCall, kernel: str) -> tuple[mx.array, Stats]:
     """Run a call with the row kernel of that backend; KeyError if none is registered."""
-    if isinstance(call, LinearCall) and call.heads is not None:
-        if not is_float(call.target):
-            check_targets(call.target, call.linear_weight.shape[0], call.loss.ignore_index, min(call.heads.shift))
-        return heads.run(call, partial(run, kernel=kernel), mx, mx.array.astype)
     chosen = KERNELS[kernel]
     if isinstance(call, LogitsCall):
         given = {"logits": mx.moveaxis(call.logits, call.axis, -1)}

@@ -5,7 +5,6 @@ from typing import Any
 
 import numpy as np
 
-from xent.backends.adapter import as_divergence_call
 from xent.backends.protocol import Backend, Harness
 from xent.backends.reference_divergence import divergence, divergence_gradients, student_entropy
 from xent.core import divergence as public
@@ -120,11 +119,10 @@ def _reference(
         name: value if value is None or np.isscalar(value) else harness.numpy(value) for name, value in options.items()
     }
     if case.function == "divergence":
-        made = divergence_call(**arguments, teacher=known, axis=-1, **given)
+        call = divergence_call(**arguments, teacher=known, axis=-1, **given)
     else:
         linear: Results = {"linear_bias": None} | arguments
-        made = linear_divergence_call(**linear, teacher=known, shift=0, workspace=None, **given)
-    call = as_divergence_call(made)
+        call = linear_divergence_call(**linear, teacher=known, shift=0, workspace=None, **given)
     gradients = divergence_gradients(call, harness.numpy(upstream))
     entropy = {"entropy": student_entropy(call)} if case.entropy else {}
     return {"loss": np.asarray(divergence(call))} | entropy | {name: gradients[name] for name in arrays}

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from xent.backends.adapter import as_loss_call
 from xent.backends.protocol import Backend, Harness
 from xent.backends.reference import (
     BACKEND,
@@ -21,10 +20,10 @@ from xent.backends.reference import (
     target_gradient,
 )
 from xent.core import api, log_probs
-from xent.core.call import Call
+from xent.core.call import Call, Given
 from xent.core.check.cases import LOSSES, Case, Inputs, make_inputs
 from xent.core.describe import as_log_probs, linear_loss_call, loss_call
-from xent.core.spec import LinearCall, LogitsCall, Support
+from xent.core.spec import Support
 
 __all__ = ["ALONE", "Results", "call_of", "function_of", "placed", "results_of_case"]
 
@@ -65,13 +64,12 @@ def placed(harness: Harness[Any], options: Results, wide: str) -> Results:
     return {name: place(value) for name, value in options.items()}
 
 
-def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall | LinearCall:
+def call_of(case: Case, differentiable: Results, options: Results) -> Call:
     """Return the validated call of a case on NumPy arrays. `options` includes the target."""
     options = dict(options)
     temperature, support = options.pop("temperature", 1.0), options.pop("support", None)
     options = _DEFAULTS | options | {name: case.keywords[name] for name in case.keywords.keys() - {"entropy"}}
     options.setdefault("linear_bias", None)
-    call: Call
     if case.is_linear:
         call = linear_loss_call(**(options | differentiable))
     else:
@@ -79,7 +77,7 @@ def call_of(case: Case, differentiable: Results, options: Results) -> LogitsCall
         call = loss_call(**differentiable, **options, axis=-1, inplace=False)
     if case.function not in LOSSES:
         call = as_log_probs(call, (options | differentiable)["target"], temperature, support, case.results[1:])
-    return as_loss_call(call)
+    return call
 
 
 def results_of_case(
@@ -162,7 +160,7 @@ def _reference(run: _Run) -> tuple[Results, Results]:
     arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
     options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
     call = call_of(case, arrays, options)
-    loss, stats = BACKEND.backend.run(call)
+    loss, stats = BACKEND.run(call)
     sign = 1 if case.function in LOSSES else -1
     results = [loss if sign > 0 else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
     found = dict(zip(case.results, map(np.asarray, results), strict=True))
@@ -184,9 +182,9 @@ def _norms(gradient: Any) -> Any:
     return np.linalg.norm(np.atleast_2d(gradient), axis=-1)
 
 
-def _gradients(call: LogitsCall | LinearCall, upstream: Any, others: Results, names: Collection[str]) -> Results:
+def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str]) -> Results:
     made: Results
-    if isinstance(call, LogitsCall):
+    if isinstance(call.source, Given):
         made = {"logits": cross_entropy_gradient(call, upstream, **others)}
     else:
         parts = linear_cross_entropy_gradients(call, upstream, **others)
