@@ -21,9 +21,8 @@ Each language implements these steps once. If rows are always whole there is no 
   `xent.backends.triton.kernels.gradient`. `xent.backends.triton.kernels.rows_kernel` has all steps of whole rows;
   `xent.backends.triton.kernels.fold_kernel`, `xent.backends.triton.kernels.finish_kernel` (which merges) and
   `xent.backends.triton.kernels.gradient_kernel` have one step each.
-- MLX: fold in `xent.backends.mlx.block.Block.fold`; merge in `xent.backends.mlx.finish.merge`; finish in
-  `xent.backends.mlx.finish.finish` and `xent.backends.mlx.finish.coefficients`; gradient in
-  `xent.backends.mlx.block.Block.gradient`.
+- MLX: whole rows; fold in `xent.backends.mlx.block.Block.fold`; finish in `xent.backends.mlx.finish.finish` and
+  `xent.backends.mlx.finish.coefficients`; gradient in `xent.backends.mlx.block.Block.gradient`.
 - Metal, in `src/backends/metal/`: fold in `loss.metal`, merge in `sums.metal`, finish in `loss.metal`, gradient in
   `gradient.metal`.
 
@@ -32,8 +31,7 @@ A device registers its steps with its framework's driver, under the name of its 
 - PyTorch: `xent.backends.torch.contract.STEPS` has the class that implements `xent.backends.torch.contract.Steps`. For
   a device whose kernels take blocks of logits, subclass `xent.backends.torch.portable.steps.PortableSteps`, as
   `xent.backends.metal.torch_steps.MetalSteps` does.
-- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block. Until
-  the MLX driver takes a `Call`, `xent.backends.adapter` converts it.
+- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block.
 """
 
 from collections.abc import Callable

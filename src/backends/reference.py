@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xent.backends.reference_divergence import divergence, student_entropy
+from xent.backends.reference_heads import apart, combined, factors
 from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
-from xent.core.heads import apart, combined, factors
 from xent.core.spec import BackendInfo, Stats
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
@@ -47,7 +47,7 @@ class Reference:
         if isinstance(call.target, Dense | TopK):
             return divergence(call), Stats(entropy=student_entropy(call) if call.options.stats else None)
         if call.options.heads is not None:
-            return combined(call, [self.run(one) for one in apart(call)], np)
+            return combined(call, [self.run(one) for one in apart(call)])
         rows = _rows(call)
         return rows.loss(), rows.stats()
 

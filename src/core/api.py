@@ -229,8 +229,7 @@ def linear_cross_entropy(
         at most ``shift`` rows all rows are ignored. A tuple is for H heads that share one classifier (multi-token
         prediction): input is (H, ..., T, D), target is (..., T), and head j predicts target t + shift[j]. The loss is
         the sum over heads of ``head_weight[j]`` times the reduced loss of head j. With "none" it is (H, ..., T).
-        ``normalizer`` divides the sum of each head. The heads share one pass and one gradient of the classifier; with
-        class probabilities MLX and NumPy compute each head by a separate call.
+        ``normalizer`` divides the sum of each head. The heads share one pass and one gradient of the classifier.
     head_weight : tuple of H numbers, optional
         The factor of each head's loss, by default 1. It needs a tuple as ``shift``, and "mean" or "sum".
     workspace : int, optional

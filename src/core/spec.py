@@ -1,4 +1,4 @@
-"""The description of a validated call: frozen dataclasses that every backend reads. Imports no framework."""
+"""Public descriptions of arguments and results: frozen dataclasses. Imports no framework."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +12,6 @@ __all__ = [
     "ROW_STATS",
     "STAT_NAMES",
     "BackendInfo",
-    "LinearCall",
-    "LogitsCall",
-    "LossSpec",
     "QuantizedWeight",
     "Stats",
     "Support",
@@ -41,48 +38,6 @@ be a denormal float32 number, which devices may flush to 0; 0 / 0 is NaN."""
 def bounded(value: Any) -> Any:
     """Return a softcap or temperature, at most `LARGEST` if it is a number."""
     return min(value, LARGEST) if isinstance(value, (int, float)) else value
-
-
-@dataclass(frozen=True, eq=False)
-class LossSpec:
-    """The options that all functions share. `stats` is in the order of `STAT_NAMES`."""
-
-    reduction: str = "mean"
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    stats: tuple[str, ...] = ()
-    exact: bool = False
-    """Whether logits that the call computes must be float32 or float64, for every input dtype."""
-    accuracy_of_rows: bool = False
-    """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
-
-    @property
-    def float32_logits(self) -> bool:
-        """Whether a linear loss computes logits in float32 or float64, because what it reports must not be rounded."""
-        return self.exact or not set(DIFFERENTIABLE).isdisjoint(self.stats)
-
-
-@dataclass(frozen=True, eq=False)
-class LogitsCall:
-    """A validated call on logits. `normalizer` is a float, a 0-d array or None.
-
-    `temperature` has the target's shape (in MLX it may be 0-d) and divides the logits of each row after scale and
-    softcap. A temperature that is one number is folded into `loss.logit_scale` and `loss.softcap`.
-    """
-
-    logits: Any
-    target: Any
-    weight: Any
-    sample_weight: Any
-    normalizer: Any
-    loss: LossSpec
-    axis: int
-    inplace: bool
-    temperature: Any = None
-    support: "Support | None" = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,24 +77,6 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(V, D) of the weight before packing."""
         return self.packed.shape[0], self.packed.shape[1] * 32 // self.bits
-
-
-@dataclass(frozen=True, eq=False)
-class LinearCall:
-    """A validated call on hidden states and a classifier. `workspace` is in bytes; the rest is as in `LogitsCall`."""
-
-    input: Any
-    linear_weight: Any
-    linear_bias: Any
-    target: Any
-    weight: Any
-    sample_weight: Any
-    normalizer: Any
-    loss: LossSpec
-    shift: int
-    workspace: int | None
-    temperature: Any = None
-    support: "Support | None" = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,14 +1,9 @@
-"""The public teacher classes, and the description of a validated divergence call.
-
-Student and teacher are each given as stored logits (`StoredLogits`) or as hidden states and a classifier
-(`LinearLogits`), both with the temperature already folded into scale and softcap. A teacher may also be given as its
-most probable classes (`TopKTeacher`).
-"""
+"""The public teacher classes, and the tolerance of a top-k teacher's mass."""
 
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TAILS", "DivergenceCall", "LinearLogits", "LinearTeacher", "StoredLogits", "TopKTeacher", "mass_tolerance"]
+__all__ = ["TAILS", "LinearTeacher", "TopKTeacher", "mass_tolerance"]
 
 TAILS = ("bucket", "renormalize", "drop")
 _TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
@@ -83,53 +78,6 @@ class TopKTeacher:
     ids: Any
     log_probs: Any
     tail: str = "bucket"
-
-
-@dataclass(frozen=True, eq=False)
-class StoredLogits:
-    """Logits in memory; the classes are on the call's `axis`."""
-
-    logits: Any
-    softcap: float | None
-    logit_scale: float
-
-
-@dataclass(frozen=True, eq=False)
-class LinearLogits:
-    """Logits (..., V) that are computed from hidden states and a classifier."""
-
-    input: Any
-    weight: Any
-    bias: Any
-    softcap: float | None
-    logit_scale: float
-
-
-@dataclass(frozen=True, eq=False)
-class DivergenceCall:
-    """A validated call. `rows` is the shape of a per-row loss; `normalizer` is a number, a 0-d array or None.
-
-    `softcap` and `logit_scale` of both sides, and the log-probabilities of a `TopKTeacher`, already include
-    `temperature`. `workspace` is in bytes.
-    """
-
-    student: StoredLogits | LinearLogits
-    teacher: StoredLogits | LinearLogits | TopKTeacher
-    sample_weight: Any
-    normalizer: Any
-    beta: float
-    reduction: str
-    rows: tuple[int, ...]
-    vocabulary: int
-    temperature: float = 1.0
-    axis: int = -1
-    workspace: int | None = None
-    stats: tuple[str, ...] = ()
-
-    @property
-    def array(self) -> Any:
-        """The student's first array: its framework and device are those of the call."""
-        return self.student.logits if isinstance(self.student, StoredLogits) else self.student.input
 
 
 def mass_tolerance(dtype: str) -> float:

@@ -9,7 +9,7 @@ import pytest
 
 import xent
 from tests.targets import Target
-from xent.backends.mlx import linear as linear_driver
+from xent.backends.mlx import sources
 from xent.backends.mlx.devices import chunk_device
 
 MIB = 2**20
@@ -151,13 +151,13 @@ def test_chunk_size_depends_on_whether_the_classifier_is_trained(
 ) -> None:
     """On NVIDIA GPUs, chunks are larger if it is trained."""
     seen = []
-    rows_per_chunk = linear_driver.rows_per_chunk
+    rows_per_chunk = sources.rows_per_chunk
 
     def watched(*args: Any) -> int:
         seen.append(args[-1])
         return rows_per_chunk(*args)
 
-    monkeypatch.setattr(linear_driver, "rows_per_chunk", watched)
+    monkeypatch.setattr(sources, "rows_per_chunk", watched)
     arrays = {"input": mx.ones((6, 8)), "linear_weight": mx.ones((11, 8))}
     options = {"target": mx.zeros((6,), mx.int32), "reduction": reduction, "backend": target.name}
 

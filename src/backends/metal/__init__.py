@@ -32,12 +32,11 @@ row is read twice, its last part first, because that may still be in the GPU's l
 
 from typing import TYPE_CHECKING
 
-from xent.backends.adapter import Adapted
 from xent.backends.mlx import MlxBackend
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Call, Dense, TopK, array_of
+from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -64,34 +63,22 @@ class MetalBackend(MlxBackend):
             self.name, self.framework, machine.MISSING is None, machine.MISSING, machine.VERSIONS, machine.DEVICES
         )
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse float64, which Metal does not have, MLX's CPU device, and a GPU that the kernels do not run on."""
-        array = call.logits if isinstance(call, LogitsCall) else call.input
-        refusal = self._refuse(array)
-        if refusal is not None:
-            return refusal
-        from xent.backends.metal import rows
-
-        problem = rows.problem(array.dtype)
-        return None if problem is None else f"its kernels do not run on this GPU, which backend 'mlx' serves: {problem}"
-
-    def _refuse(self, array: "mx.array") -> str | None:
-        from xent.backends.metal import machine
+        from xent.backends.metal import machine, rows
         from xent.backends.mlx.devices import device_type
 
-        if dtype_name(array) == "float64":
+        dtype = array_of(call).dtype
+        if dtype_name(array_of(call)) == "float64":
             return "Metal has no float64, which backend 'mlx' serves on the CPU"
         if device_type() not in machine.DEVICES:
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
-        return None
+        problem = None if isinstance(call.target, Dense | TopK) else rows.problem(dtype)
+        return None if problem is None else f"its kernels do not run on this GPU, which backend 'mlx' serves: {problem}"
 
     def register(self) -> None:
         """Register the row kernels with the MLX driver. Divergences have none; MLX's own operations compute them."""
         from xent.backends.metal import rows  # noqa: F401
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse float64 and MLX's CPU device."""
-        return self._refuse(call.array)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""
@@ -100,4 +87,4 @@ class MetalBackend(MlxBackend):
         return MetalHarness(device)
 
 
-BACKEND = Adapted(MetalBackend())
+BACKEND = MetalBackend()

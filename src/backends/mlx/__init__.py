@@ -1,22 +1,21 @@
-"""The MLX driver: the losses for MLX arrays on any device of MLX, with the row kernel of that device.
+"""The MLX driver: calls on MLX arrays on any device of MLX, with the row kernel of that device.
 
-Data flow of a call: `driver` prepares the arguments -> `facts` collects the data of each row -> `results` computes the
-rows (with `logits`, or `linear` and its loop over chunks), then loss and statistics, and attaches their gradients with
-`autograd`. `tracing` finds out which gradients may be needed. A call of no rows goes from `driver` to `empty`.
+Data flow of a call: `driver` -> `prepare` (flatten to rows) -> `facts` (the data of each row) -> `loop`, which takes
+parts of rows: `sources` (logits of a part, and the sums of gradients), `steps` (its results and gradient) -> `results`
+(loss and statistics). `autograd` attaches gradients, and `tracing` finds out which may be needed.
 
-A row kernel computes a block of logits (`kernels` defines its interface). The row kernel of this backend is `plain`. It
-splits a block into smaller ones. `block`, or on a GPU `fused`, folds a block into sums. `finish` computes results and
-gradient coefficients from the sums; only this step handles options. `block` computes the gradient from the
-coefficients.
+The steps of a loss call a row kernel with a block of logits (`kernels` defines its interface). The row kernel of this
+backend is `plain`. It splits a block into smaller ones. `block`, or on a GPU `fused`, folds a block into sums. `finish`
+computes results and gradient coefficients from the sums; only this step handles options. `block` computes the gradient
+from the coefficients.
 """
 
 from typing import TYPE_CHECKING
 
-from xent.backends.adapter import Adapted
 from xent.backends.protocol import Harness
 from xent.core.arrays import dtype_name
-from xent.core.spec import BackendInfo, LinearCall, LogitsCall, Stats
-from xent.core.teachers import DivergenceCall
+from xent.core.call import Call, array_of
+from xent.core.spec import BackendInfo, Stats
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -48,14 +47,11 @@ class MlxBackend:
 
         return BackendInfo(self.name, self.framework, True, None, {"mlx": version()}, devices())
 
-    def refuse(self, call: LogitsCall | LinearCall) -> str | None:
+    def refuse(self, call: Call) -> str | None:
         """Refuse float64 on a GPU, where MLX does not support it."""
-        return self._refuse(call.logits if isinstance(call, LogitsCall) else call.input)
-
-    def _refuse(self, array: "mx.array") -> str | None:
         from xent.backends.mlx.devices import device_type
 
-        if dtype_name(array) == "float64" and device_type() != "cpu":
+        if dtype_name(array_of(call)) == "float64" and device_type() != "cpu":
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
@@ -63,22 +59,12 @@ class MlxBackend:
         """Register the row kernel of this backend with the driver."""
         from xent.backends.mlx import plain  # noqa: F401
 
-    def run(self, call: LogitsCall | LinearCall) -> "tuple[mx.array, Stats]":
+    def run(self, call: Call) -> "tuple[mx.array, Stats]":
         """Run the call in the MLX driver, with the row kernel of this backend."""
         from xent.backends.mlx import driver
 
         self.register()
         return driver.run(call, kernel=self.name)
-
-    def refuse_divergence(self, call: DivergenceCall) -> str | None:
-        """Refuse float64 on a GPU, where MLX does not support it."""
-        return self._refuse(call.array)
-
-    def run_divergence(self, call: DivergenceCall) -> "tuple[mx.array, Stats]":
-        """Run a divergence with MLX's own operations."""
-        from xent.backends.mlx.divergence import entry
-
-        return entry.run(call)
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""
@@ -87,4 +73,4 @@ class MlxBackend:
         return MlxHarness(device)
 
 
-BACKEND = Adapted(MlxBackend())
+BACKEND = MlxBackend()

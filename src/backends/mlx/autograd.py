@@ -34,9 +34,9 @@ _NO_VMAP = (
 
 
 def guarded(tree: _Tree) -> _Tree:
-    """Return an array, or a dataclass of arrays, with the same values, without gradient; mx.jvp and mx.vmap raise.
+    """Return an array, or a tuple or dataclass of arrays, with the same values and without gradient.
 
-    MLX transforms a graph from its inputs on, so the first operation determines the error.
+    mx.jvp and mx.vmap raise. MLX transforms a graph from its inputs on, so the first operation determines the error.
     """
     arrays: list[mx.array] = []
 
@@ -66,6 +66,8 @@ def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
     """Return a copy of `tree` with `change` applied to every array in it."""
     if isinstance(tree, mx.array):
         return change(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(value, change) for value in tree))
     if not is_dataclass(tree) or isinstance(tree, type):
         return tree
     made = {name: _mapped(value, change) for name, value in vars(tree).items()}

@@ -13,7 +13,7 @@ For a class index, the target's element p_y alpha - gamma is computed as gamma (
 import mlx.core as mx
 
 from xent.backends.mlx.devices import device_type
-from xent.backends.mlx.elementwise import activate, exp, expm1
+from xent.backends.mlx.elementwise import exp, expm1
 from xent.backends.mlx.finish import Coefficients, Gap, Sums, product
 from xent.backends.mlx.kernels import Asked, RowFacts
 
@@ -24,7 +24,7 @@ _TOGETHER = 64  # values of a node of the tree that adds more classes
 
 
 class Block:
-    """R rows of raw logits z (R, C), for a range of C classes."""
+    """R rows of raw logits z (R, V)."""
 
     def __init__(self, z: mx.array, facts: RowFacts) -> None:
         self.z, self.facts = z, facts
@@ -40,14 +40,14 @@ class Block:
         """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
     def fold(self, asked: Asked) -> Sums:
-        """Return the sums of the rows over these classes."""
+        """Return the sums of the rows."""
         facts, x = self.facts, self.x
         peak = x.max(-1)
         below = peak[:, None] - x
         self._p, log_sum = self._softmax(peak)
         plain = None
         if self._shares is None:
-            target = Gap(self._here(self._below_target(peak)), self.total())
+            target = Gap(self._below_target(peak))
         else:
             target = _gap(self._shares, below)
             if asked.nll and self._given is not None and self._given is not self._shares:
@@ -65,14 +65,12 @@ class Block:
         )
 
     def total(self) -> mx.array | float:
-        """Return sum_c t_c over these classes."""
-        if self._shares is not None:
-            return _class_sum(self._shares)
-        return 1 if self.facts.inside is None else self.facts.inside.astype(self.acc)
+        """Return sum_c t_c."""
+        return 1 if self._shares is None else _class_sum(self._shares)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
-        """Return the gradient with respect to z. `peak` and `log_sum` are those of whole rows."""
-        exact = self._p is None or self._target_apart() or self.facts.inside is not None
+        """Return the gradient with respect to z."""
+        exact = self._p is None or self._target_apart()
         log_p = (self.x - peak[:, None]) - log_sum[:, None] if self._p is None or given.beta is not None else None
         p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
@@ -107,19 +105,14 @@ class Block:
         found = given.gamma * expm1(log_p)
         if given.rest is not None:
             found = found + product(given.rest, p)
-        if self.facts.inside is not None:
-            found = mx.where(self.facts.inside, found, given.alpha * p)
         return found if given.beta is None else found + product(p, given.beta * log_p)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
-        x, facts = self.z.astype(self.acc), self.facts
-        if facts.target_logits is not None and self.target is not None:
-            known = facts.target_logits
-            if facts.inside is not None:
-                known = mx.where(facts.inside, known, self._at_target(x))
+        x, known = self.z.astype(self.acc), self.facts.target_logits
+        if known is not None and self.target is not None:
             x = mx.put_along_axis(x, self.target, known[:, None], -1)
-        return activate(x, facts, lambda values: values[:, None])
+        return self.facts.activate(x)
 
     def _index(self) -> mx.array:
         """Return the class indices (R, 1) of the targets."""
@@ -127,20 +120,16 @@ class Block:
         return self.target
 
     def _place(self) -> tuple[mx.array, mx.array]:
-        """Return the indices of the targets in (R, C)."""
+        """Return the indices of the targets in (R, V)."""
         return mx.arange(len(self.z)), self._index()[:, 0]
 
     def _at_target(self, values: mx.array) -> mx.array:
-        """Return the target's element (R,) of values (R, C); an arbitrary one if the target is not in the range."""
+        """Return the target's element (R,) of values (R, V)."""
         return mx.take_along_axis(values, self._index(), -1)[:, 0]
 
     def _below_target(self, peak: mx.array) -> mx.array:
         """Return m - x_y (R,)."""
         return peak - self._at_target(self.x)
-
-    def _here(self, values: mx.array) -> mx.array:
-        """Return values (R,) of the target, with 0 where the target is not in the range of classes."""
-        return values if self.facts.inside is None else mx.where(self.facts.inside, values, 0)
 
     def _classes(self, below: mx.array) -> Gap:
         """Return the gap of all classes, with class weights."""
@@ -152,14 +141,14 @@ class Block:
         z = self.z
         if self.facts.terms.scale:
             z = mx.sign(self.facts.number("logit_scale")).astype(z.dtype) * z
-        return z.max(-1), mx.argmax(z, axis=-1).astype(mx.int32) + self.facts.first
+        return z.max(-1), mx.argmax(z, axis=-1).astype(mx.int32)
 
     def _target_apart(self) -> bool:
         """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
         return self.target is not None and self.acc != mx.float64 and device_type() == "gpu"
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
-        """Return p (R, C), with 0 for the target if `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
+        """Return p (R, V), with 0 for the target if `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
         if self.acc != mx.float64 and device_type() == "cpu":
             p = mx.softmax(self.x, axis=-1, precise=True)
             log_sum = -mx.log(p.max(-1))
@@ -173,8 +162,8 @@ class Block:
             total = powers.sum(-1)
             return powers / total[:, None], mx.log(total)
         # Sum the other classes separately: beside the target's 1, small probabilities would be rounded away.
-        power = self._here(exp(-self._below_target(peak)))
-        powers = powers.at[self._place()].multiply(0 if self.facts.inside is None else ~self.facts.inside)
+        power = exp(-self._below_target(peak))
+        powers = powers.at[self._place()].multiply(0)
         rest = powers.sum(-1)
         total = rest + power
         return powers / total[:, None], mx.where(power == 1, mx.log1p(rest), mx.log(total))
@@ -185,14 +174,14 @@ class Block:
         if not self._target_apart():
             return found if self._sum_of_p is None else found / self._sum_of_p
         below_y = self._below_target(peak)
-        return found + self._here(product(mx.exp(-(below_y + log_sum)), below_y))
+        return found + product(mx.exp(-(below_y + log_sum)), below_y)
 
     def _squares(self, p: mx.array, log_sum: mx.array, peak: mx.array) -> mx.array:
         """Return sum_c p_c^2 (R,)."""
         found = _class_sum(mx.square(p))
         if not self._target_apart():
             return found if self._sum_of_p is None else found / mx.square(self._sum_of_p)
-        return found + self._here(mx.square(mx.exp(-(self._below_target(peak) + log_sum))))
+        return found + mx.square(mx.exp(-(self._below_target(peak) + log_sum)))
 
     def _level(self, below: mx.array, peak: mx.array) -> Gap:
         """Return the gap of all classes, each with weight 1."""
@@ -211,5 +200,5 @@ def _class_sum(values: mx.array) -> mx.array:
 
 
 def _gap(weight: mx.array, below: mx.array) -> Gap:
-    """Return the gap of classes with these weights, (C,) or (R, C)."""
+    """Return the gap of classes with these weights, (C,) or (R, V)."""
     return Gap(_class_sum(product(weight, below)), _class_sum(weight))

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from xent.core.spec import Support
+from xent.core.call import Allowed
 
 __all__ = ["check_support", "check_targets", "check_temperature"]
 
@@ -38,16 +38,16 @@ def check_temperature(temperature: mx.array, shift: int) -> None:
         raise ValueError(f"temperature must be > 0 in every row, got {values[tuple(place)]} at {place}")
 
 
-def check_support(support: Support, vocabulary: int) -> None:
+def check_support(support: Allowed, vocabulary: int) -> None:
     """Raise ValueError if offsets do not increase from 0 to the number of ids, IndexError for the first invalid id."""
-    ids, offsets = _values(support.ids), _values(support.offsets)
-    if ids is None or offsets is None:
+    ids, begin, end = map(_values, (support.classes, support.begin, support.end))
+    if ids is None or begin is None or end is None:
         return
-    counts = np.diff(offsets)
-    if offsets[0] != 0 or offsets[-1] != len(ids) or (counts < 0).any():
+    counts = end - begin
+    if begin[0] != 0 or end[-1] != len(ids) or (counts < 0).any():
         raise ValueError(
-            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {offsets[0]} to "
-            f"{offsets[-1]}" + (" and a decrease between" if (counts < 0).any() else "")
+            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {begin[0]} to "
+            f"{end[-1]}" + (" and a decrease between" if (counts < 0).any() else "")
         )
     place = _first((ids < 0) | (ids >= vocabulary), 0)
     if place is not None:

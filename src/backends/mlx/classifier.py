@@ -12,21 +12,11 @@ import mlx.core as mx
 
 from xent.core.spec import QuantizedWeight
 
-__all__ = ["Classifier", "check_dtypes"]
+__all__ = ["Classifier"]
 
 # On a CPU, MLX allocates memory for about 16 ranges ahead of the one that it computes.
 _CONVERTED_BYTES = 8 * 2**20
 _MOST_RANGES = 64
-
-
-def check_dtypes(input: mx.array, weight: Any, bias: mx.array | None, prefix: str = "linear_") -> None:
-    """Raise TypeError for mixed dtypes, which MLX would promote to a slower float32 product."""
-    for name, array in (("weight", weight), ("bias", bias)):
-        if isinstance(array, mx.array) and array.dtype != input.dtype:
-            raise TypeError(
-                f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {input.dtype}; got "
-                f"{array.dtype}: cast it with astype"
-            )
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from xent.backends.mlx.kernels import Asked, Found, RowFacts
 
-__all__ = ["Coefficients", "Gap", "Sums", "coefficients", "finish", "merge", "product"]
+__all__ = ["Coefficients", "Gap", "Sums", "coefficients", "finish", "product"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class Gap:
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Sums of R rows over a range of classes. They use differences to the largest x, which keep their precision."""
+    """Sums of R rows over classes. They use differences to the largest x, which keep their precision."""
 
     peak: mx.array
     """(R,) the largest x."""
@@ -53,13 +53,13 @@ class Sums:
     plain: Gap | None = None
     """Gap with weights q, if that is not t and the nll is needed."""
     expected: mx.array | None = None
-    """(R,) sum_c p_c (peak - x_c), with p normalised over the range."""
+    """(R,) sum_c p_c (peak - x_c)."""
     best: tuple[mx.array, mx.array] | None = None
     """(R,) the largest logit_scale * z, and (R,) int32 its class."""
     squares: mx.array | None = None
-    """(R,) sum_c p_c^2, with p normalised over the range."""
+    """(R,) sum_c p_c^2."""
     level: Gap | None = None
-    """Gap with weights 1; infinite if all logits of the range are -inf."""
+    """Gap with weights 1; infinite if all logits are -inf."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,36 +72,6 @@ class Coefficients:
     delta: mx.array | None
     rest: mx.array | None
     """alpha - gamma for class indices, computed before rounding: if p_y is near 1, the difference would cancel."""
-
-
-def merge(one: Sums, other: Sums) -> Sums:
-    """Combine the sums of two ranges of classes; `one` has the lower classes."""
-    peak = mx.maximum(one.peak, other.peak)
-    both = [(some, mx.where(some.peak == peak, 0, peak - some.peak)) for some in (one, other)]
-    logs = [mx.where(some.peak == -mx.inf, -mx.inf, some.log_sum - lower) for some, lower in both]
-    log_sum = mx.logaddexp(*logs)
-
-    def gap(name: str) -> Gap | None:
-        gaps = [(getattr(some, name), lower) for some, lower in both]
-        if gaps[0][0] is None:
-            return None
-        below = sum((some.below + product(mx.array(some.total), lower) for some, lower in gaps), mx.array(0.0))
-        return Gap(below, gaps[0][0].total + gaps[1][0].total)
-
-    expected = best = None
-    if one.expected is not None and other.expected is not None:
-        shares = [mx.exp(log - log_sum) for log in logs]
-        expected = product(shares[0], one.expected + both[0][1]) + product(shares[1], other.expected + both[1][1])
-    squares = None
-    if one.squares is not None and other.squares is not None:
-        shares = [mx.square(mx.exp(log - log_sum)) for log in logs]
-        squares = product(shares[0], one.squares) + product(shares[1], other.squares)
-    if one.best is not None and other.best is not None:
-        better = other.best[0] > one.best[0]
-        best = mx.maximum(one.best[0], other.best[0]), mx.where(better, other.best[1], one.best[1])
-    target = gap("target")
-    assert target is not None
-    return Sums(peak, log_sum, target, gap("classes"), gap("plain"), expected, best, squares, gap("level"))
 
 
 def finish(sums: Sums, facts: RowFacts, asked: Asked) -> Found:

@@ -20,7 +20,7 @@ __all__ = ["FusedBlock", "fuses", "needs_memory"]
 
 def fuses(z: mx.array, facts: RowFacts) -> bool:
     """Whether the fused operations can compute these rows. For float32 their exponentials are not accurate enough."""
-    served = facts.target is not None and facts.inside is None and "entropy" not in facts.upstream
+    served = facts.target is not None and "entropy" not in facts.upstream
     return served and z.dtype.size < 4 and has_fused_loss()
 
 

@@ -26,7 +26,7 @@ class GradientSums:
 
     def add(self, grad_logits: mx.array, hidden: mx.array, dead: mx.array) -> list[mx.array]:
         """Add a chunk: gradient of logits (R, V), hidden states (R, D), dead rows (R,). Return the computed arrays."""
-        made = []
+        made, grad_logits = [], grad_logits.astype(hidden.dtype)
         if self._needs_input:
             part = mx.where(dead[:, None], 0, self._classifier.input_gradient(grad_logits))
             self._parts.append(part.astype(kept_dtype(self._input.dtype)))

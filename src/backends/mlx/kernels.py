@@ -14,6 +14,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from xent.backends.mlx.elementwise import activate
+
 __all__ = ["KERNELS", "Asked", "Found", "Kernels", "RowFacts", "Terms", "joined"]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
@@ -63,10 +65,6 @@ class RowFacts:
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
     """In backward passes: (R,) upstream gradients of "lse", "nll" and "entropy", and with the latter "H", the entropy
     itself. `scale` includes the upstream gradient of the loss."""
-    first: int = 0
-    """The first class of the block in the vocabulary."""
-    inside: mx.array | None = None
-    """(R,) bool: whether the target is among the block's classes; None if the block has all classes."""
     bend: mx.array | None = None
     """(R, 2): logit_scale and softcap of each row, which replace those in `numbers` if rows have temperatures. The sign
     of the scale is that in `numbers`. NaN if the temperature is not > 0."""
@@ -80,23 +78,28 @@ class RowFacts:
         place = _NUMBERS.index(name)
         return self.numbers[place : place + 1].reshape(())
 
+    def activate(
+        self, z: mx.array, placed: Callable[[mx.array], mx.array] = lambda values: values[:, None]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Return x and the softcap's slope, as `xent.backends.mlx.elementwise.activate` does, in the dtype of `weight`.
+
+        `placed` reshapes values (R,) for broadcasting with z.
+        """
+
+        def given(name: str) -> mx.array:
+            values = self.of_rows(name)
+            return placed(values) if values.ndim else values
+
+        scale, softcap = self.terms.scale, self.terms.softcap
+        z = z.astype(self.weight.dtype)
+        return activate(z, given("logit_scale") if scale else None, given("softcap") if softcap else None)
+
     def part(self, start: int, stop: int) -> RowFacts:
         """Return the facts of rows [start, stop)."""
         whole = ("numbers", "class_weight")
         named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array) and name not in whole}
         cut: dict[str, Any] = {name: value[start:stop] for name, value in named.items()}
         return replace(self, **cut, upstream={name: value[start:stop] for name, value in self.upstream.items()})
-
-    def classes(self, first: int, count: int) -> RowFacts:
-        """Return the facts for blocks of classes [first, first + count); targets are relative to `first`."""
-        some = slice(first, first + count)
-        weight = None if self.class_weight is None else self.class_weight[some]
-        probabilities = None if self.probabilities is None else self.probabilities[:, some]
-        made = replace(self, class_weight=weight, probabilities=probabilities, first=first)
-        if self.target is None:
-            return made
-        inside = (self.target >= first) & (self.target < first + count)
-        return replace(made, target=mx.where(inside, self.target - first, 0), inside=inside)
 
 
 @dataclass(frozen=True)

@@ -9,28 +9,29 @@ from typing import Any
 import mlx.core as mx
 
 from xent.backends.mlx.kernels import Terms
-from xent.core.spec import LARGEST, LossSpec
+from xent.backends.mlx.prepare import scalar
+from xent.core.call import Activation, Call
+from xent.core.spec import LARGEST
 
-__all__ = ["numbers_of", "scalar", "softcap_of", "terms_of"]
+__all__ = ["numbers_of", "softcap_of", "terms_of"]
 
 
-def terms_of(spec: LossSpec, bent: bool) -> Terms:
-    """Return the terms of the loss. A term whose number is in an array is included for every value.
-
-    `bent`: whether each row has its own scale.
-    """
+def terms_of(call: Call) -> Terms:
+    """Return the terms of the loss. A term whose number is in an array is included for every value."""
+    activation, options = call.activation, call.options
     return Terms(
-        smoothing=_differs(spec.label_smoothing, 0),
-        z_loss=_differs(spec.z_loss, 0),
-        softcap=spec.softcap is not None,
-        scale=bent or _differs(spec.logit_scale, 1),
+        smoothing=_differs(options.label_smoothing, 0),
+        z_loss=_differs(options.z_loss, 0),
+        softcap=activation.softcap is not None,
+        scale=activation.temperature is not None or _differs(activation.logit_scale, 1),
     )
 
 
-def numbers_of(spec: LossSpec, vocabulary: int, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
+def numbers_of(call: Call, vocabulary: int, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
     """Return `xent.backends.mlx.kernels.RowFacts.numbers`, (8,)."""
     total: Any = vocabulary if class_weight is None else class_weight.sum()
-    given: list[Any] = [spec.label_smoothing, spec.z_loss, softcap_of(spec, dtype), spec.logit_scale]
+    activation, options = call.activation, call.options
+    given: list[Any] = [options.label_smoothing, options.z_loss, softcap_of(activation), activation.logit_scale]
     if not any(isinstance(value, mx.array) for value in (*given, total)):
         return mx.array([*given, given[0] / vocabulary, total, 0.0, 0.0], dtype=dtype)
     smoothing, *others = (scalar(value, dtype) for value in given)
@@ -38,15 +39,10 @@ def numbers_of(spec: LossSpec, vocabulary: int, class_weight: mx.array | None, d
     return mx.stack([smoothing, *others, *rest])
 
 
-def softcap_of(spec: LossSpec, dtype: mx.Dtype) -> Any:
+def softcap_of(activation: Activation) -> Any:
     """Return the softcap as a number or array, bounded by `LARGEST`; 0 for none."""
-    cap: Any = 0.0 if spec.softcap is None else spec.softcap
-    return mx.minimum(cap.astype(dtype), LARGEST) if isinstance(cap, mx.array) else cap
-
-
-def scalar(value: Any, dtype: mx.Dtype) -> mx.array:
-    """Return a number or a 0-d array as a 0-d array of `dtype`."""
-    return value.astype(dtype) if isinstance(value, mx.array) else mx.array(float(value), dtype=dtype)
+    cap: Any = 0.0 if activation.softcap is None else activation.softcap
+    return mx.minimum(cap, LARGEST) if isinstance(cap, mx.array) else cap
 
 
 def _differs(value: Any, neutral: float) -> bool:

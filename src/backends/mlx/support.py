@@ -9,11 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
-import numpy as np
 
-from xent.backends.mlx.checks import check_support
-from xent.backends.mlx.shifts import shifted
-from xent.core.spec import Support
+from xent.core.call import Allowed
 
 __all__ = ["Entries", "gather_entries"]
 
@@ -57,10 +54,10 @@ class Entries:
         """Repeat values (N,) per row for each entry, (M,)."""
         return values[self.owner]
 
-    def within(self, start: int, stop: int) -> tuple[mx.array, mx.array]:
-        """Return (mask of the entries in rows [start, stop), their row minus start), (M,) each."""
-        inside = self.owned & (self.owner >= start) & (self.owner < stop)
-        return inside, mx.where(inside, self.owner - start, 0)
+    def within(self, part: slice) -> tuple[mx.array, mx.array]:
+        """Return (mask of the entries in these rows, their row in the part), (M,) each."""
+        inside = self.owned & (self.owner >= part.start) & (self.owner < part.stop)
+        return inside, mx.where(inside, self.owner - part.start, 0)
 
     def _total(self, values: mx.array, combine: _Combine, neutral: float) -> mx.array:
         place, step = mx.arange(values.shape[-1]), 1
@@ -72,32 +69,23 @@ class Entries:
         return mx.where(self.count > 0, values[..., self.last], mx.array(neutral, values.dtype))
 
 
-def gather_entries(support: Support, shape: tuple[int, ...], vocabulary: int, shift: int) -> Entries:
-    """Return the entries of a support for targets of this shape; row t has the entries of target t + shift."""
-    check_support(support, vocabulary)
-    rows, given = int(np.prod(shape)), len(support.ids)
-    ids, offsets = support.ids.astype(mx.int64), support.offsets.astype(mx.int64)
-    if not given:
-        ids = mx.zeros((1,), mx.int64)
-    total, counts = len(ids), offsets[1:] - offsets[:-1]
-    broken = (offsets[0] != 0) | (offsets[-1] != given) | ((counts < 0) | (counts > vocabulary)).any()
-    starts, stops = (mx.clip(part, 0, total).astype(mx.int32) for part in (offsets[:-1], offsets[1:]))
-    # The index of an entry's row is the number of rows that end before it.
-    ends = mx.zeros((total + 1,), mx.int32).at[stops].add(mx.ones((rows,), mx.int32))
-    place = mx.minimum(mx.cumsum(ends)[:total], rows - 1)
-    outside = (ids < 0) | (ids >= vocabulary)
-    strays = mx.zeros((rows,), mx.int32).at[place].add(outside.astype(mx.int32))
-
-    def moved(values: mx.array, fill: int | bool) -> mx.array:
-        return shifted(values.reshape(shape), shift, fill).reshape(-1)
-
+def gather_entries(target: Allowed, vocabulary: int) -> Entries:
+    """Return the entries of a prepared support. Entries outside of [0, V) make their row wrong."""
+    begin, end, total = target.begin, target.end, len(target.classes)
+    rows, place = len(begin), mx.arange(total, dtype=mx.int32)
+    # The row of an entry is the last non-empty row that begins at the entry or before it.
+    starts = mx.zeros((total + 1,), mx.int32).at[mx.where(end > begin, begin, total)].maximum(mx.arange(rows))
+    owner = mx.cummax(starts)[:total]
+    owned = (place >= begin[owner]) & (place < end[owner])
+    outside = owned & ((target.classes < 0) | (target.classes >= vocabulary))
+    strays = mx.zeros((rows,), mx.int32).at[owner].add(outside.astype(mx.int32))
     return Entries(
-        ids=mx.where(outside, 0, ids).astype(mx.int32),
-        owner=mx.maximum(place - shift, 0),
-        owned=(mx.arange(total) < stops[place]) & (place % shape[-1] >= shift if shift else place >= 0),
-        first=starts[place],
-        last=mx.maximum(moved(stops, 1) - 1, 0),
-        count=moved(stops - starts, 0),
-        wrong=broken | moved(strays > 0, False),
+        ids=mx.where(owned & ~outside, target.classes, 0).astype(mx.int32),
+        owner=owner,
+        owned=owned,
+        first=begin[owner],
+        last=mx.maximum(end - 1, 0),
+        count=mx.maximum(end - begin, 0),
+        wrong=target.broken | (strays > 0),
         longest=min(total, vocabulary),
     )

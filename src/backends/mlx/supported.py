@@ -6,52 +6,66 @@ is 0. If the target is not among its row's entries, the loss is inf and has no g
 there is no label smoothing.
 """
 
-from collections.abc import Collection
 from dataclasses import replace
-from typing import Protocol
 
 import mlx.core as mx
 
-from xent.backends.mlx.elementwise import activate, exp, expm1
+from xent.backends.mlx.elementwise import exp, expm1
 from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.finish import Gap, Sums, coefficients, finish, product
 from xent.backends.mlx.kernels import Asked, Found, RowFacts
-from xent.backends.mlx.support import Entries
+from xent.backends.mlx.loop import Step
+from xent.backends.mlx.sources import Loaded
 
-__all__ = ["Source", "Supported"]
-
-
-class Source(Protocol):
-    """The rows of a call: access to its logits at the entries of a support."""
-
-    def pick(self, entries: Entries) -> mx.array:
-        """Return the raw logits (M,) of the entries; arbitrary values for entries that belong to no row."""
-
-    def spread(self, values: mx.array, facts: Facts, needs: Collection[str]) -> dict[str, mx.array]:
-        """Return the gradients that `needs` names, from those of the picks (M,), which are 0 for entries of no row."""
+__all__ = ["Supported"]
 
 
 class Supported:
-    """The rows of a call whose facts have a support."""
+    """The steps of log-probabilities with supports: see `xent.backends.mlx.steps.Steps`."""
 
-    def __init__(self, source: Source, facts: Facts) -> None:
+    def __init__(self, facts: Facts) -> None:
         assert facts.support is not None
-        self._source, self._facts, self._entries = source, facts, facts.support
-        self._picks = source.pick(self._entries)
+        self._facts, self._entries = facts, facts.support
+        self._picks = mx.zeros(self._entries.ids.shape, facts.rows.weight.dtype)
+        self._log_sum = mx.zeros((0,))
 
-    def forward(self, needs: Collection[str]) -> tuple[Found, dict[str, mx.array]]:
-        """Return the results of all rows. `backward` computes gradients; it does not need the logits again."""
-        asked = Asked.of(self._facts.spec.stats, grad=False)
-        found = finish(self._fold(asked), self._facts.rows, asked)
+    def forward(self, wanted: bool) -> Step:
+        """Return the step that picks logits. `backward` computes gradients."""
+        entries = self._entries
+
+        def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array | None]:
+            inside, row = entries.within(part)
+            picked = loaded.logits[row, entries.ids].astype(self._picks.dtype)
+            self._picks = mx.where(inside, picked, self._picks)
+            return [self._picks], None
+
+        return step
+
+    def found(self) -> Found:
+        """Return the results of all rows."""
+        asked = Asked.of(self._facts.call.options.stats, grad=False)
+        sums = self._fold(asked)
+        found, self._log_sum = finish(sums, self._facts.rows, asked), sums.log_sum
         if found.mean_logit is not None:
             empty = (self._entries.count == 0) & ~self._entries.wrong
             found = replace(found, mean_logit=mx.where(empty, 0, found.mean_logit))
-        return found, {}
+        return found
 
-    def backward(self, facts: Facts, found: Found, needs: Collection[str]) -> dict[str, mx.array]:
-        """Return the gradients that `needs` names."""
-        assert found.norm is not None
-        return self._source.spread(self._gradient(facts.rows, found.norm), facts, needs)
+    def backward(self, facts: Facts) -> tuple[Step, list[mx.array]]:
+        """Return the step that places the gradients of the picks, which needs no logits."""
+        entries, values = self._entries, self._gradient(facts.rows, self._log_sum)
+        assert facts.invalid is not None
+        invalid = facts.invalid
+
+        def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array | None]:
+            inside, row = entries.within(part)
+            # Computed after the part before, as the rows are.
+            some = mx.depends(values.astype(loaded.rows.dtype), [loaded.rows])
+            nothing = mx.where(invalid[part, None], mx.nan, 0).astype(some.dtype)
+            grad = mx.broadcast_to(nothing, (part.stop - part.start, facts.vocabulary))
+            return [], grad.at[row, entries.ids].add(mx.where(inside, some, 0))
+
+        return step, [values]
 
     def _fold(self, asked: Asked) -> Sums:
         """Return the sums of each row over its entries."""
@@ -79,10 +93,10 @@ class Supported:
             level=Gap(level, entries.count) if asked.mean_logit else None,
         )
 
-    def _gradient(self, rows: RowFacts, norm: mx.array) -> mx.array:
+    def _gradient(self, rows: RowFacts, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to the picks (M,)."""
         entries, (peak, below, slope) = self._entries, self._relative(rows)
-        log_sum, member = norm[:, 1], self._members()
+        member = self._members()
         upstream = dict(rows.upstream)
         if "nll" in upstream:
             upstream["nll"] = mx.where(member, upstream["nll"], 0)
@@ -104,7 +118,7 @@ class Supported:
         """Return the largest x (N,), the difference (M,) of each x to it, and the softcap's slope (M,) or None."""
         entries, z = self._entries, self._picks.astype(rows.weight.dtype)
         if rows.terms.softcap:
-            x, slope = activate(z, rows, entries.of)
+            x, slope = rows.activate(z, entries.of)
             peak = entries.largest(x)
             return peak, entries.of(peak) - x, slope
         key = self._key().astype(z.dtype)

@@ -12,27 +12,25 @@ only if it is needed.
 import mlx.core as mx
 
 from xent.backends.mlx.devices import device_type
-from xent.backends.mlx.elementwise import activate
-from xent.backends.mlx.facts import Facts
 from xent.backends.mlx.kernels import RowFacts
 from xent.core.chunks import rows_per_block
 
-__all__ = ["of_block", "placed"]
+__all__ = ["of_block"]
 
 
-def of_block(logits: mx.array, facts: RowFacts, norm: mx.array) -> list[mx.array]:
-    """Return the gradient of the targets of a block of raw logits (R, V), as a list of consecutive parts (r, V)."""
+def of_block(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
+    """Return the gradient (R, V) of the targets of a block of raw logits (R, V)."""
     step = rows_per_block(logits.shape[1], facts.weight.dtype.size, device_type(), 1)
     made: list[mx.array] = []
     for start in range(0, len(logits), step):
         part, rows = logits[start : start + step], facts.part(start, start + step)
         part = mx.depends(part, made[-1:]) if made else part
         made.append(_of_rows(part, rows, norm[start : start + step]))
-    return made
+    return made[0] if len(made) == 1 else mx.concatenate(made)
 
 
 def _of_rows(z: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
-    x, _ = activate(z.astype(facts.weight.dtype), facts, lambda values: values[:, None])
+    x, _ = facts.activate(z)
     log_p = (x - norm[:, :1]) - norm[:, 1:]
     factor = (facts.scale * (1 - facts.number("label_smoothing")))[:, None]
     if facts.class_weight is not None:
@@ -41,12 +39,3 @@ def _of_rows(z: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
         factor = factor + facts.upstream["nll"][:, None]
     factor = mx.where(facts.dead[:, None], 0, factor)
     return mx.where(factor == 0, 0, -factor * log_p)
-
-
-def placed(parts: list[mx.array], facts: Facts) -> mx.array:
-    """Return the gradients (N, V) in the order of the targets, from those in the order of rows."""
-    made = mx.concatenate(parts)
-    if facts.probability_rows is None:
-        return made
-    # Rows without a target have an arbitrary index and add zeros to that row.
-    return mx.zeros_like(made).at[facts.probability_rows].add(made)

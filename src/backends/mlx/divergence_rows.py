@@ -1,33 +1,19 @@
-"""The steps of a divergence's rows in MLX's own operations.
+"""Divergences, their derivatives and the entropy of whole rows, in MLX's own operations.
 
 See `xent.backends.torch.portable.divergence` for the sums.
 """
 
 import math
-from dataclasses import dataclass
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.elementwise import exp as exp64
+from xent.backends.mlx.top_k import Known
 
-__all__ = ["KnownClasses", "entropy", "from_top_k", "full"]
-
+__all__ = ["entropy", "from_top_k", "full"]
 
 _ADDED = 32
-
-
-@dataclass(frozen=True, eq=False)
-class KnownClasses:
-    """A top-k teacher's classes and log-probabilities for R rows, in the accumulation dtype."""
-
-    ids: mx.array
-    """(R, K) int32 in [0, V]; V for padding entries."""
-    log_q: mx.array
-    """(R, K); -inf for padding entries."""
-    tail: str
-    tolerance: float
-    """How far rounding may raise the sum of probabilities above 1."""
 
 
 def entropy(x: mx.array) -> mx.array:
@@ -54,7 +40,7 @@ def full(beta: float, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
     return found, _pulled(p, from_p) * (1 - beta)
 
 
-def from_top_k(x: mx.array, teacher: KnownClasses) -> tuple[mx.array, mx.array]:
+def from_top_k(x: mx.array, teacher: Known) -> tuple[mx.array, mx.array]:
     """Return the divergence (R,) from K classes of each row, and its derivative (R, V)."""
     vocabulary, ids, log_q = x.shape[-1], teacher.ids, teacher.log_q
     known = (log_q != -mx.inf) & (ids < vocabulary)
