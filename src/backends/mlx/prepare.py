@@ -96,6 +96,8 @@ def prepare(call: Call) -> Call:
         check_temperature(temperature, min(shifts))
         temperature = each(mx.broadcast_to(temperature.astype(acc), shape), 1)
         temperature = mx.where(temperature > 0, mx.minimum(temperature, LARGEST), mx.nan)
+    if weight is None and any(shifts) and isinstance(target, (Dense, TopK)):
+        weight = mx.ones(shape, acc)
     if weight is not None:
         weight = each(weight.astype(acc), 0)
     options = options._replace(sample_weight=weight, shift=0)
