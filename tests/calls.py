@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import xent
+from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
-from xent.core.check.cases import LOG_PROB_OPTIONS, Case, Inputs
-from xent.core.check.results import placed
+from xent.command.check.case import Case, Inputs, placed
 
 __all__ = ["OPTIONS", "call_of", "log_prob_case", "results_of", "upstream_of"]
 

@@ -14,11 +14,12 @@ from functools import cache
 from itertools import cycle, product
 from typing import Any
 
+from tests import shapes
 from tests.covering import FULL, covering
-from xent.core.check import shapes
-from xent.core.check.cases import LOSSES as FUNCTIONS
-from xent.core.check.cases import OPTIONS, Case, option_cases
-from xent.core.check.shapes import SHAPES
+from tests.options import OPTIONS, option_cases
+from tests.shapes import SHAPES
+from xent.command.check.case import LOSSES as FUNCTIONS
+from xent.command.check.case import Case
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [

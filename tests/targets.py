@@ -8,7 +8,7 @@ from typing import Any
 
 from xent.backends import TABLE
 from xent.backends.protocol import Backend, Harness
-from xent.core.check.cases import Case
+from xent.command.check.case import Case
 
 
 @dataclass(frozen=True)

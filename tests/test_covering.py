@@ -6,7 +6,8 @@ import pytest
 
 from tests.cases import DTYPES, FUNCTIONS, REDUCTIONS, SHAPES, all_cases, covering_cases, named_cases
 from tests.covering import combinations_of, covering, crossed
-from xent.core.check.cases import Case, option_cases
+from tests.options import option_cases
+from xent.command.check.case import Case
 
 
 def values_of(case: Case) -> dict[str, str]:

@@ -9,13 +9,13 @@ import pytest
 
 import xent
 from tests.covering import FULL
+from tests.divergence.named import divergence_cases
+from tests.options import option_cases
 from tests.targets import Target
 from xent.__main__ import main
 from xent.backends import ALSO, TABLE
-from xent.core.check import report
-from xent.core.check.cases import option_cases
-from xent.core.check.divergence_cases import divergence_cases
-from xent.core.check.judge import Comparison
+from xent.command.check import run as report
+from xent.command.check.judge import Comparison
 
 dispatch = sys.modules[xent.backends.__module__]
 """The module that selects a backend."""
@@ -123,10 +123,10 @@ def test_check_passes_and_prints_a_table(
 ) -> None:
     every = 1 if FULL else 40 if target.slow else 7  # the matrix has all cases
 
-    def some(harness: Any, function: str, dtype: str) -> tuple[list[Any], list[Any]]:
+    def some(harness: Any, function: str, dtype: str, full: bool) -> list[Any]:
         if function.endswith("divergence"):
-            return [], divergence_cases(function, dtype)[::every]
-        return [target.sized(case) for case in option_cases(function, dtype)[::every]], []
+            return divergence_cases(function, dtype)[::every]
+        return [target.sized(case) for case in option_cases(function, dtype)[::every]]
 
     monkeypatch.setattr(report, "cases_of", some)
     assert main(["check", target.name]) == 0
@@ -140,7 +140,7 @@ def test_check_passes_and_prints_a_table(
 def test_check_fails_when_a_gradient_is_wrong(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(report, "cases_of", lambda _, *names: (option_cases(*names)[:3], []))
+    monkeypatch.setattr(report, "cases_of", lambda _, function, dtype, full: option_cases(function, dtype)[:3])
     monkeypatch.setattr(report, "judge_case", lambda *_: [Comparison("logits", float("nan"), 1.0)])
     assert main(["check", target.name]) == 1
     printed = capsys.readouterr().out

@@ -15,9 +15,10 @@ from tests.cases import (
     shape_cases,
 )
 from tests.covering import crossed
+from tests.options import option_cases
 from tests.targets import Target
-from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case, make_inputs
+from xent.command.check.judge import judge_case
 
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]
 FEW = [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, EVERYWHERE)]

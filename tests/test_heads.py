@@ -11,8 +11,8 @@ from tests.cases import DTYPES
 from tests.covering import covering
 from tests.targets import Target
 from xent.backends.reference import linear_cross_entropy_gradients
-from xent.core.check.cases import Case, Inputs, make_inputs
-from xent.core.check.judge import compare
+from xent.command.check.case import Case, Inputs, make_inputs
+from xent.command.check.judge import compare
 from xent.core.describe import linear_loss_call
 from xent.core.spec import STAT_NAMES
 

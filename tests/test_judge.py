@@ -1,5 +1,6 @@
 """Tests of the tests: planted wrong gradients fail the comparison in every dtype."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+import xent
 from tests.cases import FUNCTIONS, LOG_PROBS, covering_cases, paired_cases
+from tests.options import option_cases
 from tests.targets import Target
-from xent.core import api, log_probs
-from xent.core.check import judge
-from xent.core.check.cases import Case, make_inputs, option_cases
-from xent.core.check.judge import Comparison, compare, judge_case, typical_of
-from xent.core.check.results import results_of_case
+from xent.command.check import judge
+from xent.command.check.case import Case, make_inputs
+from xent.command.check.judge import Comparison, compare, judge_case, typical_of
+from xent.command.check.results import results_of_case
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,
@@ -104,13 +106,13 @@ def test_gradient_without_one_of_the_options_fails(
     target: Target, function: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In each case of the matrix, leaving out any single option is noticed."""
-    home = api if function in FUNCTIONS else log_probs
-    call, left_out = getattr(home, function), ""
+    call, left_out = getattr(xent, function), ""
 
+    @functools.wraps(call)
     def forgetful(**options: Any) -> Any:
         return call(**{name: value for name, value in options.items() if name != left_out})
 
-    monkeypatch.setattr(home, function, forgetful)
+    monkeypatch.setattr(xent, function, forgetful)
     found: set[str] = set()
     cases = covering_cases(function, "float32") if function in FUNCTIONS else paired_cases(function, ("float32",))
     for case in cases:
@@ -160,7 +162,7 @@ def test_several_draws_decide_if_one_fails(
 
     monkeypatch.setattr(judge, "_judge_draw", draw)
     nobody: Any = None
-    (comparison,) = judge_case(nobody, nobody, nobody)
+    (comparison,) = judge_case(nobody, nobody, Case("cross_entropy", (2,), 3, "float32", ""))
     assert comparison.passed == passes
     assert seeds == list(range(draws))
 

@@ -13,7 +13,7 @@ from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import LOG_PROBS
 from tests.covering import crossed
 from tests.targets import Target
-from xent.core.check.cases import make_inputs
+from xent.command.check.case import make_inputs
 from xent.core.spec import LOG_PROB_STATS
 
 

@@ -9,8 +9,9 @@ import xent
 from tests.calls import call_of
 from tests.cases import FUNCTIONS
 from tests.covering import crossed
+from tests.options import option_cases
 from tests.targets import Target
-from xent.core.check.cases import Case, make_inputs, option_cases
+from xent.command.check.case import Case, make_inputs
 
 RNG = np.random.default_rng(0)
 

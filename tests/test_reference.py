@@ -9,10 +9,11 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS
+from tests.options import LOG_PROB_OPTIONS, OPTIONS, option_cases
 from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
+from xent.command.check.case import Case, make_inputs
+from xent.command.check.results import call_of
 from xent.core.call import Given
-from xent.core.check.cases import LOG_PROB_OPTIONS, OPTIONS, Case, make_inputs, option_cases
-from xent.core.check.results import call_of
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
 
 STEP = 1e-6

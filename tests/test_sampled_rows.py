@@ -9,8 +9,9 @@ import pytest
 import xent
 from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import LOG_PROBS
+from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
-from xent.core.check.cases import LOG_PROB_OPTIONS, Case, make_inputs
+from xent.command.check.case import Case, make_inputs
 from xent.core.spec import LOG_PROB_STATS
 
 

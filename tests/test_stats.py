@@ -10,9 +10,9 @@ import xent
 from tests.calls import call_of
 from tests.cases import FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
 from tests.covering import FULL, crossed
+from tests.options import LOG_PROB_OPTIONS, option_cases
 from tests.targets import Target
-from xent.core.check.cases import LOG_PROB_OPTIONS, Case, make_inputs, option_cases
-from xent.core.check.results import function_of
+from xent.command.check.case import Case, make_inputs
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS, STAT_NAMES
 
 CASES = [
@@ -187,7 +187,7 @@ def test_statistics_of_log_probabilities_equal_the_reference(target: Target, fun
     call, arrays = call_of(target, case, inputs, stats=LOG_PROB_STATS)
     *_, stats = call(*arrays)
     numbers = {name: target.harness.numpy(array) for name, array in zip(inputs.differentiable, arrays, strict=True)}
-    *_, expected = function_of(function)(
+    *_, expected = getattr(xent, function)(
         **numbers, target=inputs.target, **inputs.options, **(case.keywords | {"stats": LOG_PROB_STATS})
     )
     assert [field.name for field in fields(stats) if getattr(stats, field.name) is not None] == [

@@ -42,7 +42,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from xent.core.call import Call
-from xent.core.check.cases import Case
 from xent.core.spec import BackendInfo, Stats
 
 __all__ = ["Backend", "Harness", "Unproven"]
@@ -90,6 +89,8 @@ class Harness(Protocol[Array]):
     """Names of the float dtypes to check, widest first."""
     processes: int
     """In how many processes the cases run: several where most of the time goes into compiling on the host."""
+    seconds: float
+    """About how long a process takes for a case of `python -m xent check`, which is said at the start."""
     kernels: tuple[str, ...]
     """The names of the device's kernels, or a description of the framework's own operations."""
 
@@ -169,8 +170,8 @@ class Harness(Protocol[Array]):
     def watched(self) -> AbstractContextManager[set[str]]:
         """Return a context that collects the names of the kernels that run in it. Each starts with one of `kernels`."""
 
-    def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return cases with sizes that reach every kernel and loop of the device, for `python -m xent check`."""
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return numbers of classes, by their reason, that reach every kernel and loop of the device."""
 
     def passed(self) -> None:
-        """Record that every case has passed on this device."""
+        """Record that every case of a full check has passed on this device."""

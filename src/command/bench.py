@@ -7,8 +7,7 @@ import sys
 
 from xent.command.heads import HEADS, Shape, parse
 from xent.command.measure import available, measure
-from xent.core.check.progress import progress
-from xent.core.check.report import table
+from xent.command.show import progress, table
 from xent.core.dispatch import backends
 
 __all__ = ["add_arguments", "bench"]

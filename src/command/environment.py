@@ -6,7 +6,7 @@ import platform
 import sys
 
 from xent import __version__
-from xent.core.check.report import table
+from xent.command.show import table
 from xent.core.dispatch import backends
 
 __all__ = ["VARIABLES", "show"]

@@ -11,8 +11,7 @@ import xent
 from tests.distributed.cuts import Cut
 from tests.distributed.pool import device, group
 from xent.backends import TABLE
-from xent.core.check.cases import LOSSES, Case, make_inputs
-from xent.core.check.results import placed
+from xent.command.check.case import LOSSES, Case, make_inputs, placed
 from xent.core.spec import LOG_PROB_STATS, STAT_NAMES
 
 __all__ = ["AXES", "Way", "in_one_piece", "in_shards"]

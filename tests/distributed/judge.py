@@ -9,9 +9,9 @@ import numpy as np
 from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
 from tests.distributed.pool import Pool
 from xent.backends import TABLE
-from xent.core.check.cases import Case
-from xent.core.check.judge import Comparison, compare, worst_of
-from xent.core.check.results import results_of_case
+from xent.command.check.case import Case
+from xent.command.check.judge import Comparison, compare, worst_of
+from xent.command.check.results import results_of_case
 
 __all__ = ["joined", "judged", "judged_beside_the_whole"]
 

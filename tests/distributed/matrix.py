@@ -10,7 +10,7 @@ from tests.covering import FULL, covering
 from tests.distributed.calls import Way
 from tests.distributed.cuts import CUTS, cut
 from tests.distributed.pool import PROCESSES
-from xent.core.check.cases import Case
+from xent.command.check.case import Case
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = ["RANKS", "cases_in_shards", "saturated_cases"]

@@ -13,7 +13,8 @@ from tests.distributed.cuts import cut
 from tests.distributed.judge import judged
 from tests.distributed.planted import replace_collective
 from tests.distributed.pool import Pool
-from xent.core.check.cases import OPTIONS, Case
+from tests.options import OPTIONS
+from xent.command.check.case import Case
 
 
 class Done:

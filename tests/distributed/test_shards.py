@@ -12,8 +12,9 @@ from tests.distributed.cuts import cut
 from tests.distributed.judge import joined, judged, judged_beside_the_whole
 from tests.distributed.matrix import RANKS, cases_in_shards, saturated_cases
 from tests.distributed.pool import Pool
-from xent.core.check.cases import OPTIONS, Case
-from xent.core.check.shapes import SHAPES
+from tests.options import OPTIONS
+from tests.shapes import SHAPES
+from xent.command.check.case import Case
 
 MATRIX = [
     *(param for function in FUNCTIONS for param in cases_in_shards(function, FACTORS)),

@@ -4,7 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.covering import FULL, covering
-from xent.core.check.divergence_cases import TEACHERS, DivergenceCase
+from tests.divergence.named import TEACHERS
+from xent.command.check.case import Case
 
 __all__ = ["covering_divergences"]
 
@@ -22,15 +23,16 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 OF_LINEAR: dict[str, tuple[Any, ...]] = {"bias": (False, True), "workspace": (None, 67 * 8 * 4, 1)}
 
 
-def covering_divergences(function: str, dtype: str) -> list[DivergenceCase]:
+def covering_divergences(function: str, dtype: str) -> list[Case]:
     """Return cases with every combination of any two options; a top-k teacher has beta 0."""
     factors = FACTORS | (OF_LINEAR if function == "linear_divergence" else {})
     rows = [row for seed in range(4 if FULL else 1) for row in covering(factors, 2, f"{function}, {dtype}, {seed}")]
-    base = DivergenceCase(function, (4, 6), 67, dtype, "")
-    return [_covered(replace(base, entropy=number % 2 == 0), row) for number, row in enumerate(rows)]
+    base = Case(function, (4, 6), 67, dtype, "")
+    asked: tuple[dict[str, Any], ...] = ({"stats": ("entropy",), "missing": ("entropy",)}, {})
+    return [_covered(replace(base, **asked[number % 2]), row) for number, row in enumerate(rows)]
 
 
-def _covered(base: DivergenceCase, row: dict[str, Any]) -> DivergenceCase:
+def _covered(base: Case, row: dict[str, Any]) -> Case:
     row = dict(row)
     if row["teacher"] not in ("logits", "linear"):
         row["beta"] = 0.0

@@ -4,9 +4,10 @@ import pytest
 
 from tests.cases import DTYPES
 from tests.divergence.cases import covering_divergences
+from tests.divergence.named import divergence_cases
 from tests.targets import Target
-from xent.core.check.divergence_cases import DivergenceCase, divergence_cases
-from xent.core.check.divergence_judge import judge_divergence
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 FUNCTIONS = ("divergence", "linear_divergence")
 CASES = [
@@ -18,8 +19,8 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_divergence_and_gradients(target: Target, case: DivergenceCase) -> None:
+def test_divergence_and_gradients(target: Target, case: Case) -> None:
     if not target.takes(case.dtype):
         return
-    for comparison in judge_divergence(target.backend, target.harness, target.sized(case)):
+    for comparison in judge_case(target.backend, target.harness, target.sized(case)):
         assert comparison.passed, comparison

@@ -8,12 +8,25 @@ import numpy as np
 import pytest
 
 import xent
+from tests.divergence.named import TEACHERS
 from xent.backends.reference import Reference
 from xent.backends.reference_divergence import divergence_gradients
-from xent.core.check.divergence_cases import TEACHERS, DivergenceCase, make_divergence_inputs
+from xent.command.check.case import Case, make_inputs
 
 STEP = 1e-6
-BASE = DivergenceCase("", (2, 3), 7, "float64", "", hidden=3, teacher_hidden=4, classes=4, bias=True)
+BASE = Case(
+    "",
+    (2, 3),
+    7,
+    "float64",
+    "",
+    hidden=3,
+    teacher_hidden=4,
+    classes=4,
+    bias=True,
+    teacher_softcap=4.0,
+    teacher_scale=0.7,
+)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "temperature": {"temperature": 2.5},
@@ -30,14 +43,6 @@ CASES = [
 ]
 
 
-def teacher_of(case: DivergenceCase, arrays: dict[str, Any]) -> Any:
-    if case.teacher == "logits":
-        return arrays["teacher"]
-    if case.teacher == "linear":
-        return xent.LinearTeacher(**arrays, softcap=4.0, logit_scale=0.7)
-    return xent.TopKTeacher(**arrays, tail=case.teacher)
-
-
 def described(function: Callable[[], Any]) -> Any:
     """Return the description of the call that the reference receives in `function`."""
     seen: list[Any] = []
@@ -49,14 +54,13 @@ def described(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_gradient_equals_finite_differences(case: DivergenceCase) -> None:
-    inputs = make_divergence_inputs(case)
-    teacher = teacher_of(case, inputs.teacher)
+def test_gradient_equals_finite_differences(case: Case) -> None:
+    inputs = make_inputs(case)
 
     def total(**differentiable: Any) -> Any:
         call = getattr(xent, case.function)
         return (
-            call(**differentiable, teacher=teacher, reduction=case.reduction, **inputs.options) * inputs.upstream
+            call(**differentiable, teacher=inputs.target, reduction=case.reduction, **inputs.options) * inputs.upstream
         ).sum()
 
     analytic = divergence_gradients(described(lambda: total(**inputs.differentiable)), inputs.upstream)

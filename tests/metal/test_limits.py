@@ -12,10 +12,11 @@ import xent
 from tests.metal.emulator import install
 from tests.metal.emulator.capture import Source
 from tests.metal.emulator.kernels import Emulator
+from tests.options import OPTIONS
 from tests.targets import Target
 from xent.backends.metal import failures, limits, rows, sources
-from xent.core.check.cases import OPTIONS, Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 RNG = np.random.default_rng(0)
 

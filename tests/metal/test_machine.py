@@ -10,12 +10,12 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS
+from tests.divergence.named import divergence_cases
+from tests.options import option_cases
 from tests.targets import Target
 from xent.backends import TABLE
 from xent.backends.metal import machine, torch_machine
-from xent.core.check import report
-from xent.core.check.cases import option_cases
-from xent.core.check.divergence_cases import divergence_cases
+from xent.command.check import run as report
 
 PROBE = """
 import mlx.core as mx
@@ -68,9 +68,9 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
 def test_check_covers_the_kernels(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check with `python -m xent check`, cut down to one case of each function and dtype."""
 
-    def last(_: object, function: str, dtype: str) -> tuple[Any, Any]:
+    def last(_: object, function: str, dtype: str, full: bool) -> Any:
         made = divergence_cases if function.endswith("divergence") else option_cases
-        return made(function, dtype)[-1:], []
+        return made(function, dtype)[-1:]
 
     monkeypatch.setattr(report, "cases_of", last)
     lines = list(report.check_all(report.planned([target.name])))

@@ -8,10 +8,11 @@ import pytest
 
 import xent
 from tests.covering import crossed
+from tests.options import OPTIONS
 from tests.targets import Target
 from xent.backends.metal.threads import LIMITS, threads_and_held
-from xent.core.check.cases import OPTIONS, Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Numbers of classes around one vector, one SIMD-group, one threadgroup, all that fits in registers, and beyond.

@@ -16,8 +16,8 @@ from xent.backends import ALSO
 from xent.backends.metal import failures, sources, tensors
 from xent.backends.metal.tensors import RowResults, RowTensors
 from xent.backends.metal.torch_harness import MetalTorchHarness
-from xent.core.check.cases import Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 
 def several_launches() -> None:

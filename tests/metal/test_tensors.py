@@ -16,14 +16,15 @@ from torch import Tensor
 
 import xent
 from tests.cases import LOG_PROBS, log_prob_cases, paired_cases
+from tests.divergence.named import divergence_cases
+from tests.options import option_cases
+from tests.shapes import SHAPES
 from xent.backends import ALSO
 from xent.backends.metal import proof, torch_machine
 from xent.backends.metal.torch_harness import MetalTorchHarness
-from xent.core.check.cases import Case, option_cases
-from xent.core.check.divergence_cases import divergence_cases
-from xent.core.check.judge import judge_case
-from xent.core.check.report import AnyCase, check_all, planned
-from xent.core.check.shapes import SHAPES
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
+from xent.command.check.run import check_all, planned
 from xent.core.spec import STAT_NAMES
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -154,10 +155,10 @@ def test_same_bits_with_and_without_a_gradient() -> None:
     assert torch.equal(xent.cross_entropy(logits, target, **METAL), with_gradient)
 
 
-def one_case(_: object, function: str, dtype: str) -> tuple[Sequence[AnyCase], Sequence[AnyCase]]:
+def one_case(_: object, function: str, dtype: str, full: bool) -> Sequence[Case]:
     """Return the first case of a function instead of all cases."""
     cases = divergence_cases if function.endswith("divergence") else option_cases
-    return cases(function, dtype)[:1], []
+    return cases(function, dtype)[:1]
 
 
 def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +169,8 @@ def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.Monke
     logits, target = draw()
     xent.cross_entropy(logits, target)
     assert not ran
-    monkeypatch.setattr("xent.core.check.report.cases_of", one_case)
-    works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
+    monkeypatch.setattr("xent.command.check.run.cases_of", one_case)
+    works = [work for work in planned(["metal"], full=True) if work.backend.framework == "torch"]
     assert not any(line.failed for line in check_all(works))
     ran.clear()
     xent.cross_entropy(logits, target)
@@ -181,10 +182,9 @@ def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.Monke
 
 def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "remember", lambda: pytest.fail("it was remembered"))
-    monkeypatch.setattr("xent.core.check.report.cases_of", one_case)
-    for judge in ("judge_case", "judge_divergence"):
-        monkeypatch.setattr(f"xent.core.check.report.{judge}", lambda *_: 1 / 0)
-    works = [work for work in planned(["metal"]) if work.backend.framework == "torch"]
+    monkeypatch.setattr("xent.command.check.run.cases_of", one_case)
+    monkeypatch.setattr("xent.command.check.run.judge_case", lambda *_: 1 / 0)
+    works = [work for work in planned(["metal"], full=True) if work.backend.framework == "torch"]
     assert all(line.failed for line in check_all(works))
 
 

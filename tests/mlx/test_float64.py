@@ -6,9 +6,10 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS
+from tests.options import option_cases
 from tests.targets import Target
-from xent.core.check.cases import Case, option_cases
-from xent.core.check.results import results_of_case
+from xent.command.check.case import Case
+from xent.command.check.results import results_of_case
 
 CASES = [case for function in (*FUNCTIONS, *LOG_PROBS) for case in option_cases(function, "float64")]
 

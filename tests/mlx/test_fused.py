@@ -16,8 +16,8 @@ from tests.mlx import test_log_probs as log_probs
 from tests.mlx import test_statistics as statistics
 from tests.targets import Target
 from xent.backends.mlx import autograd, block, devices, fused, plain, weight_gradient
-from xent.core.check.cases import Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 DTYPES = ("float32", "bfloat16", "float16")
 CASES = [case for function in FUNCTIONS for dtype in DTYPES for case in all_cases(function, dtype)]

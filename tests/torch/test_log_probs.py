@@ -57,7 +57,7 @@ Errors = list[tuple[float, float]]
 
 
 def judged(made: Tensor, truth: Tensor, plain: Tensor, dtype: str) -> tuple[float, float]:
-    """Compare a gradient row by row, as `xent.core.check.judge` does."""
+    """Compare a gradient row by row, as `xent.command.check.judge` does."""
     made, truth, plain = (torch.atleast_2d(one.detach().double().cpu()) for one in (made, truth, plain))
     assert made.shape == truth.shape
     size = truth.norm(dim=-1)

@@ -11,8 +11,8 @@ from torch import Tensor
 import xent
 from tests.cases import DTYPES, FUNCTIONS, LOG_PROBS, covering_cases, paired_cases
 from tests.targets import Target
-from xent.core.check.cases import Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 TORCH = Target("torch", "cpu")
 CLASSES, ROWS = 5000, 17

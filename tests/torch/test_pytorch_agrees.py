@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import xent
 from tests.targets import Target
-from xent.core.check.cases import Case, make_inputs
+from xent.command.check.case import Case, make_inputs
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

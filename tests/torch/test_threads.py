@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.cases import FUNCTIONS
+from tests.options import option_cases
 from tests.targets import Target
-from xent.core.check.cases import option_cases
-from xent.core.check.judge import judge_case
+from xent.command.check.judge import judge_case
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.options import OPTIONS
 from tests.targets import Target
-from xent.core.check.cases import OPTIONS, Case
-from xent.core.check.judge import judge_case
+from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 SHAPES = {
     "a row": (1, 72, 300),

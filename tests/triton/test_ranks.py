@@ -9,7 +9,7 @@ from tests.distributed.conftest import pool as pool
 from tests.distributed.judge import judged_beside_the_whole
 from tests.distributed.matrix import cases_in_shards, saturated_cases
 from tests.distributed.pool import GPUS, INTERPRETED, Pool
-from xent.core.check.cases import Case
+from xent.command.check.case import Case
 
 pytestmark = pytest.mark.skipif(not (GPUS or INTERPRETED), reason="takes two GPUs, or Triton's interpreter")
 

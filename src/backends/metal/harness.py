@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from xent.backends.metal import limits, machine
 from xent.backends.metal.threads import row_sizes
 from xent.backends.mlx.harness import MlxHarness
-from xent.core.check.cases import Case
-from xent.core.check.long import long_cases
 
 __all__ = ["MetalHarness"]
 
 
 class MetalHarness(MlxHarness):
     """A `xent.backends.protocol.Harness` for the Metal kernels, without float64."""
+
+    seconds = 0.3
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__(device or machine.DEVICES[0])
@@ -27,6 +27,6 @@ class MetalHarness(MlxHarness):
         yield seen
         seen.update(limits.kernels_that_ran())
 
-    def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return one vocabulary size for each way to distribute a row over threads."""
-        return long_cases(function, dtype, row_sizes(4 if dtype == "float32" else 2))
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return one size for each way to distribute a row over threads."""
+        return row_sizes(4 if dtype == "float32" else 2)

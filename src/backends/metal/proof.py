@@ -1,4 +1,4 @@
-"""A file that records that `python -m xent check metal` has passed on this machine, for PyTorch tensors.
+"""A file that records that `python -m xent check metal --full` has passed here, for PyTorch tensors.
 
 The kernels were written without an Apple GPU. So "auto" uses them for PyTorch tensors only after the check has passed.
 """

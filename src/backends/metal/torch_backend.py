@@ -38,7 +38,7 @@ class MetalTorchBackend(TorchBackend):
         """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
         from xent.backends.metal import proof
 
-        return None if proof.PROVEN else "its kernels are not proved on this machine: run python -m xent check metal"
+        return None if proof.PROVEN else "its kernels are not proved here: run python -m xent check metal --full"
 
     def refuse(self, call: Call) -> str | None:
         """Refuse shards, other devices, and float64, which Metal does not have."""

@@ -10,8 +10,6 @@ import mlx.core as mx
 import numpy as np
 
 from xent.backends.mlx.devices import devices
-from xent.core.check.cases import Case
-from xent.core.check.long import long_cases
 
 __all__ = ["MlxHarness"]
 
@@ -23,7 +21,7 @@ class MlxHarness:
     that rounding, which differs between products, would hide all other errors.
     """
 
-    processes = 1
+    processes, seconds = 1, 0.1
 
     def __init__(self, device: str | None = None) -> None:
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
@@ -35,9 +33,9 @@ class MlxHarness:
         """Report MLX's own operations, which compute the rows here."""
         return nullcontext(set(self.kernels))
 
-    def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return cases with several blocks of rows, and with several chunks."""
-        return long_cases(function, dtype, {"several blocks": 100_003})
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return a size with several blocks of rows."""
+        return {"several blocks": 100_003}
 
     def passed(self) -> None:
         """Do nothing: "auto" uses this backend without a check."""

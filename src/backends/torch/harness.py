@@ -11,8 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from xent.backends.torch.devices import devices
-from xent.core.check.cases import Case
-from xent.core.check.long import long_cases
 
 __all__ = ["TorchHarness"]
 
@@ -20,7 +18,7 @@ __all__ = ["TorchHarness"]
 class TorchHarness:
     """A `xent.backends.protocol.Harness` for one device."""
 
-    processes = 1
+    processes, seconds = 1, 0.03
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or devices()[0]
@@ -32,9 +30,9 @@ class TorchHarness:
         """Report PyTorch's own operations, which compute the rows here."""
         return nullcontext(set(self.kernels))
 
-    def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return cases with several blocks of rows, and with several chunks."""
-        return long_cases(function, dtype, {"several blocks": 100_003})
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return a size with several blocks of rows."""
+        return {"several blocks": 100_003}
 
     def passed(self) -> None:
         """Do nothing: "auto" uses this backend without a check."""

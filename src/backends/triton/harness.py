@@ -4,15 +4,12 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from xent.backends.torch.harness import TorchHarness
 from xent.backends.triton.machine import DEVICES
-from xent.core.check.cases import Case
-from xent.core.check.long import long_cases
 
 __all__ = ["TritonHarness"]
 
@@ -30,7 +27,6 @@ _CLASSES = {
 }
 _INTERPRETED = {"several blocks": 8192, "off boundaries": 8199}
 _MOST_PROCESSES = 16  # each process has a CUDA context
-_TILE = 4096  # classes, in cases with little memory per chunk
 
 
 class TritonHarness(TorchHarness):
@@ -40,6 +36,7 @@ class TritonHarness(TorchHarness):
         super().__init__(device or DEVICES[0])
         self.dtypes = tuple(dtype for dtype in self.dtypes if dtype != "float64")
         self._interprets = self.device == "cpu"
+        self.seconds = 0.8 if self._interprets else 5.0  # to compile takes most of it
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
         paths = sorted(Path(__file__).parent.rglob("*.py"))
         # Kernels for shards need several processes with a group, which the checks do not start.
@@ -60,14 +57,6 @@ class TritonHarness(TorchHarness):
         ran = {event.key for event in profiler.key_averages()}
         seen.update(name for name in self.kernels if any(key == name or key.startswith(f"{name}_") for key in ran))
 
-    def reaching(self, function: str, dtype: str) -> list[Case]:
-        """Return cases that reach each kernel of rows, with chunks, and with rows whose chunks are small."""
-        if self._interprets:
-            return [case for case in long_cases(function, dtype, _INTERPRETED) if case.vocabulary > 1000]
-        cases = long_cases(function, dtype, _CLASSES)
-        if function == "linear_cross_entropy":
-            size = torch.finfo(getattr(torch, dtype)).bits // 8
-            few = Case(function, (96,), _TILE, dtype, "few rows, small chunks", hidden=128, workspace=200_000 * size)
-            many = replace(few, rows=(128,), name="many small chunks", workspace=4 * _TILE * 2 * size, hidden=64)
-            cases += [replace(case, alone=True) for case in (few, replace(many, vocabulary=2 * _TILE))]
-        return cases
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return sizes that reach each kernel of rows."""
+        return _INTERPRETED if self._interprets else _CLASSES

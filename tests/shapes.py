@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from xent.core.check.cases import LOG_PROB_OPTIONS, LOSSES, OPTIONS, Case
+from tests.options import LOG_PROB_OPTIONS, OPTIONS
+from xent.command.check.case import LOSSES, Case
 
 __all__ = ["SHAPES", "shape_cases"]
 

@@ -1,11 +1,11 @@
-"""Report the progress of a check on stderr: a bar if `rich` is installed, else a line every few seconds."""
+"""What the commands show: progress on stderr, as a bar if `rich` is installed, else in lines; and tables."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-__all__ = ["progress"]
+__all__ = ["progress", "table"]
 
 _SECONDS = 5  # seconds between lines
 
@@ -36,3 +36,10 @@ def _lines(total: int) -> Callable[[str], None]:
             print(f"{begun} of {total}: {description}", file=sys.stderr, flush=True)
 
     return tell
+
+
+def table(rows: list[tuple[str, ...]]) -> str:
+    """Return rows of cells as text in columns. The first row is the heading."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

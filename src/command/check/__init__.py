@@ -2,8 +2,8 @@
 
 import sys
 
-from xent.core.check.progress import progress
-from xent.core.check.report import Line, check_all, planned, summary, table
+from xent.command.check.run import Line, check_all, expected, planned, summary
+from xent.command.show import progress, table
 from xent.core.dispatch import backends
 
 __all__ = ["check"]
@@ -11,8 +11,11 @@ __all__ = ["check"]
 _MOST_FAILURES = 20
 
 
-def check(names: list[str]) -> int:
-    """Check the named backends, or all that are available; print a table; return the exit status."""
+def check(names: list[str], full: bool = False) -> int:
+    """Check the named backends, or all that are available; print a table; return the exit status.
+
+    If `full`, every pair of options is checked, and not only every kernel and loop.
+    """
     found = backends()
     reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
     reasons["numpy"] = "the reference is what the others are held to"
@@ -21,12 +24,12 @@ def check(names: list[str]) -> int:
         if reason is not None:
             print(f"{name} cannot be checked: {reason}", file=sys.stderr)
             return 2
-    works = planned(names or None)
+    works = planned(names or None, full)
     if not works:
         print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
         return 1
-    total = sum(len(cases) for work in works for both in work.cases.values() for cases in both)
-    with progress(total) as tell:
+    print(expected(works), flush=True)
+    with progress(sum(len(cases) for work in works for cases in work.cases.values())) as tell:
         lines = list(check_all(works, tell))
     heading = ("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result")
     print(table([heading, *map(_row, lines)]))
@@ -35,6 +38,8 @@ def check(names: list[str]) -> int:
         print(f"FAILED {failure}")
     if len(failed) > _MOST_FAILURES:
         print(f"and {len(failed) - _MOST_FAILURES} more")
+    for note in sorted({note for work in works for note in work.notes}):
+        print(f"Note: {note}")
     print(summary(works, lines))
     return 1 if failed else 0
 

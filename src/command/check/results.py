@@ -2,9 +2,10 @@
 
 For log-probabilities of hidden states, the unfused computation begins with the framework's float32 product. So a
 log-probability may have the error of float32 logits. Its gradients may have the error of float32 logits whose gradient
-is rounded to the case's dtype.
+is rounded to the case's dtype. The entropy of a divergence is compared with that of float32 logits, too.
 """
 
+import inspect
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,72 +13,37 @@ from typing import Any
 
 import numpy as np
 
+import xent
 from xent.backends.protocol import Backend, Harness
-from xent.backends.reference import (
-    BACKEND,
-    cross_entropy_gradient,
-    linear_cross_entropy_gradients,
-    target_gradient,
-)
-from xent.core import api, log_probs
+from xent.backends.reference import BACKEND, cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
+from xent.backends.reference_divergence import divergence_gradients
+from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed
 from xent.core.call import Call, Given
-from xent.core.check.cases import LOSSES, Case, Inputs, make_inputs
-from xent.core.describe import as_log_probs, linear_loss_call, loss_call
-from xent.core.spec import Support
+from xent.core.describe import linear_log_probs_call, linear_loss_call, log_probs_call, loss_call
+from xent.core.describe_divergence import divergence_call, linear_divergence_call
 
-__all__ = ["ALONE", "Results", "call_of", "function_of", "placed", "results_of_case"]
+__all__ = ["ALONE", "Results", "call_of", "results_of_case"]
 
 ALONE = " without gradients"
 """The suffix for names of results that were computed without gradients."""
 
 Results = dict[str, Any]
 
-_DEFAULTS: Results = {
-    "weight": None,
-    "sample_weight": None,
-    "normalizer": None,
-    "reduction": "none",
-    "ignore_index": -100,
-    "label_smoothing": 0.0,
-    "z_loss": 0.0,
-    "softcap": None,
-    "logit_scale": 1.0,
-    "stats": (),
+_DESCRIBE = {
+    "cross_entropy": loss_call,
+    "linear_cross_entropy": linear_loss_call,
+    "log_probs": log_probs_call,
+    "linear_log_probs": linear_log_probs_call,
+    "divergence": divergence_call,
+    "linear_divergence": linear_divergence_call,
 }
 
 
-def function_of(name: str) -> Any:
-    """Return a public function by its name."""
-    return getattr(api if name in LOSSES else log_probs, name)
-
-
-def placed(harness: Harness[Any], options: Results, wide: str) -> Results:
-    """Return options (and the target) with arrays moved to the device and floats converted to `wide`."""
-
-    def place(value: Any) -> Any:
-        if isinstance(value, Support):
-            return Support(harness.array(value.ids), harness.array(value.offsets))
-        if not isinstance(value, np.ndarray):
-            return value
-        return harness.array(value, wide if value.dtype.kind == "f" else None)
-
-    return {name: place(value) for name, value in options.items()}
-
-
 def call_of(case: Case, differentiable: Results, options: Results) -> Call:
-    """Return the validated call of a case on NumPy arrays. `options` includes the target."""
-    options = dict(options)
-    temperature, support = options.pop("temperature", 1.0), options.pop("support", None)
-    options = _DEFAULTS | options | {name: case.keywords[name] for name in case.keywords.keys() - {"entropy"}}
-    options.setdefault("linear_bias", None)
-    if case.is_linear:
-        call = linear_loss_call(**(options | differentiable))
-    else:
-        del options["linear_bias"]
-        call = loss_call(**differentiable, **options, axis=-1, inplace=False)
-    if case.function not in LOSSES:
-        call = as_log_probs(call, (options | differentiable)["target"], temperature, support, case.results[1:])
-    return call
+    """Return the validated call of a case on NumPy arrays. `options` includes the target or teacher."""
+    parameters = inspect.signature(getattr(xent, case.function)).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.name != "backend"}
+    return _DESCRIBE[case.function](**(defaults | case.keywords | options | differentiable))
 
 
 def results_of_case(
@@ -90,18 +56,21 @@ def results_of_case(
     terms of the entropy's gradient, p log p and p H, may cancel too, and their errors are those of x. So the entropy
     counts with the size of p in addition.
     """
-    case = replace(case, workspace=case.workspace if workspace is None else workspace)
-    run = _Run.drawn(harness, case, seed)
+    run = _Run.drawn(harness, case if workspace is None else replace(case, workspace=workspace), seed)
+    case = run.case
 
     def fused(*arrays: Any) -> tuple[Any, ...]:
         named = dict(zip(run.inputs.differentiable, arrays, strict=True))
-        return run.in_order(function_of(case.function)(**named, **run.options, **case.keywords, backend=backend.name))
+        returned = getattr(xent, case.function)(**named, **run.options, **case.keywords, backend=backend.name)
+        return tuple(case.found_in(returned)[name] for name in case.results)
 
     truth, sizes = _reference(run)
     made = run.named(harness.gradients(fused, run.arrays, run.upstream))
     plain = run.named(_unfused(run))
     if case.function == "linear_log_probs":
         plain |= _exact(run)
+    elif case.is_divergence and case.stats:
+        plain["entropy"] = _exact(run)["entropy"]
     if case.alone:
         for name, array in zip(case.results, fused(*run.arrays), strict=True):
             made[name + ALONE] = harness.numpy(array)
@@ -116,39 +85,39 @@ class _Run:
     harness: Harness[Any]
     case: Case
     inputs: Inputs
-    wide: str
-    """The dtype of results, of upstream gradients and of options that are arrays."""
     arrays: tuple[Any, ...]
     """The differentiable arrays; the target is the last one if it is differentiable."""
     options: Results
-    """The options, and the target unless it is differentiable."""
+    """The options, and the target or teacher unless it is differentiable."""
     upstream: tuple[Any, ...]
     """An upstream gradient for each result; None if it is missing."""
 
     @classmethod
     def drawn(cls, harness: Harness[Any], case: Case, seed: int) -> "_Run":
         """Draw the arrays in the case's dtype."""
-        inputs = make_inputs(case, seed)
-        wide = "float64" if case.dtype == "float64" else "float32"
+        inputs, wide = make_inputs(case, seed), case.wide
         arrays = tuple(harness.array(value, case.dtype) for value in inputs.differentiable.values())
+        options = placed(harness, inputs.options, wide)
         if case.trained:
             inputs = replace(inputs, differentiable=inputs.differentiable | {"target": inputs.target})
             arrays = (*arrays, harness.array(inputs.target, wide))
-        options = placed(harness, inputs.options | ({} if case.trained else {"target": inputs.target}), wide)
+        else:
+            of_logits = case.is_divergence and case.teacher in ("logits", "linear")
+            options[case.target] = placed(harness, inputs.target, case.dtype if of_logits else wide)
         given = {case.results[0]: inputs.upstream} | inputs.others
         found = (given.get(name) for name in case.results)
         upstream = tuple(None if values is None else harness.array(values, wide) for values in found)
-        return cls(harness, case, inputs, wide, arrays, options, upstream)
-
-    def in_order(self, returned: Any) -> tuple[Any, ...]:
-        """Return the differentiable results of a call as a tuple, in order."""
-        return tuple(self.case.found_in(returned)[name] for name in self.case.results)
+        return cls(harness, case, inputs, arrays, options, upstream)
 
     def named(self, found: tuple[tuple[Any, ...], list[Any]]) -> Results:
         """Return results and gradients by name, as NumPy arrays."""
         results, gradients = found
         names = (*self.case.results, *self.inputs.differentiable)
         return dict(zip(names, map(self.harness.numpy, (*results, *gradients)), strict=True))
+
+    def logits(self, arrays: tuple[Any, ...]) -> Any:
+        """Return the logits of the unfused computation, in the dtype of the arrays."""
+        return self.harness.linear(*(*arrays, None, None)[:3]) if self.case.is_linear else arrays[0]
 
 
 def _reference(run: _Run) -> tuple[Results, Results]:
@@ -158,10 +127,9 @@ def _reference(run: _Run) -> tuple[Results, Results]:
     """
     case, numpy = run.case, run.harness.numpy
     arrays = dict(zip(run.inputs.differentiable, map(numpy, run.arrays), strict=True))
-    options = {name: _as_numpy(run.harness, value) for name, value in run.options.items()}
-    call = call_of(case, arrays, options)
+    call = call_of(case, arrays, mapped(numpy, run.options))
     loss, stats = BACKEND.run(call)
-    sign = 1 if case.function in LOSSES else -1
+    sign = -1 if case.function.endswith("log_probs") else 1
     results = [loss if sign > 0 else 0 - loss, *(getattr(stats, name) for name in case.results[1:])]
     found = dict(zip(case.results, map(np.asarray, results), strict=True))
     given = {name: numpy(grad) for name, grad in zip(case.results, run.upstream, strict=True) if grad is not None}
@@ -183,8 +151,9 @@ def _norms(gradient: Any) -> Any:
 
 
 def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str]) -> Results:
-    made: Results
-    if isinstance(call.source, Given):
+    if hasattr(call.target, "log_probs") or hasattr(call.target, "source"):
+        made: Results = divergence_gradients(call, upstream)
+    elif isinstance(call.source, Given):
         made = {"logits": cross_entropy_gradient(call, upstream, **others)}
     else:
         parts = linear_cross_entropy_gradients(call, upstream, **others)
@@ -194,27 +163,19 @@ def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str
     return {name: made[name] for name in names}
 
 
-def _as_numpy(harness: Harness[Any], value: Any) -> Any:
-    if isinstance(value, Support):
-        return Support(harness.numpy(value.ids), harness.numpy(value.offsets))
-    return value if value is None or np.isscalar(value) else harness.numpy(value)
-
-
 def _unfused(run: _Run) -> tuple[tuple[Any, ...], list[Any]]:
     """Compute in the framework's own operations, with logits in the case's dtype."""
     case, harness, arrays = run.case, run.harness, run.arrays
     count = len(arrays) - case.trained
     if case.trained:
-        arrays = (*arrays[:-1], harness.array(_rolled(run, run.inputs.target, -1), run.wide))
+        arrays = (*arrays[:-1], harness.array(_rolled(run, run.inputs.target, -1), case.wide))
 
     def unfused(*given: Any) -> tuple[Any, ...]:
-        padded = (*given[:count], *(None,) * (3 - count))
-        target = {"target": given[-1]} if case.trained else {}
-        return _of_logits(run, harness.linear(*padded) if case.is_linear else given[0], target)
+        return _of_logits(run, run.logits(given[:count]), {"target": given[-1]} if case.trained else {})
 
     results, gradients = harness.gradients(unfused, arrays, run.upstream)
     if case.trained and case.shift:
-        gradients[-1] = harness.array(_rolled(run, harness.numpy(gradients[-1]), 1), run.wide)
+        gradients[-1] = harness.array(_rolled(run, harness.numpy(gradients[-1]), 1), case.wide)
     return results, gradients
 
 
@@ -225,17 +186,18 @@ def _rolled(run: _Run, values: Any, sign: int) -> Any:
 
 def _exact(run: _Run) -> Results:
     """Compute with logits in the dtype `wide`. Their gradient is rounded to the case's dtype."""
-    harness, dtype = run.harness, run.case.dtype
-
-    def product(*given: Any) -> Any:
-        return harness.linear(*given, *(None,) * (3 - len(given)))
+    harness, dtype, wide = run.harness, run.case.dtype, run.case.wide
 
     def rounded(values: Any) -> Any:
         return harness.array(harness.numpy(values), dtype)
 
-    wide = tuple(harness.array(harness.numpy(array), run.wide) for array in run.arrays)
-    results, (grad,) = harness.gradients(lambda logits: _of_logits(run, logits, {}), (product(*wide),), run.upstream)
-    _, gradients = harness.gradients(product, wide, harness.array(harness.numpy(rounded(grad)), run.wide))
+    arrays = tuple(harness.array(harness.numpy(array), wide) for array in run.arrays)
+    results, (grad,) = harness.gradients(
+        lambda logits: _of_logits(run, logits, {}), (run.logits(arrays),), run.upstream
+    )
+    _, gradients = harness.gradients(
+        lambda *given: run.logits(given), arrays, harness.array(harness.numpy(rounded(grad)), wide)
+    )
     return run.named((results, list(map(rounded, gradients))))
 
 
@@ -244,14 +206,29 @@ def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
 
     The options of row t are those of row t + shift. `target` contains the target if it is differentiable.
     """
-    found = {}
-    if run.case.function in LOSSES:
-        options = placed(run.harness, _options_of_loss(run), run.wide) | target
-        found["loss"] = run.harness.unfused_loss(logits, **options, reduction=run.case.reduction)
-    if len(run.case.results) > len(found):
-        found |= run.harness.unfused_rows(logits, **(placed(run.harness, _options_of_rows(run), run.wide) | target))
+    case, found = run.case, {}
+    if case.is_divergence:
+        found["loss"] = run.harness.unfused_divergence(logits, reduction=case.reduction, **_options_of_divergence(run))
+    elif case.function in LOSSES:
+        options = placed(run.harness, _options_of_loss(run), case.wide) | target
+        found["loss"] = run.harness.unfused_loss(logits, **options, reduction=case.reduction)
+    if len(case.results) > len(found):
+        found |= run.harness.unfused_rows(logits, **(placed(run.harness, _options_of_rows(run), case.wide) | target))
         found["log_probs"] = 0 - found["nll"]
-    return tuple(found[name] for name in run.case.results)
+    return tuple(found[name] for name in case.results)
+
+
+def _options_of_divergence(run: _Run) -> Results:
+    """Return the options, with the teacher's logits or the classes that it knows."""
+    options = dict(run.options)
+    teacher, kind = options.pop("teacher"), run.case.teacher
+    if kind == "logits":
+        return options | {"teacher": teacher}
+    if kind == "linear":
+        logits = run.harness.linear(teacher.input, teacher.weight, teacher.bias)
+        bends = {"teacher_softcap": teacher.softcap, "teacher_scale": teacher.logit_scale}
+        return options | {"teacher": logits} | bends
+    return options | {"ids": teacher.ids, "log_probs": teacher.log_probs, "tail": kind}
 
 
 def _options_of_loss(run: _Run) -> Results:
@@ -271,8 +248,10 @@ def _options_of_rows(run: _Run) -> Results:
     inputs, shift = run.inputs, run.case.shift
     here = _has_target(run)
     axis = here.ndim - 1
-    target = np.roll(inputs.target, -shift, axis) if shift else inputs.target
-    ignored = ~here
+    if run.case.is_divergence:  # any target: of these results only the entropy is used
+        target, ignored = np.zeros(here.shape, np.int64), inputs.options.get("sample_weight", np.ones(here.shape)) == 0
+    else:
+        target, ignored = np.roll(inputs.target, -shift, axis) if shift else inputs.target, ~here
     if target.dtype.kind != "f":
         ignored = ignored | (target == inputs.options.get("ignore_index", -100))
         target = np.where(ignored, 0, target).astype(np.int64)
