@@ -46,14 +46,6 @@ def float32_products() -> Iterator[None]:
     multiply_in_float32()
 
 
-@pytest.fixture(autouse=True)
-def nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reset the record of compiled models: in a process with one, a step without a call of the head is no sign."""
-    from xent.integrations.transformers import history
-
-    monkeypatch.setattr(history, "_compiled", set())
-
-
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return a list to which the shapes of hidden states with a fused loss are appended."""

@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from tests.integrations.models import batch, gradients, make
-from xent.integrations.transformers import explain, heads, history, patch, unpatch
+from xent.integrations.transformers import explain, heads, patch, unpatch
 from xent.integrations.transformers.deferred import is_open
 
 SAYS = "training this LlamaForCausalLM takes the memory of its logits, as without xent: "
@@ -158,9 +158,8 @@ REPLACE: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REPLACE)
-def test_heads_that_are_not_called(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_are_not_called(kind: str) -> None:
     """The bypassed head is detected when an optimizer steps."""
-    monkeypatch.setattr(history, "_compiled", set())
     model, others = make("llama"), torch.optim.SGD(make("llama").parameters())
     model.__class__ = type("LlamaForCausalLM", (type(model),), {})
     patch(model)
@@ -224,7 +223,6 @@ def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch
     """The warning comes during compilation, before the step has run."""
     torch.compiler.reset()
     monkeypatch.setattr(heads, "COMPILES", False)
-    monkeypatch.setattr(history, "_compiled", set())
     model = make("llama")
     patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -235,11 +233,33 @@ def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch
     torch.compiler.reset()
 
 
-def test_compiled_function_that_reads_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_function_that_reads_logits() -> None:
     torch.compiler.reset()
-    monkeypatch.setattr(history, "_compiled", set())
     model = make("llama")
     patch(model)
     with pytest.warns(RuntimeWarning, match="what is compiled looks at them"):
         torch.compile(step, fullgraph=False, backend="aot_eager")(model)
     torch.compiler.reset()
+
+
+@pytest.mark.skipif(not heads.COMPILES, reason="this PyTorch computes logits in compiled graphs")
+def test_compiled_models_are_explained() -> None:
+    torch.compiler.reset()
+    model = make("gemma2")
+    patch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    gradients(compiled, batch())
+    with torch.no_grad():
+        torch.compile(step_without_gradients, backend="aot_eager")(model.eval())
+    words = explain(model)
+    assert "Training: compiled, and fused. Between head and loss: divided by 0.5, tanh, multiplied by 0.5." in words
+    assert "Evaluation: compiled, and not fused: the model is exported, or compiled without gradients." in words
+    with pytest.warns(RuntimeWarning, match="what is compiled looks at them"):
+        torch.compile(step, backend="aot_eager")(model.train())
+    assert "Training: compiled, and not fused: what is compiled looks at them." in explain(model)
+    torch.compiler.reset()
+
+
+def step_without_gradients(model: Any) -> Any:
+    """Return logits."""
+    return model(batch()["input_ids"]).logits

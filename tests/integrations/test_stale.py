@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 
 from tests.integrations.models import batch, device, make
-from xent.integrations.transformers import changes, patch
+from xent.integrations.transformers import patch
 from xent.integrations.transformers.heads import DeferringLinear
 
 REFUSED = "never computed, and cannot be computed now: "
@@ -100,19 +100,6 @@ def test_optimizers_of_matrices(name: str) -> None:
     optimizer.step()
     with pytest.raises(RuntimeError, match=REFUSED + name):
         outputs.logits.sum()
-
-
-def test_clock_that_starts_in_inference_mode(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(changes, "_clocks", {})
-    head = DeferringLinear(8, 16, device=device)
-    with torch.inference_mode():
-        head(torch.randn(2, 5, 8, device=device))
-    logits = head(torch.randn(2, 5, 8, device=device))
-    head.weight.grad = torch.zeros_like(head.weight)
-    optimizer = torch.optim.SGD(head.parameters(), fused=True)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=REFUSED + "SGD"):
-        logits.sum()
 
 
 def test_optimizer_of_another_model() -> None:
@@ -205,3 +192,33 @@ def test_backward_of_logits_read_outside_of_python() -> None:
     head.weight.data.mul_(2)
     with pytest.raises(RuntimeError, match=r"written to through parameter\.data"):
         doubled.sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_writes_to_hidden_states_without_gradients(mode: Any) -> None:
+    """In inference mode, where nothing counts writes, the logits are those of the hidden states at the call."""
+    model = make("llama").eval()
+    with mode():
+        plain = model(**batch()).logits
+        with patch(model):
+            outputs = model(**batch(), output_hidden_states=True)
+            outputs.hidden_states[-1][:, 2:] = 0
+            if mode is torch.inference_mode:
+                assert torch.equal(outputs.logits + 0, plain)
+            else:
+                with pytest.raises(RuntimeError, match=REFUSED + "the hidden states were written to in place"):
+                    outputs.logits.sum()
+
+
+def test_steps_count_only_for_the_weights_of_patched_heads() -> None:
+    model, other = make("llama"), make("llama")
+    weights = [*model.parameters(), *other.parameters()]
+    patch(model)
+    model(**batch())
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    before = [weight._version for weight in weights]
+    torch.optim.SGD(weights, fused=True).step()
+    moved = [weight for weight, version in zip(weights, before, strict=True) if weight._version != version]
+    assert len(moved) == 1
+    assert moved[0] is model.lm_head.weight

@@ -190,8 +190,8 @@ def _values(logits: DeferredLogits, function: Any) -> Tensor:
 def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
     """Record which function reads the logits. Raise RuntimeError if the weights have changed since."""
     if torch.compiler.is_compiling():
-        if logits._tracked:
-            note_compiled("what is compiled looks at them")
+        for origin in logits._origins:
+            note_compiled(origin.key, logits._tracked, None, "what is compiled looks at them")
         return
     check_unchanged(logits._origins)
     for origin in logits._origins:
@@ -202,14 +202,13 @@ def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
 def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None:
     """Raise RuntimeError if executing a recipe would no longer give the logits of the unpatched model.
 
-    Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at` after the
-    model has returned.
+    Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
     """
     if torch.compiler.is_compiling():
         return
+    looked_at = looked_at and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     for origin in origins:
-        waits = origin.device.type != "cpu" and origin.call is not None and origin.call.is_running()
-        happened = change(origin, compare_elements=looked_at and not waits)
+        happened = change(origin, looked_at)
         if happened is not None:
             raise RuntimeError(
                 f"these logits were never computed, and cannot be computed now: {happened} after the model was called. "

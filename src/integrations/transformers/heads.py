@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from xent.integrations.transformers import calls as _calls  # noqa: F401  registers the recorded calls
 from xent.integrations.transformers import parallel
-from xent.integrations.transformers.changes import origin, start_clock
+from xent.integrations.transformers.changes import origin, unwatch, watch
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.history import begin_call, note_compiled
 from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
@@ -44,17 +44,26 @@ def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Ten
         return task(input, head.weight, head.bias)
     if parallel.is_running(head):
         return parallel.compute(head, input)
-    compiling = torch.compiler.is_compiling()
+    compiling, key = torch.compiler.is_compiling(), 0
     call = None if compiling else begin_call(head)
     why = _why_computed(head, input)
     if compiling:
-        trains = head.training and torch.is_grad_enabled() and not torch.compiler.is_exporting()
-        note_compiled(why if why is not None and trains else "")
+        history = getattr(head, "_xent_history", None)
+        key = 0 if history is None else history.key
+        trains = head.training and torch.is_grad_enabled()
+        if not torch.compiler.is_exporting():
+            note_compiled(key, trains, None, None)
+            if why is not None:
+                note_compiled(key, trains, None, why)
     elif call is not None and why is not None:
         call.note_computed(why)
     if why is not None:
         return parallel.compute(head, input)
     input = parallel.whole(input)
+    if not compiling:
+        watch(head)
+        if input.is_inference():
+            input = input.clone()  # no version counter would count a write to it
     autocast = autocast_dtype(input.device.type)
     alone = head if _is_sharded(head) and not _shares_group(head) else None
     recipe = Recipe((Product(input, head.weight),), head.bias, (), autocast, alone)
@@ -62,7 +71,7 @@ def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Ten
         recipe = recipe.then("gather").then("to_local")
     weights = (head.weight,) if head.bias is None else (head.weight, head.bias)
     size = (*input.shape[:-1], head.weight.shape[0])
-    return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone, call),))
+    return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone is not None, call, key),))
 
 
 def _why_computed(head: Any, input: Tensor) -> str | None:
@@ -177,7 +186,7 @@ def _is_linear(module: Any) -> bool:
 
 def defer_logits(head: Any) -> bool:
     """Make a head defer its logits; return whether this changed the head."""
-    start_clock(head.weight.device)
+    watch(head)
     parallel.take_over(head)
     changed = not issubclass(type(head), DeferringHead) or hasattr(head, "_xent_restored")
     head.__class__ = _deferring(type(head))
@@ -219,6 +228,7 @@ def _new(kind: type) -> Any:
 def restore(head: Any) -> None:
     """Make a head compute its logits again."""
     kind = type(head)
+    unwatch(head)
     parallel.give_back(head)
     if kind is DeferringLinear:
         head.__class__ = nn.Linear

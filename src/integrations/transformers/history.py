@@ -14,18 +14,19 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer
 
 from xent.integrations.transformers.replaced import inner, replaced_forward, trl_computes_with
 
 __all__ = [
     "Call",
     "History",
-    "Outcome",
     "begin_call",
     "forget",
     "history_of",
+    "is_used",
     "note_compiled",
+    "note_step",
     "register",
     "why_unused",
 ]
@@ -36,20 +37,8 @@ _INSIDE = ("torch", __name__.rpartition(".")[0])
 _histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
 """Patched model -> its history. Its heads, and copies of them, refer to the same history."""
 
-_compiled: set[str] = set()
-"""The reasons in warnings about compiled models. It contains "" if any patched model was compiled."""
-
-
-@dataclass
-class Outcome:
-    """Whether the logits of one forward pass were computed, and why."""
-
-    fused: str | None = None
-    """If the loss was computed without logits: the operations between head and loss, in words."""
-    computed: str | None = None
-    """If the logits were computed: the reason."""
-    seen: bool = False
-    """Whether there was such a forward pass."""
+_by_key: "weakref.WeakValueDictionary[int, History]" = weakref.WeakValueDictionary()
+"""Histories by number: torch.compile passes only constants to what it calls while it traces."""
 
 
 class History:
@@ -57,10 +46,15 @@ class History:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.training, self.evaluation = Outcome(), Outcome()
+        self.training: Call | None = None
+        self.evaluation: Call | None = None
         self.calls = 0
+        self.compiled: set[str] = set()
+        """The reasons of which compiled models have warned."""
         self.went_past = False
         """Whether the last training step did not call the head."""
+        self.key = max(_by_key, default=0) + 1
+        _by_key[self.key] = self
         self._calls_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._warned = False
 
@@ -71,6 +65,16 @@ class History:
     def __reduce__(self) -> Any:
         """Pickle only the name."""
         return History, (self.name,)
+
+    def begin(self, training: bool) -> "Call":
+        """Return the entry of a new call of the head."""
+        call = Call(self, training)
+        self.calls += 1
+        if training:
+            self.training = call
+        else:
+            self.evaluation = call
+        return call
 
     def warn(self, reason: str, what: str = "takes the memory of its logits, as without xent") -> None:
         """Warn once that training is not fused, and why."""
@@ -87,47 +91,31 @@ class History:
         """Whether the head was not called since this optimizer's last step, or never, if this is its first step."""
         before = self._calls_before.get(optimizer, 0)
         self._calls_before[optimizer] = self.calls
-        self.went_past = before == self.calls and not _compiled
+        self.went_past = before == self.calls and not self.compiled
         return self.went_past
 
 
+@dataclass(eq=False)
 class Call:
     """One call of a head. All deferred logits that result from it refer to this object."""
 
-    def __init__(self, history: History, training: bool, caller: FrameType | None) -> None:
-        self._history = history
-        self._training = training
-        # A reference to the frame would keep its tensors alive.
-        self._caller = None if caller is None else (id(caller), caller.f_code)
-        self._outcome = Outcome(seen=True)
-        history.calls += 1
-        if training:
-            history.training = self._outcome
-        else:
-            history.evaluation = self._outcome
-
-    def note_fused(self, recorded: str) -> None:
-        """Record that a loss was computed without logits."""
-        self._outcome.fused = recorded
+    history: History
+    training: bool
+    fused: str | None = None
+    """If the loss was computed without logits: the operations between head and loss, in words."""
+    computed: str | None = None
+    """If the logits were computed: the reason."""
+    compiled: bool = False
 
     def note_computed(self, reason: str) -> None:
         """Record that the logits were computed, and why."""
-        self._outcome.computed = reason
-        if self._training and self._outcome.fused is None:
-            self._history.warn(reason)
+        self.computed = reason
+        if self.training and self.fused is None:
+            self.history.warn(reason)
 
     def note_look(self, function: Any) -> None:
         """Record that a function read the logits, and the line that called it."""
         self.note_computed(f"{_name(function)} looked at them {_place(_caller())}")
-
-    def is_running(self) -> bool:
-        """Whether the function that called the head is still on the stack."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if (id(frame), frame.f_code) == self._caller:
-                return True
-            frame = frame.f_back
-        return False
 
 
 def register(model: nn.Module, heads: Iterable[Any]) -> None:
@@ -148,6 +136,11 @@ def forget(model: nn.Module, heads: Iterable[Any]) -> None:
         vars(head).pop("_xent_history", None)
 
 
+def is_used() -> bool:
+    """Whether any model is patched."""
+    return bool(_histories)
+
+
 def history_of(model: nn.Module) -> History | None:
     """Return the history of a model."""
     return _histories.get(model)
@@ -156,17 +149,30 @@ def history_of(model: nn.Module) -> History | None:
 def begin_call(head: nn.Module) -> Call | None:
     """Return the record of a new call of the head; None for a head that was never patched."""
     history: History | None = vars(head).get("_xent_history")
-    return None if history is None else Call(history, head.training and torch.is_grad_enabled(), _caller())
+    return None if history is None else history.begin(head.training and torch.is_grad_enabled())
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note_compiled(reason: str) -> int:
-    """Record, while torch.compile traces, that a model is compiled. Warn once per reason for computed logits."""
-    if reason not in _compiled:
-        _compiled.update(("", reason))
-        if reason:
+def note_compiled(key: int, training: bool, fused: str | None, computed: str | None) -> int:
+    """Record, while torch.compile traces a model, whether its loss is fused. Warn once per reason if it is not."""
+    history = _by_key.get(key)
+    if history is None:
+        return 0
+    if fused is None and computed is None:
+        history.begin(training).compiled = True
+        history.compiled.add("")
+        return 0
+    call = history.training if training else history.evaluation
+    if call is None:
+        call = history.begin(training)
+    if fused is not None:
+        call.fused = fused
+    else:
+        call.computed = computed
+        if training and call.fused is None and computed not in history.compiled:
+            history.compiled.add(str(computed))
             warnings.warn(
-                f"this compiled training step takes the memory of its logits, as without xent: {reason}",
+                f"this compiled training step takes the memory of its logits, as without xent: {computed}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -217,7 +223,7 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", name))
 
 
-def _note_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def note_step(optimizer: Optimizer) -> None:
     """Warn if a training step did not call the head: a sign that the forward or the head was replaced."""
     unused = {history for history in set(_histories.values()) if history.goes_past(optimizer)}
     for model, history in list(_histories.items()) if unused else ():
@@ -240,7 +246,3 @@ def _warn_of_unused(model: nn.Module, history: History) -> None:
         )
     elif whose is None:
         history.warn(why_unused(model))
-
-
-_hook: Any = torch.compiler.disable(_note_step)
-register_optimizer_step_post_hook(_hook)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import xent
 from xent.integrations.transformers.deferred import DeferredLogits, check_unchanged, is_open
+from xent.integrations.transformers.history import note_compiled
 from xent.integrations.transformers.recipe import Product, autocast_dtype, describe, run, sum_up
 
 __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
@@ -41,8 +42,10 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
 
     loss = run(logits._recipe, task)
     for origin in logits._origins:
-        if origin.call is not None:
-            origin.call.note_fused(describe(logits._recipe))
+        if torch.compiler.is_compiling():
+            note_compiled(origin.key, logits._tracked, describe(logits._recipe), None)
+        elif origin.call is not None:
+            origin.call.fused = describe(logits._recipe)
     return loss
 
 

@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 
 from xent.integrations.patch import Patch
+from xent.integrations.transformers.changes import unwatch
 from xent.integrations.transformers.heads import defer_logits, find_heads, find_owner, restore
-from xent.integrations.transformers.history import forget, register
+from xent.integrations.transformers.history import forget, is_used, register
 from xent.integrations.transformers.smoothing import smooth_from_hidden_states
 
 __all__ = ["patch", "unpatch"]
@@ -82,12 +83,14 @@ def unpatch(model: nn.Module | None = None) -> None:
     if model is None:
         kind = _hook_points()[0]
         kind.post_init = getattr(kind.post_init, "_xent_wraps", kind.post_init)
+        _clean_up()
         return
     owner = find_owner(model)
     heads = find_heads(owner)
     for head in heads:
         restore(head)
     forget(owner, heads)
+    _clean_up()
 
 
 def _patch_all() -> bool:
@@ -113,6 +116,14 @@ def _smooth() -> None:
     kind = _hook_points()[1]
     if not hasattr(kind.__call__, "_xent_wraps"):
         kind.__call__ = smooth_from_hidden_states(kind.__call__)
+
+
+def _clean_up() -> None:
+    """Restore what was replaced for all models, if none is patched any more."""
+    unwatch()
+    if not is_used():
+        kind = _hook_points()[1]
+        kind.__call__ = getattr(kind.__call__, "_xent_wraps", kind.__call__)
 
 
 def _hook_points() -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from xent.integrations.transformers.heads import DeferringHead, find_heads, find_owner
-from xent.integrations.transformers.history import Outcome, history_of, why_unused
+from xent.integrations.transformers.history import Call, history_of, why_unused
 from xent.integrations.transformers.replaced import trl_computes_with
 
 __all__ = ["explain"]
@@ -85,9 +85,9 @@ def explain(model: nn.Module) -> str:
     history = vars(patched[0]).get("_xent_history") if history is None else history
     if history is None:
         return f"{lines[0]} Nothing was noted of it, because patch was not called with it."
-    for kind, outcome in (("Training", history.training), ("Evaluation", history.evaluation)):
-        if outcome.seen or trl is None:  # TRL's forward does not call the head
-            lines.append(f"{kind}: {_words(outcome)}")
+    for kind, call in (("Training", history.training), ("Evaluation", history.evaluation)):
+        if call is not None or trl is None:  # TRL's forward does not call the head
+            lines.append(f"{kind}: {_words(call)}")
     if trl is not None:
         lines.append(trl)
     elif history.went_past:
@@ -95,11 +95,14 @@ def explain(model: nn.Module) -> str:
     return "\n".join(lines)
 
 
-def _words(outcome: Outcome) -> str:
-    if outcome.fused is not None:
-        between = f" Between head and loss: {outcome.fused}." if outcome.fused else ""
-        after = f" The logits were computed besides: {outcome.computed}." if outcome.computed else ""
-        return f"fused.{between}{after}"
-    if outcome.computed is not None:
-        return f"not fused: {outcome.computed}."
-    return "logits were deferred, and no loss of them was taken." if outcome.seen else "none has been seen."
+def _words(call: Call | None) -> str:
+    if call is None:
+        return "none has been seen."
+    how = "compiled, and " if call.compiled else ""
+    if call.fused is not None:
+        between = f" Between head and loss: {call.fused}." if call.fused else ""
+        after = f" The logits were computed besides: {call.computed}." if call.computed else ""
+        return f"{how}fused.{between}{after}"
+    if call.computed is not None:
+        return f"{how}not fused: {call.computed}."
+    return f"{how}logits were deferred, and no loss of them was taken."
