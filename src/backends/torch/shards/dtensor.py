@@ -70,6 +70,7 @@ class _Cut:
 
     def __init__(self, name: str, array: DTensor, axis: int, vocab_parallel: Any) -> None:
         """Describe an array with classes on `axis`. `vocab_parallel.size` may say that they end in padding."""
+        _check(name, array)
         self.mesh, self.classes = array.device_mesh, array.shape[axis]
         places = [place for place, placement in enumerate(array.placements) if placement.is_shard(axis)]
         if len(places) > 1:
@@ -78,14 +79,13 @@ class _Cut:
                 f"{array.placements}: one must have them. FSDP2 gathers a classifier that it shards as well for the "
                 "forward of the module that holds it: call xent there"
             )
-        _check(name, array)
         self.place = places[0]
         """The dimension of the mesh that shards the classes."""
         self.name = self.named(self.place)
         self.rows: dict[int, int] = {}
         """Dimension of the mesh -> axis of the rows that it shards."""
         step = -(-self.classes // self.mesh.size(self.place))
-        self.first = min(self.mesh.get_local_rank(self.place) * step, self.classes)
+        self.first = min(self.mesh.get_group(self.place).rank() * step, self.classes)
         self.count = min(step, self.classes - self.first)
         given = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(vocab_parallel)
         if vocab_parallel is not None and (

@@ -35,7 +35,7 @@ _SAMPLES = 16
 
 def group_of(given: Any) -> Any:
     """Return the process group of a `vocab_parallel` argument, or raise TypeError or ValueError."""
-    group = given.group if isinstance(given, VocabParallel | Shards) else given
+    group = given.group if isinstance(given, (VocabParallel, Shards)) else given
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
