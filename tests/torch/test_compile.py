@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,16 @@ def test_compiles_whole_for_any_number(target: Target, function: str, options: d
         torch.testing.assert_close(found, expected)
         for one, other in zip(torch.autograd.grad(found, (x, w)), torch.autograd.grad(expected, (x, w)), strict=True):
             torch.testing.assert_close(one, other)
+
+
+def test_another_float_says_that_a_tensor_would_not_compile_again(target: Target) -> None:
+    x, _, y = drawn(target)
+    loss = partial(xent.cross_entropy, label_smoothing=0.25, backend=target.name)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for value in (torch.tensor(0.5, device=target.device), torch.tensor(0.75, device=target.device), 0.125):
+        compiled(x, y % 8, z_loss=value)
+    with pytest.warns(RuntimeWarning, match="compiles a call of xent again .* as a 0-d tensor"):
+        compiled(x, y % 8, z_loss=0.375)
 
 
 @pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])

@@ -8,6 +8,8 @@ program contains only operations. Tracing drops the autograd Function around the
 """
 
 import math
+import re
+import warnings
 from typing import Any
 
 import torch
@@ -69,7 +71,25 @@ def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
     return made
 
 
+_FLOAT = re.compile('"hex":"[^"]*"')
+_traced: dict[str, str] = {}
+"""Form of a traced call without its floats -> the first such form."""
+
+
+def _warn_of_floats(form: str) -> None:
+    """Warn if a call was traced before with other Python floats. Python shows the warning once."""
+    if _traced.setdefault(_FLOAT.sub("", form), form) != form:
+        warnings.warn(
+            "torch.compile compiles a call of xent again for another value of a Python float: pass an option that "
+            "changes (z_loss, label_smoothing, softcap, logit_scale, temperature) as a 0-d tensor on the device of the "
+            "inputs, whose values do not compile again",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
 def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
+    _warn_of_floats(form)
     call = parse(form, tensors)
     options, compute = call.options, compute_of(call.source)
     acc, device = wide(compute), array_of(call).device
