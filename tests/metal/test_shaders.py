@@ -74,7 +74,7 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
             "out of bounds|no out",
         ),
         (
-            "forward_signature",
+            "signature",
             "size_t start = static_cast<size_t>(row)",
             "size_t start = (row + 9ul)",
             "out of bounds",
@@ -105,6 +105,6 @@ def test_memory_outside_the_results_is_unchanged() -> None:
     memory = torch.full((12,), 7.0)
     logits, target = draw()
     ones = torch.ones(6)
-    rows = RowTensors(0.0, 0.0, None, 1.0, target.clamp(min=0), *(None,) * 5, ones, ones, ones < 0)
+    rows = RowTensors(target.clamp(min=0), *(None,) * 5, ones, ones, ones < 0)
     tensors.forward(logits, rows, RowResults(memory[3:9]), skips_dead=True)
     assert (memory != 7).nonzero().flatten().tolist() == list(range(3, 9))

@@ -92,7 +92,7 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("columns", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
         ("columns", "packed_uint4", "uint4", "misaligned access"),
         ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
-        ("forward", "threadgroup float shared[352]", "threadgroup float shared[40]", "out of bounds"),
+        ("forward", "threadgroup xent::Sums shared[32]", "threadgroup xent::Sums shared[4]", "out of bounds"),
     ],
 )
 def test_planted_faults_are_detected(
@@ -116,7 +116,7 @@ def several_launches() -> None:
     [
         ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const thread T* row"),
         ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const T* row"),
-        ("sums", "threadgroup float* shared", "device float* shared"),
+        ("sums", "threadgroup Sums* shared", "device Sums* shared"),
         ("columns", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
         ("columns", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
         ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),

@@ -8,8 +8,8 @@ of a launch), `sums.metal` (the sums over a row), `columns.metal` (which thread 
 - MLX generates the signatures; `contiguous.metal` has the offsets of rows. `machine` finds out whether this machine has
   Metal, `rows` launches the kernels and registers them with the driver, and `limits` tries each kernel before it is
   used in a graph.
-- For PyTorch, `forward_signature.metal` and `backward_signature.metal` are the signatures. `torch_machine`,
-  `torch_steps` and `tensors` do the same; `torch_backend` is the backend, and `proof` stores that the check has passed.
+- For PyTorch, `signature.metal` is the signature of both kernels. `torch_machine`, `torch_steps` and `tensors` do the
+  same; `torch_backend` is the backend, and `proof` stores that the check has passed.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 

@@ -2,51 +2,48 @@
 // Arrays and signatures are as in forward.metal. upstream (R, 4) has the upstream gradients of lse, nll and entropy,
 // and the entropy itself.
 
-threadgroup float shared[352];
-threadgroup uint shared_at[32];
+threadgroup xent::Sums shared[32];
 
 using K = xent::Kind<T, TARGET, WEIGHTED, SMOOTHED, CAPPED, false, UPSTREAM, false, false, false>;
-uint thread_index = thread_position_in_threadgroup.x;
-uint threads = threads_per_threadgroup.x;
-xent::Columns columns = xent::share_out<T>(V, thread_index);
+uint thread_index = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
+xent::Columns columns = xent::share_out<T>(V, thread_index, threads);
 
 if (dead[row]) {
-  xent::clear(grad + grad_start, columns, thread_index, threads);
+  xent::clear(grad + grad_start, columns);
   return;
 }
 
 // Start loading the row before anything waits for memory.
 uint4 packs[xent::batch];
-xent::load_packs(logits + start, packs, columns, thread_index, threads);
+xent::load_packs(logits + start, packs, columns, thread_index);
 
-xent::Numbers given = xent::read_numbers(numbers);
-if (BENT) given = xent::bent(given, bend, bend_start);
-uint y = V;
-float z_y = 0.0f;
-if (TARGET) {
-  y = static_cast<uint>(target[row]);
-  z_y = EXACT ? static_cast<float>(target_logits[row]) : static_cast<float>(logits[start + y]);
-}
-xent::Target one = xent::target_of<K>(y, z_y, given, class_weight);
-auto shares = xent::shares_from(probabilities + (TARGET ? 0 : probabilities_start), class_weight);
+auto facts = xent::facts_of<K, EXACT, BENT>(
+    columns,
+    row,
+    numbers,
+    bend + (BENT ? bend_start : 0),
+    target,
+    target_logits,
+    logits + start,
+    probabilities + (TARGET ? 0 : probabilities_start),
+    class_weight);
 
 xent::Sums sums = xent::no_sums();
 if (!TARGET) {
   for (uint column = thread_index; column < V; column += threads) {
     float q;
-    sums.shares += xent::share_of<K>(shares, given, column, q);
+    sums.shares += xent::share_of<K>(facts.shares, facts.numbers, column, q);
     sums.given += q;
   }
   xent::join<typename K::Sought>(
-      sums, shared, shared_at, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
+      sums, shared, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 }
 
-xent::Slopes slopes =
-    xent::slopes_of<K>(one, given, sums.shares, scale[row], norm[norm_start], norm[norm_start + norm_part]);
+xent::Slopes slopes = xent::slopes_of<K>(
+    facts.target, facts.numbers, sums.shares, scale[row], norm[norm_start], norm[norm_start + norm_part]);
 if (UPSTREAM) {
   xent::Upstream more = xent::upstream_from(upstream, 4 * static_cast<size_t>(row));
-  xent::add_upstream<K>(slopes, one, more, TARGET ? 1.0f : sums.given);
+  xent::add_upstream<K>(slopes, facts.target, more, TARGET ? 1.0f : sums.given);
 }
 // If the gradient overwrites the logits, only the thread that writes the target's gradient needs the target's logit.
-xent::write_gradient<K, UPSTREAM, xent::batch>(
-    logits + start, grad + grad_start, packs, columns, one, slopes, given, shares, thread_index, threads);
+xent::write_gradient<K, UPSTREAM, xent::batch>(logits + start, grad + grad_start, packs, slopes, facts);

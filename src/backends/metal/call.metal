@@ -50,28 +50,12 @@ inline Numbers read_numbers(Given given) {
   return numbers;
 }
 
-// The same for a row with its own scale and softcap.
-template <typename Bend>
-inline Numbers bent(Numbers numbers, Bend bend, size_t start) {
-  numbers.logit_scale = bend[start];
-  numbers.softcap = bend[start + 1];
-  return numbers;
-}
-
 // The shares: the factor of each -log p_c in the loss.
 template <typename Probabilities, typename ClassWeight>
 struct Shares {
   Probabilities probabilities;  // of this row
   ClassWeight class_weight;
 };
-
-template <typename Probabilities, typename ClassWeight>
-inline Shares<Probabilities, ClassWeight> shares_from(Probabilities probabilities, ClassWeight class_weight) {
-  Shares<Probabilities, ClassWeight> shares;
-  shares.probabilities = probabilities;
-  shares.class_weight = class_weight;
-  return shares;
-}
 
 // Return the share of class c: (e/V) w_c, plus that of its probability q_c. The share of a target index is added later.
 template <typename K, typename S>
@@ -106,6 +90,57 @@ inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weig
   target.share = numbers.keep * w;
   target.spread = numbers.spread * w;
   return target;
+}
+
+// What a thread knows of its row.
+template <typename Probabilities, typename ClassWeight>
+struct Facts {
+  Columns columns;
+  Numbers numbers;
+  Target target;
+  Shares<Probabilities, ClassWeight> shares;
+};
+
+// Return the facts of a row from the arrays of a launch; `logits` and `probabilities` begin with the row.
+template <
+    typename K,
+    bool EXACT,
+    bool BENT,
+    typename Given,
+    typename Bend,
+    typename Class,
+    typename Known,
+    typename Logits,
+    typename Probabilities,
+    typename ClassWeight>
+inline Facts<Probabilities, ClassWeight> facts_of(
+    Columns columns,
+    uint row,
+    Given numbers,
+    Bend bend,
+    Class target,
+    Known target_logits,
+    Logits logits,
+    Probabilities probabilities,
+    ClassWeight class_weight) {
+  Facts<Probabilities, ClassWeight> facts;
+  facts.columns = columns;
+  facts.numbers = read_numbers(numbers);
+  if constexpr (BENT) {
+    facts.numbers.logit_scale = bend[0];
+    facts.numbers.softcap = bend[1];
+  }
+  uint y = columns.count;
+  float z = 0.0f;
+  if constexpr (K::target) {
+    y = static_cast<uint>(target[row]);
+    if constexpr (EXACT) z = static_cast<float>(target_logits[row]);
+    else z = static_cast<float>(logits[y]);
+  }
+  facts.target = target_of<K>(y, z, facts.numbers, class_weight);
+  facts.shares.probabilities = probabilities;
+  facts.shares.class_weight = class_weight;
+  return facts;
 }
 
 }  // namespace xent

@@ -14,14 +14,18 @@ struct Columns {
   uint count;  // V
   uint packs;
   uint edge;   // this thread's element of the tail; V if it has none
+  uint first;  // this thread's first pack: its index
+  uint threads;
 };
 
 template <typename T>
-inline Columns share_out(uint count, uint thread_index) {
+inline Columns share_out(uint count, uint thread_index, uint threads) {
   Columns columns;
   columns.count = count;
   columns.packs = count / width<T>;
   columns.edge = metal::min(columns.packs * width<T> + thread_index, count);
+  columns.first = thread_index;
+  columns.threads = threads;
   return columns;
 }
 
@@ -90,10 +94,10 @@ constant constexpr uint batch = 4;
 
 // Read packs `index`, `index + threads`, ... up to the end of the row.
 template <typename T, uint N>
-inline void load_packs(const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index, uint threads) {
+inline void load_packs(const device T* logits, thread uint4 (&packs)[N], Columns columns, uint index) {
   XENT_UNROLL
   for (uint k = 0; k < N; ++k) {
-    if (index + k * threads < columns.packs) packs[k] = load_pack(logits, index + k * threads);
+    if (index + k * columns.threads < columns.packs) packs[k] = load_pack(logits, index + k * columns.threads);
   }
 }
 

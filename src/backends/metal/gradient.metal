@@ -62,8 +62,10 @@ inline void add_upstream(thread Slopes& slopes, Target target, Upstream upstream
 }
 
 // Turn `N` neighbouring columns of raw logits into their gradients.
-template <typename K, bool UPSTREAM, uint N, typename S>
-inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slopes, Numbers numbers, S shares) {
+template <typename K, bool UPSTREAM, uint N, typename F>
+inline void differentiate(thread float (&z)[N], uint first, Slopes slopes, F facts) {
+  Numbers numbers = facts.numbers;
+  uint y = facts.target.y;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float slope;
@@ -71,7 +73,7 @@ inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slope
     float log_p = (x - slopes.peak) - slopes.log_sum;
     float p = exponential<typename K::T>(log_p);
     float share = 0.0f, given = 0.0f;
-    if constexpr (K::smoothed || !K::target) share = share_of<K>(shares, numbers, first + i, given);
+    if constexpr (K::smoothed || !K::target) share = share_of<K>(facts.shares, numbers, first + i, given);
     if constexpr (UPSTREAM) {
       float of_p = times(p, metal::fma(slopes.beta, log_p, slopes.alpha));
       z[i] = (of_p - slopes.scale * share - slopes.given * given) * slope;
@@ -87,63 +89,50 @@ inline void differentiate(thread float (&z)[N], uint first, uint y, Slopes slope
 
 // Write zeros to a row's gradient.
 template <typename T>
-inline void clear(device T* grad, Columns columns, uint thread_index, uint threads) {
+inline void clear(device T* grad, Columns columns) {
   float zeros[16 / sizeof(T)] = {};
-  for (uint index = thread_index; index < columns.packs; index += threads) store_pack(grad, index, zeros);
+  for (uint index = columns.first; index < columns.packs; index += columns.threads) store_pack(grad, index, zeros);
   if (columns.edge < columns.count) grad[columns.edge] = static_cast<T>(0.0f);
 }
 
 // Write the gradients of the packs that `load_packs` has read.
-template <typename K, bool UPSTREAM, uint N, typename S>
-inline void write_packs(
-    device typename K::T* grad,
-    thread uint4 (&packs)[N],
-    Columns columns,
-    uint index,
-    uint threads,
-    uint y,
-    Slopes slopes,
-    Numbers numbers,
-    S shares) {
+template <typename K, bool UPSTREAM, uint N, typename F>
+inline void write_packs(device typename K::T* grad, thread uint4 (&packs)[N], uint index, Slopes slopes, F facts) {
   using T = typename K::T;
   XENT_UNROLL
-  for (uint k = 0; k < N; ++k) {
-    if (index + k * threads < columns.packs) {
+  for (uint k = 0; k < N; ++k, index += facts.columns.threads) {
+    if (index < facts.columns.packs) {
       float z[16 / sizeof(T)];
       unpack<T>(packs[k], z);
-      differentiate<K, UPSTREAM>(z, (index + k * threads) * width<T>, y, slopes, numbers, shares);
-      store_pack(grad, index + k * threads, z);
+      differentiate<K, UPSTREAM>(z, index * width<T>, slopes, facts);
+      store_pack(grad, index, z);
     }
   }
 }
 
 // Write the gradient of a row: first of the packs in registers, then of the others, which are read again in reverse
 // order, because those that were read last may still be in cache.
-template <typename K, bool UPSTREAM, uint HELD, typename S>
+template <typename K, bool UPSTREAM, uint HELD, typename F>
 inline void write_gradient(
     const device typename K::T* logits,
     device typename K::T* grad,
     thread uint4 (&held)[HELD],
-    Columns columns,
-    Target target,
     Slopes slopes,
-    Numbers numbers,
-    S shares,
-    uint thread_index,
-    uint threads) {
+    F facts) {
   using T = typename K::T;
-  write_packs<K, UPSTREAM>(grad, held, columns, thread_index, threads, target.y, slopes, numbers, shares);
-  uint begin = thread_index + HELD * threads, step = batch * threads;
+  Columns columns = facts.columns;
+  write_packs<K, UPSTREAM>(grad, held, columns.first, slopes, facts);
+  uint begin = columns.first + HELD * columns.threads, step = batch * columns.threads;
   uint rounds = begin < columns.packs ? (columns.packs - begin + step - 1) / step : 0;
   for (uint round = rounds; round > 0; --round) {
     uint index = begin + (round - 1) * step;
     uint4 packs[batch];
-    load_packs(logits, packs, columns, index, threads);
-    write_packs<K, UPSTREAM>(grad, packs, columns, index, threads, target.y, slopes, numbers, shares);
+    load_packs(logits, packs, columns, index);
+    write_packs<K, UPSTREAM>(grad, packs, index, slopes, facts);
   }
   if (columns.edge < columns.count) {
     float edge[1] = {static_cast<float>(logits[columns.edge])};
-    differentiate<K, UPSTREAM>(edge, columns.edge, target.y, slopes, numbers, shares);
+    differentiate<K, UPSTREAM>(edge, columns.edge, slopes, facts);
     grad[columns.edge] = static_cast<T>(edge[0]);
   }
 }

@@ -3,9 +3,10 @@
 namespace xent {
 
 // Add `N` neighbouring columns of raw logits to a thread's sums.
-template <typename K, uint N, typename S>
-inline void add_columns(
-    thread Sums& sums, thread float (&z)[N], uint first, uint y, Numbers numbers, S shares) {
+template <typename K, uint N, typename F>
+inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F facts) {
+  Numbers numbers = facts.numbers;
+  uint y = facts.target.y;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
@@ -25,7 +26,7 @@ inline void add_columns(
   for (uint i = 0; i < N; ++i) {
     float share = 0.0f, given = 0.0f;
     if constexpr (K::smoothed || !K::target) {
-      share = share_of<K>(shares, numbers, first + i, given);
+      share = share_of<K>(facts.shares, numbers, first + i, given);
       if (K::target && first + i == y) share = 0.0f;
     }
     add<typename K::T, typename K::Sought>(sums, shift, z[i], share, given);
@@ -36,48 +37,34 @@ inline void add_columns(
 }
 
 // Add the packs that `load_packs` has read to a thread's sums.
-template <typename K, uint N, typename S>
-inline void add_packs(
-    thread Sums& sums,
-    thread uint4 (&packs)[N],
-    Columns columns,
-    uint index,
-    uint threads,
-    uint y,
-    Numbers numbers,
-    S shares) {
+template <typename K, uint N, typename F>
+inline void add_packs(thread Sums& sums, thread uint4 (&packs)[N], uint index, F facts) {
   using T = typename K::T;
   XENT_UNROLL
-  for (uint k = 0; k < N; ++k) {
-    if (index + k * threads < columns.packs) {
+  for (uint k = 0; k < N; ++k, index += facts.columns.threads) {
+    if (index < facts.columns.packs) {
       float z[16 / sizeof(T)];
       unpack<T>(packs[k], z);
-      add_columns<K>(sums, z, (index + k * threads) * width<T>, y, numbers, shares);
+      add_columns<K>(sums, z, index * width<T>, facts);
     }
   }
 }
 
 // Add a row to a thread's sums, reading it once. Its first packs have been read already, and stay in registers.
-template <typename K, uint HELD, typename S>
-inline Sums read_row(
-    const device typename K::T* logits,
-    thread uint4 (&held)[HELD],
-    Columns columns,
-    Target target,
-    Numbers numbers,
-    S shares,
-    uint thread_index,
-    uint threads) {
+template <typename K, uint HELD, typename F>
+inline Sums read_row(const device typename K::T* logits, thread uint4 (&held)[HELD], F facts) {
+  Columns columns = facts.columns;
   Sums sums = no_sums();
-  add_packs<K>(sums, held, columns, thread_index, threads, target.y, numbers, shares);
-  for (uint index = thread_index + HELD * threads; index < columns.packs; index += batch * threads) {
+  add_packs<K>(sums, held, columns.first, facts);
+  uint step = batch * columns.threads;
+  for (uint index = columns.first + HELD * columns.threads; index < columns.packs; index += step) {
     uint4 packs[batch];
-    load_packs(logits, packs, columns, index, threads);
-    add_packs<K>(sums, packs, columns, index, threads, target.y, numbers, shares);
+    load_packs(logits, packs, columns, index);
+    add_packs<K>(sums, packs, index, facts);
   }
   if (columns.edge < columns.count) {
     float edge[1] = {static_cast<float>(logits[columns.edge])};
-    add_columns<K>(sums, edge, columns.edge, target.y, numbers, shares);
+    add_columns<K>(sums, edge, columns.edge, facts);
   }
   return sums;
 }

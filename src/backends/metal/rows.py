@@ -10,7 +10,10 @@ from xent.backends.metal.limits import Launch, fitting
 from xent.backends.metal.sources import FORWARD_OUTPUTS, backward_kernel, forward_kernel
 from xent.backends.metal.threads import threads_and_held
 from xent.backends.mlx import plain
-from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, Terms
+from xent.backends.mlx.facts import gather_facts
+from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts
+from xent.backends.mlx.prepare import prepare
+from xent.core.call import Call, Classes, Given
 
 __all__ = ["backward", "forward", "problem"]
 
@@ -49,21 +52,9 @@ KERNELS["metal"] = Kernels(forward, backward)
 @cache
 def problem(dtype: mx.Dtype) -> str | None:
     """Return why the kernel of a plain loss with gradient cannot run on this GPU, and warn; None if it can run."""
-    rows, reals = mx.zeros((8,), mx.int32), mx.zeros((8,))
-    facts = RowFacts(
-        terms=Terms(smoothing=False, z_loss=False, softcap=False, scale=False),
-        numbers=reals,
-        target=rows,
-        probabilities=None,
-        weight=reals,
-        scale=reals,
-        dead=rows == 0,
-        class_weight=None,
-        target_logits=None,
-        finite=True,
-        alone=True,
-    )
     logits, asked = mx.zeros((8, 8), dtype), Asked(grad=True, norm=True)
+    call = Call(Given(logits, 1), Classes(mx.zeros((8,), mx.int32)))
+    facts = gather_facts(prepare(call), (8,)).rows
     try:
         fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
     except KernelError as error:

@@ -61,7 +61,7 @@ def library(name: str, arguments: Sequence[str]) -> str:
             "#include <metal_stdlib>",
             "using namespace metal;",
             _headers(),
-            _read(f"{name}_signature"),
+            _read("signature").replace("NAME", name),
             _read(name),
             "}",
             f'template [[host_name("xent_{name}")]] [[kernel]] decltype({instance}) {instance};',

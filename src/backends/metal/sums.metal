@@ -121,58 +121,15 @@ inline void join_lanes(thread Sums& sums) {
 
 // Combine the sums of all threads of the threadgroup, once; afterwards all threads have the result.
 //
-// `shared` has room for 11 x 32 floats, `shared_at` for 32.
+// `shared` has room for the sums of 32 SIMD-groups.
 template <typename W>
-inline void join(
-    thread Sums& sums, threadgroup float* shared, threadgroup uint* shared_at, uint lane, uint group, uint groups) {
+inline void join(thread Sums& sums, threadgroup Sums* shared, uint lane, uint group, uint groups) {
   join_lanes<W>(sums);
   if (groups == 1) return;
-  if (lane == 0) {
-    shared[group] = sums.peak;
-    shared[32 + group] = sums.total;
-    if constexpr (W::mixed) shared[64 + group] = sums.mixed;
-    if constexpr (W::shares) {
-      shared[96 + group] = sums.shares;
-      shared[128 + group] = sums.below;
-    }
-    if constexpr (W::given) {
-      shared[160 + group] = sums.given;
-      shared[192 + group] = sums.given_below;
-    }
-    if constexpr (W::best) {
-      shared[224 + group] = sums.best;
-      shared_at[group] = sums.at;
-    }
-    if constexpr (W::squares) shared[256 + group] = sums.squares;
-    if constexpr (W::level) {
-      shared[288 + group] = sums.level;
-      shared[320 + group] = sums.count;
-    }
-  }
+  if (lane == 0) shared[group] = sums;
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   sums = no_sums();
-  if (lane < groups) {
-    sums.peak = shared[lane];
-    sums.total = shared[32 + lane];
-    if constexpr (W::mixed) sums.mixed = shared[64 + lane];
-    if constexpr (W::shares) {
-      sums.shares = shared[96 + lane];
-      sums.below = shared[128 + lane];
-    }
-    if constexpr (W::given) {
-      sums.given = shared[160 + lane];
-      sums.given_below = shared[192 + lane];
-    }
-    if constexpr (W::best) {
-      sums.best = shared[224 + lane];
-      sums.at = shared_at[lane];
-    }
-    if constexpr (W::squares) sums.squares = shared[256 + lane];
-    if constexpr (W::level) {
-      sums.level = shared[288 + lane];
-      sums.count = shared[320 + lane];
-    }
-  }
+  if (lane < groups) sums = shared[lane];
   join_lanes<W>(sums);
 }
 

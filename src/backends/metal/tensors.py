@@ -5,8 +5,7 @@ and the gradient may overwrite the logits. A kernel is compiled for each combina
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,14 +21,9 @@ _compiled: dict[tuple[str, tuple[str, ...]], Any] = {}
 _ran: set[str] = set()
 
 
-@dataclass(frozen=True, eq=False)
-class RowTensors:
-    """The facts of R rows of V raw logits, as tensors on the logits' device; floats are float32 unless noted."""
+class RowTensors(NamedTuple):
+    """The facts of R rows: tensors in the order of signature.metal, float32 unless noted, then numbers."""
 
-    label_smoothing: float
-    z_loss: float
-    softcap: float | None
-    logit_scale: float
     target: Tensor | None
     """(R,) int64 in [0, V), also for ignored rows; None for class probabilities."""
     target_logits: Tensor | None
@@ -48,16 +42,22 @@ class RowTensors:
     """(R,) the factor of the gradient."""
     dead: Tensor
     """(R,) bool: rows whose loss and gradient are exactly 0."""
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
 
 
-@dataclass(frozen=True, eq=False)
-class RowResults:
-    """Memory for the results of R rows; None for those that are not needed. All are contiguous except `norm`."""
+class RowResults(NamedTuple):
+    """Memory for the results of R rows, in the order of signature.metal; None for those that are not needed.
 
-    loss: Tensor
+    All are contiguous except `norm`.
+    """
+
+    loss: Tensor | None = None
     """(R,) float32, including z-loss and row weight."""
     norm: Tensor | None = None
-    """(2, R) float32 of any strides: the largest x, and log sum_c exp(x_c - largest)."""
+    """(2, R) float32 of any strides: the largest x, and log sum_c exp(x_c - largest). An input of `backward`."""
     nll: Tensor | None = None
     """(R,) float32"""
     entropy: Tensor | None = None
@@ -77,35 +77,7 @@ def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: b
 
     `skips_dead`: no statistics of dead rows are needed, so that their logits are not read.
     """
-    vocabulary, loss = logits.shape[1], results.loss
-    asked = (
-        results.entropy,
-        results.nll,
-        results.predictions,
-        results.log_sum_sq_probs,
-        results.mean_logit,
-        results.norm,
-        results.grad,
-    )
-    kind = [*_kind(logits, rows), *(result is not None for result in asked), skips_dead]
-
-    def kernel_within(limit: int) -> tuple[Any, int]:
-        threads, held = threads_and_held(vocabulary, logits.itemsize, limit)
-        return _kernel("forward", _arguments([*kind, held if results.grad is not None else 1])), threads
-
-    kernel, threads = _fitting("forward", kernel_within)
-    kernel(
-        logits,
-        *_inputs(logits, rows),
-        rows.weight,
-        rows.scale,
-        rows.dead,
-        loss,
-        *(loss if result is None else result for result in _outputs(results)),
-        *_sizes(logits, rows, results.norm, results.grad),
-        threads=(threads, len(logits)),
-        group_size=(threads, 1),
-    )
+    _launch("forward", logits, rows, results, None, skips_dead)
 
 
 def backward(logits: Tensor, rows: RowTensors, norm: Tensor, upstream: Tensor | None, grad: Tensor) -> None:
@@ -113,21 +85,51 @@ def backward(logits: Tensor, rows: RowTensors, norm: Tensor, upstream: Tensor | 
 
     `upstream` (R, 4), contiguous, has the gradients of lse, nll and entropy, and the entropy.
     """
+    _launch("backward", logits, rows, RowResults(norm=norm, grad=grad), upstream, True)
+
+
+def _launch(
+    name: str, logits: Tensor, rows: RowTensors, results: RowResults, upstream: Tensor | None, skips_dead: bool
+) -> None:
+    """Launch a kernel with the arguments of signature.metal. Placeholders for missing tensors are not accessed."""
+    vocabulary, norm, grad = logits.shape[1], results.norm, results.grad
+    kind = [
+        logits.dtype,
+        torch.float32 if rows.probabilities is None else rows.probabilities.dtype,
+        rows.target is not None,
+        rows.target_logits is not None,
+        rows.class_weight is not None,
+        rows.label_smoothing != 0,
+        rows.softcap is not None,
+        rows.bend is not None,
+        *(result is not None for result in results[1:]),
+        skips_dead,
+        upstream is not None,
+    ]
 
     def kernel_within(limit: int) -> tuple[Any, int]:
-        threads, _ = threads_and_held(logits.shape[1], logits.itemsize, limit)
-        return _kernel("backward", _arguments([*_kind(logits, rows), upstream is not None])), threads
+        threads, held = threads_and_held(vocabulary, logits.itemsize, limit)
+        holds = name == "forward" and grad is not None
+        return _kernel(name, _arguments([*kind, held if holds else 1])), threads
 
-    kernel, threads = _fitting("backward", kernel_within)
+    sizes = (
+        vocabulary,
+        logits.stride(0),
+        0 if grad is None else grad.stride(0),
+        0 if rows.probabilities is None else rows.probabilities.stride(0),
+        0 if norm is None else norm.stride(1),
+        0 if norm is None else norm.stride(0),
+        0 if rows.bend is None else rows.bend.stride(0),
+    )
+    numbers = (rows.label_smoothing, rows.z_loss, rows.softcap or 0.0, rows.logit_scale)
+    kernel, threads = _fitting(name, kernel_within)
     kernel(
         logits,
-        *_inputs(logits, rows),
-        rows.scale,
-        rows.dead,
-        norm,
-        norm if upstream is None else upstream,
-        grad,
-        *_sizes(logits, rows, norm, grad),
+        *(logits if tensor is None else tensor for tensor in (*rows[:9], *results)),
+        *sizes,
+        *map(float, numbers),
+        rows.label_smoothing / vocabulary,
+        logits if upstream is None else upstream,
         threads=(threads, len(logits)),
         group_size=(threads, 1),
     )
@@ -162,54 +164,6 @@ def _kernel(name: str, arguments: tuple[str, ...]) -> Any:
     return found
 
 
-def _kind(logits: Tensor, rows: RowTensors) -> list[Any]:
-    return [
-        logits.dtype,
-        torch.float32 if rows.probabilities is None else rows.probabilities.dtype,
-        rows.target is not None,
-        rows.target_logits is not None,
-        rows.class_weight is not None,
-        rows.label_smoothing != 0,
-        rows.softcap is not None,
-        rows.bend is not None,
-    ]
-
-
 def _arguments(kind: list[Any]) -> tuple[str, ...]:
     """Return the template arguments as Metal source text."""
     return tuple(str(value).lower() if isinstance(value, bool) else _TYPES.get(value, str(value)) for value in kind)
-
-
-def _inputs(logits: Tensor, rows: RowTensors) -> list[Tensor]:
-    """Return the optional inputs in the kernels' order. Placeholders for missing ones are not read."""
-    given = (rows.target, rows.target_logits, rows.probabilities, rows.class_weight, rows.total_weight, rows.bend)
-    return [logits if tensor is None else tensor for tensor in given]
-
-
-def _outputs(results: RowResults) -> list[Tensor | None]:
-    """Return the memory for the results other than the loss, in the kernel's order."""
-    return [
-        results.norm,
-        results.nll,
-        results.entropy,
-        results.predictions,
-        results.log_sum_sq_probs,
-        results.mean_logit,
-        results.grad,
-    ]
-
-
-def _sizes(logits: Tensor, rows: RowTensors, norm: Tensor | None, grad: Tensor | None) -> list[int | float]:
-    """Return the numbers that are a kernel's last arguments: int64, then float32."""
-    vocabulary = logits.shape[1]
-    sizes = [
-        vocabulary,
-        logits.stride(0),
-        0 if grad is None else grad.stride(0),
-        0 if rows.probabilities is None else rows.probabilities.stride(0),
-        0 if norm is None else norm.stride(1),
-        0 if norm is None else norm.stride(0),
-        0 if rows.bend is None else rows.bend.stride(0),
-    ]
-    numbers = (rows.label_smoothing, rows.z_loss, rows.softcap or 0.0, rows.logit_scale)
-    return [*sizes, *map(float, numbers), rows.label_smoothing / vocabulary]

@@ -1,4 +1,5 @@
-// The forward kernel's signature for torch.mps.compile_shader, and the offsets of a row in each array.
+// The signature of both kernels for torch.mps.compile_shader, and the offsets of a row in each array. NAME is forward or
+// backward. A kernel does not access the arrays that it has no use for.
 //
 // logits, grad and probabilities (R, V) have row strides in elements; grad may be the logits. The largest x of row r is
 // norm[r * norm_row], and its log_sum is norm_part elements after it. Its scale is bend[r * bend_row], and its softcap
@@ -13,16 +14,17 @@ template <
     bool SMOOTHED,
     bool CAPPED,
     bool BENT,
-    bool ENTROPY,
+    bool NORM,
     bool NLL,
+    bool ENTROPY,
     bool PREDICTIONS,
     bool SQUARES,
     bool LEVEL,
-    bool NORM,
     bool GRAD,
     bool SKIPS_DEAD,
+    bool UPSTREAM,
     int HELD>
-[[kernel, max_total_threads_per_threadgroup(512)]] void forward_rows(
+[[kernel, max_total_threads_per_threadgroup(512)]] void NAME_rows(
     const device T* logits [[buffer(0)]],
     const device long* target [[buffer(1)]],
     const device float* target_logits [[buffer(2)]],
@@ -53,6 +55,7 @@ template <
     constant float& softcap [[buffer(27)]],
     constant float& logit_scale [[buffer(28)]],
     constant float& spread [[buffer(29)]],
+    const device float* upstream [[buffer(30)]],
     uint3 threadgroup_position_in_grid [[threadgroup_position_in_grid]],
     uint3 thread_position_in_threadgroup [[thread_position_in_threadgroup]],
     uint3 threads_per_threadgroup [[threads_per_threadgroup]],
