@@ -139,6 +139,7 @@ class Harness(Protocol[Array]):
         ids: Array | None = None,
         log_probs: Array | None = None,
         tail: str = "",
+        kind: str = "kl",
         beta: float = 0.0,
         temperature: float = 1.0,
         softcap: float | None = None,

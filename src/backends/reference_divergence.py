@@ -69,15 +69,18 @@ class _Rows:
         log_p, self.slope = _log_softmax(x), slope
         self.entropy = -_kl(np.exp(log_p), np.zeros_like(log_p), -log_p)
         if isinstance(target, TopK):
-            self.loss, self.derivative = _from_top_k(log_p, target, self.shape, dead)
+            self.loss, self.derivative = _from_top_k(log_p, target, self.shape, dead, options.kind)
         else:
             log_q = _log_softmax(_logits(target.source, target.activation, dead)[0])
-            self.loss, self.derivative = _between(log_p, log_q, options.beta)
+            self.loss, self.derivative = _between(log_p, log_q, options.kind, options.beta)
 
 
-def _between(log_p: Array, log_q: Array, beta: float) -> tuple[Array, Array]:
+def _between(log_p: Array, log_q: Array, kind: str, beta: float) -> tuple[Array, Array]:
     """Return the divergence (N,) of full distributions and its derivative (N, V) with respect to x."""
     p, q = np.exp(log_p), np.exp(log_q)
+    if kind == "tv":
+        sign = np.sign(p - q)
+        return np.abs(p - q).sum(-1) / 2, p * (sign - (p * sign).sum(-1, keepdims=True)) / 2
     if beta == 0:
         return _kl(q, log_q, log_p), p - q
     if beta == 1:
@@ -101,7 +104,7 @@ def _times(p: Array, log_p: Array, log_q: Array, mean: Array) -> Array:
         return np.where(p == 0, 0.0, p * (log_p - log_q - mean[:, None]))
 
 
-def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array) -> tuple[Array, Array]:
+def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array, kind: str) -> tuple[Array, Array]:
     """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
     vocabulary = log_p.shape[-1]
     ids = np.asarray(teacher.ids, np.int64).reshape(len(log_p), teacher.ids.shape[-1])
@@ -118,6 +121,9 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
         if teacher.tail == "renormalize":
             each = each - np.log(q.sum())
             q = np.exp(each)
+        if kind == "tv":
+            loss[row], derivative[row] = _variation_of_cells(p, chosen, q, teacher.tail, tolerance)
+            continue
         loss[row] = (q * (each - log_p[row, chosen])).sum()
         if teacher.tail != "bucket":
             derivative[row] = q.sum() * p
@@ -135,6 +141,19 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
             loss[row] += mass * (np.log(mass) - log_p_left)
             derivative[row, left] -= mass * np.exp(log_p[row, left] - log_p_left)
     return loss, derivative
+
+
+def _variation_of_cells(p: Array, chosen: Array, q: Array, tail: str, tolerance: float) -> tuple[float, Array]:
+    """Return the total variation of the K classes and one cell for all others, and its derivative (V,)."""
+    left = np.ones(len(p), bool)
+    left[chosen] = False
+    mass, p_left = max(1 - q.sum(), 0.0) if tail == "bucket" else 0.0, p[left].sum()
+    if p_left == 0 and mass <= tolerance:
+        mass = 0.0
+    sign = np.full(len(p), np.sign(p_left - mass))
+    sign[chosen] = np.sign(p[chosen] - q)
+    loss = (np.abs(p[chosen] - q).sum() + abs(p_left - mass)) / 2
+    return loss, p * (sign - (p * sign).sum()) / 2
 
 
 def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail: str, position: list[int]) -> None:

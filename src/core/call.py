@@ -127,8 +127,9 @@ class Options(NamedTuple):
     """Whether logits that the call computes must be float32 or float64, for every input dtype."""
     accuracy_of_rows: bool = False
     """Whether the accuracy is returned per row, 1 or 0, instead of the share of rows."""
+    kind: str = "kl"
+    """Of a divergence: "kl", with `beta`, or "tv"."""
     beta: Any = 0.0
-    """Of a divergence."""
     shift: int | tuple[int, ...] = 0
     """Row t has the target t + shift; a tuple has one shift per head. 0 in a prepared call."""
     heads: int | None = None

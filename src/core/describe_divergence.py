@@ -16,7 +16,15 @@ from xent.core.arrays import (
     shown,
 )
 from xent.core.call import Activation, Call, Dense, Given, Options, Product, Source, TopK
-from xent.core.options import check_numbers, check_reduction, check_stats, divided, one_shift, shift_and_workspace
+from xent.core.options import (
+    check_kind,
+    check_numbers,
+    check_reduction,
+    check_stats,
+    divided,
+    one_shift,
+    shift_and_workspace,
+)
 from xent.core.spec import DIVERGENCE_STATS, bounded
 from xent.core.teachers import TAILS, LinearTeacher, TopKTeacher
 from xent.core.validate_arrays import (
@@ -96,6 +104,7 @@ def _call(
     *,
     sample_weight: Any,
     normalizer: Any,
+    kind: Any,
     beta: Any,
     temperature: Any,
     softcap: Any,
@@ -104,8 +113,9 @@ def _call(
     stats: Any = (),
 ) -> Call:
     """Check the teacher and the options, for a student with logits of this shape, and describe the call."""
-    check_numbers(framework, beta=beta, temperature=temperature, softcap=softcap, logit_scale=logit_scale)
-    target = _target_of(framework, teacher, rows, vocabulary, shape, source, temperature, beta)
+    check_kind(framework, kind, beta)
+    check_numbers(framework, temperature=temperature, softcap=softcap, logit_scale=logit_scale)
+    target = _target_of(framework, teacher, rows, vocabulary, shape, source, temperature, kind, beta)
     check_sample_weight(sample_weight, rows)
     check_normalizer(framework, normalizer, reduction)
     if vocabulary == 0:
@@ -115,6 +125,7 @@ def _call(
         sample_weight=sample_weight,
         normalizer=normalizer,
         stats=check_stats(stats, DIVERGENCE_STATS),
+        kind=kind,
         beta=beta,
     )
     return Call(source, target, divided(Activation(logit_scale, bounded(softcap)), temperature), options)
@@ -128,6 +139,7 @@ def _target_of(
     shape: tuple[int, ...],
     student: Source,
     temperature: Any,
+    kind: str,
     beta: Any,
 ) -> Dense | TopK:
     """Check a teacher and return it with the temperature folded into its softcap and scale."""
@@ -138,6 +150,11 @@ def _target_of(
                 f"beta must be 0 with a TopKTeacher, got {beta!r}: KL(p || q) and mixtures need the teacher's "
                 "probability of every class that the student gives mass to, and a top-k teacher has K of them. Pass "
                 "logits or a LinearTeacher"
+            )
+        if kind == "tv" and teacher.tail == "drop":
+            raise ValueError(
+                "teacher.tail must be 'bucket' or 'renormalize' with kind='tv', got 'drop': without the mass that is "
+                "left, the distance would not be one of distributions"
             )
         return TopK(teacher.ids, teacher.log_probs, teacher.tail)
     if isinstance(teacher, LinearTeacher):

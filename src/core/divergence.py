@@ -13,6 +13,7 @@ def divergence(
     logits: Any,
     teacher: Any,
     *,
+    kind: str = "kl",
     beta: float = 0.0,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -24,7 +25,7 @@ def divergence(
     stats: Collection[str] = (),
     backend: str = "auto",
 ) -> Any:
-    """Compute the Kullback-Leibler or generalised Jensen-Shannon divergence of a student from a teacher.
+    """Compute the Kullback-Leibler or Jensen-Shannon divergence, or the total variation, of a student from a teacher.
 
     With default options and logits (N, V) this equals ``F.kl_div(logits.log_softmax(-1), teacher.log_softmax(-1),
     reduction="batchmean", log_target=True)``. With reduction "mean" and "sum" the same pass computes the gradient, and
@@ -39,6 +40,8 @@ def divergence(
         between        m = (1 - beta) p + beta q
                        l = beta KL(q || m) + (1 - beta) KL(p || m)
                        dl/dx_c = (1 - beta) p_c (log p_c - log m_c - KL(p || m))
+        kind "tv"      l = 1/2 sum_c |p_c - q_c|
+                       dl/dx_c = 1/2 p_c (s_c - sum_k p_k s_k), s = sign(p - q)
 
     "none" returns a_i l_i with a = sample_weight, "sum" returns sum_i a_i l_i, and "mean" divides that sum by
     ``normalizer``, by default by sum_i a_i. If the divisor is 0, the mean is 0. The result is not multiplied by T^2;
@@ -55,8 +58,13 @@ def divergence(
         The teacher, which gets no gradient: its logits, with the shape of ``logits``, any float dtype, and scale and
         softcap already applied; or its hidden states and classifier; or its most probable classes (beta = 0 only), with
         log-probabilities at this temperature.
+    kind : {"kl", "tv"}
+        "kl" for the divergences that ``beta`` selects; "tv" for the total variation, which is 1 minus the probability
+        that speculative decoding accepts a token of the student. With a `TopKTeacher` the classes left are one class
+        (tail "bucket"), or have no teacher probability ("renormalize").
     beta : float in [0, 1]
-        0 for the forward divergence KL(q || p), 1 for the reverse one, 0.5 for the Jensen-Shannon divergence.
+        With kind "kl": 0 for the forward divergence KL(q || p), 1 for the reverse one, 0.5 for the Jensen-Shannon
+        divergence.
     temperature : float > 0
         Divides the logits of both sides after scale and softcap.
     softcap, logit_scale, axis
@@ -87,9 +95,10 @@ def divergence(
     ------
     TypeError, ValueError
         An argument has a wrong type, dtype, shape or range; the teacher has another vocabulary; a `TopKTeacher` is used
-        with beta other than 0; a `TopKTeacher` has a class twice in one row, or log-probabilities whose mass exceeds 1
-        by more than rounding. The last two are checked only for values on the CPU of PyTorch and NumPy, because a check
-        on an accelerator would synchronise. Without it, loss and gradient of that row are NaN. XENT_CHECK_TARGETS=1
+        with beta other than 0, or with kind "tv" and tail "drop"; ``beta`` is not 0 with kind "tv"; a `TopKTeacher` has
+        a class twice in one row, or log-probabilities whose mass exceeds 1 by more than rounding. The last two are
+        checked only for values on the CPU of PyTorch and NumPy, because a check on an accelerator would synchronise.
+        Without it, loss and gradient of that row are NaN. XENT_CHECK_TARGETS=1
         turns the check on everywhere.
     IndexError
         An id of a `TopKTeacher` is outside [0, V), checked in the same cases.
@@ -99,7 +108,8 @@ def divergence(
     References
     ----------
     Distillation: Hinton et al. 2015, arXiv:1503.02531. The generalised divergence: Agarwal et al. 2024,
-    arXiv:2306.13649, section 2; the limits at beta 0 and 1 are the divergences themselves.
+    arXiv:2306.13649, section 2; the limits at beta 0 and 1 are the divergences themselves. Total variation and the
+    acceptance of speculative decoding: Leviathan et al. 2023, arXiv:2211.17192, section 3.2.
 
     Examples
     --------
@@ -114,6 +124,7 @@ def divergence(
         axis=axis,
         sample_weight=sample_weight,
         normalizer=normalizer,
+        kind=kind,
         beta=beta,
         temperature=temperature,
         softcap=softcap,
@@ -131,6 +142,7 @@ def linear_divergence(
     teacher: Any,
     *,
     linear_bias: Any = None,
+    kind: str = "kl",
     beta: float = 0.0,
     temperature: float = 1.0,
     softcap: float | None = None,
@@ -160,7 +172,7 @@ def linear_divergence(
         As in `xent.divergence`. A `LinearTeacher` may have another width; its logits are not stored either.
     linear_bias : array (V,), optional
         Bias of the student's classifier.
-    beta, temperature, softcap, logit_scale, normalizer, stats, backend
+    kind, beta, temperature, softcap, logit_scale, normalizer, stats, backend
         As in `xent.divergence`.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" the gradients are computed together with the loss. With "none" the upstream gradient
@@ -204,6 +216,7 @@ def linear_divergence(
         workspace=workspace,
         sample_weight=sample_weight,
         normalizer=normalizer,
+        kind=kind,
         beta=beta,
         temperature=temperature,
         softcap=softcap,

@@ -20,9 +20,10 @@ from xent.core.arrays import (
     wide,
 )
 from xent.core.call import Activation, Options
-from xent.core.spec import REDUCTIONS, STAT_NAMES, bounded
+from xent.core.spec import DIVERGENCES, REDUCTIONS, STAT_NAMES, bounded
 
 __all__ = [
+    "check_kind",
     "check_numbers",
     "check_reduction",
     "check_stats",
@@ -169,6 +170,16 @@ def check_numbers(framework: str, other: str = "", **values: Any) -> None:
             raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(value)}")
         if not holds(value):
             raise ValueError(f"{name} must be {allowed}{other}, got {value!r}")
+
+
+def check_kind(framework: str, kind: Any, beta: Any) -> str:
+    """Return the name of a divergence. Raise TypeError or ValueError for other values, and a beta that it has not."""
+    if not isinstance(kind, str) or kind not in DIVERGENCES:
+        raise ValueError(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}")
+    check_numbers(framework, beta=beta)
+    if kind != "kl" and framework_of(beta) is None and beta != 0:
+        raise ValueError(f"beta must be 0 with kind='tv', got {beta!r}: it selects one of kind='kl'")
+    return kind
 
 
 def check_reduction(reduction: Any) -> str:

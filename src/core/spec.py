@@ -5,6 +5,7 @@ from typing import Any
 
 __all__ = [
     "DIFFERENTIABLE",
+    "DIVERGENCES",
     "DIVERGENCE_STATS",
     "LARGEST",
     "LOG_PROB_STATS",
@@ -20,6 +21,7 @@ __all__ = [
 ]
 
 REDUCTIONS = ("mean", "sum", "none")
+DIVERGENCES = ("kl", "tv")
 DIFFERENTIABLE = ("lse", "nll", "entropy")
 """Statistics that have gradients with reduction "none"."""
 ROW_STATS = (*DIFFERENTIABLE, "predictions", "log_sum_sq_probs", "mean_logit")

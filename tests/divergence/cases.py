@@ -11,7 +11,7 @@ __all__ = ["covering_divergences"]
 
 FACTORS: dict[str, tuple[Any, ...]] = {
     "teacher": TEACHERS,
-    "beta": (0.0, 1.0, 0.5, 0.9),
+    "beta": (0.0, 1.0, 0.5, 0.9, "tv"),
     "temperature": (1.0, 0.6, 3.0),
     "softcap": (None, 4.0),
     "logit_scale": (1.0, -0.7),
@@ -34,7 +34,9 @@ def covering_divergences(function: str, dtype: str) -> list[Case]:
 
 def _covered(base: Case, row: dict[str, Any]) -> Case:
     row = dict(row)
-    if row["teacher"] not in ("logits", "linear"):
+    if row["beta"] == "tv" and row["teacher"] != "drop":
+        row |= {"kind": "tv", "beta": 0.0}
+    elif row["teacher"] not in ("logits", "linear"):
         row["beta"] = 0.0
     if row["reduction"] != "mean":
         row["normalizer"] = None

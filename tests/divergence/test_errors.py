@@ -24,6 +24,9 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"beta": -0.1}, ValueError, r"beta must be in \[0, 1\], got -0.1"),
     ({"beta": float("nan")}, ValueError, r"beta must be in \[0, 1\]"),
     ({"beta": None}, TypeError, "beta must be a number"),
+    ({"kind": "jsd"}, ValueError, "kind must be one of 'kl', 'tv', got 'jsd'"),
+    ({"kind": None}, ValueError, "kind must be one of 'kl', 'tv', got None"),
+    ({"kind": "tv", "beta": 0.5}, ValueError, "beta must be 0 with kind='tv', got 0.5: it selects one of kind='kl'"),
     ({"temperature": 0.0}, ValueError, "temperature must be finite and > 0, got 0.0"),
     ({"temperature": np.ones((2, 3))}, TypeError, "temperature must be a number, finite and > 0; got numpy array"),
     ({"softcap": 0}, ValueError, "softcap must be finite and > 0"),
@@ -80,6 +83,11 @@ BOTH: list[tuple[dict[str, Any], type[Exception], str]] = [
         r"beta must be 0 with a TopKTeacher, got 1.0: KL\(p \|\| q\) and mixtures",
     ),
     ({"teacher": TOP, "beta": 0.5}, ValueError, "beta must be 0 with a TopKTeacher, got 0.5"),
+    (
+        {"teacher": xent.TopKTeacher(IDS, LOG_PROBS, tail="drop"), "kind": "tv"},
+        ValueError,
+        "teacher.tail must be 'bucket' or 'renormalize' with kind='tv', got 'drop'",
+    ),
     (
         {"teacher": xent.TopKTeacher(IDS, LOG_PROBS, tail="ignore")},
         ValueError,

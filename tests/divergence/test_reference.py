@@ -34,11 +34,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "weights": {"sample_weight": True},
     "normalizer": {"normalizer": 3.5},
 }
+KL, TV = {"beta": 0.0}, {"kind": "tv"}
+KINDS: dict[str, tuple[dict[str, Any], ...]] = {
+    "logits": (KL, {"beta": 1.0}, {"beta": 0.3}, TV),
+    "linear": (KL, {"beta": 1.0}, {"beta": 0.3}, TV),
+    "bucket": (KL, TV),
+    "renormalize": (KL, TV),
+    "drop": (KL,),
+}
 CASES = [
-    replace(BASE, function=function, teacher=teacher, reduction=reduction, name=name, options={"beta": beta} | options)
+    replace(BASE, function=function, teacher=teacher, reduction=reduction, name=name, options=kind | options)
     for function in ("divergence", "linear_divergence")
     for teacher in TEACHERS
-    for beta in ((0.0, 1.0, 0.3) if teacher in ("logits", "linear") else (0.0,))
+    for kind in KINDS[teacher]
     for reduction, (name, options) in zip(("mean", "none", "sum", "mean", "mean"), OPTIONS.items(), strict=True)
 ]
 
@@ -84,6 +92,19 @@ def test_known_values() -> None:
     m = (p + q) / 2
     halves = (q * np.log(q / m)).sum() / 2 + (p * np.log(p / m)).sum() / 2
     assert xent.divergence(np.log(p), np.log(q), beta=0.5) == pytest.approx(halves)
+
+
+def test_total_variation() -> None:
+    """Its known value, also that of K + 1 cells; 1 minus it is the share of tokens that sampling from p keeps."""
+    p, q = np.array([[0.5, 0.3, 0.15, 0.05]]), np.array([[0.4, 0.25, 0.05, 0.3]])
+    assert xent.divergence(np.log(p), np.log(q), kind="tv") == pytest.approx(0.25)
+    assert xent.divergence(np.log(p), np.log(q), kind="tv") == pytest.approx(1 - np.minimum(p, q).sum())
+    assert xent.divergence(np.log(p), np.log(p), kind="tv") == 0
+    known = np.array([[3, 0]]), np.log(q[:, [3, 0]])
+    assert xent.divergence(np.log(p), xent.TopKTeacher(*known), kind="tv") == pytest.approx(0.25)
+    renormalized = xent.TopKTeacher(*known, tail="renormalize")
+    expected = (abs(0.05 - 3 / 7) + abs(0.5 - 4 / 7) + 0.45) / 2
+    assert xent.divergence(np.log(p), renormalized, kind="tv") == pytest.approx(expected)
 
 
 def test_bucket_is_one_class() -> None:

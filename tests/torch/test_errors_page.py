@@ -25,7 +25,8 @@ _PLACE = re.compile(r"\.\.\.|\b[A-Z]+\b(?:-1)?|-?\d+")
 Z, Y = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.int64)
 X, W = torch.zeros(2, 3, 4), torch.zeros(5, 4)
 HEADS = torch.zeros(2, 2, 3, 4)
-TOP_K = xent.TopKTeacher(torch.zeros(2, 3, 1, dtype=torch.int64), torch.zeros(2, 3, 1))
+TOP_K_ARRAYS = torch.zeros(2, 3, 1, dtype=torch.int64), torch.zeros(2, 3, 1)
+TOP_K = xent.TopKTeacher(*TOP_K_ARRAYS)
 
 
 def loss(logits: Any = Z, target: Any = Y, **options: Any) -> Any:
@@ -159,6 +160,10 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
     ),
     "inplace=True cannot be used under torch.func transforms": (
         lambda: torch.func.grad(lambda z: loss(z, inplace=True))(Z),
+    ),
+    "beta must be 0 with kind='tv'": (lambda: xent.divergence(Z, Z, kind="tv", beta=0.5),),
+    "teacher.tail must be 'bucket' or 'renormalize' with kind='tv'": (
+        lambda: xent.divergence(Z, xent.TopKTeacher(*TOP_K_ARRAYS, tail="drop"), kind="tv"),
     ),
     "beta must be 0 with a TopKTeacher": (lambda: xent.divergence(Z, TOP_K, beta=0.5),),
     "vocab_parallel needs PyTorch tensors": (

@@ -13,10 +13,15 @@ V = 2 * BLOCK + 88
 """Rows of two full blocks and a part."""
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def which(beta: Any) -> dict[str, Any]:
+    """Return the arguments that select a divergence: a beta, or "tv"."""
+    return {"kind": "tv"} if beta == "tv" else {"beta": beta}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "tv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("first", ["far below", "-inf", "far above", "like the others"])
-def test_first_block(target: Target, beta: float, dtype: torch.dtype, first: str) -> None:
+def test_first_block(target: Target, beta: Any, dtype: torch.dtype, first: str) -> None:
     """Sums are relative to the largest logit of the first block, unless it is far from the largest of all."""
     torch.manual_seed(0)
     sides = 3 * torch.randn(2, 4, V)
@@ -27,7 +32,7 @@ def test_first_block(target: Target, beta: float, dtype: torch.dtype, first: str
 
     def found(one: torch.Tensor, other: torch.Tensor, backend: str) -> list[torch.Tensor]:
         leaf = one.detach().requires_grad_()
-        loss = xent.divergence(leaf, other, beta=beta, reduction="none", backend=backend)
+        loss = xent.divergence(leaf, other, **which(beta), reduction="none", backend=backend)
         return [loss.detach(), *torch.autograd.grad(loss, leaf, torch.linspace(1, 2, 4).to(loss))]
 
     made = found(student, teacher, target.name)
@@ -37,33 +42,33 @@ def test_first_block(target: Target, beta: float, dtype: torch.dtype, first: str
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9, "tv"])
 @pytest.mark.parametrize("place", [3, 5000])
 @pytest.mark.parametrize("first", [0.0, -120.0])
-def test_equal_distributions(target: Target, beta: float, place: int, first: float) -> None:
+def test_equal_distributions(target: Target, beta: Any, place: int, first: float) -> None:
     """Loss and gradient are exactly 0, also if the most probable class is not in the first block."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(4, V)
     logits[:, :BLOCK] += first
     logits[:, place] = 25
     logits = logits.to(target.device).requires_grad_()
-    loss = xent.divergence(logits, logits.detach().clone(), beta=beta, backend=target.name)
+    loss = xent.divergence(logits, logits.detach().clone(), **which(beta), backend=target.name)
     loss.backward()
     assert float(loss.detach()) == 0
     assert not logits.grad.any()
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 0.7, 1.0, "tv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("side", ["student", "teacher"])
-def test_unknown_rows_are_nan(target: Target, beta: float, dtype: torch.dtype, value: float, side: str) -> None:
+def test_unknown_rows_are_nan(target: Target, beta: Any, dtype: torch.dtype, value: float, side: str) -> None:
     torch.manual_seed(0)
     student, teacher = torch.randn(2, 3, V)
     (student if side == "student" else teacher)[1, 40] = value
     leaf = student.to(target.device, dtype).requires_grad_()
     other = teacher.to(target.device, dtype)
-    loss = xent.divergence(leaf, other, beta=beta, reduction="none", backend=target.name)
+    loss = xent.divergence(leaf, other, **which(beta), reduction="none", backend=target.name)
     loss.sum().backward()
     assert loss.isnan().tolist() == [False, True, False]
     assert leaf.grad.isnan().any(-1).tolist() == [False, True, False]
@@ -74,7 +79,7 @@ def top_k(logits: torch.Tensor, tail: str) -> xent.TopKTeacher:
     return xent.TopKTeacher(found.indices, found.values.float(), tail=tail)
 
 
-@pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop"])
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", "drop", "bucket, tv", "renormalize, tv"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("first", ["far below", "-inf", "far above", "like the others"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 20.0}, {"logit_scale": -0.5}], ids=str)
@@ -87,6 +92,7 @@ def test_top_k(
 ) -> None:
     """The kernel overwrites logits of the K classes, but not the caller's, and infinite logits keep their meaning."""
     torch.manual_seed(0)
+    tail, _, kind = tail.partition(", ")
     student, other = 3 * torch.randn(2, 4, V)
     student[:3, :BLOCK] += {"far below": -120.0, "-inf": -torch.inf, "far above": 60.0, "like the others": 0.0}[first]
     if first == "-inf" and "logit_scale" in options:
@@ -97,7 +103,7 @@ def test_top_k(
     known = xent.TopKTeacher(teacher.ids.to(target.device), teacher.log_probs.to(target.device), tail=tail)
 
     def found(one: torch.Tensor, other: xent.TopKTeacher, backend: str) -> list[torch.Tensor]:
-        call = {"beta": 0.0, "reduction": "none", "backend": backend} | options
+        call = {"kind": kind or "kl", "reduction": "none", "backend": backend} | options
         leaf = one.detach().requires_grad_()
         loss = xent.divergence(leaf, other, **call)
         entropy = xent.divergence(one, other, stats=("entropy",), **call)[1].entropy
@@ -111,7 +117,7 @@ def test_top_k(
         torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "top-k"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "tv", "top-k"])
 @pytest.mark.parametrize("vocabulary", [88, 83, 4104])
 @pytest.mark.parametrize("dead", [False, True])
 def test_chunks(target: Target, beta: Any, vocabulary: int, dead: bool) -> None:
@@ -131,7 +137,7 @@ def test_chunks(target: Target, beta: Any, vocabulary: int, dead: bool) -> None:
         loss = xent.linear_divergence(
             *leaves,
             teacher,
-            beta=0.0 if beta == "top-k" else beta,
+            **which(0.0 if beta == "top-k" else beta),
             sample_weight=rows.to(device),
             workspace=3 * 12 * vocabulary,
             backend=backend,

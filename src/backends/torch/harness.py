@@ -71,6 +71,7 @@ class TorchHarness:
         ids: Tensor | None = None,
         log_probs: Tensor | None = None,
         tail: str = "",
+        kind: str = "kl",
         beta: float = 0.0,
         temperature: float = 1.0,
         softcap: float | None = None,
@@ -84,11 +85,11 @@ class TorchHarness:
         """Compute a divergence in float32 (float64 for float64), directly by its formula."""
         log_p = _log_probs(logits, softcap, logit_scale, temperature)
         if teacher is not None:
-            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), beta)
+            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), kind, beta)
         else:
             assert ids is not None
             assert log_probs is not None
-            rows = _from_top_k(log_p, ids.long(), log_probs.to(log_p.dtype), tail)
+            rows = _from_top_k(log_p, ids.long(), log_probs.to(log_p.dtype), tail, kind)
         a = torch.ones_like(rows) if sample_weight is None else sample_weight.to(rows.dtype)
         return _reduced(rows, a, a, reduction, normalizer)
 
@@ -181,7 +182,9 @@ def _log_probs(z: Tensor, softcap: float | None, scale: float, temperature: floa
     return torch.log_softmax(_activated(z, softcap, scale) / temperature, -1)
 
 
-def _between(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def _between(log_p: Tensor, log_q: Tensor, kind: str, beta: float) -> Tensor:
+    if kind == "tv":
+        return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
     if beta == 0:
         return (log_q.exp() * (log_q - log_p)).sum(-1)
     if beta == 1:
@@ -191,18 +194,21 @@ def _between(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return beta * forward + (1 - beta) * (log_p.exp() * (log_p - log_m)).sum(-1)
 
 
-def _from_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, tail: str) -> Tensor:
+def _from_top_k(log_p: Tensor, ids: Tensor, log_q: Tensor, tail: str, kind: str) -> Tensor:
     known = log_q != -torch.inf
     if tail == "renormalize":
         log_q = log_q - log_q.logsumexp(-1, keepdim=True)
     q = log_q.exp()
     safe = torch.where(known, log_q, 0)
     rows = (q * (safe - log_p.gather(-1, ids))).sum(-1)
-    if tail != "bucket":
+    if tail != "bucket" and kind == "kl":
         return rows
     # Sum over the other classes directly: 1 minus the sum of the K classes could round to 0 or below.
     counts = torch.zeros_like(log_p).scatter_add(-1, ids, known.to(log_p.dtype))
     p_left = torch.where(counts > 0, 0, log_p.exp()).sum(-1)
     mass = (1 - q.sum(-1)).clamp(min=0)
+    if kind == "tv":
+        apart = torch.where(known, log_p.gather(-1, ids).exp(), 0) - q
+        return (apart.abs().sum(-1) + (p_left - (mass if tail == "bucket" else 0)).abs()) / 2
     some = (mass > 0) & (p_left > 0)
     return rows + torch.where(some, mass * (mass.clamp(min=1e-30).log() - torch.where(some, p_left, 1).log()), 0)

@@ -71,13 +71,13 @@ def text(value: Any) -> str:
     """Return a split call as JSON. `float.hex` is exact, and makes torch.compile treat a float as a constant."""
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         inner = [f'"{name}":' + text(one) for name, one in fields_of(value).items()]
-        return "{" + ",".join([f'"kind":"{type(value).__name__}"', *inner]) + "}"
+        return "{" + ",".join([f'"type":"{type(value).__name__}"', *inner]) + "}"
     if isinstance(value, tuple):
         return "[" + ",".join([text(one) for one in value]) + "]"
     if isinstance(value, float):
-        return '{"kind":"float","hex":"' + value.hex() + '"}'
+        return '{"type":"float","hex":"' + value.hex() + '"}'
     if isinstance(value, torch.dtype):
-        return '{"kind":"dtype","name":"' + str(value)[6:] + '"}'
+        return '{"type":"dtype","name":"' + str(value)[6:] + '"}'
     if isinstance(value, str):
         return '"' + value + '"'
     if value is None:
@@ -91,7 +91,7 @@ def parse(words: str, tensors: Any) -> Call:
     """Invert `text`, with the tensors in place. Fields are found by name; absent ones have their defaults."""
 
     def made(fields: dict[str, Any]) -> Any:
-        kind = fields.pop("kind")
+        kind = fields.pop("type")
         if kind == "Slot":
             return tensors[fields["place"]]
         if kind == "float":

@@ -113,7 +113,8 @@ def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
 
 def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
     """Compute rows for a teacher's logits (R, V)."""
-    beta, (scale, cap, _) = steps.setting.call.options.beta, steps.setting.call.target.activation
+    options, (scale, cap, _) = steps.setting.call.options, steps.setting.call.target.activation
+    beta, varies = options.beta, options.kind == "tv"
     assert block.teacher is not None
     start = some.start - block.start
     teacher, values = block.teacher[start : start + some.count], None
@@ -124,8 +125,9 @@ def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
     constants = {
         "TEACHER_CAPPED": cap is not None,
         "TEACHER_SCALED": values is not None or scale != 1,
-        "FORWARD": beta == 0,
+        "FORWARD": beta == 0 and not varies,
         "REVERSE": beta == 1,
+        "VARIATION": varies,
         "FROM_P": beta <= 0.5,
         "EXACT": exact,
     }
@@ -145,6 +147,7 @@ def _from_top_k(steps: Any, block: Block, some: Placed, part: Part) -> None:
     constants = {
         "BUCKET": target.tail == "bucket",
         "RENORMALIZED": target.tail == "renormalize",
+        "VARIATION": steps.setting.call.options.kind == "tv",
         "WIDTH": next_power_of_2(width),
     }
     more = target.ids.contiguous(), target.log_probs.contiguous(), width, tolerance(target)

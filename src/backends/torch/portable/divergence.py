@@ -9,7 +9,6 @@ common to all u of a row, enters only squared. So close distributions lose no pr
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from xent.backends.torch.contract import Block, Setting, wide
 from xent.backends.torch.portable.activation import activate
 from xent.backends.torch.portable.facts import Facts, Index, at
 from xent.backends.torch.portable.top_k import tolerance
-from xent.core.call import Dense, TopK
+from xent.core.call import Dense, Options, TopK
 
 __all__ = ["Divergence"]
 
@@ -50,7 +49,7 @@ class Divergence:
             assert block.teacher is not None
             t = block.teacher.to(self._dtype, copy=True)
             activate(t, self._target.activation)
-            loss, derivative = _between(self._options.beta, x, t, block.grad is not None)
+            loss, derivative = _between(self._options, x, t, block.grad is not None)
         else:
             loss, derivative = self._from_top_k(x, index, block.grad is not None)
         weight = at(facts.weight, index)
@@ -78,7 +77,7 @@ class Divergence:
         q = torch.where(known, log_q.exp(), 0)
         log_p_k = log_p.gather(1, ids)
         mass = q.sum(-1)
-        if tail != "bucket":
+        if tail != "bucket" and self._options.kind == "kl":
             found = torch.where(known, q * (log_q - log_p_k), 0).sum(-1)
             if not wanted:
                 return found, None
@@ -87,10 +86,12 @@ class Divergence:
         removed = torch.where(known, -torch.inf, torch.inf).to(log_p.dtype)
         others = log_p.scatter_reduce(1, ids, removed, "amin")
         log_p_left = others.logsumexp(-1)
-        left = (1 - mass).clamp(min=0)
+        left = (1 - mass).clamp(min=0) if tail == "bucket" else torch.zeros_like(mass)
         # The remaining mass is only rounding if no other class can have it.
         left = left.masked_fill((log_p_left == -torch.inf) & (left <= self._tolerance), 0)
         p_k = torch.where(known, log_p_k.exp(), 0)
+        if self._options.kind == "tv":
+            return _variation_of_cells(torch.softmax(x, -1), ids, known, p_k - q, log_p_left.exp() - left, wanted)
         cells = torch.where(known, _gaps(q, p_k, log_p_k - log_q), 0).sum(-1)
         found = cells + _gaps(left, log_p_left.exp(), log_p_left - left.log()) + (mass + left - 1)
         if not wanted:
@@ -100,10 +101,13 @@ class Divergence:
         return found, derivative - torch.where(left[:, None] == 0, 0, shares)
 
 
-def _between(beta: Any, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
+def _between(options: Options, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """Return the divergence (R,) of full distributions, and if `wanted` its derivative (R, V) with respect to x."""
     # A softmax is more accurate than the exponential of the rounded log-softmax.
-    p, q = torch.softmax(x, -1), torch.softmax(t, -1)
+    beta, p, q = options.beta, torch.softmax(x, -1), torch.softmax(t, -1)
+    if options.kind == "tv":
+        apart = p - q
+        return apart.abs().sum(-1) / 2, _pulled(p, apart.sign() / -2) if wanted else None
     log_p, log_q = torch.log_softmax(x, -1), torch.log_softmax(t, -1)
     if beta == 0:
         return _gaps(q, p, log_p - log_q).sum(-1), p - q if wanted else None
@@ -117,6 +121,19 @@ def _between(beta: Any, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, Ten
     m = (1 - beta) * p + beta * q
     found = beta * _gaps(q, m, from_q).sum(-1) + (1 - beta) * _gaps(p, m, from_p).sum(-1)
     return found, _pulled(p, from_p) * (1 - beta) if wanted else None
+
+
+def _variation_of_cells(
+    p: Tensor, ids: Tensor, known: Tensor, of_ids: Tensor, of_others: Tensor, wanted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return the total variation (R,), and if `wanted` its derivative, from p - q of K classes and of all others."""
+    found = (of_ids.abs().sum(-1) + of_others.abs()) / 2
+    if not wanted:
+        return found, None
+    # Padding entries change nothing.
+    others = of_others.sign()[:, None]
+    signs = others.expand_as(p).scatter_add(1, ids, torch.where(known, of_ids.sign() - others, 0))
+    return found, _pulled(p, signs / -2)
 
 
 def _gaps(w: Tensor, o: Tensor, u: Tensor) -> Tensor:

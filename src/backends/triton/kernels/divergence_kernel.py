@@ -1,22 +1,23 @@
 """Divergence and gradient of rows with stored logits of both sides, in one launch, with one program per row.
 
 The first pass sums the exponentials of both sides, relative to the largest logit of the first block. The second pass
-sums the divergence and writes the gradient. Mixtures need a third pass for the gradient, which contains KL(p || m), and
-m is not known before the first pass is done. Each pass starts where the one before it ended, which is still in the
-caches, and the last one goes backwards. With d = t - x::
+sums the divergence and writes the gradient. Mixtures and the total variation need a third pass for the gradient, which
+contains a sum of the second one. Each pass starts where the one before it ended, which is still in the caches, and the
+last one goes backwards. With d = t - x::
 
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
     between     dl/dx_c = (1 - beta) p_c (sum_k p_k v_k - v_c)               v = log m - log p
+    variation   dl/dx_c = p_c (sum_k p_k v_k - v_c)                          v = sign(q - p) / 2
 
-In the last two, d and (for float32 logits) v are relative to an offset near their mean, which cancels.
+In the last three, d and (for float32 logits) v are relative to an offset near their mean, which cancels.
 """
 
 import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import record
-from xent.backends.triton.kernels.divergence_maths import gap, is_near, mixture
+from xent.backends.triton.kernels.divergence_maths import gap, is_near, pulled
 from xent.backends.triton.kernels.maths import exp, finite, times
 from xent.backends.triton.kernels.sides import begin, fill_row, peak, read, write
 from xent.backends.triton.prepared import kernel
@@ -86,6 +87,7 @@ def divergence_kernel(
     TEACHER_SCALED: tl.constexpr,
     FORWARD: tl.constexpr,  # beta is 0
     REVERSE: tl.constexpr,  # beta is 1
+    VARIATION: tl.constexpr,  # the total variation, with alpha 1
     FROM_P: tl.constexpr,  # beta is at most 0.5
     EXACT: tl.constexpr,  # the logits are float32
 ):
@@ -132,7 +134,8 @@ def divergence_kernel(
             if EXACT:
                 # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
                 # v is close to it.
-                _top_cost, _top_p, offset = mixture((top - m_q) - (highest - m_p) - shift, alpha, beta, FROM_P)
+                of_top = (top - m_q) - (highest - m_p) - shift
+                _top_cost, offset = pulled(of_top, of_top, of_top, alpha, beta, FROM_P, VARIATION)
         found = tl.zeros([BLOCK], tl.float32)
         surprise, sums = found, found
         for step in range(0, last + 1, BLOCK):
@@ -150,13 +153,13 @@ def divergence_kernel(
                 found += gap(p, q, t_apart - x_apart - shift)
                 g = times(p, pull - (t - x - offset))
             else:
-                cost, from_p, v = mixture(t_apart - x_apart - shift, alpha, beta, FROM_P)
-                found += cost * tl.where(from_p, p, q)
+                cost, v = pulled(t_apart - x_apart - shift, p, q, alpha, beta, FROM_P, VARIATION)
+                found += cost
                 sums += p * (v - offset)
                 g = p
             if grad is not None and not MIXED:
                 write(place, first, ours, z, g * factor, BLOCK)
-        # `mixture` is finite for NaN. This is NaN if one of the sides has a NaN or no finite logit.
+        # `pulled` is finite for NaN. This is NaN if one of the sides has a NaN or no finite logit.
         unknown = shift - shift
         record(results.loss, row, None, (tl.sum(found, 0) + unknown) * a)
         record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
@@ -166,7 +169,8 @@ def divergence_kernel(
                 first = last - back
                 z, x = read(ours, first, BLOCK)
                 _t, t = read(theirs, first, BLOCK)
-                _cost, _p, v = mixture((t - m_q) - (x - m_p) - shift, alpha, beta, FROM_P)
+                apart = (t - m_q) - (x - m_p) - shift
+                _cost, v = pulled(apart, apart, apart, alpha, beta, FROM_P, VARIATION)
                 g = exp(x - m_p) * share_p * (pull - (v - offset))
                 write(place, first, ours, z, g * factor, BLOCK)
     if dead:

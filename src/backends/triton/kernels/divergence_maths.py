@@ -10,7 +10,7 @@ import triton.language as tl
 
 from xent.backends.triton.kernels.maths import LOG2E, exp
 
-__all__ = ["exact_exp", "gap", "is_near", "mixture"]
+__all__ = ["exact_exp", "gap", "is_near", "pulled", "sign"]
 
 # ln 2 in two parts: the first has so few bits that its products with small integers are exact.
 LN2_HIGH = tl.constexpr(0.693359375)
@@ -97,7 +97,7 @@ def _of_pair(a, small, large):
 
 
 @triton.jit
-def mixture(apart, alpha, beta, FROM_P: tl.constexpr):
+def _mixture(apart, alpha, beta, FROM_P: tl.constexpr):
     """Return c, whether it is relative to p, and v = log m - log p, for m = alpha p + beta q and alpha = 1 - beta.
 
     `apart` is log q - log p. The sum of c p or c q is beta KL(q || m) + alpha KL(p || m). FROM_P: beta <= 0.5. Of p
@@ -111,6 +111,27 @@ def mixture(apart, alpha, beta, FROM_P: tl.constexpr):
     else:
         cost, from_p, log = _of_pair(-apart, alpha, beta)
     return cost, from_p, tl.where(from_p, log, log + apart)
+
+
+@triton.jit
+def sign(x):
+    """Return 1, -1, or 0 for 0 and NaN."""
+    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
+
+
+@triton.jit
+def pulled(apart, p, q, alpha, beta, FROM_P: tl.constexpr, VARIATION: tl.constexpr):
+    """Return a class's term of the divergence and its v, for a gradient proportional to p_c (sum_k p_k v_k - v_c).
+
+    v is log m - log p of a mixture m. VARIATION: of the total variation, it is sign(q - p) / 2.
+    """
+    if VARIATION:
+        v = sign(apart) * 0.5
+        cost = tl.where(v == 0, 0.0, tl.abs(p - q) * 0.5)
+    else:
+        cost, from_p, v = _mixture(apart, alpha, beta, FROM_P)
+        cost *= tl.where(from_p, p, q)
+    return cost, v
 
 
 @triton.jit
