@@ -13,7 +13,7 @@ from xent.core.divergence import divergence, linear_divergence
 from xent.core.errors import BackendError
 from xent.core.log_probs import linear_log_probs, log_probs
 from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
-from xent.core.teachers import LinearTeacher, TopKTeacher
+from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
 
 __version__ = "0.2.0"
 
@@ -26,6 +26,7 @@ __all__ = [
     "LinearTeacher",
     "QuantizedWeight",
     "Stats",
+    "Subset",
     "Support",
     "TopKTeacher",
     "VocabParallel",

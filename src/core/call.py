@@ -96,6 +96,9 @@ class Dense(NamedTuple):
 
     source: Source
     activation: Activation = Activation()
+    ids: Any = None
+    """(V',) integers: the teacher's classes that the student has, in its order. None for all; in a prepared call None,
+    and the source has these classes only."""
 
 
 class TopK(NamedTuple):

@@ -26,7 +26,8 @@ from xent.core.options import (
     shift_and_workspace,
 )
 from xent.core.spec import DIVERGENCE_STATS, bounded
-from xent.core.teachers import TAILS, LinearTeacher, TopKTeacher
+from xent.core.subsets import check_ids, check_subset, check_values, gathered
+from xent.core.teachers import TAILS, LinearTeacher, Subset, TopKTeacher
 from xent.core.validate_arrays import (
     check_classifier,
     check_float,
@@ -76,7 +77,10 @@ def _framework_of(student: dict[str, Any], teacher: Any, options: dict[str, Any]
 
 def _arrays_of(teacher: Any) -> dict[str, Any]:
     """Return a teacher's arrays, by the names that error messages use."""
-    if isinstance(teacher, TopKTeacher):
+    if isinstance(teacher, Subset):
+        check_subset(teacher)
+        named = {**_arrays_of(teacher.teacher), "teacher.ids": teacher.ids}
+    elif isinstance(teacher, TopKTeacher):
         named = {"teacher.ids": teacher.ids, "teacher.log_probs": teacher.log_probs}
     elif isinstance(teacher, LinearTeacher):
         named = {"teacher.input": teacher.input, **parts_of(teacher.weight, "teacher.weight")}
@@ -84,7 +88,8 @@ def _arrays_of(teacher: Any) -> dict[str, Any]:
         named |= {name: array for name, array in optional.items() if array is not None}
     elif framework_of(teacher) is None:
         raise TypeError(
-            f"teacher must be an array of logits, a xent.LinearTeacher or a xent.TopKTeacher, got {describe(teacher)}"
+            "teacher must be an array of logits, a xent.LinearTeacher, a xent.TopKTeacher or a xent.Subset, got "
+            f"{describe(teacher)}"
         )
     else:
         named = {"teacher": teacher}
@@ -116,6 +121,10 @@ def _call(
     check_kind(framework, kind, beta)
     check_numbers(framework, temperature=temperature, softcap=softcap, logit_scale=logit_scale)
     target = _target_of(framework, teacher, rows, vocabulary, shape, source, temperature, kind, beta)
+    if framework != "torch" and isinstance(target, Dense) and target.ids is not None:
+        if framework == "numpy":
+            check_values(target.ids, target.source)
+        target = Dense(gathered(target.source, target.ids), target.activation)
     check_sample_weight(sample_weight, rows)
     check_normalizer(framework, normalizer, reduction)
     if vocabulary == 0:
@@ -143,6 +152,10 @@ def _target_of(
     beta: Any,
 ) -> Dense | TopK:
     """Check a teacher and return it with the temperature folded into its softcap and scale."""
+    ids = None
+    if isinstance(teacher, Subset):
+        ids, teacher = teacher.ids, teacher.teacher
+        check_ids(ids, vocabulary)
     if isinstance(teacher, TopKTeacher):
         _check_top_k(teacher, rows, vocabulary)
         if framework_of(beta) is None and beta != 0:
@@ -160,7 +173,7 @@ def _target_of(
     if isinstance(teacher, LinearTeacher):
         names = ("teacher.input", "teacher.weight", "teacher.bias")
         check_classifier(framework, teacher.input, teacher.weight, teacher.bias, names)
-        if teacher.weight.shape[0] != vocabulary:
+        if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
                 "a divergence compares distributions over the same classes"
@@ -173,14 +186,14 @@ def _target_of(
         cap, scale = (number_of(framework, value) for value in (teacher.softcap, teacher.logit_scale))
         check_numbers(framework, softcap=cap, logit_scale=scale)
         own = Activation(scale, bounded(cap))
-        return Dense(Product(teacher.input, teacher.weight, teacher.bias), divided(own, temperature))
+        return Dense(Product(teacher.input, teacher.weight, teacher.bias), divided(own, temperature), ids)
     check_float("teacher", teacher)
-    if tuple(teacher.shape) != shape:
-        raise ValueError(
-            f"teacher must have shape {shape}, the student's rows and vocabulary; got {tuple(teacher.shape)}"
-        )
     axis = student.axis if isinstance(student, Given) else len(rows)
-    return Dense(Given(teacher, axis), divided(Activation(), temperature))
+    found = tuple(teacher.shape)
+    if found != shape and (ids is None or found[:axis] + found[axis + 1 :] != rows or len(found) != len(shape)):
+        expected = shape if ids is None else shape_of(*rows[:axis], "V", *rows[axis:])
+        raise ValueError(f"teacher must have shape {expected}, the student's rows and vocabulary; got {found}")
+    return Dense(Given(teacher, axis), divided(Activation(), temperature), ids)
 
 
 def _check_top_k(teacher: TopKTeacher, rows: tuple[int, ...], vocabulary: int) -> None:

@@ -24,6 +24,7 @@ from xent.core.spec import DIVERGENCES, REDUCTIONS, STAT_NAMES, bounded
 
 __all__ = [
     "check_kind",
+    "check_name",
     "check_numbers",
     "check_reduction",
     "check_stats",
@@ -174,8 +175,7 @@ def check_numbers(framework: str, other: str = "", **values: Any) -> None:
 
 def check_kind(framework: str, kind: Any, beta: Any) -> str:
     """Return the name of a divergence. Raise TypeError or ValueError for other values, and a beta that it has not."""
-    if not isinstance(kind, str) or kind not in DIVERGENCES:
-        raise ValueError(f"kind must be one of {', '.join(map(repr, DIVERGENCES))}, got {kind!r}")
+    check_name("kind", kind, DIVERGENCES)
     check_numbers(framework, beta=beta)
     if kind != "kl" and framework_of(beta) is None and beta != 0:
         raise ValueError(f"beta must be 0 with kind='tv', got {beta!r}: it selects one of kind='kl'")
@@ -184,10 +184,15 @@ def check_kind(framework: str, kind: Any, beta: Any) -> str:
 
 def check_reduction(reduction: Any) -> str:
     """Return the name of a reduction. Raise TypeError or ValueError for other values."""
-    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
-        error = ValueError if isinstance(reduction, str) else TypeError
-        raise error(f"reduction must be one of {', '.join(map(repr, REDUCTIONS))}, got {shown(reduction)}")
-    return reduction
+    return check_name("reduction", reduction, REDUCTIONS)
+
+
+def check_name(option: str, value: Any, allowed: tuple[str, ...]) -> str:
+    """Return one of the allowed names. Raise TypeError or ValueError for other values of that option."""
+    if not isinstance(value, str) or value not in allowed:
+        error = ValueError if isinstance(value, str) else TypeError
+        raise error(f"{option} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
+    return value
 
 
 def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> tuple[str, ...]:

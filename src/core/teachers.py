@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["TAILS", "LinearTeacher", "TopKTeacher", "mass_tolerance"]
+__all__ = ["TAILS", "LinearTeacher", "Subset", "TopKTeacher", "mass_tolerance"]
 
 TAILS = ("bucket", "renormalize", "drop")
 _TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3}
@@ -78,6 +78,33 @@ class TopKTeacher:
     ids: Any
     log_probs: Any
     tail: str = "bucket"
+
+
+@dataclass(frozen=True, eq=False)
+class Subset:
+    """A teacher with a larger vocabulary, restricted to the student's classes: for a draft model with fewer classes.
+
+    Class c of the student is class ``ids[c]`` of the teacher. The teacher's probabilities are renormalised over these
+    classes, q_c = e^(t_ids[c]) / sum_k e^(t_ids[k]). Logits of other classes are not computed: each call gathers the
+    rows ``ids`` of the classifier once (V' x D' elements).
+
+    Parameters
+    ----------
+    teacher : LinearTeacher or array (..., V)
+        The teacher with all V classes.
+    ids : integer array (V',)
+        The classes in [0, V) that the student has, in the student's order, each once.
+
+    Examples
+    --------
+    >>> import numpy as np, xent
+    >>> teacher = xent.LinearTeacher(np.eye(3), np.array([[2.0, 0, 0], [0, 9, 9], [0, 0, 2], [5, 5, 5]]))
+    >>> float(xent.divergence(np.zeros((3, 2)), xent.Subset(teacher, np.array([2, 0]))).round(4))
+    0.2185
+    """
+
+    teacher: Any
+    ids: Any
 
 
 def mass_tolerance(dtype: str) -> float:

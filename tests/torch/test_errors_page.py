@@ -51,6 +51,10 @@ def top_k(ids: list[int], log_probs: list[float]) -> Any:
     return xent.divergence(Z, teacher)
 
 
+def subset(ids: list[int]) -> Any:
+    return xent.divergence(Z, xent.Subset(torch.zeros(2, 3, 9), torch.tensor(ids)))
+
+
 def leaf() -> Tensor:
     return torch.randn(2, 3, 5, requires_grad=True)
 
@@ -185,6 +189,10 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
     "support.ids must hold a class at most once in a row": (
         lambda: support([1, 1, 0, 0, 0, 0], [0, 2, 3, 4, 5, 6, 6]),
     ),
+    "teacher.ids of a xent.Subset must have shape (V,)": (lambda: subset([0, 1]),),
+    "a xent.Subset of a TopKTeacher is not possible": (lambda: xent.divergence(Z, xent.Subset(TOP_K, Y)),),
+    "teacher.ids[I] is N; the teacher's classes are 0 to V-1": (lambda: subset([0, 1, 2, 3, 9]),),
+    "teacher.ids of a xent.Subset must hold a class at most once": (lambda: subset([0, 1, 2, 3, 0]),),
     "teacher.ids ... holds a class more than once": (lambda: top_k([1, 1], [-2.0, -2.0]),),
     "teacher.log_probs ... have a mass of ..., more than 1 by more than rounding": (lambda: top_k([1, 2], [0.0, 0.0]),),
     "unknown ...: it must be 'auto' or one of ...": (lambda: loss(backend="cuda"),),

@@ -29,6 +29,7 @@ from xent.core.call import (
 )
 from xent.core.options import check_numbers
 from xent.core.spec import LARGEST, bounded
+from xent.core.subsets import check_values, gathered
 
 __all__ = ["aligned", "compute_of", "prepare", "rows_of"]
 
@@ -132,6 +133,8 @@ def prepare(
         target = Classes(each(target.ids, options.ignore_index, torch.int64 if moves else None))
     elif isinstance(target, Allowed):
         target = _support(target, looks, each, rows, options)
+    elif isinstance(target, Dense) and target.ids is not None:
+        target = _restricted(target, looks, acc)
     elif isinstance(target, TopK):
         ids, log_probs = (values.reshape(-1, values.shape[-1]) for values in target[:2])
         target = TopK(ids, log_probs, target.tail)
@@ -171,6 +174,25 @@ def _support(target: Allowed, looks: bool, each: Callable[..., Tensor], rows: tu
         begin, end, broken = rising[:-1], rising[1:], (rising != given).any()
     begin, end = (each(values.view(rows), 0, torch.int64) for values in (begin, end))
     return Allowed(ids, target.classes, begin, end, broken)
+
+
+def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
+    """Return a teacher with the student's classes only; invalid classes that the host cannot see make it NaN."""
+    ids, size, activation = target.ids.to(torch.int64), vocabulary_of(target.source), target.activation
+    if looks:
+        check_values(ids.cpu().numpy(), target.source)
+    else:
+        ordered, given = ids.sort().values, ids
+        ids = given.clamp(0, max(size - 1, 0))
+        wrong = (ids != given).any() | (ordered[1:] == ordered[:-1]).any()
+        scale = torch.as_tensor(activation.logit_scale, dtype=acc, device=ids.device)
+        activation = activation._replace(logit_scale=torch.where(wrong, torch.nan, scale))
+    source = target.source
+    if isinstance(source, Product):
+        source = source._replace(
+            weight=source.weight.detach(), bias=None if source.bias is None else source.bias.detach()
+        )
+    return Dense(gathered(source, ids), activation)
 
 
 def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:

@@ -44,6 +44,7 @@ def named(call: Call) -> dict[str, Tensor]:
     if isinstance(target, Dense):
         teacher = target.source
         found |= {"teacher": teacher.logits} if isinstance(teacher, Given) else _of_product(teacher, *["teacher."] * 2)
+        found["teacher.ids"] = target.ids
     elif isinstance(target, TopK):
         found |= {"teacher.ids": target.ids, "teacher.log_probs": target.log_probs}
     elif isinstance(target, Probabilities):
