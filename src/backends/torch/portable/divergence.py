@@ -1,25 +1,51 @@
 """The rows of a divergence from a teacher, which is dense or known at K classes of each row.
 
-With u = log o - log w, a divergence sum_c w (log w - log o) of distributions w and o is computed as the sum of ::
-
-    w (e^u - 1 - u) = o - w - w u    >= 0
-
-The sums are equal, because w and o each sum to 1. No term is negative, and an error of either log-sum-exp, which is
-common to all u of a row, enters only squared. So close distributions lose no precision, and equal ones give exactly 0.
+If the classes are on several ranks, a dense teacher takes two folds, each with one gather of its sums: first those of
+both normalizers, then those of the divergence and of its gradient. A top-k teacher takes one.
 """
 
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Setting, wide
 from xent.backends.torch.portable.activation import activate
+from xent.backends.torch.portable.cells import Cells, Known, Others
 from xent.backends.torch.portable.facts import Facts, Index, at
+from xent.backends.torch.portable.gaps import terms
+from xent.backends.torch.portable.sums import added, merge, normalizers
 from xent.backends.torch.portable.top_k import tolerance
 from xent.core.call import Dense, Options, TopK
 
-__all__ = ["Divergence"]
+__all__ = ["Both", "Coefficients", "Divergence"]
+
+_PAIR = ("peak", "rest")
+
+
+class Both(NamedTuple):
+    """The normalizers (R,) of student and teacher over all ranks, and the x of the student's most probable class."""
+
+    peak: Tensor
+    rest: Tensor
+    peak_q: Tensor
+    rest_q: Tensor
+    top_q: Tensor
+    """The teacher's x of that class; the student's is `peak`."""
+
+
+class Coefficients(NamedTuple):
+    """What the gradient of rows in shards needs: those of a dense teacher, or the cells of a top-k teacher."""
+
+    both: Both | None
+    pull: Tensor | None
+    cells: Cells | None
+
+    def of(self, rows: slice) -> "Coefficients":
+        """Return those of some rows."""
+        both, cells = (None if one is None else type(one)(*(part[rows] for part in one)) for one in (self[0], self[2]))
+        return Coefficients(both, None if self.pull is None else self.pull[rows], cells)
 
 
 class Divergence:
@@ -30,32 +56,135 @@ class Divergence:
 
     def __init__(self, setting: Setting, facts: Facts) -> None:
         target, self._dtype = setting.call.target, wide(setting.compute)
-        self._options, self._facts, self._target = setting.call.options, facts, target
-        self._is_forward = setting.upstream is None
+        self._options, self._facts, self._target, self._first = setting.call.options, facts, target, setting.first
+        self._entropy = "entropy" in self._options.stats and setting.upstream is None
+        self._names = (*_PAIR, "mixed") if self._entropy else _PAIR if isinstance(target, Dense) else ()
+        """The sums of the student's rows alone."""
         if isinstance(target, TopK):
             self._ids, self._log_q = target.ids.to(torch.int64), target.log_probs.to(self._dtype)
-            self._tolerance = tolerance(target)
+
+    @property
+    def columns(self) -> int:
+        """The number of sums of the first fold in shards; the second one has 2."""
+        return len(self._names) + (3 if isinstance(self._target, Dense) else 2 + self._ids.shape[1])
 
     def rows(self, block: Block, index: Index) -> dict[str, Tensor]:
         """Return losses, and entropies if the options name them, (R,); write the gradient."""
-        facts, found = self._facts, dict[str, Tensor]()
-        x = block.logits.to(self._dtype, copy=True)
-        slope = activate(x, facts.activation, None if block.grad is None else partial(torch.empty_like, x))
-        if "entropy" in self._options.stats and self._is_forward:
+        x, slope = self._student(block)
+        found = {}
+        if self._entropy:
             log_p = torch.log_softmax(x, -1)
             # log p is clamped because 0 times infinity would be NaN; p underflows to 0 far above log p = -1000.
             found["entropy"] = 0 - (log_p.exp() * log_p.clamp(min=-1000)).sum(-1)
         if isinstance(self._target, Dense):
-            assert block.teacher is not None
-            t = block.teacher.to(self._dtype, copy=True)
-            activate(t, self._target.activation)
-            loss, derivative = _between(self._options, x, t, block.grad is not None)
+            loss, derivative = _between(self._options, x, self._teacher(block), block.grad is not None)
         else:
-            loss, derivative = self._from_top_k(x, index, block.grad is not None)
-        weight = at(facts.weight, index)
-        found["loss"] = loss if weight is None else loss * weight
-        if block.grad is None or derivative is None:
-            return found
+            others = Others.of(x, self._known(x.shape[1], index))
+            cells = self._cells(others.sums, others.known)
+            loss, derivative = cells.loss, others.derivative(cells) if block.grad is not None else None
+        if derivative is not None:
+            self._write(block, index, slope, derivative)
+        return found | self._weighed(loss, index)
+
+    def fold(self, block: Block, index: Index) -> Tensor:
+        """Return the sums (K, R) of a block in shards."""
+        x, _ = self._student(block)
+        sums = normalizers(x, self._entropy)[: len(self._names)] if self._names else ()
+        if isinstance(self._target, TopK):
+            return torch.cat((*(one[None] for one in sums), Others.of(x, self._known(x.shape[1], index)).sums))
+        t = self._teacher(block)
+        top = t.gather(1, x.argmax(-1, keepdim=True))[:, 0] if x.shape[1] else x.new_zeros(len(x))
+        return torch.stack((*sums, *normalizers(t), top))
+
+    def both(self, sums: Tensor) -> Both:
+        """Merge the sums (ranks, K, R) of the first of two folds."""
+        own, other, tops = sums[:, :2], sums[:, -3:-1], sums[:, -1]
+        ours, theirs = merge(_PAIR, own), merge(_PAIR, other)
+        first = own[:, 0].argmax(0, keepdim=True)
+        return Both(ours["peak"], ours["rest"], theirs["peak"], theirs["rest"], tops.gather(0, first)[0])
+
+    def refold(self, block: Block, both: Both) -> Tensor:
+        """Return the sums (2, R) of the second fold: the divergence, and p (v - v of the most probable class)."""
+        x, _ = self._student(block)
+        p, _, cost, v, _ = self._terms(x, self._teacher(block), both)
+        pull = torch.zeros_like(p) if v is None else torch.where(p == 0, 0, p * v)
+        return torch.stack((cost.sum(-1), pull.sum(-1)))
+
+    def finish(
+        self, first: Tensor, second: Tensor | None, both: Both | None, index: Index
+    ) -> tuple[dict[str, Tensor], Coefficients]:
+        """Return the results from the sums of all ranks of both folds, and the coefficients of the gradient."""
+        found, pull, cells = {}, None, None
+        own = len(self._names)
+        if self._entropy:
+            sums = merge(self._names, first[:, :own])
+            found["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
+        if second is not None:
+            loss, pull = added(second).unbind(0)
+        else:
+            others = merge(_PAIR, first[:, own : own + 2])
+            merged = torch.stack((others["peak"], others["rest"], *first[:, own + 2 :].amax(0)))
+            cells = self._cells(merged, self._known(0, index))
+            loss = cells.loss
+        return found | self._weighed(loss, index), Coefficients(both, pull, cells)
+
+    def gradient(self, block: Block, index: Index, coefficients: Coefficients) -> None:
+        """Write the gradient of a block in shards."""
+        (x, slope), (both, pull, cells) = self._student(block), coefficients
+        if cells is not None:
+            derivative = Others.of(x, self._known(x.shape[1], index)).derivative(cells)
+        else:
+            assert both is not None
+            assert pull is not None
+            p, q, _, v, factor = self._terms(x, self._teacher(block), both)
+            derivative = p - q if v is None else torch.where(p == 0, 0, p * (pull[:, None] - v)) * factor
+        self._write(block, index, slope, derivative)
+
+    def _student(self, block: Block) -> tuple[Tensor, Tensor | None]:
+        """Return x (R, C), and dx/dz if it is needed and not constant."""
+        x = block.logits.to(self._dtype, copy=True)
+        return x, activate(x, self._facts.activation, None if block.grad is None else partial(torch.empty_like, x))
+
+    def _teacher(self, block: Block) -> Tensor:
+        """Return the x (R, C) of a dense teacher."""
+        assert block.teacher is not None
+        assert isinstance(self._target, Dense)
+        t = block.teacher.to(self._dtype, copy=True)
+        activate(t, self._target.activation)
+        return t
+
+    def _known(self, classes: int, index: Index) -> Known:
+        """Return what a top-k teacher knows of rows with that number of classes here."""
+        log_q, ids = at(self._log_q, index), at(self._ids, index) - self._first
+        given = log_q != -torch.inf
+        here = given & (ids >= 0) & (ids < classes)
+        return Known(ids.masked_fill(~here, 0), here, given, log_q)
+
+    def _cells(self, sums: Tensor, known: Known) -> Cells:
+        assert isinstance(self._target, TopK)
+        return Cells.of(sums, known, self._target.tail, self._options.kind, tolerance(self._target))
+
+    def _terms(self, x: Tensor, t: Tensor, both: Both) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Any]:
+        """Return p and q of some classes, and their `terms`, v relative to that of the most probable class."""
+        p, q, cost, v, factor = self._of_classes(x, t, both)
+        if v is not None:
+            of_top = self._of_classes(both.peak[:, None], both.top_q[:, None], both)[3]
+            v = v - of_top
+        return p, q, cost, v, factor
+
+    def _of_classes(self, x: Tensor, t: Tensor, both: Both) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Any]:
+        x, t = x - both.peak[:, None], t - both.peak_q[:, None]
+        p, q = x.exp() / both.rest[:, None], t.exp() / both.rest_q[:, None]
+        return p, q, *terms(self._options, p, q, x - both.rest.log()[:, None], t - both.rest_q.log()[:, None])
+
+    def _weighed(self, loss: Tensor, index: Index) -> dict[str, Tensor]:
+        weight = at(self._facts.weight, index)
+        return {"loss": loss if weight is None else loss * weight}
+
+    def _write(self, block: Block, index: Index, slope: Tensor | None, derivative: Tensor) -> None:
+        """Write the gradient of raw logits from that of x, which may be overwritten."""
+        facts = self._facts
+        assert block.grad is not None
         scale = at(facts.scale, index) * facts.activation.logit_scale
         derivative *= scale[:, None] if isinstance(scale, Tensor) and scale.dim() else scale
         if slope is not None:
@@ -63,92 +192,25 @@ class Divergence:
         if facts.dead is not None:
             derivative.masked_fill_(at(facts.dead, index)[:, None], 0)
         block.grad.copy_(derivative)
-        return found
-
-    def _from_top_k(self, x: Tensor, index: Index, wanted: bool) -> tuple[Tensor, Tensor | None]:
-        """Return the divergence (R,) from K classes of each row, and if `wanted` its derivative (R, V)."""
-        assert isinstance(self._target, TopK)
-        ids, log_q, tail = at(self._ids, index), at(self._log_q, index), self._target.tail
-        log_p = torch.log_softmax(x, -1)
-        known = log_q != -torch.inf
-        ids = ids.masked_fill(~(known & (ids >= 0) & (ids < log_p.shape[1])), 0)
-        if tail == "renormalize":
-            log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-        q = torch.where(known, log_q.exp(), 0)
-        log_p_k = log_p.gather(1, ids)
-        mass = q.sum(-1)
-        if tail != "bucket" and self._options.kind == "kl":
-            found = torch.where(known, q * (log_q - log_p_k), 0).sum(-1)
-            if not wanted:
-                return found, None
-            return found, (torch.softmax(x, -1) * mass[:, None]).scatter_add_(1, ids, -q)
-        # Padding entries have +inf, which does not change the class that they point to.
-        removed = torch.where(known, -torch.inf, torch.inf).to(log_p.dtype)
-        others = log_p.scatter_reduce(1, ids, removed, "amin")
-        log_p_left = others.logsumexp(-1)
-        left = (1 - mass).clamp(min=0) if tail == "bucket" else torch.zeros_like(mass)
-        # The remaining mass is only rounding if no other class can have it.
-        left = left.masked_fill((log_p_left == -torch.inf) & (left <= self._tolerance), 0)
-        p_k = torch.where(known, log_p_k.exp(), 0)
-        if self._options.kind == "tv":
-            return _variation_of_cells(torch.softmax(x, -1), ids, known, p_k - q, log_p_left.exp() - left, wanted)
-        cells = torch.where(known, _gaps(q, p_k, log_p_k - log_q), 0).sum(-1)
-        found = cells + _gaps(left, log_p_left.exp(), log_p_left - left.log()) + (mass + left - 1)
-        if not wanted:
-            return found, None
-        derivative = (torch.softmax(x, -1) * (mass + left)[:, None]).scatter_add_(1, ids, -q)
-        shares = torch.softmax(others, -1) * left[:, None]
-        return found, derivative - torch.where(left[:, None] == 0, 0, shares)
 
 
 def _between(options: Options, x: Tensor, t: Tensor, wanted: bool) -> tuple[Tensor, Tensor | None]:
     """Return the divergence (R,) of full distributions, and if `wanted` its derivative (R, V) with respect to x."""
     # A softmax is more accurate than the exponential of the rounded log-softmax.
-    beta, p, q = options.beta, torch.softmax(x, -1), torch.softmax(t, -1)
-    if options.kind == "tv":
-        apart = p - q
-        return apart.abs().sum(-1) / 2, _pulled(p, apart.sign() / -2) if wanted else None
-    log_p, log_q = torch.log_softmax(x, -1), torch.log_softmax(t, -1)
-    if beta == 0:
-        return _gaps(q, p, log_p - log_q).sum(-1), p - q if wanted else None
-    apart = log_q - log_p
-    if beta == 1:
-        return _gaps(p, q, apart).sum(-1), _pulled(p, apart) if wanted else None
-    # log m - log p = log((1 - beta) + beta e^apart), and similarly log m - log q; start from the larger of p and q.
-    share = torch.where(apart > 0, apart.new_full((), 1 - beta), apart.new_full((), beta))
-    common = torch.log1p(share * torch.expm1(-apart.abs()))
-    from_p, from_q = common + apart.clamp(min=0), common - apart.clamp(max=0)
-    m = (1 - beta) * p + beta * q
-    found = beta * _gaps(q, m, from_q).sum(-1) + (1 - beta) * _gaps(p, m, from_p).sum(-1)
-    return found, _pulled(p, from_p) * (1 - beta) if wanted else None
-
-
-def _variation_of_cells(
-    p: Tensor, ids: Tensor, known: Tensor, of_ids: Tensor, of_others: Tensor, wanted: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return the total variation (R,), and if `wanted` its derivative, from p - q of K classes and of all others."""
-    found = (of_ids.abs().sum(-1) + of_others.abs()) / 2
+    p, q = torch.softmax(x, -1), torch.softmax(t, -1)
+    cost, v, factor = terms(options, p, q, torch.log_softmax(x, -1), torch.log_softmax(t, -1))
+    found = cost.sum(-1)
     if not wanted:
         return found, None
-    # Padding entries change nothing.
-    others = of_others.sign()[:, None]
-    signs = others.expand_as(p).scatter_add(1, ids, torch.where(known, of_ids.sign() - others, 0))
-    return found, _pulled(p, signs / -2)
+    return found, p - q if v is None else _pulled(p, v) * factor
 
 
-def _gaps(w: Tensor, o: Tensor, u: Tensor) -> Tensor:
-    """Return w (e^u - 1 - u) for o = w e^u, computed as o - w - w u if e^u is large; o where w is 0."""
-    near = u.clamp(max=1)
-    gap = torch.where(u > 1, o - w - w * u, w * (torch.expm1(near) - near).clamp(min=0))
-    return torch.where(w == 0, o, gap)
+def _pulled(p: Tensor, v: Tensor) -> Tensor:
+    """Return p (sum_c p_c v_c - v); 0 where p is 0.
 
-
-def _pulled(p: Tensor, u: Tensor) -> Tensor:
-    """Return p (sum_c p_c u_c - u); 0 where p is 0.
-
-    u of the most probable class is subtracted from u first: if that class has nearly all probability, its u differs
+    v of the most probable class is subtracted from v first: if that class has nearly all probability, its v differs
     from the mean by much less than either is, and the difference would cancel.
     """
-    u = u - u.gather(1, p.argmax(-1, keepdim=True))
-    mean = torch.where(p == 0, 0, p * u).sum(-1, keepdim=True)
-    return torch.where(p == 0, 0, p * (mean - u))
+    v = v - v.gather(1, p.argmax(-1, keepdim=True))
+    mean = torch.where(p == 0, 0, p * v).sum(-1, keepdim=True)
+    return torch.where(p == 0, 0, p * (mean - v))

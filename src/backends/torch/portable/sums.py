@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xent.backends.torch.devices import looks_at_targets
 
-__all__ = ["merge", "pack"]
+__all__ = ["added", "merge", "normalizers", "pack"]
 
 _CLASSES = ("place", "truth", "id")
 
@@ -41,7 +41,7 @@ def merge(names: tuple[str, ...], packed: Tensor) -> dict[str, Tensor]:
     for name, count in (("below", "weights"), ("cost", "mass"), ("surprise", "given"), ("deficit", "counted")):
         if name in given:
             moved[name] = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)
-    found = {name: _added(one) for name, one in (given | moved).items() if name not in (*_CLASSES, "peak")}
+    found = {name: added(one) for name, one in (given | moved).items() if name not in (*_CLASSES, "peak")}
     found["peak"] = peak
     for key, place in (("key", "place"), ("likely", "truth")):
         if key in given:
@@ -66,8 +66,17 @@ def _differing(ids: Tensor) -> Tensor:
     return differs.any(0)
 
 
-def _added(values: Tensor) -> Tensor:
-    """Sum (ranks, R) over ranks, in rank order."""
+def normalizers(x: Tensor, mixed: bool = False) -> tuple[Tensor, ...]:
+    """Return the sums "peak" and "rest" of x (R, C), and if asked for "mixed". The peak is finite: C may be 0."""
+    least = torch.finfo(x.dtype).min
+    peak = x.amax(-1).clamp(min=least) if x.shape[1] else x.new_full((len(x),), least)
+    below = x - peak[:, None]
+    e = below.exp()
+    return peak, e.sum(-1), *([torch.where(e == 0, 0, e * below).sum(-1)] if mixed else [])
+
+
+def added(values: Tensor) -> Tensor:
+    """Sum (ranks, ...) over ranks, in rank order."""
     total, *others = values.unbind(0)
     for other in others:
         total = total + other
