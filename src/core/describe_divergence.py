@@ -15,7 +15,7 @@ from xent.core.arrays import (
     shape_of,
     shown,
 )
-from xent.core.call import Activation, Call, Dense, Given, Options, Product, Source, TopK
+from xent.core.call import Activation, Call, Dense, Given, Options, Product, Shards, Source, TopK
 from xent.core.options import (
     check_kind,
     check_numbers,
@@ -25,6 +25,7 @@ from xent.core.options import (
     one_shift,
     shift_and_workspace,
 )
+from xent.core.shards import shards_of
 from xent.core.spec import DIVERGENCE_STATS, bounded
 from xent.core.subsets import check_ids, check_subset, check_values, gathered
 from xent.core.teachers import TAILS, LinearTeacher, Subset, TopKTeacher
@@ -41,17 +42,26 @@ from xent.core.validate_arrays import (
 __all__ = ["divergence_call", "linear_divergence_call"]
 
 
-def divergence_call(logits: Any, teacher: Any, *, axis: Any, **options: Any) -> Call:
+def divergence_call(logits: Any, teacher: Any, *, axis: Any, vocab_parallel: Any = None, **options: Any) -> Call:
     """Check the arguments of `xent.divergence` and describe the call."""
     framework, options = _framework_of({"logits": logits}, teacher, options)
     axis, shape = class_axis(logits, axis), tuple(logits.shape)
     check_reduction(options["reduction"])
     rows = shape[:axis] + shape[axis + 1 :]
-    return _call(framework, Given(logits, axis), teacher, rows, shape[axis], shape, **options)
+    shards = _shards_of(framework, vocab_parallel, teacher)
+    return _call(framework, Given(logits, axis), teacher, rows, shape[axis], shape, shards, **options)
 
 
 def linear_divergence_call(
-    input: Any, linear_weight: Any, teacher: Any, *, linear_bias: Any, shift: Any, workspace: Any, **options: Any
+    input: Any,
+    linear_weight: Any,
+    teacher: Any,
+    *,
+    linear_bias: Any,
+    shift: Any,
+    workspace: Any,
+    vocab_parallel: Any = None,
+    **options: Any,
 ) -> Call:
     """Check the arguments of `xent.linear_divergence` and describe the call."""
     student = {"input": input, **parts_of(linear_weight, "linear_weight"), "linear_bias": linear_bias}
@@ -62,8 +72,27 @@ def linear_divergence_call(
     rows, vocabulary = tuple(input.shape[:-1]), linear_weight.shape[0]
     check_sequence(shift, input)
     source = Product(input, linear_weight, linear_bias, workspace)
-    call = _call(framework, source, teacher, rows, vocabulary, (*rows, vocabulary), **options)
+    shards = _shards_of(framework, vocab_parallel, teacher)
+    call = _call(framework, source, teacher, rows, vocabulary, (*rows, vocabulary), shards, **options)
     return call._replace(options=call.options._replace(shift=shift))
+
+
+def _shards_of(framework: str, vocab_parallel: Any, teacher: Any) -> Shards | None:
+    """Return the validated description of shards. Raise ValueError for what a divergence in shards does not take."""
+    shards = shards_of(framework, vocab_parallel)
+    if shards is None:
+        return None
+    if isinstance(teacher, Subset):
+        raise ValueError(
+            "a xent.Subset does not go with vocab_parallel, because the classes that it selects are on other ranks: "
+            "pass the whole classifiers, or a teacher of the student's classes that is cut like the student"
+        )
+    if shards.axis is not None:
+        raise ValueError(
+            "sequence_parallel=True is for xent.linear_cross_entropy and xent.linear_log_probs: gather the hidden "
+            "states of student and teacher, and leave sequence_parallel out"
+        )
+    return shards
 
 
 def _framework_of(student: dict[str, Any], teacher: Any, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -106,6 +135,7 @@ def _call(
     rows: tuple[int, ...],
     vocabulary: int,
     shape: tuple[int, ...],
+    shards: Shards | None,
     *,
     sample_weight: Any,
     normalizer: Any,
@@ -120,14 +150,14 @@ def _call(
     """Check the teacher and the options, for a student with logits of this shape, and describe the call."""
     check_kind(framework, kind, beta)
     check_numbers(framework, temperature=temperature, softcap=softcap, logit_scale=logit_scale)
-    target = _target_of(framework, teacher, rows, vocabulary, shape, source, temperature, kind, beta)
+    target = _target_of(framework, teacher, rows, vocabulary, shape, shards, source, temperature, kind, beta)
     if framework != "torch" and isinstance(target, Dense) and target.ids is not None:
         if framework == "numpy":
             check_values(target.ids, target.source)
         target = Dense(gathered(target.source, target.ids), target.activation)
     check_sample_weight(sample_weight, rows)
     check_normalizer(framework, normalizer, reduction)
-    if vocabulary == 0:
+    if vocabulary == 0 and shards is None:
         raise ValueError("there must be at least one class, got 0")
     options = Options(
         reduction,
@@ -137,7 +167,7 @@ def _call(
         kind=kind,
         beta=beta,
     )
-    return Call(source, target, divided(Activation(logit_scale, bounded(softcap)), temperature), options)
+    return Call(source, target, divided(Activation(logit_scale, bounded(softcap)), temperature), options, shards)
 
 
 def _target_of(
@@ -146,6 +176,7 @@ def _target_of(
     rows: tuple[int, ...],
     vocabulary: int,
     shape: tuple[int, ...],
+    shards: Shards | None,
     student: Source,
     temperature: Any,
     kind: str,
@@ -156,8 +187,9 @@ def _target_of(
     if isinstance(teacher, Subset):
         ids, teacher = teacher.ids, teacher.teacher
         check_ids(ids, vocabulary)
+    alike = "" if shards is None else "; with vocab_parallel student and teacher must be cut alike"
     if isinstance(teacher, TopKTeacher):
-        _check_top_k(teacher, rows, vocabulary)
+        _check_top_k(teacher, rows, vocabulary if shards is None else 2**31)
         if framework_of(beta) is None and beta != 0:
             raise ValueError(
                 f"beta must be 0 with a TopKTeacher, got {beta!r}: KL(p || q) and mixtures need the teacher's "
@@ -176,7 +208,7 @@ def _target_of(
         if ids is None and teacher.weight.shape[0] != vocabulary:
             raise ValueError(
                 f"teacher.weight must have {vocabulary} rows, the student's vocabulary, got {teacher.weight.shape[0]}: "
-                "a divergence compares distributions over the same classes"
+                f"a divergence compares distributions over the same classes{alike}"
             )
         if tuple(teacher.input.shape[:-1]) != rows:
             raise ValueError(
@@ -192,7 +224,7 @@ def _target_of(
     found = tuple(teacher.shape)
     if found != shape and (ids is None or found[:axis] + found[axis + 1 :] != rows or len(found) != len(shape)):
         expected = shape if ids is None else shape_of(*rows[:axis], "V", *rows[axis:])
-        raise ValueError(f"teacher must have shape {expected}, the student's rows and vocabulary; got {found}")
+        raise ValueError(f"teacher must have shape {expected}, the student's rows and vocabulary; got {found}{alike}")
     return Dense(Given(teacher, axis), divided(Activation(), temperature), ids)
 
 

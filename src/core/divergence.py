@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+from xent.backends import rank_named
 from xent.core.describe_divergence import divergence_call, linear_divergence_call
 from xent.core.dispatch import run
 
@@ -23,6 +24,7 @@ def divergence(
     normalizer: Any = None,
     axis: int = -1,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the Kullback-Leibler or Jensen-Shannon divergence, or the total variation, of a student from a teacher.
@@ -79,6 +81,9 @@ def divergence(
     stats : collection of str
         "entropy" is the only name: the student's -sum_c p_c log p_c in nats, one value per row, 0 for rows with weight
         0. No gradient.
+    vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
+        PyTorch only, as in `xent.cross_entropy`: the classes of student and teacher are in shards, cut alike. The
+        ``ids`` of a `TopKTeacher` are those of all classes, the same on every rank.
     backend : str
         As in `xent.cross_entropy`.
 
@@ -118,21 +123,23 @@ def divergence(
     >>> float(xent.divergence(student, teacher).round(4)), float(xent.divergence(student, student))
     (0.8403, 0.0)
     """
-    call = divergence_call(
-        logits,
-        teacher,
-        axis=axis,
-        sample_weight=sample_weight,
-        normalizer=normalizer,
-        kind=kind,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        stats=stats,
-    )
-    loss, found = run(call, backend)
+    arguments = {
+        "teacher": teacher,
+        "axis": axis,
+        "sample_weight": sample_weight,
+        "normalizer": normalizer,
+        "kind": kind,
+        "beta": beta,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "reduction": reduction,
+        "stats": stats,
+        "vocab_parallel": vocab_parallel,
+    }
+    with rank_named(vocab_parallel, logits):
+        call = divergence_call(logits, **arguments)
+        loss, found = run(call, backend)
     return (loss, found) if call.options.stats else loss
 
 
@@ -153,6 +160,7 @@ def linear_divergence(
     shift: int = 0,
     workspace: int | None = None,
     stats: Collection[str] = (),
+    vocab_parallel: Any = None,
     backend: str = "auto",
 ) -> Any:
     """Compute the divergence of a linear classifier from a teacher, without storing the logits of either.
@@ -172,7 +180,7 @@ def linear_divergence(
         As in `xent.divergence`. A `LinearTeacher` may have another width; its logits are not stored either.
     linear_bias : array (V,), optional
         Bias of the student's classifier.
-    kind, beta, temperature, softcap, logit_scale, normalizer, stats, backend
+    kind, beta, temperature, softcap, logit_scale, normalizer, stats, vocab_parallel, backend
         As in `xent.divergence`.
     reduction : {"mean", "sum", "none"}
         With "mean" and "sum" the gradients are computed together with the loss. With "none" the upstream gradient
@@ -207,22 +215,23 @@ def linear_divergence(
     >>> float(xent.linear_divergence(hidden, classifier, teacher).round(4))
     0.4545
     """
-    call = linear_divergence_call(
-        input,
-        linear_weight,
-        teacher,
-        linear_bias=linear_bias,
-        shift=shift,
-        workspace=workspace,
-        sample_weight=sample_weight,
-        normalizer=normalizer,
-        kind=kind,
-        beta=beta,
-        temperature=temperature,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        reduction=reduction,
-        stats=stats,
-    )
-    loss, found = run(call, backend)
+    arguments = {
+        "teacher": teacher,
+        "linear_bias": linear_bias,
+        "shift": shift,
+        "workspace": workspace,
+        "sample_weight": sample_weight,
+        "normalizer": normalizer,
+        "kind": kind,
+        "beta": beta,
+        "temperature": temperature,
+        "softcap": softcap,
+        "logit_scale": logit_scale,
+        "reduction": reduction,
+        "stats": stats,
+        "vocab_parallel": vocab_parallel,
+    }
+    with rank_named(vocab_parallel, input):
+        call = linear_divergence_call(input, linear_weight, **arguments)
+        loss, found = run(call, backend)
     return (loss, found) if call.options.stats else loss

@@ -23,6 +23,12 @@ target, w the class weights, q the target probabilities, w' = w ((1-e) q + e/V) 
     key, place    the largest z in the order of x (NaN is largest) and its class  predictions, accuracy
     id            the target's class                                              in shards
 
+Those of a divergence in shards, with `peak`, `rest` and `mixed` over all classes, and the x_q of a dense teacher::
+
+    peak, rest    for a dense teacher, or statistic entropy, with which there is mixed
+    teacher_peak, teacher_rest, teacher_top    the same of x_q, and the x_q of the class with the largest x    dense
+    others_peak, others_rest, known_0 ...      the same without the K classes, and their x, -inf elsewhere      top k
+
 With class probabilities no class is left out as the target. With a support all sums are over the row's support; the x
 of other classes is -inf. Classes (truth, place, id) are the bits of int32, in float64 sums of int64; they are global.
 """
@@ -33,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xent.core.call import Call, Given, Probabilities, Product
+from xent.core.call import Call, Dense, Given, Probabilities, Product, TopK
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = ["STEPS", "Block", "Part", "Setting", "Steps", "Taken", "Upstream", "columns", "exact", "smooths", "wide"]
@@ -186,6 +192,12 @@ class Steps(Protocol):
     def gradient_product(self, source: Any, taken: Taken, part: Part, coefficients: Any, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
 
+    def meet(self, sums: Tensor) -> None:
+        """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part beside a dense teacher.
+
+        Until `finish`, `fold` writes the two sums of the second one: the divergence, and that of its gradient.
+        """
+
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks, (ranks, K, R), in rank order; record the results of a part in a forward pass.
 
@@ -205,6 +217,11 @@ def columns(setting: Setting) -> tuple[str, ...]:
     """Return the names of the packed sums of a call."""
     options, target = setting.call.options, setting.call.target
     stats = options.stats
+    if isinstance(target, (Dense, TopK)):
+        names = ["peak", "rest", "mixed"] if "entropy" in stats else ["peak", "rest"] * isinstance(target, Dense)
+        if isinstance(target, Dense):
+            return (*names, "teacher_peak", "teacher_rest", "teacher_top")
+        return (*names, "others_peak", "others_rest", *(f"known_{k}" for k in range(target.ids.shape[1])))
     probabilities = isinstance(target, Probabilities)
     names = ["peak", "rest"]
     if probabilities:

@@ -112,20 +112,20 @@ def _run(setting: Setting, steps: Steps, source: Stored | Computed, saved: Tenso
             source.differentiate(loaded, steps.finish(sums, part, True, None))
             source.add(loaded)
         else:
-            arriving = _fold(setting, source, loaded)
+            arriving = _fold(setting, source, loaded, len(columns(setting)))
             if source.overlaps:
                 waiting, arriving = (loaded, arriving), waiting
             else:
                 arriving = loaded, arriving
             if arriving is not None:
-                _finish(steps, source, *arriving, saved)
+                _finish(setting, steps, source, *arriving, saved)
     if waiting is not None:
-        _finish(steps, source, *waiting, saved)
+        _finish(setting, steps, source, *waiting, saved)
 
 
-def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded) -> Any:
-    """Fold the logits of a part, and start to gather its sums over ranks."""
-    shape = len(columns(setting)), loaded.part.stop - loaded.part.start
+def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded, count: int) -> Any:
+    """Fold the logits of a part, and start to gather its `count` sums over ranks."""
+    shape = count, loaded.part.stop - loaded.part.start
     sums = torch.empty(shape, dtype=wide(setting.compute), device=setting.device)
     source.fold(loaded, sums)
     if setting.call.shards is None:
@@ -135,9 +135,14 @@ def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded) -> Any:
     return gather(sums, setting.call.shards.group)
 
 
-def _finish(steps: Steps, source: Stored | Computed, loaded: Loaded, sums: Any, saved: Tensor | None) -> None:
+def _finish(
+    setting: Setting, steps: Steps, source: Stored | Computed, loaded: Loaded, sums: Any, saved: Tensor | None
+) -> None:
     """Wait for the sums of a part, finish its rows, and compute its gradient if it is wanted."""
     landed = sums if isinstance(sums, Tensor) else sums.land()
+    if isinstance(setting.call.target, Dense):
+        steps.meet(landed)
+        landed = _fold(setting, source, loaded, 2).land()
     coefficients = steps.finish(landed, loaded.part, source.wanted, saved)
     if source.wanted:
         source.differentiate(loaded, coefficients)

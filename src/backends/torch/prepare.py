@@ -227,6 +227,8 @@ def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
         options = options._replace(weight=options.weight[:width])
     if isinstance(target, Probabilities):
         target = target._replace(values=target.values[..., :width])
+    elif isinstance(target, Dense) and isinstance(target.source, Given):
+        target = target._replace(source=target.source._replace(logits=target.source.logits[..., :width]))
     return call._replace(target=target, options=options, shards=shards)
 
 

@@ -105,7 +105,7 @@ class Stored:
         part = loaded.part
         if not self._setting.width:
             empty = self._logits.new_empty(part.stop - part.start, 0)
-            self._steps.fold(Block(empty), part, sums, False)
+            self._steps.fold(Block(empty, teacher=empty), part, sums, False)
             return
         for block in self.blocks(loaded, False):
             rows = block.logits.shape[:-1].numel()
@@ -169,10 +169,11 @@ class Computed:
         if self.tiles:
             return max(setting.count, 1)
         if self._divides:
+            columns = _most_columns(setting, columns)
             return _rows_of_divergence(setting, columns * size + (self._teacher.bytes_per_row if self._teacher else 0))
         rounds = self.wanted and setting.needs[1] and rounds_sums(compute, source.given_weight.dtype, device)
         if shards is not None:  # the same on every rank
-            columns = padded_columns(-(-setting.vocabulary // shards.group.size()), device)
+            columns = _most_columns(setting, columns)
         elif self._workspace is None and device.type != "cpu":
             # With wider logits a part has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // compute.itemsize
@@ -295,9 +296,9 @@ class _Teacher:
         self.bytes_per_row = 0
         self._stored = Rows(source.logits) if isinstance(source, Given) else None
         if isinstance(source, Product):
-            self._classifier = Classifier(source, setting.vocabulary)
+            self._classifier = Classifier(source, setting.width)
             self._dtype = wide(self._classifier.compute)
-            self.bytes_per_row = self._classifier.columns * self._dtype.itemsize
+            self.bytes_per_row = _most_columns(setting, self._classifier.columns) * self._dtype.itemsize
         self._made: tuple[Part, Tensor] | None = None
 
     def block(self, part: Part, start: int, stop: int) -> Tensor:
@@ -316,6 +317,12 @@ class _Teacher:
             source.write_logits(source.take(part), room[:rows])
             self._made = part, room
         return self._made[1][start:stop, : self._classifier.classes]
+
+
+def _most_columns(setting: Setting, columns: int) -> int:
+    """Return the columns of the logits of a rank: in shards a number that is the same on every rank."""
+    shards = setting.call.shards
+    return columns if shards is None else padded_columns(-(-setting.vocabulary // shards.group.size()), setting.device)
 
 
 def _rows_of_divergence(setting: Setting, size: int) -> int:

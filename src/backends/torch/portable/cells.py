@@ -98,7 +98,8 @@ class Cells(NamedTuple):
 def _variation(p_k: Tensor, p_left: Tensor, q: Tensor, left: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the total variation of cells, and dl/dx_c / p_c of the other classes (R,) and dl/dx_k of the K classes.
 
-    With the signs s of p - q and the sums a and b of p (1 + s) and p (1 - s), dl/dx_c = p_c ((1 + s) b - (1 - s) a) / 4.
+    dl/dx_c = p_c ((1 + s) b - (1 - s) a) / 4, with the signs s of p - q, and the sums a and b of p (1 + s) and
+    p (1 - s).
     """
     p, apart = torch.cat((p_k, p_left[:, None]), 1), torch.cat((p_k - q, (p_left - left)[:, None]), 1)
     up = 1 + apart.sign()

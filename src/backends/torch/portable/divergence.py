@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Setting, wide
+from xent.backends.torch.contract import Block, Setting, columns, wide
 from xent.backends.torch.portable.activation import activate
 from xent.backends.torch.portable.cells import Cells, Known, Others
 from xent.backends.torch.portable.facts import Facts, Index, at
@@ -34,6 +34,10 @@ class Both(NamedTuple):
     top_q: Tensor
     """The teacher's x of that class; the student's is `peak`."""
 
+    def of(self, rows: slice) -> "Both":
+        """Return those of some rows."""
+        return Both(*(one[rows] for one in self))
+
 
 class Coefficients(NamedTuple):
     """What the gradient of rows in shards needs: those of a dense teacher, or the cells of a top-k teacher."""
@@ -44,8 +48,11 @@ class Coefficients(NamedTuple):
 
     def of(self, rows: slice) -> "Coefficients":
         """Return those of some rows."""
-        both, cells = (None if one is None else type(one)(*(part[rows] for part in one)) for one in (self[0], self[2]))
-        return Coefficients(both, None if self.pull is None else self.pull[rows], cells)
+        if self.cells is not None:
+            return Coefficients(None, None, Cells(*(one[rows] for one in self.cells)))
+        assert self.both is not None
+        assert self.pull is not None
+        return Coefficients(self.both.of(rows), self.pull[rows], None)
 
 
 class Divergence:
@@ -58,15 +65,11 @@ class Divergence:
         target, self._dtype = setting.call.target, wide(setting.compute)
         self._options, self._facts, self._target, self._first = setting.call.options, facts, target, setting.first
         self._entropy = "entropy" in self._options.stats and setting.upstream is None
-        self._names = (*_PAIR, "mixed") if self._entropy else _PAIR if isinstance(target, Dense) else ()
+        names = columns(setting)
+        self._names = tuple(name for name in (*_PAIR, "mixed") if name in names)
         """The sums of the student's rows alone."""
         if isinstance(target, TopK):
             self._ids, self._log_q = target.ids.to(torch.int64), target.log_probs.to(self._dtype)
-
-    @property
-    def columns(self) -> int:
-        """The number of sums of the first fold in shards; the second one has 2."""
-        return len(self._names) + (3 if isinstance(self._target, Dense) else 2 + self._ids.shape[1])
 
     def rows(self, block: Block, index: Index) -> dict[str, Tensor]:
         """Return losses, and entropies if the options name them, (R,); write the gradient."""
@@ -89,7 +92,7 @@ class Divergence:
     def fold(self, block: Block, index: Index) -> Tensor:
         """Return the sums (K, R) of a block in shards."""
         x, _ = self._student(block)
-        sums = normalizers(x, self._entropy)[: len(self._names)] if self._names else ()
+        sums = normalizers(x, "mixed" in self._names) if self._names else ()
         if isinstance(self._target, TopK):
             return torch.cat((*(one[None] for one in sums), Others.of(x, self._known(x.shape[1], index)).sums))
         t = self._teacher(block)
@@ -111,7 +114,7 @@ class Divergence:
         return torch.stack((cost.sum(-1), pull.sum(-1)))
 
     def finish(
-        self, first: Tensor, second: Tensor | None, both: Both | None, index: Index
+        self, first: Tensor, both: Both | None, second: Tensor | None, index: Index
     ) -> tuple[dict[str, Tensor], Coefficients]:
         """Return the results from the sums of all ranks of both folds, and the coefficients of the gradient."""
         found, pull, cells = {}, None, None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, Taken, columns, wide
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.divergence import Divergence
+from xent.backends.torch.portable.divergence import Both, Divergence
 from xent.backends.torch.portable.facts import Facts, at, index_of
 from xent.backends.torch.portable.finish import Finished
 from xent.backends.torch.portable.results import Results
@@ -39,6 +39,7 @@ class PortableSteps:
         self._names = columns(setting) if self.saves else ()
         self._space = Workspace(setting, self._facts, self._names)
         self._divergence = None if self.saves else Divergence(setting, self._facts)
+        self._met: tuple[Tensor, Both] | None = None
         self._results = Results(setting, self._facts)
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
@@ -96,11 +97,21 @@ class PortableSteps:
         """Write the sums (K, R) of a block, or merge them with earlier ones."""
         for piece, rows in self._pieces(block):
             index = index_of(part, rows.start, rows.stop, self._setting.count)
-            made = pack(self._names, self._rows(piece, index, None).fold())
+            if self._divergence is None:
+                made = pack(self._names, self._rows(piece, index, None).fold())
+            elif self._met is None:
+                made = self._divergence.fold(piece, index)
+            else:
+                made = self._divergence.refold(piece, self._met[1].of(rows))
             place = sums[:, rows.start - block.start : rows.stop - block.start]
             if adds:
                 made = pack(self._names, merge(self._names, torch.stack([place, made])))
             place.copy_(made)
+
+    def meet(self, sums: Tensor) -> None:
+        """Merge both normalizers of the rows of a part."""
+        assert self._divergence is not None
+        self._met = sums, self._divergence.both(sums)
 
     def fold_product(self, source: Any, taken: Taken, part: Part, sums: Tensor) -> bool:
         """Return False: logits are stored."""
@@ -113,6 +124,12 @@ class PortableSteps:
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         index = index_of(part, 0, part.stop - part.start, self._setting.count)
+        if self._divergence is not None:
+            folds, self._met = (sums, None, None) if self._met is None else (*self._met, sums), None
+            found, coefficients = self._divergence.finish(*folds, index)
+            if self._setting.upstream is None:
+                self._results.record(found, part, slice(0, part.stop - part.start))
+            return coefficients if wanted else None
         merged = merge(self._names, sums)
         finished = Finished(self._setting, self._facts, merged, index)
         if self._setting.upstream is None:
@@ -125,7 +142,11 @@ class PortableSteps:
         """Write the gradient of a block's logits."""
         for piece, rows in self._pieces(block):
             index = index_of(part, rows.start, rows.stop, self._setting.count)
-            if piece.grad is not None and piece.logits.shape[1]:
+            if piece.grad is None or not piece.logits.shape[1]:
+                continue
+            if self._divergence is not None:
+                self._divergence.gradient(piece, index, coefficients.of(rows))
+            else:
                 self._rows(piece, index, piece.grad).gradient(coefficients.of(rows))
 
     def results(self) -> list[Tensor]:

@@ -24,7 +24,7 @@ from xent.backends.torch.contract import smooths
 from xent.backends.torch.shards.collectives import gather
 from xent.backends.torch.shards.tokens import tokens_of
 from xent.core.arrays import describe
-from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, vocabulary_of
+from xent.core.call import Allowed, Call, Classes, Dense, Given, Product, Shards, TopK, array_of, vocabulary_of
 from xent.core.errors import BackendError
 from xent.core.spec import VocabParallel
 
@@ -128,6 +128,7 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sai
             *(type(part).__name__ for part in call[:2]),
             *(array.dtype, None if isinstance(call.source, Given) else (array.shape[-1], call.source.workspace)),
             *(options.reduction, options.stats, options.exact, smooths(options.label_smoothing)),
+            *(options.kind, options.beta, _teaches(call.target)),
             *(getattr(values, "dtype", None) for values in (*_rows(call).values(), options.weight)),
             *(options.normalizer is None, shards.axis, shards.reduces, *kind),
         )
@@ -137,6 +138,16 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sai
     sample = _sample(array if isinstance(call.source, Given) else call.source.weight, said_nothing)
     table = gather(torch.cat((numbers, sample)), shards.group).land().tolist()
     return [_Said(row[0], row[1], row[2], row[3], row[4:]) for row in table]
+
+
+def _teaches(target: Any) -> Any:
+    """Return what must be equal on all ranks of a teacher: the kind and the width of its arrays."""
+    if isinstance(target, TopK):
+        return target.ids.shape, target.tail
+    if isinstance(target, Dense):
+        source = target.source
+        return (source.logits.dtype,) if isinstance(source, Given) else (source.dtype, source.input.shape)
+    return None
 
 
 def _sample(shard: Tensor, wanted: bool) -> Tensor:
