@@ -27,7 +27,7 @@ from xent.core.options import (
 )
 from xent.core.shards import shards_of
 from xent.core.spec import DIVERGENCE_STATS, bounded
-from xent.core.subsets import check_ids, check_subset, check_values, gathered
+from xent.core.subsets import NO_SUBSET, check_ids, check_subset, check_values, gathered
 from xent.core.teachers import TAILS, LinearTeacher, Subset, TopKTeacher
 from xent.core.validate_arrays import (
     check_classifier,
@@ -83,10 +83,7 @@ def _shards_of(framework: str, vocab_parallel: Any, teacher: Any) -> Shards | No
     if shards is None:
         return None
     if isinstance(teacher, Subset):
-        raise ValueError(
-            "a xent.Subset does not go with vocab_parallel, because the classes that it selects are on other ranks: "
-            "pass the whole classifiers, or a teacher of the student's classes that is cut like the student"
-        )
+        raise ValueError(NO_SUBSET)
     if shards.axis is not None:
         raise ValueError(
             "sequence_parallel=True is for xent.linear_cross_entropy and xent.linear_log_probs: gather the hidden "

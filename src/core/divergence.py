@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import rank_named
+from xent.backends import dtensors_of, rank_named
 from xent.core.describe_divergence import divergence_call, linear_divergence_call
 from xent.core.dispatch import run
 
@@ -83,7 +83,8 @@ def divergence(
         0. No gradient.
     vocab_parallel : process group, DeviceMesh of one dimension, or VocabParallel, optional
         PyTorch only, as in `xent.cross_entropy`: the classes of student and teacher are in shards, cut alike. The
-        ``ids`` of a `TopKTeacher` are those of all classes, the same on every rank.
+        ``ids`` of a `TopKTeacher` are those of all classes, the same on every rank. DTensors need no such argument;
+        results are DTensors if the teacher's logits, hidden states or ids are.
     backend : str
         As in `xent.cross_entropy`.
 
@@ -137,6 +138,9 @@ def divergence(
         "stats": stats,
         "vocab_parallel": vocab_parallel,
     }
+    shards = dtensors_of(logits, axis)
+    if shards is not None:
+        return shards.of_logits(divergence, logits, arguments | {"backend": backend})
     with rank_named(vocab_parallel, logits):
         call = divergence_call(logits, **arguments)
         loss, found = run(call, backend)
@@ -231,6 +235,9 @@ def linear_divergence(
         "stats": stats,
         "vocab_parallel": vocab_parallel,
     }
+    shards = dtensors_of(linear_weight, 0)
+    if shards is not None:
+        return shards.of_linear(linear_divergence, input, linear_weight, arguments | {"backend": backend})
     with rank_named(vocab_parallel, input):
         call = linear_divergence_call(input, linear_weight, **arguments)
         loss, found = run(call, backend)

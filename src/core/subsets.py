@@ -10,7 +10,13 @@ from xent.core.call import Given, Source, vocabulary_of
 from xent.core.spec import QuantizedWeight
 from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
 
-__all__ = ["check_ids", "check_subset", "check_values", "gathered"]
+__all__ = ["NO_SUBSET", "check_ids", "check_subset", "check_values", "gathered"]
+
+
+NO_SUBSET = (
+    "a xent.Subset does not go with vocab_parallel, because the classes that it selects are on other ranks: pass the "
+    "whole classifiers, or a teacher of the student's classes that is cut like the student"
+)
 
 
 def check_subset(subset: Subset) -> None:

@@ -94,6 +94,61 @@ def _logits() -> None:
                 torch.testing.assert_close(whole(parts.grad), logits.grad, **CLOSE)
 
 
+def _divergences() -> None:
+    """Student and teacher with sharded classes: logits, hidden states and top-k classes."""
+    given, mesh = tensors(), flat()
+    generator = torch.Generator().manual_seed(1)
+    taught, head = torch.randn(4, 6, 5, generator=generator), torch.randn(CLASSES, 5, generator=generator)
+    ids = torch.stack([torch.randperm(CLASSES, generator=generator)[:3] for _ in range(24)]).view(4, 6, 3)
+    log_probs = torch.full((4, 6, 3), -1.5)
+    taught, head, ids, log_probs = (one.to(device()) for one in (taught, head, ids, log_probs))
+    z, kinds = taught @ head.t(), {"kind": "tv", "stats": ("entropy",)}
+    plain: dict[str, Any] = {
+        "logits": z,
+        "linear": xent.LinearTeacher(taught, head),
+        "top k": xent.TopKTeacher(ids, log_probs),
+    }
+    cut: dict[str, Any] = {
+        "logits": put(z, mesh, Shard(2)).detach(),
+        "linear": xent.LinearTeacher(taught, put(head, mesh, Shard(0))),
+        "top k": xent.TopKTeacher(ids, log_probs),
+    }
+    for name, teacher in cut.items():
+        leaves = [given[one].clone().requires_grad_() for one in ("input", "linear_weight", "linear_bias")]
+        expected, stats = xent.linear_divergence(*leaves[:2], plain[name], linear_bias=leaves[2], **kinds)
+        expected.backward()
+        weight, bias = (put(given[one], mesh, Shard(0)) for one in ("linear_weight", "linear_bias"))
+        hidden = given["input"].clone().requires_grad_()
+        found, seen = xent.linear_divergence(hidden, weight, teacher, linear_bias=bias, **kinds)
+        assert isinstance(found, DTensor) == (name == "logits")
+        torch.testing.assert_close(whole(found), expected, **CLOSE)
+        torch.testing.assert_close(whole(seen.entropy), stats.entropy, **CLOSE)
+        found.backward()
+        for one, other in zip((hidden, weight, bias), leaves, strict=True):
+            torch.testing.assert_close(whole(one.grad), other.grad, **CLOSE)
+        logits = put(given["logits"], mesh, Shard(2))
+        expected = xent.divergence(given["logits"], plain[name])
+        torch.testing.assert_close(whole(xent.divergence(logits, teacher)), expected, **CLOSE)
+    with pytest.raises(ValueError, match=r"teacher.weight must be cut like the student, .* got torch array"):
+        xent.divergence(logits, plain["linear"])
+    with pytest.raises(ValueError, match=r"teacher.weight must be cut like the student, .* got placements"):
+        xent.divergence(logits, xent.LinearTeacher(taught, put(head, mesh, Replicate())))
+    with pytest.raises(ValueError, match=r"a xent.Subset does not go with vocab_parallel"):
+        xent.divergence(logits, xent.Subset(z, torch.arange(CLASSES)))
+
+
+def _divergence_of_rows_in_shards() -> None:
+    given, mesh = tensors(), square()
+    z = given["logits"].flip(0)
+    for reduction in ("sum", "none"):
+        expected = xent.divergence(given["logits"], z, reduction=reduction)
+        logits = put(given["logits"], mesh, Shard(0), Shard(2))
+        found = xent.divergence(logits, put(z, mesh, Shard(0), Shard(2)).detach(), reduction=reduction)
+        torch.testing.assert_close(whole(found), expected, **CLOSE)
+    with pytest.raises(ValueError, match="a mean over rows in shards needs normalizer="):
+        xent.divergence(logits, put(z, mesh, Shard(0), Shard(2)).detach())
+
+
 def _padded_logits() -> None:
     given, mesh = tensors(), flat()
     size = CLASSES - 2
@@ -340,6 +395,8 @@ CHECKS = {
     check.__name__.strip("_"): check
     for check in (
         _logits,
+        _divergences,
+        _divergence_of_rows_in_shards,
         _padded_logits,
         _rows_too,
         _classifiers,

@@ -216,6 +216,18 @@ RAISED: dict[str, tuple[Callable[[], Any], ...]] = {
 ELSEWHERE = {
     "NAME must be a plain tensor, got a ...": ("distributed/test_dtensors.py", "must be a plain tensor, got a DTen"),
     "all ranks must make the same call: ...": ("distributed/test_agreement.py", "all ranks must make the same call"),
+    "a xent.Subset does not go with vocab_parallel": (
+        "distributed/test_divergences.py",
+        "a xent.Subset does not go with vocab_parallel",
+    ),
+    "... student and teacher must be cut alike": (
+        "distributed/test_divergences.py",
+        "student and teacher must be cut alike",
+    ),
+    "teacher.weight must be cut like the student": (
+        "distributed/test_dtensors.py",
+        "teacher.weight must be cut like the student",
+    ),
     "mx.vmap cannot vectorise xent ...": ("mlx/test_transforms.py", "mx.vmap cannot vectorise xent"),
     "the head of MODEL cannot be patched: ...": ("integrations/test_patching.py", "cannot be patched: "),
     "model must be a transformers model with a language-model head, ...": (

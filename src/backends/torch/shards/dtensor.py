@@ -9,6 +9,7 @@ had been gathered, the same collective also scatters the sum.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -19,8 +20,12 @@ from xent.backends.torch.shards.ranges import group_of
 from xent.core.arrays import describe
 from xent.core.call import Shards
 from xent.core.spec import ROW_STATS, Stats, VocabParallel
+from xent.core.subsets import NO_SUBSET
+from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
 
 __all__ = ["is_cut", "of_linear", "of_logits"]
+
+_OF_TOP_K = ("ids", "log_probs")
 
 
 def is_cut(array: Any, axis: Any) -> bool:
@@ -142,7 +147,9 @@ class _Cut:
         """Return the arguments, with this rank's part of arrays; `axis` is that of the classes of a float target."""
         own = {name: value for name, value in arguments.items() if name != "vocab_parallel"}
         of_classes = {"weight": 0}
-        if own["target"].is_floating_point():
+        if "teacher" in own:
+            own["teacher"] = self._teacher(own["teacher"], axis, source)
+        elif own["target"].is_floating_point():
             of_classes["target"] = axis % own["target"].dim()
         for name in ("weight", "target", "sample_weight", "temperature"):
             if isinstance(own.get(name), Tensor):
@@ -153,6 +160,34 @@ class _Cut:
         if self.rows:
             self._refuse_means_of_parts(own, source)
         return own
+
+    def _teacher(self, teacher: Any, axis: int, source: Any) -> Any:
+        """Return this rank's part of a teacher."""
+        if isinstance(teacher, Subset):
+            raise ValueError(NO_SUBSET)
+        if isinstance(teacher, TopKTeacher):
+            parts = {name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in _OF_TOP_K}
+            return replace(teacher, **parts)
+        if not isinstance(teacher, LinearTeacher):
+            return self._part("teacher", teacher, axis % teacher.dim(), source)
+        wanted = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
+        parts = {"input": self._part("teacher.input", teacher.input, None, source)}
+        for name in ("weight", "bias"):
+            array = getattr(teacher, name)
+            if array is None:
+                continue
+            if not isinstance(array, DTensor) or tuple(array.placements) != wanted or array.shape[0] != self.classes:
+                got = (
+                    f"placements {array.placements} of {array.shape[0]}"
+                    if isinstance(array, DTensor)
+                    else describe(array)
+                )
+                raise ValueError(
+                    f"teacher.{name} must be cut like the student, a DTensor with placements {wanted} of "
+                    f"{self.classes} classes; got {got}"
+                )
+            parts[name] = array.to_local()
+        return replace(teacher, **parts)
 
     def _part(self, name: str, array: Tensor, axis: int | None, source: Any) -> Tensor:
         """Return this rank's part of an array with classes on `axis`, or None, whose other axes are rows."""
@@ -206,8 +241,11 @@ class _Cut:
             raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
 
     def results(self, made: Any, arguments: dict[str, Any], lead: int = 0) -> Any:
-        """Return the results as DTensors if the target is one, else as plain tensors."""
-        if not isinstance(arguments["target"], DTensor):
+        """Return the results as DTensors if the target, or what has the teacher's rows, is one, else as plain tensors."""
+        teacher = arguments.get("teacher")
+        rows_of = {TopKTeacher: "ids", LinearTeacher: "input"}.get(type(teacher))
+        of_rows = arguments["target"] if teacher is None else teacher if rows_of is None else getattr(teacher, rows_of)
+        if not isinstance(of_rows, DTensor):
             return made
         places, losses = range(self.mesh.ndim), "reduction" in arguments
         each_row = not losses or arguments["reduction"] == "none"
