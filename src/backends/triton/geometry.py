@@ -36,8 +36,8 @@ class Geometry(NamedTuple):
     """
 
     def constants(self) -> dict[str, Any]:
-        """Return the kernels' constants."""
-        return {"GROUPED": self.grouped, "SKEWED": self.skewed, "RAGGED": self.ragged, "VECTOR": self.vector}
+        """Return members of `xent.backends.triton.groups.Way`."""
+        return {"grouped": self.grouped, "skewed": self.skewed, "ragged": self.ragged, "vector": self.vector}
 
     def options(self) -> dict[str, bool]:
         """Return launch options: no fused multiply-add if rows may begin anywhere.
@@ -123,8 +123,9 @@ class Sizes(NamedTuple):
     options: dict[str, int]
 
     def constants(self) -> dict[str, Any]:
-        """Return the kernel's constants, without the number of programs that share a row."""
-        return {"WHOLE": self.whole, "BLOCK": self.block, "LANES": self.lanes, "BLOCKS": self.blocks}
+        """Return members of `xent.backends.triton.groups.Way`."""
+        names = "whole", "block", "lanes", "blocks", "parts"
+        return {name: getattr(self, name) for name in names}
 
 
 def sizes(

@@ -7,7 +7,7 @@ arguments of their own. No member may be called `values` or `type`: Triton's tup
 
 from typing import Any, NamedTuple
 
-__all__ = ["Results", "Rows", "Upstreams"]
+__all__ = ["Columns", "Results", "Rows", "Upstreams", "Way"]
 
 
 class Rows(NamedTuple):
@@ -54,3 +54,71 @@ class Results(NamedTuple):
     z_term: Any = None
     log_sum_sq_probs: Any = None
     mean_logit: Any = None
+
+
+class Columns(NamedTuple):
+    """The columns of packed sums, a constant of kernels: their numbers, -1 for those that a call does not have.
+
+    The names are those of `xent.backends.torch.contract.columns`. The first three columns are always there.
+    """
+
+    row_weight: int = -1
+    below: int = -1
+    weights: int = -1
+    mixed: int = -1
+    squares: int = -1
+    deficit: int = -1
+    counted: int = -1
+    key: int = -1
+    place: int = -1
+    id: int = -1
+
+
+class Way(NamedTuple):
+    """How kernels compute rows of stored logits: one constant, which they pass on to their device functions."""
+
+    capped: bool
+    """Whether there is a softcap."""
+    scaled: bool
+    """Whether there is a logit scale."""
+    smoothed: bool
+    z_loss: bool
+    all_rows: bool
+    """Whether rows with weight 0 are computed, for statistics or gradients of these."""
+    statistics: bool
+    """Whether there are upstream gradients of statistics,"""
+    tilted: bool
+    """and among them one of the entropy."""
+    entropy: bool = False
+    """Which sums a fold computes besides that of exponentials: of e log2 e,"""
+    squared: bool = False
+    """of e^2,"""
+    averaged: bool = False
+    """and of x."""
+    predicted: bool = False
+    """Whether a fold finds the class of the largest x."""
+    exact: bool = True
+    """Whether exponents subtract the reference before they multiply: for float32 logits, and sums that are merged."""
+    quick: bool = False
+    """Whether a softcap may have a small error, see `activate`."""
+    folds: bool = False
+    """Whether the gradient's factor may go into the exponent."""
+    grouped: bool = False
+    """Whether rows are in several groups, see `position`."""
+    skewed: bool = False
+    """Whether rows may begin off 16-byte boundaries."""
+    ragged: bool = False
+    """Whether rows may begin or end off 16-byte boundaries."""
+    vector: int = 1
+    """Elements of 16 bytes; 1 if logits and gradient are aligned differently."""
+    whole: bool = False
+    """Whether the classes of each program are whole blocks."""
+    block: int = 1
+    lanes: int = 1
+    """The number of partial sums of a row."""
+    blocks: int = 1
+    """At least the number of blocks of a program's classes, if they are aligned: a power of two."""
+    parts: int = 1
+    """The number of programs that share a row: a power of two."""
+    phase: int = 0
+    """See `xent.backends.triton.kernels.exchange`."""

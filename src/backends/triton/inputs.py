@@ -14,7 +14,7 @@ from xent.backends.torch.contract import Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.facts import check_targets
-from xent.backends.triton.groups import Rows, Upstreams
+from xent.backends.triton.groups import Columns, Rows, Upstreams, Way
 from xent.backends.triton.kernels.facts_kernels import divisor_kernel
 from xent.backends.triton.kernels.sums import column_numbers
 from xent.backends.triton.prepared import launch, next_power_of_2
@@ -112,9 +112,15 @@ class Inputs:
         return self.rows._replace(order=part.rows), start
 
     @cached_property
-    def columns(self) -> dict[str, int]:
-        """The kernels' constants of packed sums."""
+    def columns(self) -> Columns:
+        """The columns of packed sums."""
         return column_numbers(self.setting)
+
+    @cached_property
+    def way(self) -> Way:
+        """How kernels compute rows, without the memory layout of logits and the sums that are computed."""
+        tilted = self.setting.upstream is not None and self.setting.upstream.entropy is not None
+        return Way(self.capped, self.scaled, self.smoothed, self.z_loss, self.all_rows, self.statistics, tilted)
 
     @property
     def constants(self) -> dict[str, bool]:

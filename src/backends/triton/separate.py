@@ -29,14 +29,20 @@ _FINISHED = 64  # rows of a program of `finish_kernel`
 def fold(steps: Any, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
     """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
     inputs: Inputs = steps.inputs
-    setting, weight = inputs.setting, inputs.rows.class_weight
+    setting, weight, columns = inputs.setting, inputs.rows.class_weight, inputs.columns
+    way = inputs.way._replace(
+        entropy=columns.mixed >= 0,
+        squared=columns.squares >= 0,
+        averaged=columns.deficit >= 0,
+        predicted=columns.key >= 0,
+    )
     for one in placed(block):
         logits, place, count = one.logits, one.place, one.count
         width, begin = logits.shape[-1], one.start - block.start
         if 0 < width < setting.width:
             size = in_blocks(width, place, _BLOCK_BYTES // logits.itemsize, 1, 1, {"num_warps": 4})
         else:
-            predicts = inputs.columns["KEY"] >= 0
+            predicts = columns.key >= 0
             size = sizes(max(width, 1), logits.itemsize, place, False, predicts, inputs.capped, False)
         total = inputs.rows.total_weight
         if weight is not None and total is not None and width < len(weight):
@@ -64,14 +70,10 @@ def fold(steps: Any, block: Block, part: Part, sums: Tensor, adds: bool) -> None
                 *inputs.scales,
             ),
             {
-                **inputs.columns,
+                "columns": columns,
+                "way": way._replace(quick=inputs.quick(logits.itemsize == 2), **place.constants(), **size.constants()),
                 "COLUMNS": len(sums),
                 "ADDS": adds,
-                "ALL_ROWS": inputs.all_rows,
-                **place.constants(),
-                "QUICK": inputs.quick(logits.itemsize == 2),
-                **inputs.constants,
-                **size.constants(),
             },
             **size.options,
             **place.options(),
@@ -108,12 +110,7 @@ def finish(steps: Any, sums: Tensor, part: Part, wanted: bool, saved: Tensor | N
                 *inputs.weights,
                 *inputs.scales,
             ),
-            {
-                **inputs.columns,
-                "Z_LOSS": inputs.z_loss,
-                **inputs.constants,
-                "BLOCK": _FINISHED,
-            },
+            {"columns": inputs.columns, "way": inputs.way, "BLOCK": _FINISHED},
             num_warps=2,
         )
     return made
@@ -145,12 +142,7 @@ def gradient(steps: Any, block: Block, part: Part, coefficients: Tensor) -> None
                 *inputs.scales,
             ),
             {
-                **place.constants(),
-                "QUICK": inputs.quick(itemsize == 2),
-                "SMOOTHED": inputs.smoothed,
-                "TILTED": inputs.upstreams.entropy is not None,
-                **inputs.constants,
-                "BLOCK": size,
+                "way": inputs.way._replace(quick=inputs.quick(itemsize == 2), block=size, **place.constants()),
                 "BLOCKS": blocks,
             },
             num_warps=max(size * itemsize // 1024, 1),

@@ -10,7 +10,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Block, Part
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.triton.geometry import Geometry, geometry, sizes
-from xent.backends.triton.groups import Results
+from xent.backends.triton.groups import Columns, Results
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.exchange import BOTH, GRADIENTS, SUMS, WORDS
 from xent.backends.triton.kernels.rows_kernel import rows_kernel
@@ -73,13 +73,25 @@ def _launch(
     target_logits: Tensor | None,
     saved: Tensor | None,
 ) -> None:
-    place, logits, vocabulary, smoothed = block.place, block.logits, inputs.vocabulary, inputs.smoothed
+    place, logits, vocabulary = block.place, block.logits, inputs.vocabulary
     predicts = recorded.predictions is not None or recorded.hits is not None
     half = logits.itemsize == 2
     in_turn = is_interpreted(rows_kernel)
-    shares = not smoothed and (in_turn or multiprocessors(inputs.device) >= _LEAST)
+    shares = not inputs.smoothed and (in_turn or multiprocessors(inputs.device) >= _LEAST)
     size = sizes(vocabulary, logits.itemsize, place, block.grad is not None, predicts, inputs.capped, shares)
     programs = block.count * size.parts
+    mixes = inputs.upstreams.entropy is not None or recorded.entropy is not None
+    way = inputs.way._replace(
+        entropy=mixes or (saved is not None and inputs.columns.mixed >= 0),
+        squared=recorded.log_sum_sq_probs is not None,
+        averaged=recorded.mean_logit is not None,
+        predicted=predicts,
+        exact=not half,
+        quick=inputs.quick(half),
+        folds=half and inputs.upstreams.entropy is None,
+        **place.constants(),
+        **size.constants(),
+    )
     words = None
     if size.parts > 1:
         words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=inputs.device)
@@ -105,20 +117,7 @@ def _launch(
                 *inputs.scales,
                 size.share,
             ),
-            {
-                "ALL_ROWS": inputs.all_rows,
-                **place.constants(),
-                "EXACT": not half,
-                "QUICK": inputs.quick(half),
-                "FOLDS": half and inputs.upstreams.entropy is None,
-                "SMOOTHED": smoothed,
-                "Z_LOSS": inputs.z_loss,
-                **inputs.constants,
-                **{name: -1 if saved is None else inputs.columns[name] for name in ("WEIGHT", "BELOW", "MIXED")},
-                **size.constants(),
-                "PARTS": size.parts,
-                "PHASE": phase,
-            },
+            {"columns": Columns() if saved is None else inputs.columns, "way": way._replace(phase=phase)},
             **size.options,
             **place.options(),
         )

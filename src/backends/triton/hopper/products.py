@@ -54,12 +54,12 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
     """
     inputs: Inputs = steps.inputs
     setting, columns = inputs.setting, inputs.columns
-    lacks = max(columns["SQUARES"], columns["DEFICIT"], columns["KEY"]) >= 0
+    lacks = max(columns.squares, columns.deficit, columns.key) >= 0
     if not _serve(inputs, source) or taken.target_logits is None or (lacks and not setting.call.options.exact):
         return False
     if lacks:
         _fold_tiles(steps, source, taken, part, sums)
-    hidden, targets, entropy = copyable(taken.hidden), inputs.plain_rows.target[part.indices], columns["MIXED"] >= 0
+    hidden, targets, entropy = copyable(taken.hidden), inputs.plain_rows.target[part.indices], columns.mixed >= 0
     classes = (targets - setting.first if setting.first else targets).to(torch.int32)
     size = 4 * (3 if entropy else 2) * walk(1, source.weight)[2]
     step = max(min(_workspace(inputs) or _SUMS_BYTES, _SUMS_BYTES) // size // BAND, GROUP) * BAND
@@ -84,11 +84,7 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
                 setting.width,
                 setting.vocabulary,
             ),
-            {
-                **{name: columns[name] for name in ("WEIGHT", "MIXED", "SQUARES", "DEFICIT", "COUNTED", "ID")},
-                "BLOCK": _JOINED,
-                "PARTS": 32,
-            },
+            {"columns": columns, "BLOCK": _JOINED, "PARTS": 32},
             num_warps=4,
         )
     return True

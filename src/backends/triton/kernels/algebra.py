@@ -28,7 +28,6 @@ __all__ = [
     "activation_of",
     "coefficients",
     "entropy_of",
-    "factors",
     "finish",
     "gradient_factor",
     "log_of_squares",
@@ -192,14 +191,17 @@ def log_of_squares(squares, rest, e_y, nll, log_sum):
 
 @triton.jit
 def finish(
-    row, inside, y, a, w_y, dead, ignored, invalid, m, rest, log2_e_y, below, total_weight, mixed, squares, mean_logit,
-    found, results, keep, spread, z_loss, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, ENTROPY: tl.constexpr,
+    row, inside, facts, dead, w_y, m, rest, log2_e_y, below, total_weight, mixed, squares, mean_logit, found, results,
+    numbers, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
     """Record the results of rows from their sums. Return nll, log(total) and, with ENTROPY, the entropy.
 
     `below` is the sum over all classes, W their total weight, `mixed` and `log2_e_y` are in units of log2. `found` is
-    the class of the largest x. Sums that no result needs may be 0.
+    the class of the largest x. Sums that no result needs may be 0. `facts` are those of `row_facts`, `numbers` those of
+    `numbers_of`.
     """
+    y, a, ignored, invalid = facts
+    keep, spread, z_loss = numbers
     e_y = tl.math.exp2(log2_e_y)
     nll, log_sum, cost = losses(rest, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTHED)
     a = tl.where(invalid, float("nan"), a)
@@ -251,10 +253,10 @@ def record_nothing(row, inside, results):
 
 @triton.jit
 def coefficients(
-    row, inside, r, w_y, total_weight, lse, entropy, upstreams, keep, spread, z_loss,
-    SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr,
+    row, inside, r, w_y, total_weight, lse, entropy, upstreams, numbers, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr
 ):  # fmt: skip
     """Return gamma, excess, beta and delta of a row's gradient. Without an upstream of the entropy, beta is 0."""
+    keep, spread, z_loss = numbers
     gamma = r * keep * w_y
     excess = r * 0
     beta = 0.0
@@ -271,14 +273,3 @@ def coefficients(
         excess -= v * entropy
         beta = -v
     return gamma, excess, beta, r * spread
-
-
-@triton.jit
-def factors(gamma, excess, beta, log_sum, total, TILTED: tl.constexpr):
-    """Return factor and tilt. The gradient of class c is e^(x_c - m) (factor + tilt log2(e) (x_c - m)) - delta w_c."""
-    factor = (gamma + excess) / total
-    tilt = 0.0
-    if TILTED:
-        factor -= beta * log_sum / total
-        tilt = LN2 * beta / total
-    return factor, tilt

@@ -97,12 +97,13 @@ def divergence_kernel(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
         vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
     )  # fmt: skip
-    ours = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
+    ours = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
     if teacher_values is not None:
         teacher_softcap, teacher_scale = tl.load(teacher_values), tl.load(teacher_values + 1)
     source = teacher + here * teacher_row
     source = tl.multiple_of(source, 16) if ALIGNED else source
-    theirs = source, vocabulary, teacher_scale if TEACHER_SCALED else None, teacher_softcap if TEACHER_CAPPED else None
+    bend = teacher_scale if TEACHER_SCALED else None, teacher_softcap if TEACHER_CAPPED else None
+    theirs = source, vocabulary, bend
     last = (vocabulary - 1) // BLOCK * BLOCK
     if dead if results.entropy is None else a == 0:
         record(results.entropy, row, None, 0.0)

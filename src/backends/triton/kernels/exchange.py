@@ -56,13 +56,14 @@ def rounding(m, exact):
 @triton.jit
 def exchanged(
     words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
-    PARTS: tl.constexpr, PHASE: tl.constexpr, EXACT: tl.constexpr,
+    way: tl.constexpr,
 ):  # fmt: skip
     """Return the target's raw logit, the row's m, whether it is exact, and the sums of the row, from those of a part.
 
-    `words` (PARTS, WORDS) belongs to the row. The part's sums do not contain the target, but m may be its x. Only the
+    `words` (parts, WORDS) belongs to the row. The part's sums do not contain the target, but m may be its x. Only the
     part that has the target knows `z_y`: the gradient may overwrite it before other programs could load it.
     """
+    PARTS: tl.constexpr = way.parts
     possible = (others != 0) | (has_target & (x_y != -float("inf")))
     m = tl.where(possible, m, -float("inf"))
     k = tl.arange(0, _WORDS)
@@ -73,7 +74,7 @@ def exchanged(
     word = _TAG + (bits.to(tl.int64) & 0xFFFFFFFF)
     tl.atomic_xchg(words + part * _WORDS + k, word, sem="relaxed")
     places = words + tl.arange(0, PARTS * _WORDS)
-    if PHASE == _BOTH:
+    if way.phase == _BOTH:
         while tl.min((tl.load(places, volatile=True) >> 32).to(tl.int32), 0) == 0:
             pass
     # Again, because each warp reads for itself: some may have left the loop with words from before they were written.
@@ -81,9 +82,9 @@ def exchanged(
     values = all_bits.to(tl.float32, bitcast=True)
     each_m = _of_parts(values, 0)
     m = finite(tl.max(each_m, 0))
-    exact = is_exact(m, EXACT)
+    exact = is_exact(m, way.exact)
     # Exponents of a part are relative to its m. If its m was multiplied by log2(e) first, they contain that rounding.
-    change = (each_m - m) * LOG2E + rounding(m, exact) - rounding(each_m, is_exact(each_m, EXACT))
+    change = (each_m - m) * LOG2E + rounding(m, exact) - rounding(each_m, is_exact(each_m, way.exact))
     factor = tl.math.exp2(change)
     each = _of_parts(values, 1)
     others = tl.sum(times(factor, each), 0)

@@ -9,15 +9,14 @@ import triton.language as tl
 from xent.backends.triton.kernels.algebra import (
     activation_of,
     coefficients,
-    factors,
     finish,
     gradient_factor,
     numbers_of,
     row_facts,
 )
-from xent.backends.triton.kernels.gradient import target_gradient
+from xent.backends.triton.kernels.gradient import row_factors
 from xent.backends.triton.kernels.maths import LOG2E, NOWHERE, activate, finite, times
-from xent.backends.triton.kernels.sums import column, larger, put, rebased
+from xent.backends.triton.kernels.sums import column, larger, load_sums, put
 from xent.backends.triton.prepared import kernel
 
 __all__ = ["DEAD", "finish_kernel"]
@@ -47,36 +46,22 @@ def finish_kernel(
     z_loss: "fp32",
     softcap: "fp32",
     logit_scale: "fp32",
-    WEIGHT: tl.constexpr,  # these are columns of `sums`, -1 if there is none
-    BELOW: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MIXED: tl.constexpr,
-    SQUARES: tl.constexpr,
-    DEFICIT: tl.constexpr,
-    COUNTED: tl.constexpr,
-    KEY: tl.constexpr,
-    PLACE: tl.constexpr,
-    ID: tl.constexpr,
-    Z_LOSS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
+    columns: tl.constexpr,  # see `Columns`
+    way: tl.constexpr,  # see `Way`
     BLOCK: tl.constexpr,
 ):
     """Finish `BLOCK` rows."""
-    SMOOTHED: tl.constexpr = BELOW >= 0
-    TILTED: tl.constexpr = upstreams.entropy is not None
-    STATISTICS: tl.constexpr = TILTED or ((upstreams.lse is not None) or (upstreams.nll is not None))
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = here < count
     row = start + here
     if rows.order is not None:
         row = tl.load(rows.order + row, mask=inside, other=0)
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
-    if ID >= 0:  # a target that differs between ranks is invalid on all of them
-        own = tl.load(sums + ID * count + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    if columns.id >= 0:  # a target that differs between ranks is invalid on all of them
+        own = tl.load(sums + columns.id * count + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
         differs = own != own
         for rank in range(1, ranks):
-            other = tl.load(sums + rank * rank_stride + ID * count + here, mask=inside, other=0.0)
+            other = tl.load(sums + rank * rank_stride + columns.id * count + here, mask=inside, other=0.0)
             differs = differs | (other.to(tl.int32, bitcast=True) != own)
         ignored = ignored & ~differs
         invalid = invalid | differs
@@ -90,11 +75,12 @@ def finish_kernel(
         place = sums + rank * rank_stride + here
         peak = tl.maximum(peak, tl.load(place, mask=inside, other=0.0))
         z_y += tl.load(place + 2 * count, mask=inside, other=0.0)
-        w_y += column(place, count, inside, WEIGHT)
-    if WEIGHT < 0:
+        w_y += column(place, count, inside, columns.row_weight)
+    if columns.row_weight < 0:
         w_y += 1
     softcap, logit_scale = activation_of(row, inside, rows, softcap, logit_scale)
-    x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
+    bend = logit_scale if way.scaled else None, softcap if way.capped else None
+    x_y = activate(z_y, bend, False)
     m = finite(tl.maximum(peak, x_y))
     rest = nothing
     below = nothing
@@ -107,13 +93,9 @@ def finish_kernel(
     found = tl.full([BLOCK], NOWHERE, tl.int32)
     for rank in range(ranks):
         place = sums + rank * rank_stride + here
-        own_weights = column(place, count, inside, WEIGHTS)
-        own_counted = column(place, count, inside, COUNTED)
-        own_rest, own_below, own_mixed, own_squares, own_deficit = rebased(
-            m, tl.load(place, mask=inside, other=0.0), tl.load(place + count, mask=inside, other=0.0),
-            column(place, count, inside, BELOW), own_weights, column(place, count, inside, MIXED),
-            column(place, count, inside, SQUARES), column(place, count, inside, DEFICIT), own_counted,
-        )  # fmt: skip
+        own_rest, own_below, own_mixed, own_squares, own_deficit, own_weights, own_counted = load_sums(
+            place, count, inside, m, columns
+        )
         rest += own_rest
         below += own_below
         weights += own_weights
@@ -121,40 +103,37 @@ def finish_kernel(
         squares += own_squares
         deficit += own_deficit
         counted += own_counted
-        if KEY >= 0:
-            own_found = tl.load(place + PLACE * count, mask=inside, other=0.0).to(tl.int32, bitcast=True)
-            key, found = larger(key, found, column(place, count, inside, KEY), own_found)
+        if columns.key >= 0:
+            own_found = tl.load(place + columns.place * count, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+            key, found = larger(key, found, column(place, count, inside, columns.key), own_found)
     if saved is not None:
         place = saved + row
         put(place, saved_row, inside, m, 0)
         put(place, saved_row, inside, rest, 1)
         put(place, saved_row, inside, z_y, 2)
-        put(place, saved_row, inside, w_y, WEIGHT)
-        put(place, saved_row, inside, weights, WEIGHTS)
-        put(place, saved_row, inside, mixed, MIXED)
+        put(place, saved_row, inside, w_y, columns.row_weight)
+        put(place, saved_row, inside, weights, columns.weights)
+        put(place, saved_row, inside, mixed, columns.mixed)
 
-    keep, spread, z_loss = numbers_of(rows, vocabulary, keep, spread, z_loss)
+    numbers = numbers_of(rows, vocabulary, keep, spread, z_loss)
     dead, r = gradient_factor(row, inside, a, invalid, rows, upstreams)
     total_weight = weights + w_y
     distance = x_y - m
     e2_y = distance * LOG2E
     nll, log_sum, entropy = finish(
-        row, inside, y, a, w_y, dead, ignored, invalid, m, rest, e2_y, below - times(w_y, distance), total_weight,
-        mixed * LOG2E, squares, m - deficit / vocabulary.to(tl.float32), found, results, keep, spread, z_loss,
-        SMOOTHED, Z_LOSS, MIXED >= 0,
+        row, inside, (y, a, ignored, invalid), dead, w_y, m, rest, e2_y, below - times(w_y, distance), total_weight,
+        mixed * LOG2E, squares, m - deficit / vocabulary.to(tl.float32), found, results, numbers, way.smoothed,
+        way.z_loss, columns.mixed >= 0,
     )  # fmt: skip
     if made is not None:
         gamma, excess, beta, delta = coefficients(
-            row, inside, r, w_y, total_weight, m + log_sum, entropy, upstreams, keep, spread, z_loss, SMOOTHED, Z_LOSS
+            row, inside, r, w_y, total_weight, m + log_sum, entropy, upstreams, numbers, way.smoothed, way.z_loss
         )
-        e_y = tl.math.exp2(e2_y)
-        total = rest + e_y
-        factor, tilt = factors(gamma, excess, beta, log_sum, total, TILTED)
-        g_y = target_gradient(
-            z_y, rest, total, e_y, gamma, excess, beta, nll, delta, w_y, logit_scale, softcap, SCALED, CAPPED, TILTED
+        factor, tilt, g_y = row_factors(
+            gamma, excess, beta, delta, z_y, w_y, rest, e2_y, nll, log_sum, bend, way.tilted
         )
         own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
-        own_class = tl.where(ignored if STATISTICS else dead, DEAD, own_class)
+        own_class = tl.where(ignored if way.statistics else dead, DEAD, own_class)
         tl.store(made + here, m, mask=inside)
         tl.store(made + count + here, factor, mask=inside)
         tl.store(made + 2 * count + here, g_y, mask=inside)

@@ -1,14 +1,15 @@
 """The fold of a whole row: per-lane sums, and their sum over lanes without the target.
 
-`quick_sums` takes exponentials relative to the largest logit of the row's first block, so it needs no maximum over the
-row. If that overflows or underflows, `careful_sums` finds the largest x first. Each lane has the following sums over
+`_quick_sums` takes exponentials relative to the largest logit of the row's first block, so it needs no maximum over the
+row. If that overflows or underflows, `_careful_sums` finds the largest x first. Each lane has the following sums over
 its classes, with e = e^(x - m)::
 
     s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
 
-All but s are computed only if they are needed (ENTROPY, SMOOTHED, SQUARED, AVERAGED).
+All but s are computed only if they are needed. A lane also has its largest key (`order`) and the first class of that
+block.
 
-In a row that does not begin at a multiple of 16 bytes (SKEWED), a lane has other classes than in an aligned row. Before
+In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
 lanes are summed they are rotated back, so that a row's loss has the same bits wherever it begins.
 """
 
@@ -16,8 +17,10 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.maths import (
+    FAR,
     FLOOR,
     LOG2E,
+    NOWHERE,
     activate,
     capped_exponent,
     exponent,
@@ -29,31 +32,32 @@ from xent.backends.triton.kernels.maths import (
 )
 from xent.backends.triton.kernels.memory import fetch
 
-__all__ = ["careful_sums", "in_lanes", "joined", "lane_of_target", "quick_sums", "turn"]
+__all__ = ["lane_of_target", "row_sums"]
+
+# Between these bounds, sums and sums of squares have the full precision of float32.
+SMALLEST = tl.constexpr(1e-12)
+LARGEST = tl.constexpr(1e18)
+# If the first block is all -inf, the reference is 0, which may be far from every logit. The entropy is then a
+# difference of numbers as large as the sum's logarithm. So these bounds apply, with or without an entropy.
+SMALLEST_FROM_0 = tl.constexpr(0.5)
+LARGEST_FROM_0 = tl.constexpr(1048576.0)
+# With a sum of at least this, log(sum + e^(target - reference)) does not cancel, whichever term is larger.
+SMALLEST_OF_OTHERS = tl.constexpr(0.5)
 
 
 @triton.jit
-def in_lanes(values, LANES: tl.constexpr):
+def _in_lanes(values, LANES: tl.constexpr):
     """Return the sums of a block over neighbouring elements, (LANES,), which one thread holds."""
     return tl.sum(tl.reshape(values, [LANES, values.shape[0] // LANES]), 1)
 
 
 @triton.jit
-def turn(values, off, LANES: tl.constexpr):
-    """Rotate the lanes (LANES,) of a row that begins `off` elements after a boundary to those of an aligned row."""
-    return tl.gather(values, (tl.arange(0, LANES) + off) % LANES, 0)
-
-
-@triton.jit
-def _exponents(
-    z, reference, exact, logit_scale, softcap, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-):  # fmt: skip
+def _exponents(z, reference, exact, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
-    if (CAPPED and QUICK) and not CAREFUL:
-        return capped_exponent(z, logit_scale, softcap, reference * LOG2E, SCALED)
+    if (way.capped and way.quick) and not CAREFUL:
+        return capped_exponent(z, bend, reference * LOG2E)
     else:
-        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
+        x = activate(z, bend, way.quick)
         if CAREFUL:
             return exponent(x, reference, exact)
         else:
@@ -69,173 +73,184 @@ def _terms(e2, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _add(
-    s, t, u, q, v, best, at, z, classes, first, vocabulary, reference, exact, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, CAREFUL: tl.constexpr,
-    QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
-    SQUARED: tl.constexpr, AVERAGED: tl.constexpr, PREDICTED: tl.constexpr,
+    sums, z, first, off, vocabulary, m, exact, class_weight, bend, way: tl.constexpr, MASKED: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Add a block to a row's sums."""
+    """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
+    LANES: tl.constexpr = way.lanes
+    WIDTH: tl.constexpr = way.block // way.lanes
+    s, t, u, q, v, best, at = sums
+    classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
-    e2 = _exponents(z, reference, exact, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED)
-    if MASKED and CUT:
+    e2 = _exponents(z, m, exact, bend, way, AGAIN or way.exact)
+    if MASKED and (way.ragged or (way.capped or way.scaled)):
         e2 = tl.where(inside, e2, -float("inf"))
-    e, mixed = _terms(e2, ENTROPY)
-    s += in_lanes(e, LANES)
-    if ENTROPY:
-        t += in_lanes(mixed, LANES)
-    if SMOOTHED:
+    e, mixed = _terms(e2, way.entropy)
+    s += _in_lanes(e, LANES)
+    if way.entropy:
+        t += _in_lanes(mixed, LANES)
+    if way.smoothed:
         if class_weight is not None:
-            u -= in_lanes(times(tl.load(class_weight + classes, mask=inside, other=0.0), e2), LANES)
+            u -= _in_lanes(times(tl.load(class_weight + classes, mask=inside, other=0.0), e2), LANES)
         else:
-            u -= in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
-    if SQUARED:
-        q += in_lanes(e * e, LANES)
-    if AVERAGED:
-        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-        v += in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
-    if PREDICTED:
-        key = order(z, inside if MASKED else True, logit_scale, SCALED)
-        largest = tl.max(tl.reshape(key, [LANES, BLOCK // LANES]), 1)
+            u -= _in_lanes(tl.where(inside, e2, 0.0) if MASKED else e2, LANES)
+    if way.squared:
+        q += _in_lanes(e * e, LANES)
+    if way.averaged:
+        x = activate(z, bend, way.quick)
+        v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
+    if way.predicted and not AGAIN:
+        largest = tl.max(tl.reshape(order(z, inside if MASKED else True, bend), [LANES, WIDTH]), 1)
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
     return s, t, u, q, v, best, at
 
 
 @triton.jit
-def quick_sums(
-    source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, WHOLE: tl.constexpr, SKEWED: tl.constexpr,
-    RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
-    PREDICTED: tl.constexpr,
+def _nothing(way: tl.constexpr):
+    """Return the sums of no block."""
+    LANES: tl.constexpr = way.lanes
+    zero = tl.zeros([LANES], tl.float32)
+    return zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
+
+
+@triton.jit
+def _quick_sums(
+    source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, bend, way: tl.constexpr
 ):  # fmt: skip
-    """Return the reference m, whether it is exact, the sums of each lane relative to it, and each lane's largest key.
+    """Return the reference m, whether it is exact, and the sums of each lane relative to it.
 
     m is the largest x of the first block. `z` and `ahead` are the raw logits of the first two blocks. The class
     `left_out` is excluded if it is not None. Only the first and the last block are masked. Each block is loaded while
     the previous one is added.
     """
-    nothing = tl.zeros([LANES], tl.float32)
-    best = tl.full([LANES], -float("inf"), tl.float32)
-    at = tl.zeros([LANES], tl.int32)
+    BLOCK: tl.constexpr = way.block
     classes = tl.arange(0, BLOCK) - off
-    x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
-    seen = x
-    if SKEWED:
-        seen = tl.where((classes >= 0) & (classes < BLOCK - VECTOR) & (classes < vocabulary), seen, -float("inf"))
-    elif BLOCKS == 1:
+    seen = activate(z, bend, way.quick)
+    if way.skewed:
+        seen = tl.where((classes >= 0) & (classes < BLOCK - way.vector) & (classes < vocabulary), seen, -float("inf"))
+    elif way.blocks == 1:
         seen = tl.where(classes < vocabulary, seen, -float("inf"))
     if left_out is not None:
         seen = tl.where(classes != left_out, seen, -float("inf"))
     m = finite(tl.max(seen, 0))
-    exact = is_exact(m, EXACT)
-    s, t, u, q, v, best, at = _add(
-        nothing, nothing, nothing, nothing, nothing, best, at, z, classes, 0, vocabulary, m, exact, class_weight,
-        logit_scale, softcap, BLOCK, LANES, SKEWED or BLOCKS == 1, RAGGED or (CAPPED or SCALED), EXACT, QUICK, SCALED,
-        CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
-    )  # fmt: skip
-    end = last + (BLOCK if WHOLE else 0)
+    exact = is_exact(m, way.exact)
+    FIRST: tl.constexpr = way.skewed or way.blocks == 1
+    sums = _add(_nothing(way), z, 0, off, vocabulary, m, exact, class_weight, bend, way, FIRST, False)
+    end = last + (BLOCK if way.whole else 0)
     for first in range(BLOCK, end, BLOCK):
         z = ahead
-        ahead = fetch(source, first + BLOCK, whole, BLOCK, VECTOR, "evict_last")
-        s, t, u, q, v, best, at = _add(
-            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
-            logit_scale, softcap, BLOCK, LANES, False, RAGGED, EXACT, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
-            SQUARED, AVERAGED, PREDICTED,
-        )  # fmt: skip
-    if not WHOLE:
+        ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
+        sums = _add(sums, z, first, off, vocabulary, m, exact, class_weight, bend, way, False, False)
+    if not way.whole:
         if last > 0:
-            s, t, u, q, v, best, at = _add(
-                s, t, u, q, v, best, at, ahead, last + tl.arange(0, BLOCK) - off, last, vocabulary, m, exact,
-                class_weight, logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), EXACT, QUICK,
-                SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED, PREDICTED,
-            )  # fmt: skip
-    return m, exact, s, t, u, q, v, best, at
+            sums = _add(sums, ahead, last, off, vocabulary, m, exact, class_weight, bend, way, True, False)
+    return m, exact, sums
 
 
 @triton.jit
-def careful_sums(
-    source, off, last, whole, vocabulary, y, x_y, class_weight, logit_scale, softcap,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr, EXACT: tl.constexpr,
-    QUICK: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr,
-    SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
-):  # fmt: skip
+def _careful_sums(source, off, last, whole, vocabulary, y, x_y, class_weight, bend, way: tl.constexpr):
     """Return m, whether it is exact, and the sums of each lane. m is the largest x of the row."""
+    BLOCK: tl.constexpr = way.block
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, last + 1, BLOCK):
-        z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
+        x = activate(fetch(source, first, whole, way, "evict_last"), bend, way.quick)
         classes = first + tl.arange(0, BLOCK) - off
-        x = activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK)
         inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
         peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
     m = finite(tl.maximum(tl.max(peak, 0), x_y))
-    exact = is_exact(m, EXACT)
-    s = tl.zeros([LANES], tl.float32)
-    t = s
-    u = s
-    q = s
-    v = s
-    best = s
-    at = tl.zeros([LANES], tl.int32)
+    exact = is_exact(m, way.exact)
+    sums = _nothing(way)
     for first in range(0, last + 1, BLOCK):
-        z = fetch(source, first, whole, BLOCK, VECTOR, "evict_last")
-        s, t, u, q, v, _best, _at = _add(
-            s, t, u, q, v, best, at, z, first + tl.arange(0, BLOCK) - off, first, vocabulary, m, exact, class_weight,
-            logit_scale, softcap, BLOCK, LANES, True, RAGGED or (CAPPED or SCALED), True, QUICK, SCALED, CAPPED,
-            SMOOTHED, ENTROPY, SQUARED, AVERAGED, False,
-        )  # fmt: skip
-    return m, exact, s, t, u, q, v
+        z = fetch(source, first, whole, way, "evict_last")
+        sums = _add(sums, z, first, off, vocabulary, m, exact, class_weight, bend, way, True, True)
+    return m, exact, sums
 
 
 @triton.jit
-def lane_of_target(source, off, y, vocabulary, BLOCK: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr):
+def lane_of_target(source, off, y, vocabulary, way: tl.constexpr):
     """Return the target's lane, the lane's classes, a mask that excludes the target, and their raw logits.
 
     Lanes are those of an aligned row. If the target is not in the row, this is any lane, with all its classes.
     """
-    WIDTH: tl.constexpr = BLOCK // LANES
-    lane = tl.maximum(y, 0) // WIDTH % LANES
-    k = tl.arange(0, BLOCKS * WIDTH)
-    classes = k // WIDTH * BLOCK + lane * WIDTH + k % WIDTH
+    WIDTH: tl.constexpr = way.block // way.lanes
+    lane = tl.maximum(y, 0) // WIDTH % way.lanes
+    k = tl.arange(0, way.blocks * WIDTH)
+    classes = k // WIDTH * way.block + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
     return lane, classes, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
 
 
 @triton.jit
-def _over_lanes(values, off, lane, LANES: tl.constexpr, SKEWED: tl.constexpr):
+def _over_lanes(values, off, lane, way: tl.constexpr):
     """Return the sum over all lanes of an aligned row but one."""
-    return tl.sum(tl.where(tl.arange(0, LANES) != lane, turn(values, off, LANES) if SKEWED else values, 0.0), 0)
+    lanes = tl.arange(0, way.lanes)
+    if way.skewed:
+        values = tl.gather(values, (lanes + off) % way.lanes, 0)
+    return tl.sum(tl.where(lanes != lane, values, 0.0), 0)
 
 
 @triton.jit
-def joined(
-    s, t, u, q, v, off, lane, classes, inside, z, reference, exact, class_weight, logit_scale, softcap,
-    LANES: tl.constexpr, SKEWED: tl.constexpr, CAREFUL: tl.constexpr, QUICK: tl.constexpr, SCALED: tl.constexpr,
-    CAPPED: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, SQUARED: tl.constexpr, AVERAGED: tl.constexpr,
-):  # fmt: skip
+def _joined(sums, off, target_lane, reference, exact, class_weight, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return the sums over all lanes without the target. Its lane is summed again (`lane_of_target`).
 
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
+    s, t, u, q, v, _best, _at = sums
+    lane, classes, inside, z = target_lane
     z = z.to(tl.float32)
-    e2 = _exponents(z, reference, exact, logit_scale, softcap, CAREFUL, QUICK, SCALED, CAPPED)
-    e2 = tl.where(inside, e2, -float("inf"))
-    e, mixed = _terms(e2, ENTROPY)
-    total = _over_lanes(s, off, lane, LANES, SKEWED) + tl.sum(e, 0)
+    e2 = tl.where(inside, _exponents(z, reference, exact, bend, way, CAREFUL), -float("inf"))
+    e, mixed = _terms(e2, way.entropy)
+    total = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
     mix = 0.0
-    if ENTROPY:
-        mix = _over_lanes(t, off, lane, LANES, SKEWED) + tl.sum(mixed, 0)
+    if way.entropy:
+        mix = _over_lanes(t, off, lane, way) + tl.sum(mixed, 0)
     below = 0.0
-    if SMOOTHED:
+    if way.smoothed:
         w = tl.where(inside, 1.0, 0.0)
         if class_weight is not None:
             w = tl.load(class_weight + classes, mask=inside, other=0.0)
-        below = _over_lanes(u, off, lane, LANES, SKEWED) - tl.sum(times(w, e2), 0)
+        below = _over_lanes(u, off, lane, way) - tl.sum(times(w, e2), 0)
     squares = 0.0
-    if SQUARED:
-        squares = _over_lanes(q, off, lane, LANES, SKEWED) + tl.sum(e * e, 0)
+    if way.squared:
+        squares = _over_lanes(q, off, lane, way) + tl.sum(e * e, 0)
     level = 0.0
-    if AVERAGED:
-        x = tl.where(inside, activate(z, logit_scale, softcap, SCALED, CAPPED, QUICK), 0.0)
-        level = _over_lanes(v, off, lane, LANES, SKEWED) + tl.sum(x, 0)
+    if way.averaged:
+        level = _over_lanes(v, off, lane, way) + tl.sum(tl.where(inside, activate(z, bend, way.quick), 0.0), 0)
     return total, mix, below, squares, level
+
+
+@triton.jit
+def row_sums(
+    source, z, ahead, off, last, whole, vocabulary, y, x_y, owned, target_lane, class_weight, bend, way: tl.constexpr
+):  # fmt: skip
+    """Return m, whether it is exact, the sums of a row without its target y, its largest key, and the key's class.
+
+    With the target's x, m may be that. If x_y is None, m is near the largest x of the others, as sums need that are
+    merged with those of other classes. `owned`: whether the target is in the row.
+    """
+    left_out = y if x_y is None else None
+    m, exact, sums = _quick_sums(source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, bend, way)
+    rest, mixed, below, squares, level = _joined(sums, off, target_lane, m, exact, class_weight, bend, way, way.exact)
+    if x_y is None:
+        largest = -float("inf")
+        fits = (rest >= SMALLEST_OF_OTHERS) & (rest < LARGEST)
+    else:
+        largest = tl.where(owned, x_y, -float("inf"))
+        total = rest + tl.where(owned, tl.math.exp2(exponent(x_y, m, exact)), 0.0)
+        least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
+        most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
+        fits = (total > least) & (total < most) & (way.exact | (tl.abs(m) < FAR))
+    if fits == 0:
+        m, exact, again = _careful_sums(source, off, last, whole, vocabulary, y, largest, class_weight, bend, way)
+        rest, mixed, below, squares, level = _joined(again, off, target_lane, m, exact, class_weight, bend, way, True)
+    top = 0.0
+    found = 0
+    if way.predicted:
+        top = tl.max(sums[5], 0)
+        first = tl.min(tl.where(sums[5] == top, sums[6], NOWHERE), 0)
+        z = fetch(source, first, whole, way, "evict_last")
+        ids = first + tl.arange(0, way.block) - off
+        inside = (ids >= 0) & (ids < vocabulary)
+        found = tl.min(tl.where(inside & (order(z, inside, bend) == top), ids, NOWHERE), 0)
+    return m, exact, rest, mixed, below, squares, level, top, found

@@ -4,24 +4,20 @@ Logits are read once: the reference of a row is the largest x of its first block
 relative to it is less than 1/2, or too large, are read again with the largest x of all classes. The target is only in
 its own column, as its raw logit.
 
-Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (EXACT in `fold`). References
+Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (`Way.exact`). References
 differ between ranks and tiles, so the rounding error of reference * log2(e) would not cancel.
 """
 
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of, position
-from xent.backends.triton.kernels.fold import careful_sums, joined, lane_of_target, quick_sums
-from xent.backends.triton.kernels.maths import LN2, NOWHERE, activate, finite, order
-from xent.backends.triton.kernels.memory import fetch
-from xent.backends.triton.kernels.sums import column, larger, owner, put, rebased
+from xent.backends.triton.kernels.algebra import activation_of
+from xent.backends.triton.kernels.fold import lane_of_target, row_sums
+from xent.backends.triton.kernels.maths import LN2, activate, finite
+from xent.backends.triton.kernels.memory import aligned, fetch, offset
+from xent.backends.triton.kernels.sums import column, larger, load_sums, owner, put, rebased, target_number
 from xent.backends.triton.prepared import kernel
 
 __all__ = ["fold_kernel"]
-
-# With a sum of at least 1/2, log(sum + e^(target - reference)) does not cancel, whichever term is larger.
-LEAST = tl.constexpr(0.5)
-LARGEST = tl.constexpr(1e18)
 
 
 @kernel
@@ -44,124 +40,69 @@ def fold_kernel(
     vocabulary: "i32",
     softcap: "fp32",
     logit_scale: "fp32",
-    WEIGHT: tl.constexpr,  # these are columns of `sums`, -1 if there is none
-    BELOW: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MIXED: tl.constexpr,
-    SQUARES: tl.constexpr,
-    DEFICIT: tl.constexpr,
-    COUNTED: tl.constexpr,
-    KEY: tl.constexpr,
-    PLACE: tl.constexpr,
-    ID: tl.constexpr,
+    columns: tl.constexpr,  # see `Columns`
+    way: tl.constexpr,  # see `Way`
     COLUMNS: tl.constexpr,  # K
     ADDS: tl.constexpr,  # merge the sums into those that are there
-    ALL_ROWS: tl.constexpr,  # rows with weight 0 are computed
-    GROUPED: tl.constexpr,  # these are described in `rows_kernel`
-    SKEWED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    VECTOR: tl.constexpr,
-    WHOLE: tl.constexpr,
-    QUICK: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-    BLOCKS: tl.constexpr,
 ):
     """Write the sums of one row."""
-    SMOOTHED: tl.constexpr = BELOW >= 0
-    ENTROPY: tl.constexpr = MIXED >= 0
-    SQUARED: tl.constexpr = SQUARES >= 0
-    AVERAGED: tl.constexpr = DEFICIT >= 0
-    PREDICTED: tl.constexpr = KEY >= 0
     here = tl.program_id(0).to(tl.int64)
     row = start + here
     if rows.order is not None:
         row = tl.load(rows.order + row)
     owned, y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
     softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
+    bend = logit_scale if way.scaled else None, softcap if way.capped else None
     place = sums + here
-    if ID >= 0:
-        tl.store(place + ID * slot, tl.load(rows.target + row).to(tl.int32).to(tl.float32, bitcast=True))
-    if (ignored if ALL_ROWS else ignored | (a == 0)) != 0:
+    if columns.id >= 0:
+        put(place, slot, None, target_number(row, None, rows), columns.id)
+    if (ignored if way.all_rows else ignored | (a == 0)) != 0:
         for index in tl.static_range(COLUMNS):
-            if index != ID:
-                tl.store(place + index * slot, -float("inf") if index == 0 or index == KEY else 0.0)
+            if index != columns.id:
+                tl.store(place + index * slot, -float("inf") if index == 0 or index == columns.key else 0.0)
     else:
         class_weight = rows.class_weight
         if class_weight is not None:
             class_weight += first_here
-        begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
-        off = 0
-        if SKEWED:
-            off = ((skew + begin) % VECTOR).to(tl.int32)
-        source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
-        last = (width + off - 1) // BLOCK * BLOCK
-        whole = tl.where(width > 0, (width + off + VECTOR - 1) // VECTOR * VECTOR, 0)  # without classes, no memory
-        first_block = fetch(source, 0, whole, BLOCK, VECTOR, "evict_last")
-        second_block = fetch(source, BLOCK, whole, BLOCK, VECTOR, "evict_last")
+        off = offset(here, logits_inner, logits_outer, logits_row, skew, way)
+        source = aligned(logits, here, logits_inner, logits_outer, logits_row, -off, way)
+        last = (width + off - 1) // way.block * way.block
+        whole = tl.where(width > 0, (width + off + way.vector - 1) // way.vector * way.vector, 0)  # or no memory
+        z = fetch(source, 0, whole, way, "evict_last")
+        ahead = fetch(source, way.block, whole, way, "evict_last")
         if target_logits is None:
-            z_y = tl.load(logits + begin + y, mask=owned, other=0.0).to(tl.float32)
+            z_y = tl.load(source + (off + y), mask=owned, other=0.0).to(tl.float32)
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
-        lane, classes, in_lane, z_lane = lane_of_target(source, off, y, width, BLOCK, LANES, BLOCKS)
-        m, _exact, s, t, u, q, v, best, at = quick_sums(
-            source, first_block, second_block, off, last, whole, width, y, class_weight, logit_scale, softcap,
-            BLOCK, LANES, BLOCKS, WHOLE, SKEWED, RAGGED, VECTOR, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY,
-            SQUARED, AVERAGED, PREDICTED,
-        )  # fmt: skip
-        rest, mixed, below, squares, level = joined(
-            s, t, u, q, v, off, lane, classes, in_lane, z_lane, m, True, class_weight, logit_scale, softcap,
-            LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
-        )  # fmt: skip
-        if ((rest >= LEAST) & (rest < LARGEST)) == 0:
-            m, _exact, s, t, u, q, v = careful_sums(
-                source, off, last, whole, width, y, -float("inf"), class_weight, logit_scale, softcap,
-                BLOCK, LANES, RAGGED, VECTOR, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
-            )  # fmt: skip
-            rest, mixed, below, squares, level = joined(
-                s, t, u, q, v, off, lane, classes, in_lane, z_lane, m, True, class_weight, logit_scale, softcap,
-                LANES, SKEWED, True, QUICK, SCALED, CAPPED, SMOOTHED, ENTROPY, SQUARED, AVERAGED,
-            )  # fmt: skip
-
+        target_lane = lane_of_target(source, off, y, width, way)
+        m, _exact, rest, mixed, below, squares, level, top, found = row_sums(
+            source, z, ahead, off, last, whole, width, y, None, owned, target_lane, class_weight, bend, way
+        )
         peak = tl.where(rest == 0, -float("inf"), m)
         mixed *= LN2
         below *= LN2
+        found += first
         counted = width.to(tl.float32)
         deficit = 0.0
-        if AVERAGED:
-            x_y = activate(z_y, logit_scale, softcap, SCALED, CAPPED, False)
+        if way.averaged:
+            x_y = activate(z_y, bend, False)
             deficit = tl.where(owned, (counted - 1) * m - level + (m - x_y), counted * m - level)
         w_y = tl.where(owned, 1.0, 0.0)
         weights = counted
         if class_weight is not None:
             w_y = tl.load(class_weight + y, mask=owned, other=0.0)
-            if SMOOTHED:
+            if way.smoothed:
                 weights = tl.load(total_weight)
         weights -= w_y
-        top = 0.0
-        found = tl.zeros_like(y)
-        if PREDICTED:
-            top = tl.max(best, 0)
-            block = tl.min(tl.where(best == top, at, NOWHERE), 0)
-            z = fetch(source, block, whole, BLOCK, VECTOR, "evict_first")
-            ids = block + tl.arange(0, BLOCK) - off
-            inside = (ids >= 0) & (ids < width)
-            found = first + tl.min(tl.where(inside & (order(z, inside, logit_scale, SCALED) == top), ids, NOWHERE), 0)
         if ADDS:
             other_peak = tl.load(place)
             reference = finite(tl.maximum(peak, other_peak))
-            other_counted = column(place, slot, None, COUNTED)
-            other_weights = column(place, slot, None, WEIGHTS)
             rest, below, mixed, squares, deficit = rebased(
                 reference, peak, rest, below, weights, mixed, squares, deficit, counted
             )
-            rest_0, below_0, mixed_0, squares_0, deficit_0 = rebased(
-                reference, other_peak, tl.load(place + slot), column(place, slot, None, BELOW), other_weights,
-                column(place, slot, None, MIXED), column(place, slot, None, SQUARES),
-                column(place, slot, None, DEFICIT), other_counted,
-            )  # fmt: skip
+            rest_0, below_0, mixed_0, squares_0, deficit_0, weights_0, counted_0 = load_sums(
+                place, slot, None, reference, columns
+            )
             peak = tl.maximum(peak, other_peak)
             rest += rest_0
             below += below_0
@@ -169,21 +110,21 @@ def fold_kernel(
             squares += squares_0
             deficit += deficit_0
             z_y += tl.load(place + 2 * slot)
-            w_y += column(place, slot, None, WEIGHT)
-            weights += other_weights
-            counted += other_counted
-            if PREDICTED:
-                other = tl.load(place + PLACE * slot).to(tl.int32, bitcast=True)
-                top, found = larger(tl.load(place + KEY * slot), other, top, found)
-        tl.store(place, peak)
-        tl.store(place + slot, rest)
-        tl.store(place + 2 * slot, z_y)
-        put(place, slot, None, w_y, WEIGHT)
-        put(place, slot, None, below, BELOW)
-        put(place, slot, None, weights, WEIGHTS)
-        put(place, slot, None, mixed, MIXED)
-        put(place, slot, None, squares, SQUARES)
-        put(place, slot, None, deficit, DEFICIT)
-        put(place, slot, None, counted, COUNTED)
-        put(place, slot, None, top, KEY)
-        put(place, slot, None, found.to(tl.float32, bitcast=True), PLACE)
+            w_y += column(place, slot, None, columns.row_weight)
+            weights += weights_0
+            counted += counted_0
+            if way.predicted:
+                other = tl.load(place + columns.place * slot).to(tl.int32, bitcast=True)
+                top, found = larger(tl.load(place + columns.key * slot), other, top, found)
+        put(place, slot, None, peak, 0)
+        put(place, slot, None, rest, 1)
+        put(place, slot, None, z_y, 2)
+        put(place, slot, None, w_y, columns.row_weight)
+        put(place, slot, None, below, columns.below)
+        put(place, slot, None, weights, columns.weights)
+        put(place, slot, None, mixed, columns.mixed)
+        put(place, slot, None, squares, columns.squares)
+        put(place, slot, None, deficit, columns.deficit)
+        put(place, slot, None, counted, columns.counted)
+        put(place, slot, None, top, columns.key)
+        put(place, slot, None, found.to(tl.float32, bitcast=True), columns.place)

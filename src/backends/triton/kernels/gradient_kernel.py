@@ -2,10 +2,10 @@
 
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of, position
+from xent.backends.triton.kernels.algebra import activation_of
 from xent.backends.triton.kernels.finish_kernel import DEAD
 from xent.backends.triton.kernels.gradient import write_gradient
-from xent.backends.triton.kernels.memory import fill
+from xent.backends.triton.kernels.memory import aligned, fill, offset
 from xent.backends.triton.prepared import kernel
 
 __all__ = ["gradient_kernel"]
@@ -30,56 +30,41 @@ def gradient_kernel(
     width: "i32",
     softcap: "fp32",
     logit_scale: "fp32",
-    GROUPED: tl.constexpr,  # these are described in `rows_kernel`
-    SKEWED: tl.constexpr,
-    RAGGED: tl.constexpr,
-    VECTOR: tl.constexpr,
-    QUICK: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    TILTED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    way: tl.constexpr,  # see `Way`
     BLOCKS: tl.constexpr,  # number of blocks of a row that a program writes
 ):
     """Write the gradient of one part of one row."""
-    parts = tl.cdiv(width + (VECTOR - 1 if SKEWED else 0), BLOCKS * BLOCK)
+    SIZE: tl.constexpr = BLOCKS * way.block
+    parts = tl.cdiv(width + (way.vector - 1 if way.skewed else 0), SIZE)
     here = (tl.program_id(0) // parts).to(tl.int64)
-    first = tl.program_id(0) % parts * (BLOCKS * BLOCK)
+    first = tl.program_id(0) % parts * SIZE
     made = coefficients + here
     y = tl.load(made + 5 * slot).to(tl.int32, bitcast=True)
-    begin = position(here, logits_inner, logits_outer, logits_row, GROUPED)
-    off = 0
-    if SKEWED:
-        off = ((skew + begin) % VECTOR).to(tl.int32)
-    source = tl.multiple_of(logits + (begin - off), 16) if VECTOR > 1 else logits + begin
-    place = grad + (position(here, grad_inner, grad_outer, grad_row, GROUPED) - off)
-    if VECTOR > 1:
-        place = tl.multiple_of(place, 16)
-    last = tl.minimum(first + (BLOCKS - 1) * BLOCK, (width + off - 1) // BLOCK * BLOCK)
+    off = offset(here, logits_inner, logits_outer, logits_row, skew, way)
+    source = aligned(logits, here, logits_inner, logits_outer, logits_row, -off, way)
+    place = aligned(grad, here, grad_inner, grad_outer, grad_row, -off, way)
+    last = tl.minimum(first + SIZE - way.block, (width + off - 1) // way.block * way.block)
     if ((y == DEAD) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
-        fill(place, 0.0, off, first, last, width, BLOCK, RAGGED, VECTOR)
+        fill(place, 0.0, off, first, last, width, way)
     else:
-        whole = (width + off + VECTOR - 1) // VECTOR * VECTOR
+        whole = (width + off + way.vector - 1) // way.vector * way.vector
         row = start + here
         if rows.order is not None:
             row = tl.load(rows.order + row)
         softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
+        bend = logit_scale if way.scaled else None, softcap if way.capped else None
         class_weight = rows.class_weight
         if class_weight is not None:
             class_weight += first_here
         tilt = 0.0
-        if TILTED:
+        if way.tilted:
             tilt = tl.load(made + 3 * slot)
         delta = 0.0
-        if SMOOTHED:
+        if way.smoothed:
             delta = tl.load(made + 4 * slot)
-        write_gradient(
-            source, place, off, first, last, width, whole, tl.load(made), True, tl.load(made + slot), tilt, delta,
-            class_weight, logit_scale, softcap, BLOCK, RAGGED, VECTOR, SKEWED, False, True, QUICK, SCALED, CAPPED,
-            SMOOTHED, TILTED, False,
-        )  # fmt: skip
+        terms = tl.load(made), True, tl.load(made + slot), tilt, delta
+        write_gradient(source, place, off, first, last, width, whole, terms, class_weight, bend, way, False)
         y -= first_here
-        if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + BLOCK):
+        if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()
             tl.store(place + (off + y), tl.load(made + 2 * slot).to(grad.dtype.element_ty))

@@ -4,7 +4,7 @@ import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import target_weight
 from xent.backends.triton.kernels.maths import LN2, LOG2E, exp, finite
-from xent.backends.triton.kernels.sums import column, owner, put, rebased
+from xent.backends.triton.kernels.sums import load_sums, owner, put, target_number
 from xent.backends.triton.prepared import kernel
 
 __all__ = ["join_kernel"]
@@ -12,7 +12,7 @@ __all__ = ["join_kernel"]
 
 @kernel
 def join_kernel(
-    parts,  # (2 or 3, chunks, R) float32: the largest x, the sum of e, and with MIXED the sum of e log2 e
+    parts,  # (2 or 3, chunks, R) float32: the largest x, the sum of e, and with an entropy the sum of e log2 e
     chunks: "i32",
     count: "i64",  # R
     sums,  # (K, R) float32, rows `slot` apart
@@ -24,12 +24,7 @@ def join_kernel(
     first: "i32",  # the first class of this rank
     width: "i32",  # the number of its classes
     vocabulary: "i32",
-    WEIGHT: tl.constexpr,  # these are columns of `sums`, -1 if there is none
-    MIXED: tl.constexpr,
-    SQUARES: tl.constexpr,  # tiles have written this one and the next two, with another reference
-    DEFICIT: tl.constexpr,
-    COUNTED: tl.constexpr,
-    ID: tl.constexpr,
+    columns: tl.constexpr,  # see `Columns`; tiles have written squares and deficit, with another reference
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,  # chunks that are read at a time
 ):
@@ -49,7 +44,7 @@ def join_kernel(
         reference = finite(largest)
         kept = exp(peak - reference)
         share = exp(part_peak - reference[None, :])
-        if MIXED >= 0:
+        if columns.mixed >= 0:
             part_mixed = tl.load(place + 2 * chunks * count, mask=mask, other=0.0)
             growth = tl.where(part_peak == -float("inf"), 0.0, (reference[None, :] - part_peak) * LOG2E)
             mixed = kept * (mixed - tl.where(peak == -float("inf"), 0.0, (reference - peak) * LOG2E) * rest)
@@ -61,20 +56,18 @@ def join_kernel(
         row = tl.load(rows.order + row, mask=inside, other=0)
     owned, y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
     place = sums + here
-    if SQUARES >= 0 or DEFICIT >= 0:
-        _rest, _below, _mixed, squares, deficit = rebased(
-            finite(peak), tl.load(place, mask=inside, other=0.0), 0.0, 0.0, 0.0, 0.0,
-            column(place, slot, inside, SQUARES), column(place, slot, inside, DEFICIT),
-            column(place, slot, inside, COUNTED),
-        )  # fmt: skip
-        put(place, slot, inside, squares, SQUARES)
-        put(place, slot, inside, deficit, DEFICIT)
+    if columns.squares >= 0 or columns.deficit >= 0:
+        _rest, _below, _mixed, squares, deficit, _weights, _counted = load_sums(
+            place, slot, inside, finite(peak), columns
+        )
+        put(place, slot, inside, squares, columns.squares)
+        put(place, slot, inside, deficit, columns.deficit)
     put(place, slot, inside, peak, 0)
     put(place, slot, inside, rest, 1)
     put(place, slot, inside, tl.where(owned, tl.load(target_logits + here, mask=inside, other=0.0), 0.0), 2)
-    put(place, slot, inside, mixed * LN2, MIXED)
-    if WEIGHT >= 0:
-        put(place, slot, inside, tl.where(owned, target_weight(rows, tl.where(owned, y, 0)), 0.0), WEIGHT)
-    if ID >= 0:
-        own = tl.load(rows.target + row, mask=inside, other=0).to(tl.int32)
-        put(place, slot, inside, own.to(tl.float32, bitcast=True), ID)
+    put(place, slot, inside, mixed * LN2, columns.mixed)
+    if columns.row_weight >= 0:
+        w_y = tl.where(owned, target_weight(rows, tl.where(owned, y, 0)), 0.0)
+        put(place, slot, inside, w_y, columns.row_weight)
+    if columns.id >= 0:
+        put(place, slot, inside, target_number(row, inside, rows), columns.id)

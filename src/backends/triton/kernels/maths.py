@@ -86,32 +86,32 @@ def _below(x, softcap):
 
 
 @triton.jit
-def activate(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
-    """Return x = k tanh(s z / k), or s z without a softcap k.
+def activate(z, bend, QUICK: tl.constexpr):
+    """Return x = k tanh(s z / k) for bend = (s, k), or s z if k is None. If s is None, it is 1.
 
     QUICK computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is enough
     for 16-bit logits.
     """
-    x = z * logit_scale if SCALED else z
-    if CAPPED:
+    x = z if bend[0] is None else z * bend[0]
+    if bend[1] is not None:
         if QUICK:
-            x = tl.fma(_below(x, softcap), -2 * softcap, softcap)
+            x = tl.fma(_below(x, bend[1]), -2 * bend[1], bend[1])
         else:
-            x = softcap * tanh(x / softcap)
+            x = bend[1] * tanh(x / bend[1])
     return x
 
 
 @triton.jit
-def slope(z, logit_scale, softcap, SCALED: tl.constexpr, CAPPED: tl.constexpr, QUICK: tl.constexpr):
+def slope(z, bend, QUICK: tl.constexpr):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
-    found = tl.zeros_like(z) + (logit_scale if SCALED else 1.0)
-    if CAPPED:
-        x = z * logit_scale if SCALED else z
+    found = tl.zeros_like(z) + (1.0 if bend[0] is None else bend[0])
+    if bend[1] is not None:
+        x = z if bend[0] is None else z * bend[0]
         if QUICK:
-            below = _below(x, softcap)
+            below = _below(x, bend[1])
             found *= 4 * tl.fma(-below, below, below)
         else:
-            t = exp(-2 * tl.abs(x / softcap))
+            t = exp(-2 * tl.abs(x / bend[1]))
             found *= 4 * t / ((1 + t) * (1 + t))
     return found
 
@@ -132,13 +132,13 @@ def quick_exponent(x, reference):
 
 
 @triton.jit
-def capped_exponent(z, logit_scale, softcap, reference, SCALED: tl.constexpr):
+def capped_exponent(z, bend, reference):
     """Return log2 of e^(x - reference) for a QUICK softcap, by one multiply-add after `_below`.
 
     `reference` is in units of log2, as a factor in the exponent makes it.
     """
-    below = _below(z * logit_scale if SCALED else z, softcap)
-    return tl.fma(below, softcap * (-2 * LOG2E), -(reference - softcap * LOG2E))
+    below = _below(z if bend[0] is None else z * bend[0], bend[1])
+    return tl.fma(below, bend[1] * (-2 * LOG2E), -(reference - bend[1] * LOG2E))
 
 
 @triton.jit
@@ -162,12 +162,12 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, inside, logit_scale, SCALED: tl.constexpr):
+def order(z, inside, bend):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
 
     NaN is largest.
     """
-    key = tl.where(logit_scale < 0, -z, tl.where(logit_scale == 0, 0.0, z)) if SCALED else z
+    key = z if bend[0] is None else tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z))
     return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
 
 

@@ -11,7 +11,9 @@ them into the registers of the block before, and so not before that block is use
 import triton
 import triton.language as tl
 
-__all__ = ["edges", "fetch", "fill", "store"]
+from xent.backends.triton.kernels.algebra import position
+
+__all__ = ["aligned", "edges", "fetch", "fill", "offset", "store"]
 
 NO_BFLOAT16 = tl.constexpr(-0x007F0080)  # a pair of -inf
 NO_FLOAT16 = tl.constexpr(-0x03FF0400)
@@ -19,9 +21,26 @@ HIGH = tl.constexpr(-0x10000)  # the bits of a pair's second element
 
 
 @triton.jit
-def fetch(row, first, whole, BLOCK: tl.constexpr, VECTOR: tl.constexpr, POLICY: tl.constexpr):
+def offset(here, inner, outer, stride, skew, way: tl.constexpr):
+    """Return the distance of a row from the last multiple of 16 bytes before it, in elements."""
+    off = 0
+    if way.skewed:
+        off = ((skew + position(here, inner, outer, stride, way.grouped)) % way.vector).to(tl.int32)
+    return off
+
+
+@triton.jit
+def aligned(tensor, here, inner, outer, stride, shift, way: tl.constexpr):
+    """Return a pointer `shift` elements after the begin of a row: a multiple of 16 bytes, if there are vectors."""
+    place = tensor + (position(here, inner, outer, stride, way.grouped) + shift)
+    return tl.multiple_of(place, 16) if way.vector > 1 else place
+
+
+@triton.jit
+def fetch(row, first, whole, way: tl.constexpr, POLICY: tl.constexpr):
     """Load a block of a row as float32, in the whole vectors that begin before `whole`. Other elements are -inf."""
-    if VECTOR == 8:  # 16-bit elements
+    BLOCK: tl.constexpr = way.block
+    if way.vector == 8:  # 16-bit elements
         NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
         pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
         lanes = tl.arange(0, BLOCK // 2)
@@ -40,16 +59,13 @@ def fetch(row, first, whole, BLOCK: tl.constexpr, VECTOR: tl.constexpr, POLICY: 
 
 
 @triton.jit
-def store(
-    row, first, g, skew, vocabulary, BLOCK: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    VECTOR: tl.constexpr,
-):  # fmt: skip
+def store(row, first, g, skew, vocabulary, way: tl.constexpr, MASKED: tl.constexpr):
     """Store a block of a row in whole vectors. The partial vectors of a RAGGED row are left out, see `edges`."""
-    lanes = tl.arange(0, BLOCK)
+    lanes = tl.arange(0, way.block)
     g = g.to(row.dtype.element_ty)
     if MASKED:
-        begin = (skew + VECTOR - 1) // VECTOR * VECTOR if RAGGED else 0
-        end = (vocabulary + skew) // VECTOR * VECTOR
+        begin = (skew + way.vector - 1) // way.vector * way.vector if way.ragged else 0
+        end = (vocabulary + skew) // way.vector * way.vector
         tl.store(row + first + lanes, g, mask=(lanes >= begin - first) & (lanes < end - first), cache_modifier=".cs")
     else:
         tl.store(row + first + lanes, g, cache_modifier=".cs")
@@ -70,11 +86,13 @@ def edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
 
 
 @triton.jit
-def fill(row, value, off, start, last, vocabulary, BLOCK: tl.constexpr, RAGGED: tl.constexpr, VECTOR: tl.constexpr):
+def fill(row, value, off, start, last, vocabulary, way: tl.constexpr):
     """Store one number to a row's blocks from `start` to `last`."""
+    BLOCK: tl.constexpr = way.block
+    VECTOR: tl.constexpr = way.vector
     for first in range(start, last + 1, BLOCK):
-        store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, BLOCK, True, RAGGED, VECTOR)
-    if RAGGED:
+        store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, way, True)
+    if way.ragged:
         places, inside = edges(start, last + BLOCK, off, vocabulary, VECTOR)
         few = tl.full([2 * VECTOR], 0.0, tl.float32) + value
         tl.store(row + places, few.to(row.dtype.element_ty), mask=inside)

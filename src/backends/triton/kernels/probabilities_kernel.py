@@ -14,13 +14,13 @@ import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import (
     coefficients,
-    factors,
     finish,
     numbers_of,
     position,
     record,
     record_nothing,
 )
+from xent.backends.triton.kernels.gradient import row_factors
 from xent.backends.triton.kernels.maths import FLOOR, LOG2E, NOWHERE, order, times
 from xent.backends.triton.kernels.sides import begin, fill_row, peak, read, write
 from xent.backends.triton.prepared import kernel
@@ -78,10 +78,11 @@ def probabilities_kernel(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
         vocabulary, softcap, logit_scale, -1, limit, GROUPED, ALIGNED,
     )  # fmt: skip
-    side = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
+    side = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
     shared = row if rows.target is None else shared
     given = probabilities + position(shared, probabilities_inner, probabilities_outer, probabilities_row, True)
     keep, spread, z_loss = numbers_of(rows, vocabulary, keep, spread, z_loss)
+    numbers = 0.0, 1.0, z_loss
     if ignored if ALL_ROWS else dead:
         record_nothing(row, None, results)
         if grad is not None:
@@ -96,7 +97,7 @@ def probabilities_kernel(
                 classes = first + lanes
                 inside = classes < vocabulary
                 z, _x = read(side, first, BLOCK)
-                key = order(z, inside, side[2], SCALED)
+                key = order(z, inside, side[2])
                 at = tl.where(key > best, classes, at)
                 best = tl.maximum(best, key)
                 q, _share = _shares(given, probabilities_class, None, classes, vocabulary, 1.0, 0.0)
@@ -123,17 +124,20 @@ def probabilities_kernel(
             mass += q
             raw += times(q, m - x)
         total, total_share, all_q = tl.sum(sums, 0), tl.sum(shares, 0), tl.sum(mass, 0)
-        _nll, log_sum, entropy = finish(
-            row, None, true, a, 1.0, dead, ignored, invalid, m, total, tl.full((), -float("inf"), tl.float32),
-            tl.sum(costs, 0), total_share, tl.sum(mixed, 0), tl.sum(squares, 0), tl.sum(level, 0) / vocabulary, found,
-            results, 0.0, 1.0, z_loss, True, Z_LOSS, True,
+        nowhere = tl.full((), -float("inf"), tl.float32)
+        nll, log_sum, entropy = finish(
+            row, None, (true, a, ignored, invalid), dead, 1.0, m, total, nowhere, tl.sum(costs, 0), total_share,
+            tl.sum(mixed, 0), tl.sum(squares, 0), tl.sum(level, 0) / vocabulary, found, results, numbers, True, Z_LOSS,
+            True,
         )  # fmt: skip
         record(results.nll, row, None, all_q * log_sum + tl.sum(raw, 0))
         if grad is not None:
             gamma, excess, beta, delta = coefficients(
-                row, None, r, 1.0, total_share, m + log_sum, entropy, upstreams, 0.0, 1.0, z_loss, True, Z_LOSS
+                row, None, r, 1.0, total_share, m + log_sum, entropy, upstreams, numbers, True, Z_LOSS
             )
-            factor, tilt = factors(gamma * all_q, excess, beta, log_sum, total, TILTED)
+            factor, tilt, _g_y = row_factors(
+                gamma * all_q, excess, beta, delta, m, 1.0, total, nowhere, nll, log_sum, side[2], TILTED
+            )
             if dead & ((upstreams.lse is None) and ((upstreams.nll is None) and (not TILTED))):
                 fill_row(place, vocabulary, 0.0, BLOCK)
             else:

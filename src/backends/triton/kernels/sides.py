@@ -1,6 +1,6 @@
 """Rows of logits with their activation, for kernels of one program per row.
 
-A side is (row of raw logits, V, logit scale or None, softcap or None).
+A side is (row of raw logits, V, (logit scale or None, softcap or None)).
 """
 
 import triton
@@ -41,13 +41,13 @@ def begin(
 @triton.jit
 def x_of(z, side):
     """Return x of raw logits."""
-    return activate(z, side[2], side[3], side[2] is not None, side[3] is not None, False)
+    return activate(z, side[2], False)
 
 
 @triton.jit
 def slope_of(z, side):
     """Return dx/dz at raw logits."""
-    return slope(z, side[2], side[3], side[2] is not None, side[3] is not None, False)
+    return slope(z, side[2], False)
 
 
 @triton.jit

@@ -8,29 +8,17 @@ import triton
 import triton.language as tl
 
 from xent.backends.torch.contract import Setting, columns
+from xent.backends.triton.groups import Columns
 from xent.backends.triton.kernels.algebra import row_facts
 from xent.backends.triton.kernels.maths import exp, finite, times
 
-__all__ = ["column", "column_numbers", "larger", "owner", "put", "rebased"]
-
-_COLUMNS = {
-    "WEIGHT": "row_weight",
-    "BELOW": "below",
-    "WEIGHTS": "weights",
-    "MIXED": "mixed",
-    "SQUARES": "squares",
-    "DEFICIT": "deficit",
-    "COUNTED": "counted",
-    "KEY": "key",
-    "PLACE": "place",
-    "ID": "id",
-}
+__all__ = ["column", "column_numbers", "larger", "load_sums", "owner", "put", "rebased", "target_number"]
 
 
-def column_numbers(setting: Setting) -> dict[str, int]:
-    """Return the kernels' constants: the number of each column of packed sums, -1 if it is not needed."""
+def column_numbers(setting: Setting) -> Columns:
+    """Return the columns of a call's packed sums."""
     names = columns(setting)
-    return {constant: names.index(name) if name in names else -1 for constant, name in _COLUMNS.items()}
+    return Columns(*(names.index(name) if name in names else -1 for name in Columns._fields))
 
 
 @triton.jit
@@ -63,6 +51,29 @@ def rebased(reference, peak, rest, below, weights, mixed, squares, deficit, coun
         factor * factor * squares,
         deficit + times(counted, growth),
     )
+
+
+@triton.jit
+def load_sums(place, slot, inside, reference, columns: tl.constexpr):
+    """Return rest, below, mixed, squares, deficit, weights and counted, relative to a larger, finite reference."""
+    weights = column(place, slot, inside, columns.weights)
+    counted = column(place, slot, inside, columns.counted)
+    rest, below, mixed, squares, deficit = rebased(
+        reference, column(place, slot, inside, 0), column(place, slot, inside, 1),
+        column(place, slot, inside, columns.below), weights, column(place, slot, inside, columns.mixed),
+        column(place, slot, inside, columns.squares), column(place, slot, inside, columns.deficit), counted,
+    )  # fmt: skip
+    return rest, below, mixed, squares, deficit, weights, counted
+
+
+@triton.jit
+def target_number(row, inside, rows):
+    """Return the target of a row as the sums have it, by which ranks compare their targets: its bits as a float."""
+    if inside is None:
+        y = tl.load(rows.target + row)
+    else:
+        y = tl.load(rows.target + row, mask=inside, other=0)
+    return y.to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

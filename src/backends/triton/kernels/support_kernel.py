@@ -11,8 +11,8 @@ If the target is not in the support, the loss is infinite, and the loss and nll 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import coefficients, factors, finish, record, record_nothing
-from xent.backends.triton.kernels.gradient import target_gradient
+from xent.backends.triton.kernels.algebra import coefficients, finish, record, record_nothing
+from xent.backends.triton.kernels.gradient import row_factors
 from xent.backends.triton.kernels.maths import FLOOR, LOG2E, NOWHERE, finite, order
 from xent.backends.triton.kernels.sides import begin, fill_row, slope_of, x_of
 from xent.backends.triton.prepared import kernel
@@ -67,7 +67,7 @@ def support_kernel(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
         vocabulary, softcap, logit_scale, ignore_index, vocabulary, GROUPED, ALIGNED,
     )  # fmt: skip
-    side = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
+    side = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
     if ignored:
         record_nothing(row, None, results)
         if grad is not None and not FILLED:
@@ -94,7 +94,7 @@ def support_kernel(
             strange |= (inside & ~known).to(tl.int32)
             peaks = tl.maximum(peaks, tl.where(known, x_of(z, side), -float("inf")))
             if (results.predictions is not None) or (results.hits is not None):
-                key = order(z, known, side[2], SCALED)
+                key = order(z, known, side[2])
                 largest = tl.max(key, 0)
                 lowest = tl.min(tl.where(known & (key == largest), classes, NOWHERE), 0)
                 ties = (largest == top) & (top > -float("inf"))
@@ -122,8 +122,8 @@ def support_kernel(
         e2_y = tl.where(has_target, (x_of(z_y, side) - m) * LOG2E, -float("inf"))
         level = tl.where(wrong, nan, tl.sum(v, 0) / tl.maximum(size, 1))
         nll, log_sum, entropy = finish(
-            row, None, y, a, 1.0, dead, ignored, invalid, m, rest, e2_y, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0), level,
-            found, results, 1.0, 0.0, 0.0, False, False, True,
+            row, None, (y, a, ignored, invalid), dead, 1.0, m, rest, e2_y, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0), level,
+            found, results, (1.0, 0.0, 0.0), False, False, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))
@@ -134,14 +134,12 @@ def support_kernel(
 
         if grad is not None:
             gamma, excess, beta, _delta = coefficients(
-                row, None, r, 1.0, 0.0, 0.0, entropy, upstreams, 1.0, 0.0, 0.0, False, False
+                row, None, r, 1.0, 0.0, 0.0, entropy, upstreams, (1.0, 0.0, 0.0), False, False
             )
             gamma = tl.where(nll == float("inf"), 0.0, gamma)
-            e_y = tl.math.exp2(e2_y)
-            g_y = target_gradient(
-                z_y, rest, rest + e_y, e_y, gamma, excess, beta, nll, 0.0, 1.0, side[2], side[3], SCALED, CAPPED, TILTED
+            factor, tilt, g_y = row_factors(
+                gamma, excess, beta, 0.0, z_y, 1.0, rest, e2_y, nll, log_sum, side[2], TILTED
             )
-            factor, tilt = factors(gamma, excess, beta, log_sum, rest + e_y, TILTED)
             blank = tl.where(wrong | invalid, nan, 0.0)
             if (blank != 0) | (not FILLED):
                 fill_row(place, vocabulary, blank, BLOCK)

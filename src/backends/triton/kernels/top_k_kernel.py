@@ -85,7 +85,7 @@ def top_k_kernel(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
         vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
     )  # fmt: skip
-    ours = z_row, vocabulary, logit_scale if SCALED else None, softcap if CAPPED else None
+    ours = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
     source = z_row
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else dead:
