@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 import xent
+from tests.distributed.fsdp import averages
 from tests.distributed.pool import PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
@@ -345,13 +346,6 @@ def train(model: nn.Module, mine: slice, processes: int) -> dict[str, Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return {name: whole(value).detach() for name, value in model.state_dict().items()}
-
-
-def averages(mesh: DeviceMesh) -> bool:
-    """Return whether FSDP2 averages gradients over the ranks. PyTorch 2.8 adds them up where the backend is gloo."""
-    model = fully_shard(nn.Linear(4, 4, bias=False).to(device()), mesh=mesh)
-    model(torch.ones(1, 4, device=device())).sum().backward()
-    return bool(whole(model.weight.grad)[0, 0] == 1)
 
 
 def _training(tokens_in_shards: bool) -> None:
