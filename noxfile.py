@@ -259,6 +259,15 @@ def tests_integrations(session: nox.Session) -> None:
         session.run("pytest", examples, "-k", "replace.md", env={**settings, **interpreter})
 
 
+@nox.session(name="tests-deepspeed", default=False)
+def tests_deepspeed(session: nox.Session) -> None:
+    """Train models that DeepSpeed's ZeRO-3 partitions, in two processes on the CPU. It builds DeepSpeed from source."""
+    install(session, "test", "integrations", "trl", extras="torch", also=["setuptools", "wheel", "ninja", "py-cpuinfo"])
+    session.install("--no-build-isolation", "deepspeed==0.19.8", env={"DS_BUILD_OPS": "0"})
+    settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_DEEPSPEED": "1", "DS_ACCELERATOR": "cpu"}
+    session.run("pytest", "tests/deepspeed", *session.posargs, env={**settings, "OMP_NUM_THREADS": "1"})
+
+
 @nox.session(default=False, venv_backend="none")
 def full(session: nox.Session) -> None:
     """Run all tests with the full products of what the matrix covers in pairs and triples: before a release."""

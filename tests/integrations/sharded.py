@@ -26,7 +26,7 @@ WAYS = {
     "FSDP2, head alone": "deferred",
     "FSDP2, norm and head": "deferred",  # as accelerate does
     "FSDP2, norm and head, taken away": "computed",
-    "FSDP1, head alone": "computed",
+    "FSDP1, head alone": "deferred",
 }
 """What is sharded -> whether the logits are deferred or computed."""
 

@@ -51,13 +51,13 @@ def torchrun(
     )
 
 
-def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1) -> str:
+def launch(processes: int, module: str, *arguments: str, gpus: bool = GPUS > 1, timeout: int = 180) -> str:
     """Run a module in several processes and return its output. GPUs are hidden from it if there are too few."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *launcher, "-m", module, *arguments]
     hidden = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(
-        command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=180, check=False
+        command, cwd=ROOT, env=os.environ | hidden, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return run.stdout

@@ -42,6 +42,7 @@ _RECORDERS = {
     Tensor.contiguous: steps.make_contiguous,
     torch.clone: steps.clone,
     Tensor.clone: steps.clone,
+    Tensor.detach: steps.detach,
     Tensor.view: steps.reshape,
     Tensor.reshape: steps.reshape,
     torch.reshape: steps.reshape,

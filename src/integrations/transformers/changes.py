@@ -19,11 +19,9 @@ from xent.integrations.transformers.history import Call, is_used, note_step
 
 __all__ = ["Origin", "change", "origin", "unwatch", "watch"]
 
-_heads: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
-"""The heads that defer their logits."""
+_heads: "weakref.WeakKeyDictionary[nn.Module, tuple[int, str]]" = weakref.WeakKeyDictionary()
+"""Each head that defers its logits -> the number of optimizer steps on its weights, and the last optimizer's class."""
 _hook: list[Any] = []
-_steps: dict[int, tuple[str, int]] = {}
-"""id of a weight -> the class of the last optimizer that changed it, and the version counter after that."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,14 +32,17 @@ class Origin:
     """Hidden states, and other tensors that are no parameters."""
     weights: tuple[Tensor, ...]
     """Weights, or their local shards."""
+    head: nn.Module | None
     gathered: bool
-    """Whether the weights are whole only during the head's call. Their shards may be moved."""
+    """Whether the weights are whole only during the head's call."""
     versions: tuple[int, ...]
     dtypes: tuple[torch.dtype, ...]
     addresses: tuple[int, ...] | None
     """None if a compiled graph created the logits."""
     samples: tuple[Tensor, ...]
     """Some elements of each weight."""
+    steps: int
+    """The number of optimizer steps on the head's weights."""
     call: Call | None
     """The entry of this call of the head in the model's history, if it has one."""
     key: int = 0
@@ -51,21 +52,26 @@ class Origin:
 def origin(
     inputs: tuple[Tensor, ...],
     weights: tuple[Tensor, ...],
+    head: nn.Module | None = None,
     gathered: bool = False,
     call: Call | None = None,
     key: int = 0,
 ) -> Origin:
     """Return the present state of these tensors."""
-    weights = tuple([_local(weight) for weight in weights])
-    tensors = (*inputs, *weights)
+    whole, weights = weights, tuple([_local(weight) for weight in weights])
+    if gathered:  # FSDP2 frees what it gathered, and optimizers count the steps on its shards
+        weights = tuple([weight for weight, part in zip(weights, whole, strict=True) if weight is not part])
+    tensors, compiling = (*inputs, *weights), torch.compiler.is_compiling()
     return Origin(
         inputs,
         weights,
+        None if compiling else head,
         gathered,
         tuple([_version(tensor) for tensor in tensors]),
         tuple([tensor.dtype for tensor in tensors]),
-        None if torch.compiler.is_compiling() else tuple([tensor.data_ptr() for tensor in tensors]),
+        None if compiling else tuple([tensor.data_ptr() for tensor in tensors]),
         tuple([_sample(weight).clone() for weight in weights]),
+        0 if compiling or head is None else _heads[head][0],
         call,
         key,
     )
@@ -77,20 +83,20 @@ def change(origin: Origin, compare_elements: bool) -> str | None:
     for tensor, dtype in zip(tensors, origin.dtypes, strict=True):
         if tensor.dtype != dtype:
             return f"the weights were converted from {dtype} to {tensor.dtype}"
-    if not all(tensor.untyped_storage().nbytes() or not tensor.numel() for tensor in tensors):
+    if not origin.gathered and not all(tensor.untyped_storage().nbytes() or not tensor.numel() for tensor in tensors):
         return "the weights were sharded or offloaded"
+    steps, name = (0, "") if origin.head is None else _heads.get(origin.head, (0, ""))
+    if steps > origin.steps:
+        return f"{name}.step() changed the weights"
     versions = tuple([_version(tensor) for tensor in tensors])
-    if versions[:inputs] != origin.versions[:inputs]:
-        return "the hidden states were written to in place"
-    for weight, version, before in zip(origin.weights, versions[inputs:], origin.versions[inputs:], strict=True):
-        if version != before:
-            name, after = _steps.get(id(weight), ("", -1))
-            return f"{name}.step() changed the weights" if after == version else "the weights were written to in place"
+    if versions != origin.versions:
+        what = "hidden states" if versions[:inputs] != origin.versions[:inputs] else "weights"
+        return f"the {what} were written to in place"
     addresses = tuple([tensor.data_ptr() for tensor in tensors])
     if not origin.gathered and origin.addresses not in (None, addresses):
         return "the weights were moved or replaced (parameter.data = ..., model.to(...), merging an adapter)"
-    same = zip(origin.weights, origin.samples, strict=False)
-    if compare_elements and not all(torch.allclose(_sample(now), old, 0, 0, equal_nan=True) for now, old in same):
+    samples = zip(origin.weights, origin.samples, strict=False)
+    if compare_elements and not all(torch.allclose(_sample(now), old, 0, 0, equal_nan=True) for now, old in samples):
         return "the weights were written to through parameter.data (by hand, or by merging an adapter)"
     return None
 
@@ -98,7 +104,7 @@ def change(origin: Origin, compare_elements: bool) -> str | None:
 def watch(head: nn.Module) -> None:
     """Count the steps of optimizers that hold a weight of this head."""
     if head not in _heads:
-        _heads.add(head)
+        _heads[head] = 0, ""
         if not _hook:
             # If torch.compile traced the hook, it would drop its effect.
             _hook.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
@@ -107,21 +113,19 @@ def watch(head: nn.Module) -> None:
 def unwatch(*heads: nn.Module) -> None:
     """Undo `watch`. Without any head or patched model left, remove the hook."""
     for head in heads:
-        _heads.discard(head)
+        _heads.pop(head, None)
     if _hook and not _heads and not is_used():
         _hook.pop().remove()
-        _steps.clear()
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Increment the version counters of the heads' weights. PyTorch calls this after each step of each optimizer."""
-    held = {id(weight) for head in _heads for weight in head.parameters()}
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            if id(weight) in held and weight.requires_grad:
-                local = _local(weight)
-                increment_version(local)
-                _steps[id(local)] = type(optimizer).__name__, local._version
+    """Count a step, also in the weights' version counters. PyTorch calls this after each step of each optimizer."""
+    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    for head, (steps, _) in list(_heads.items()):
+        weights = [weight for weight in head.parameters() if id(weight) in trained]
+        if weights:
+            increment_version([_local(weight) for weight in weights])
+            _heads[head] = steps + 1, type(optimizer).__name__
     note_step(optimizer)
     unwatch()
 

@@ -142,7 +142,7 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
                     made: Tensor = view(real(base, function), *arguments)
                 else:
                     _prepare_to_follow(logits, function)
-                    made = follow(logits._recipe)
+                    made = logits._recipe.hooked(follow(logits._recipe))
             if metadata(logits, "requires_grad") and not logits._tracked:
                 made = _Adopted.apply(logits, made)
         logits._real = made
@@ -240,10 +240,14 @@ class _Edge(torch.autograd.Function):
         if gradient is None:
             return None, None, None, None, *[None for _ in wanted]
         check_unchanged(ctx.origins)
-        if ctx.recipe.head is not None:
+        for hook in ctx.recipe.hooks:
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+        if ctx.recipe.caller is not None:
             raise RuntimeError(
                 "the logits of a patched model reached an operation that xent cannot follow, and their gradient needs "
-                "the head, which FSDP2 shards in its own group: shard the head with the rest of the model, or call "
+                "the head's weight, which is gathered only during its calls (ZeRO-3, FSDP1, an FSDP2 group of its "
+                "own): shard the head with the rest of the model, or call "
                 "xent.integrations.transformers.unpatch(model)"
             )
         tensors, again = ctx.recipe.tensors(), torch.is_grad_enabled()  # True with create_graph=True

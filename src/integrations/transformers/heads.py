@@ -1,9 +1,9 @@
 """Heads that defer their logits: a subclass of torch.nn.Linear, and the search for a model's heads."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -11,8 +11,9 @@ from xent.integrations.transformers import calls as _calls  # noqa: F401  regist
 from xent.integrations.transformers import parallel
 from xent.integrations.transformers.changes import origin, unwatch, watch
 from xent.integrations.transformers.deferred import defer
-from xent.integrations.transformers.history import begin_call, note_compiled
-from xent.integrations.transformers.recipe import Product, Recipe, autocast_dtype
+from xent.integrations.transformers.history import begin_call, modules_around, note_compiled
+from xent.integrations.transformers.recipe import Caller, Product, Recipe, autocast_dtype
+from xent.integrations.transformers.replaced import inner
 from xent.integrations.transformers.unfit import advice
 
 __all__ = ["COMPILES", "DeferringHead", "DeferringLinear", "defer_logits", "find_heads", "find_owner", "restore"]
@@ -26,22 +27,31 @@ _PLAIN = (Tensor, nn.Parameter)
 class DeferringHead:
     """Mixin that makes a subclass of torch.nn.Linear defer its logits. It is the first base of the class."""
 
-    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
-        """Return deferred logits if possible, otherwise logits. With a `task`, return task(input, weight, bias)."""
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
+        if len(args) == 1 and hasattr(self._parameters.get("weight"), "ds_id") and "_xent_task" not in vars(self):
+            return _logits(self, args[0])
+        made: Tensor = super().__call__(*args, **kwargs)
+        return made
+
+    def forward(self: Any, input: Tensor) -> Tensor:
+        """Return deferred logits if possible, otherwise logits. With a task, return task(input, weight, bias)."""
+        task = vars(self).get("_xent_task")
+        if task is not None:
+            made: Tensor = task(input, self.weight, self.bias)
+            return made
         if "parametrizations" in self._modules:
             with parametrize.cached():  # otherwise each look at the weight computes it
-                return _logits(self, input, task)
-        return _logits(self, input, task)
+                return _logits(self, input)
+        return _logits(self, input)
 
 
 class DeferringLinear(DeferringHead, nn.Linear):
     """torch.nn.Linear that returns deferred logits."""
 
 
-def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Tensor:
+def _logits(head: Any, input: Tensor) -> Tensor:
     """See `DeferringHead.forward`, which transformers may call with a head of another class."""
-    if task is not None:
-        return task(input, head.weight, head.bias)
     if parallel.is_running(head):
         return parallel.compute(head, input)
     compiling, key = torch.compiler.is_compiling(), 0
@@ -57,7 +67,10 @@ def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Ten
                 note_compiled(key, trains, None, why)
     elif call is not None and why is not None:
         call.note_computed(why)
+    caller = _caller(head)
     if why is not None:
+        if hasattr(head.weight, "ds_id") and caller is not None:
+            return caller(input, F.linear)
         return parallel.compute(head, input)
     input = parallel.whole(input)
     if not compiling:
@@ -65,13 +78,13 @@ def _logits(head: Any, input: Tensor, task: Callable[..., Tensor] | None) -> Ten
         if input.is_inference():
             input = input.clone()  # no version counter would count a write to it
     autocast = autocast_dtype(input.device.type)
-    alone = head if _is_sharded(head) and not _shares_group(head) else None
-    recipe = Recipe((Product(input, head.weight),), head.bias, (), autocast, alone)
+    recipe = Recipe((Product(input, head.weight),), head.bias, (), autocast, caller)
     if parallel.gathered(head):
         recipe = recipe.then("gather").then("to_local")
     weights = (head.weight,) if head.bias is None else (head.weight, head.bias)
-    size = (*input.shape[:-1], head.weight.shape[0])
-    return defer(recipe, size, autocast or input.dtype, (origin((input,), weights, alone is not None, call, key),))
+    size = (*input.shape[:-1], getattr(head.weight, "ds_shape", head.weight.shape)[0])
+    state = origin((input,), weights, head, caller is not None, call, key)
+    return defer(recipe, size, autocast or input.dtype, (state,))
 
 
 def _why_computed(head: Any, input: Tensor) -> str | None:
@@ -93,19 +106,18 @@ def _why_computed(head: Any, input: Tensor) -> str | None:
     why = parallel.why_computed(head, input)
     if why is not None:
         return why
-    hooks = list(head._forward_hooks.values())
     if parallel.in_shards(weight):
-        hooks = [hook for hook in hooks if not parallel.is_of_tensor_parallelism(hook)]
         if _is_sharded(head) and not _shares_group(head):
             return "FSDP2 shards the tensor-parallel head on its own: let it belong to the group of the whole model"
     else:
         for tensor, name in ((input, "hidden states"), (weight, "weight")):
             if type(tensor) not in _PLAIN:
                 return f"the head's {name} are a {type(tensor).__name__}"
-    if len(hooks) > (1 if _is_sharded(head) else 0):
+    hooks = [str(getattr(inner(hook), "__module__", "")) for hook in head._forward_hooks.values()]
+    if not all(module.startswith(("torch.distributed.", "deepspeed.")) for module in hooks):
         return "the head has a forward hook, which is given its logits"
-    if hasattr(weight, "ds_id") or _is_flat(head) or _is_taken_away(head):
-        return "the head's weight is taken away after its call (DeepSpeed's ZeRO-3, FSDP1, reshard_after_forward=True)"
+    if _is_taken_away(head):
+        return "the head's weight is taken away after its call (reshard_after_forward=True of a group with others)"
     if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
         return f"the head's hidden states are {input.dtype} on {input.device}, its weight is on {weight.device}"
     dtypes = [tensor.dtype for tensor in (input, weight, bias) if tensor is not None]
@@ -118,6 +130,21 @@ def _why_computed(head: Any, input: Tensor) -> str | None:
         return "torch.compile defers logits from PyTorch 2.13 on"
     if compiling and (not torch.is_grad_enabled() or torch.compiler.is_exporting()):
         return "the model is exported, or compiled without gradients"
+    return None
+
+
+def _caller(head: Any) -> Caller | None:
+    """Return what calls the head so that its weight is gathered, if it is gathered only for that."""
+    if torch.compiler.is_compiling():
+        return None
+    if hasattr(head.weight, "ds_id") or (_is_sharded(head) and not _shares_group(head)):
+        return Caller(head, head)
+    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
+    if not parts or not all(part.module is head for part in parts):
+        return None
+    for module in modules_around(head):
+        if getattr(module, "_fsdp_wrapped_module", None) is head:
+            return Caller(head, module)
     return None
 
 
@@ -136,12 +163,6 @@ def _is_taken_away(head: Any) -> bool:
     if not _is_sharded(head) or not _shares_group(head):
         return False
     return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
-
-
-def _is_flat(head: Any) -> bool:
-    """Whether FSDP1 wraps this module alone, and so reshards its weight at the end of its call."""
-    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
-    return bool(parts) and all(part.module is head for part in parts)
 
 
 def find_owner(model: nn.Module) -> Any:

@@ -7,7 +7,7 @@ training step emits a warning with the function that read the logits and the lin
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -25,6 +25,7 @@ __all__ = [
     "forget",
     "history_of",
     "is_used",
+    "modules_around",
     "note_compiled",
     "note_step",
     "register",
@@ -134,6 +135,13 @@ def forget(model: nn.Module, heads: Iterable[Any]) -> None:
     _histories.pop(model, None)
     for head in heads:
         vars(head).pop("_xent_history", None)
+
+
+def modules_around(head: nn.Module) -> Iterator[nn.Module]:
+    """Return the modules of the patched model that has this head."""
+    for model, history in list(_histories.items()):
+        if history is vars(head).get("_xent_history"):
+            yield from model.modules()
 
 
 def is_used() -> bool:

@@ -40,7 +40,7 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
         )
         return loss
 
-    loss = run(logits._recipe, task)
+    loss = logits._recipe.hooked(run(logits._recipe, task))
     for origin in logits._origins:
         if torch.compiler.is_compiling():
             note_compiled(origin.key, logits._tracked, describe(logits._recipe), None)

@@ -22,7 +22,6 @@ __all__ = [
     "give_back",
     "in_shards",
     "is_of_plan",
-    "is_of_tensor_parallelism",
     "is_running",
     "take_over",
     "whole",
@@ -49,11 +48,6 @@ def is_of_plan(forward: Any) -> bool:
     """Whether a forward was installed by transformers' tensor parallelism."""
     module, name = getattr(forward, "__module__", None), getattr(forward, "__qualname__", "")
     return str(module).startswith("transformers.") and name.endswith("install_forward.<locals>.tp_forward")
-
-
-def is_of_tensor_parallelism(hook: Any) -> bool:
-    """Whether a forward hook belongs to a ParallelStyle of PyTorch."""
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor.")
 
 
 def take_over(head: Any) -> None:

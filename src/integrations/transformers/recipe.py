@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-__all__ = ["Product", "Recipe", "Step", "autocast_dtype", "describe", "follow", "run", "sum_up"]
+__all__ = ["Caller", "Product", "Recipe", "Step", "autocast_dtype", "describe", "follow", "run", "sum_up"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +25,24 @@ class Product:
     weight: Tensor
     """(V, D), or a DTensor with the classes in shards"""
     scale: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Caller:
+    """Calls a head whose weight is gathered only during its call: DeepSpeed's ZeRO-3, FSDP1, an FSDP2 group."""
+
+    head: Any
+    module: Any
+    """The head, or what wraps it."""
+
+    def __call__(self, hidden: Tensor, task: Callable[..., Tensor]) -> Tensor:
+        """Return task(hidden, weight, bias), computed in the head's call."""
+        self.head._xent_task = task
+        try:
+            made: Tensor = self.module(hidden)
+        finally:
+            del self.head._xent_task
+        return made
 
 
 @dataclass(frozen=True)
@@ -46,11 +64,12 @@ class Recipe:
     bias: Tensor | None
     steps: tuple[Step, ...]
     autocast: torch.dtype | None
-    head: nn.Module | None
-    """The head, if FSDP2 shards it in its own group. Its weight is gathered only during its call, so that every
-    computation with it is passed to the head as a task."""
+    caller: "Caller | None"
+    """If the weight is gathered only during the head's call: what calls the head, to compute with its weight."""
     offset: Tensor | None = None
     """(V,) or (1, ..., 1, V): a constant that the model adds to its logits, such as final_logits_bias."""
+    hooks: tuple[Callable[[Tensor], Any], ...] = ()
+    """Hooks of FSDP and DeepSpeed on the gradient of the logits, for the gradient of what is computed from them."""
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return hidden states and weights of all products, then bias and offset if they are not None."""
@@ -86,6 +105,12 @@ class Recipe:
         bias, offset = (None if tensor is None else tensor[..., :stop] for tensor in (self.bias, self.offset))
         return replace(self, products=products, bias=bias, offset=offset)
 
+    def hooked(self, made: Tensor) -> Tensor:
+        """Return the logits or the loss with the hooks."""
+        for hook in self.hooks if made.requires_grad else ():
+            made.register_hook(hook)
+        return made
+
     def then(self, name: str, value: Any = None) -> "Recipe":
         """Return the recipe with one more step."""
         return replace(self, steps=(*self.steps, Step(name, value)))
@@ -96,14 +121,11 @@ def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Ten
     device = recipe.products[0].hidden.device.type
     same = autocast_dtype(device) == recipe.autocast
     with nullcontext() if same else torch.autocast(device, recipe.autocast, enabled=recipe.autocast is not None):
-        if recipe.head is None:
+        if recipe.caller is None:
             return task(recipe.products, recipe.bias)
-
-        def task_of_head(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return task((Product(hidden, weight),), bias)
-
-        made: Tensor = recipe.head(recipe.products[0].hidden, task_of_head)
-        return made
+        return recipe.caller(
+            recipe.products[0].hidden, lambda hidden, weight, bias: task((Product(hidden, weight),), bias)
+        )
 
 
 def follow(recipe: Recipe) -> Tensor:

@@ -15,11 +15,13 @@ from torch.nn import Parameter
 
 from xent.integrations.transformers.changes import origin
 from xent.integrations.transformers.deferred import DeferredLogits, defer, is_open
+from xent.integrations.transformers.replaced import inner
 
 __all__ = [
     "add",
     "base_of",
     "clone",
+    "detach",
     "divide",
     "flatten",
     "make_contiguous",
@@ -73,7 +75,7 @@ def _add_head(logits: DeferredLogits, other: DeferredLogits) -> Any:
     factors = [step.value for step in theirs.steps if step.name == "mul"]
     alike = logits.shape == other.shape and logits.dtype == other.dtype and mine.autocast == theirs.autocast
     simple = not mine.steps and len(factors) == len(theirs.steps) and theirs.bias is None
-    whole = all(part.head is None and part.offset is None and not part.in_shards for part in (mine, theirs))
+    whole = all(part.caller is None and part.offset is None and not part.in_shards for part in (mine, theirs))
     if not alike or not simple or not whole:
         return NotImplemented
     scale = math.prod(factors)
@@ -137,6 +139,14 @@ def make_contiguous(function: Any, logits: Any) -> Any:
 def clone(function: Any, logits: Any) -> Any:
     """Return new deferred logits with the same recipe."""
     return _same_rows(logits, logits._recipe) if is_open(logits) else NotImplemented
+
+
+def detach(function: Any, logits: Any) -> Any:
+    """Record what DeepSpeed's ZeRO-3 does in a Function of its own to all outputs of a model."""
+    if not is_open(logits) or logits._recipe.caller is None or torch.is_grad_enabled():
+        return NotImplemented
+    with torch.enable_grad():
+        return _same_rows(logits, logits._recipe)
 
 
 def _same_rows(
@@ -205,7 +215,7 @@ def take(function: Any, logits: Any, index: Any) -> Any:
         parts[-1] = slice(None)
         stop = classes if chosen.stop is None else chosen.stop
         if stop != classes and not (type(stop) is int and stop > classes):
-            if type(stop) is not int or stop <= 0 or recipe.head is not None or recipe.in_shards:
+            if type(stop) is not int or stop <= 0 or recipe.caller is not None or recipe.in_shards:
                 return NotImplemented
             recipe, classes = recipe.on_classes(stop), stop
     whole = all(part is Ellipsis or part == slice(None) for part in parts) and classes == logits.shape[-1]
@@ -232,17 +242,17 @@ def _of_rows(
 
 
 def register_hook(function: Any, logits: Any, hook: Any) -> Any:
-    """Register FSDP's backward hook, which gathers weights, on the tensors of the recipe too.
+    """Register a backward hook of FSDP, which gathers weights, or of DeepSpeed on the loss of these logits too.
 
-    If the loss is computed outside of the module that FSDP wraps, its gradients do not pass through these logits.
+    If the loss is computed outside of the module that is wrapped, its gradients do not pass through these logits.
     """
-    owner = getattr(hook, "func", hook)
-    if not is_open(logits) or not str(getattr(owner, "__module__", "")).startswith("torch.distributed."):
+    module = str(getattr(inner(hook), "__module__", ""))
+    if not is_open(logits) or not module.startswith(("torch.distributed.", "deepspeed.")):
         return NotImplemented
     recipe = logits._recipe
-    hooked_modules = getattr(getattr(hook, "__self__", None), "_modules", ())
-    if recipe.head is None or recipe.head not in hooked_modules:  # a head in its own group is hooked later
-        logits._recipe = recipe.with_tensors(tuple([_hooked(tensor, hook) for tensor in recipe.tensors()]))
+    hooked = (*getattr(getattr(hook, "__self__", None), "_modules", ()), *getattr(hook, "args", ()))
+    if recipe.caller is None or not any(part is recipe.caller.module for part in hooked):  # it is called again
+        logits._recipe = replace(recipe, hooks=(*recipe.hooks, hook))
         logits._view = None
     with torch._C.DisableTorchFunctionSubclass():
         return function(logits, hook)
@@ -251,11 +261,3 @@ def register_hook(function: Any, logits: Any, hook: Any) -> Any:
 def base_of(function: Any, logits: Any) -> Any:
     """Return None as the base of logits that are not a view of others, although their memory is an expanded view."""
     return None if is_open(logits) and logits._view is None else NotImplemented
-
-
-def _hooked(tensor: Tensor, hook: Any) -> Tensor:
-    if not tensor.requires_grad:
-        return tensor
-    alias = tensor.view_as(tensor)
-    alias.register_hook(hook)
-    return alias
