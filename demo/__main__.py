@@ -29,6 +29,7 @@ def main() -> int:
     """Run the demo; the exit status is 1 if the two runs disagree or the models did not learn."""
     started = time.perf_counter()
     options = parse()
+    torch.set_num_threads(options.threads)
     console = Console(highlight=False)
     try:
         backend = picked_backend(options.device)
@@ -81,8 +82,12 @@ def _train(options: Options, text: Text, console: Console) -> dict[str, Trainer]
         take_turns(
             trainers.values(),
             batches,
+            options.seconds,
             after_step=lambda: bar.advance({name: trainer.run.losses[-1] for name, trainer in trainers.items()}),
         )
+    taken = len(trainers[XENT].run.losses)
+    if taken < options.steps:
+        console.print(f"Ended after {taken} steps: the training has {options.seconds:.0f} seconds (--seconds).")
     unseen = validation_batch(text, VALIDATION_BATCHES * options.batch, options.context).to(options.device)
     for trainer in trainers.values():
         trainer.validate(unseen, options.batch)

@@ -1,8 +1,11 @@
 """The device of the demo: choose it, describe it, synchronise with it."""
 
+import psutil
 import torch
 
-__all__ = ["choose_device", "describe", "synchronize"]
+__all__ = ["choose_device", "describe", "free_cores", "synchronize"]
+
+SAMPLE_SECONDS = 1.0
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -18,6 +21,16 @@ def choose_device(name: str | None) -> torch.device:
     if device.type not in present:
         raise ValueError(f"device {name!r} is not on this machine; there is {' and '.join(sorted(present))}")
     return device
+
+
+def free_cores() -> int:
+    """Return the number of cores that other programs leave to this one: at least 1, at most PyTorch's threads.
+
+    With more threads than free cores each operation waits for the thread that has none. That takes longest in code of
+    many small operations, and so would change which loss is faster.
+    """
+    busy = psutil.cpu_percent(SAMPLE_SECONDS) / 100 * (psutil.cpu_count() or 1)
+    return max(1, min(torch.get_num_threads(), round((psutil.cpu_count() or 1) - busy)))
 
 
 def describe(device: torch.device) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from demo.device import choose_device
+from demo.device import choose_device, free_cores
 
 __all__ = ["Options", "parse"]
 
@@ -26,6 +26,10 @@ class Options:
     device: torch.device
     seed: int
     out: Path
+    seconds: float
+    """Time for the training."""
+    threads: int
+    """Threads of PyTorch on the CPU."""
 
 
 def parse(arguments: list[str] | None = None) -> Options:
@@ -51,6 +55,12 @@ def parse(arguments: list[str] | None = None) -> Options:
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parent / "out", help="folder for the picture (default: demo/out)"
     )
+    parser.add_argument(
+        "--seconds", type=float, default=75.0, help="end the training after this time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--threads", type=_at_least(1), help="threads on the CPU (default: the cores that other programs leave free)"
+    )
     given = parser.parse_args(arguments)
     try:
         device = choose_device(given.device)
@@ -64,6 +74,8 @@ def parse(arguments: list[str] | None = None) -> Options:
         device=device,
         seed=given.seed,
         out=given.out,
+        seconds=given.seconds,
+        threads=given.threads or free_cores(),
     )
 
 

@@ -90,7 +90,7 @@ def _draw_time(axes: Axes, results: Results) -> None:
         axes.bar_label(loss_bar, [f"loss\n{loss:,.0f} ms"], label_type="center", color="white")
         axes.bar_label(rest_bar, [f"model and optimizer\n{rest:,.0f} ms"], label_type="center")
     axes.set_yticks([0, 1], [XENT, PYTORCH])
-    share = results.runs[XENT].step_time / results.runs[PYTORCH].step_time
+    share = results.ratio("step_seconds")
     axes.set_title(f"Time of a training step: {share:.0%} of {PYTORCH}'s", loc="left")
     axes.set_xlabel("milliseconds")
 

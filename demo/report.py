@@ -40,12 +40,12 @@ def gain(results: Results) -> str:
     one, other = results.runs[PYTORCH].loss_time, results.runs[XENT].loss_time
     tokens, peak = max(results.memory.items())
     pytorch, xent = peak[PYTORCH], peak[XENT]
-    time = f"{1e3 * other:.0f} ms a step in place of {1e3 * one:.0f}"
+    time = f"{results.ratio('loss_seconds'):.2f} times as long ({1e3 * other:.0f} ms a step in place of {1e3 * one:.0f})"
     memory = ""
     if pytorch is not None and xent is not None:
-        memory = f" and {xent / MIB:.0f} MiB in place of {pytorch / MIB:.0f} (for {tokens} tokens)"
+        memory = f", needs {xent / MIB:.0f} MiB in place of {pytorch / MIB:.0f} (for {tokens} tokens),"
     return (
-        f"With xent the loss takes {time}{memory}, and differs from {PYTORCH}'s by at most "
+        f"With xent the loss takes {time}{memory} and differs from {PYTORCH}'s by at most "
         f"{max(results.differences):.0e} of its value."
     )
 
@@ -73,13 +73,11 @@ def _exactness(results: Results) -> Iterator[Row]:
 
 def _speed(results: Results) -> Iterator[Row]:
     pytorch, xent = results.runs[PYTORCH], results.runs[XENT]
-    for label, one, other in (
-        ("time of a step", pytorch.step_time, xent.step_time),
-        ("  of which the loss", pytorch.loss_time, xent.loss_time),
-    ):
-        yield label, f"{1e3 * one:.1f} ms", f"{1e3 * other:.1f} ms", _times(one, other)
+    step, loss = results.ratio("step_seconds"), results.ratio("loss_seconds")
+    yield "time of a step", f"{1e3 * pytorch.step_time:.1f} ms", f"{1e3 * xent.step_time:.1f} ms", f"{step:.2f}"
+    yield "  of which the loss", f"{1e3 * pytorch.loss_time:.1f} ms", f"{1e3 * xent.loss_time:.1f} ms", f"{loss:.2f}"
     one, other = results.tokens_per_second(PYTORCH), results.tokens_per_second(XENT)
-    yield "tokens per second", f"{one:,.0f}", f"{other:,.0f}", _times(one, other)
+    yield "tokens per second", f"{one:,.0f}", f"{other:,.0f}", f"{1 / step:.2f}"
 
 
 def _memory(results: Results) -> Iterator[Row]:

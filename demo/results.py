@@ -1,5 +1,6 @@
 """All measurements of the demo, and the comparisons that table and plot show."""
 
+import statistics
 from dataclasses import dataclass
 
 from demo.losses import PYTORCH, XENT
@@ -37,6 +38,11 @@ class Results:
         """Return the relative difference of the two training losses at each step."""
         pairs = zip(self.runs[PYTORCH].losses, self.runs[XENT].losses, strict=True)
         return [abs(xent - pytorch) / abs(pytorch) for pytorch, xent in pairs]
+
+    def ratio(self, seconds: str) -> float:
+        """Return the median over all rounds of xent's time over PyTorch's; `seconds` is the field of the runs."""
+        pairs = zip(getattr(self.runs[XENT], seconds), getattr(self.runs[PYTORCH], seconds), strict=True)
+        return statistics.median(xent / pytorch for xent, pytorch in pairs)
 
     def tokens_per_second(self, name: str) -> float:
         """Return the tokens per second of the named run."""

@@ -1,4 +1,8 @@
-"""Train two copies of one model in turns, each with its own loss."""
+"""Train two copies of one model in turns, each with its own loss.
+
+Each batch is a round: every model takes a step on it, and times are compared within the round, since another program
+slows down both. Times are medians over the rounds.
+"""
 
 import copy
 import math
@@ -19,6 +23,7 @@ __all__ = ["Run", "Trainer", "make_trainers", "take_turns"]
 LEARNING_RATE = 1e-3
 WARMUP_SHARE = 0.1
 LARGEST_GRADIENT_NORM = 1.0
+FEWEST_STEPS = 12
 
 
 @dataclass
@@ -32,13 +37,13 @@ class Run:
 
     @property
     def step_time(self) -> float:
-        """The time of a step in seconds: the lower quartile of all steps."""
-        return _quiet(self.step_seconds)
+        """The median time of a step in seconds."""
+        return statistics.median(self.step_seconds)
 
     @property
     def loss_time(self) -> float:
-        """The time of the loss in a step in seconds, including its backward pass: the lower quartile of all steps."""
-        return _quiet(self.loss_seconds)
+        """The median time of the loss in a step in seconds, including its backward pass."""
+        return statistics.median(self.loss_seconds)
 
 
 class Trainer:
@@ -103,23 +108,22 @@ def make_trainers(
     return {name: Trainer(copy.deepcopy(model).to(device), loss, steps, device) for name, loss in losses.items()}
 
 
-def take_turns(trainers: Iterable[Trainer], batches: Iterable[Tensor], after_step: Callable[[], None]) -> None:
-    """Train every trainer on every batch.
+def take_turns(
+    trainers: Iterable[Trainer], batches: Iterable[Tensor], seconds: float, after_step: Callable[[], None]
+) -> None:
+    """Train every trainer on every batch, or on as many as `seconds` allow, at least `FEWEST_STEPS`.
 
-    Taking turns, they are slowed down equally by other programs. The order is reversed after each batch, because the
-    second may find warmer caches.
+    The order is reversed after each batch, because the second may find warmer caches.
     """
     order = list(trainers)
-    for windows in batches:
+    end = time.monotonic() + seconds
+    for number, windows in enumerate(batches):
+        if number >= FEWEST_STEPS and time.monotonic() > end:
+            return
         for trainer in order:
             trainer.step(windows)
         order.reverse()
         after_step()
-
-
-def _quiet(seconds: list[float]) -> float:
-    """Return the lower quartile. Other programs can only add time, so the faster steps were disturbed least."""
-    return statistics.quantiles(seconds, n=4, method="inclusive")[0]
 
 
 def _learning_rate(step: int, steps: int) -> float:
