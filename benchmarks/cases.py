@@ -1,59 +1,41 @@
-"""The description of a case, a frozen dataclass. `benchmarks.suites` has the cases."""
+"""A case: one problem, which several contenders compute. `suites.toml` has the measured ones."""
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, dataclass, fields
+import sys
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, Literal
 
-__all__ = ["IGNORE_INDEX", "ITEM_BYTES", "Case", "Function", "Goal", "Leaf", "Quantity"]
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+__all__ = ["IGNORE_INDEX", "SUITES", "Case", "Function", "quick"]
 
 Function = Literal["linear", "logits", "sharded", "linear log-probabilities", "log-probabilities", "linear divergence"]
-Leaf = Literal["input", "weight"]
-Quantity = Literal[
-    "loop",
-    "time",
-    "memory",
-    "memory beyond gradients",
-    "beyond gradients / logits",
-    "peak MiB",
-    "host us",
-    "host us a further chunk",
-    "loss error",
-    "gradient errors",
-]
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 IGNORE_INDEX = -100
 
 
 @dataclass(frozen=True)
-class Goal:
-    """The project's upper limit for one contender in one case. It is shown beside the number, but not enforced.
-
-    `quantity` is one of the names that `benchmarks.records.Record.quantity` knows.
-    """
-
-    contender: str
-    quantity: Quantity
-    at_most: float
-
-
-@dataclass(frozen=True)
 class Case:
-    """One problem: the function, its sizes and dtype, and the contenders.
+    """The function, its sizes and dtype, and the contenders.
 
     "linear" and "logits" are the cross entropy; "sharded" is "linear" with the rows of the classifier sharded over
     `ranks` processes. Log-probabilities are computed together with the entropy, both with a random upstream gradient.
     `hidden` is 0 for functions of logits. The teacher of a divergence has a classifier with `teacher` columns, or with
-    "top_k" among the `options` its most probable classes are stored. `contenders` are names (see
-    `benchmarks.contenders`); the first is the base of all ratios. `accuracy` requests errors against a wider dtype; on
-    the CPU only linear cases have them.
+    "top_k" among the `options` its most probable classes are stored. `contenders` are names (`benchmarks.contenders`);
+    the first is the base of all ratios. `accuracy` requests errors against a wider dtype.
 
     `reduction` is "mean", or "none" with a random upstream gradient. `ignored` is the share of targets, in [0, 1), that
     are `IGNORE_INDEX`. `trained` names the inputs of a linear case that require a gradient. `batch` divides `tokens`:
     if it is not 0, the logits are `logits[:, :-1]` of logits (batch, tokens / batch + 1, vocabulary). `options` are
-    keyword arguments of xent's function, which PyTorch's contenders also have: `softcap`, `label_smoothing`, `stats`,
-    and `beta` of a divergence.
+    keyword arguments of xent's function, which PyTorch's contenders also have. `goals` are the project's upper limits,
+    (contender, quantity, number), which reports show; `benchmarks.records.Record.quantity` knows the quantities.
     """
 
     suite: str
@@ -65,38 +47,33 @@ class Case:
     contenders: tuple[str, ...]
     backward: bool = True
     accuracy: bool = False
-    goals: tuple[Goal, ...] = ()
+    goals: tuple[tuple[str, str, float], ...] = ()
     device: str = "cpu"
     reduction: Literal["mean", "none"] = "mean"
     ignored: float = 0.0
-    trained: tuple[Leaf, ...] = ("input", "weight")
+    trained: tuple[str, ...] = ("input", "weight")
     batch: int = 0
     teacher: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     ranks: int = 1
 
     @classmethod
-    def from_fields(cls, found: dict[str, Any]) -> Case:
+    def from_fields(cls, found: Mapping[str, Any]) -> Case:
         """Return the case for the fields of `to_fields`, read from JSON; unknown fields of older files are ignored."""
-        known: dict[str, Any] = {field.name: found[field.name] for field in fields(cls) if field.name in found}
-        known["goals"] = tuple(Goal(**goal) for goal in known.get("goals", ()))
-        for name in ("contenders", "trained", "options"):
-            if name in known:
-                known[name] = _tuples(known[name])
+        known = {field.name: _tuples(found[field.name]) for field in fields(cls) if field.name in found}
+        known["goals"] = tuple(
+            tuple(goal.values()) if isinstance(goal, dict) else goal for goal in known.get("goals", ())
+        )
         return cls(**known)
 
     def to_fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults."""
-        return {field.name: asdict(self)[field.name] for field in fields(self) if self._is_set(field)}
-
-    def _is_set(self, field: Any) -> bool:
-        return field.default is MISSING or getattr(self, field.name) != field.default
+        return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
 
     @property
     def title(self) -> str:
         """The case in one line, e.g. "linear 2048x512x32000 float32" for a forward and backward pass."""
-        sizes = [self.tokens, self.hidden, self.vocabulary] if self.is_linear else [self.tokens, self.vocabulary]
-        facts = [f"{self.function} {'x'.join(map(str, sizes))} {self.dtype}"]
+        facts = [f"{self.function} {self.sizes} {self.dtype}"]
         if self.function == "sharded":
             facts.append(f"over {self.ranks} ranks")
         if not self.backward:
@@ -111,8 +88,14 @@ class Case:
             facts.append(f"logits[:, :-1] of {self.batch} sequences")
         for name, value in self.options:
             facts.append(" + ".join(value) if name == "stats" else f"{name} {value:g}")
-        facts += [f"{name} frozen" for name in self.frozen]
+        if self.is_linear and self.backward:
+            facts += [f"{name} frozen" for name in ("input", "weight") if name not in self.trained]
         return ", ".join(facts)
+
+    @property
+    def sizes(self) -> str:
+        """The sizes, as in "2048x512x32000"."""
+        return "x".join(str(size) for size in (self.tokens, self.hidden, self.vocabulary) if size)
 
     @property
     def is_linear(self) -> bool:
@@ -125,17 +108,9 @@ class Case:
         return self.reduction == "none" or self.function.endswith("log-probabilities")
 
     @property
-    def frozen(self) -> tuple[Leaf, ...]:
-        """The inputs of a linear case with a backward pass that do not require a gradient."""
-        if not self.is_linear or not self.backward:
-            return ()
-        leaves: tuple[Leaf, ...] = ("input", "weight")
-        return tuple(leaf for leaf in leaves if leaf not in self.trained)
-
-    @property
     def logits_bytes(self) -> int:
         """The size of the full (tokens, vocabulary) logits in the dtype of the case."""
-        return self.tokens * self.vocabulary * ITEM_BYTES[self.dtype]
+        return self.tokens * self.vocabulary * _ITEM_BYTES[self.dtype]
 
     @property
     def gradient_bytes(self) -> int:
@@ -145,9 +120,45 @@ class Case:
         if not self.is_linear:
             return self.logits_bytes
         rows = {"input": self.tokens, "weight": -(-self.vocabulary // self.ranks)}
-        return sum(rows[leaf] for leaf in self.trained) * self.hidden * ITEM_BYTES[self.dtype]
+        return sum(rows[leaf] for leaf in self.trained) * self.hidden * _ITEM_BYTES[self.dtype]
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Case)} | {"hidden": MISSING}
+
+
+def quick(case: Case) -> Case:
+    """Return the case with a small size and no goals, which are for the full size."""
+    if case.suite in ("host", "sharded"):
+        return replace(case, goals=())
+    wide = 128 if case.device == "cuda" else 64
+    sizes = {"tokens": case.tokens // 32, "hidden": min(case.hidden, wide)}
+    sizes |= {"vocabulary": 1024 + case.vocabulary // 1000 * 16 + case.vocabulary % 16}
+    sizes |= {"teacher": case.teacher and wide * case.teacher // case.hidden}
+    contenders = tuple(name for name in case.contenders if case.device == "cuda" or name != "torch.compile")
+    return replace(case, **sizes, contenders=contenders, goals=())
 
 
 def _tuples(value: Any) -> Any:
     """Convert JSON's lists to tuples, at any depth."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
+
+
+def _suite(name: str, table: dict[str, Any]) -> tuple[Case, ...]:
+    common = {key: value for key, value in table.items() if key != "cases"}
+    return tuple(_case(name, {**common, **own}) for own in table["cases"])
+
+
+def _case(suite: str, found: dict[str, Any]) -> Case:
+    tokens, *hidden, vocabulary = found.pop("sizes")
+    goals = [(name, *limit.rsplit(" ", 1)) for name, limit in (goal.split(": ") for goal in found.pop("goals", []))]
+    options = tuple((name, _tuples(value)) for name, value in found.pop("options", {}).items())
+    sizes = {"tokens": tokens, "hidden": hidden[0] if hidden else 0, "vocabulary": vocabulary}
+    limits = [(name, quantity, float(most)) for name, quantity, most in goals]
+    return Case.from_fields({"suite": suite, **sizes, **found, "goals": limits, "options": options})
+
+
+SUITES: dict[str, dict[str, tuple[Case, ...]]] = {
+    device: {name: _suite(name, table) for name, table in suites.items()}
+    for device, suites in tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8")).items()
+}
+"""Device -> its suites by name. The first is the default."""

@@ -1,4 +1,8 @@
-"""The command line: measure suites of cases, write JSON lines and plots, print tables."""
+"""The command line: measure suites of cases, write JSON lines and plots, print tables.
+
+How each number is measured: `benchmarks.clock` (times), `benchmarks.devices` and `benchmarks.memory` (peaks),
+`benchmarks.measure` (rounds and ratios), `benchmarks.truth` (errors).
+"""
 
 from __future__ import annotations
 
@@ -6,85 +10,84 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks.cases import Case
+from benchmarks import cases as described
+from benchmarks.cases import Case, quick
 from benchmarks.contenders import find_contender
 from benchmarks.devices import DEVICES, default_device
-from benchmarks.gpu.measure import GpuMeasurement, GpuPlan
-from benchmarks.machine import machine_facts
-from benchmarks.measure import Plan, measure_case
+from benchmarks.facts import machine_facts, merge
 from benchmarks.plot import save_plots
 from benchmarks.process import NotMeasured
-from benchmarks.progress import Measure, measure_all
-from benchmarks.records import Record, load_records
-from benchmarks.report import print_report
-from benchmarks.suites import SUITES, select_cases
-from benchmarks.tables import fill, make_tables
+from benchmarks.records import Record, load_records, write_records
+from benchmarks.report import make_console, print_report
 
-__all__ = ["main"]
+__all__ = ["main", "measure_all"]
 
+_SUITES = {device: described.SUITES[device] for device in DEVICES}
 _DEFAULT_OUT = Path(__file__).resolve().parent / "out"
-_WIDTH_OF_FILES = 240
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the chosen suites; return 0, or 1 if a contender failed, or 2 if the device does not exist."""
     options = _parser().parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_WIDTH_OF_FILES)
     if options.show:
-        return _show_files(console, options)
+        records = [record for path in options.show for record in load_records(path)]
+        return _show(make_console(), records, options.out / options.show[0].stem)
+    from benchmarks.measure import Measurement, Plan
 
     device, suites = _choose(options)
-    status = 0
-    with ExitStack() as stack:
-        try:
-            measure = _measure(options, device, machine_facts(), stack)
-            for suite in suites:
-                status |= _run(console, options, device, suite, measure)
-        except NotMeasured as failure:
-            print(f"cannot measure on {device}: {failure}; --device cpu measures here", file=sys.stderr)
-            return 2
-    return status
+    gpu = device == "cuda"
+    minutes = options.minutes or (7.0 if gpu else float("inf"))
+    plan = Plan(
+        repeats=options.repeats or (3 if options.quick else 9 if gpu else 7),
+        budget=(0.5 if gpu else 2.0) if options.quick else 20.0,
+        deadline=time.monotonic() + 60 * minutes,
+        ranks=options.gpus,
+        threads=options.threads,
+    )
+    try:
+        with Measurement(device, plan) as measurement:
+            machine = merge(machine_facts(), measurement.facts)
+
+            def measure(case: Case, progress: Callable[[str], None]) -> list[Record]:
+                return measurement.measure(case, machine, progress)
+
+            return max(_run(options, device, suite, measure) for suite in suites)
+    except NotMeasured as failure:
+        print(f"cannot measure on {options.gpus} x {device}: {failure}; --device cpu measures here", file=sys.stderr)
+        return 2
 
 
 def _choose(options: argparse.Namespace) -> tuple[str, list[str]]:
     """Return the device and its suites. A suite that only one device has selects that device."""
-    wanted = [name for name in options.suite or [] if name != "all"]
-    homes = [device for device, suites in SUITES.items() if all(name in suites for name in wanted)]
+    wanted = [name for name in options.suite or [] if name != "all"] or ["sharded"] * (options.gpus > 1)
+    homes = [device for device, suites in _SUITES.items() if all(name in suites for name in wanted)]
     device = options.device or (homes[0] if len(homes) == 1 else default_device())
-    if unknown := [name for name in wanted if name not in SUITES[device]]:
-        _parser().error(f"{device} has no suite {unknown[0]!r}, it has: {', '.join(SUITES[device])}")
+    if unknown := [name for name in wanted if name not in _SUITES[device]]:
+        _parser().error(f"{device} has no suite {unknown[0]!r}, it has: {', '.join(_SUITES[device])}")
+    if ("sharded" in wanted) != (options.gpus > 1):
+        _parser().error("the suite sharded, and no other, needs --gpus of 2 or more")
     if options.suite and not wanted:
-        return device, list(SUITES[device])
-    return device, wanted or [next(iter(SUITES[device]))]
+        return device, [name for name in _SUITES[device] if name != "sharded"]
+    return device, wanted or [next(iter(_SUITES[device]))]
 
 
-def _run(console: Console, options: argparse.Namespace, device: str, suite: str, measure: Measure) -> int:
-    """Measure one suite, write and show it. Nothing is started after the time limit."""
-    cases = [case for case in select_cases(device, [suite], quick=options.quick) if options.only in case.title]
+def _cases(options: argparse.Namespace, device: str, suite: str) -> list[Case]:
+    cases = list(_SUITES[device][suite])
+    if suite == "sharded":
+        known = [case for case in cases if case.ranks == options.gpus]
+        cases = known or [replace(case, ranks=options.gpus, goals=()) for case in cases if case.ranks == cases[0].ranks]
+    cases = [quick(case) if options.quick else case for case in cases]
     if options.ours:
         cases = [replace(case, contenders=_without_peers(case)) for case in cases]
-    part = "-quick" if options.quick else "-part" if options.only or options.ours else ""
-    stem = options.out / f"{'gpu' if device == 'cuda' else device}-{suite}{part}"
-    lines = stem.with_suffix(".jsonl")
-    known = load_records(lines) if options.resume and lines.exists() else []
-    records, left = measure_all(cases, measure, lines, known)
-    status = 0
-    if records:
-        status = _show(console, records, stem)
-        console.print(f"written: {lines}", soft_wrap=True)
-    if left:
-        console.print(f"[yellow]out of time[/yellow]  {suite}: {len(left)} cases left, --resume goes on with them")
-    return status
+    return [case for case in cases if options.only in case.title]
 
 
 def _without_peers(case: Case) -> tuple[str, ...]:
@@ -92,48 +95,46 @@ def _without_peers(case: Case) -> tuple[str, ...]:
     return base, *(name for name in others if find_contender(case.function, name).kind == "ours")
 
 
-def _measure(options: argparse.Namespace, device: str, machine: dict[str, Any], stack: ExitStack) -> Measure:
-    """Yield the function that measures a case: in one process for all contenders, or on the CPU in one process each."""
-    plan = Plan(
-        repeats=options.repeats or (3 if options.quick else 7),
-        budget=2.0 if options.quick else 10.0,
-        threads=options.threads,
-    )
-    minutes = options.minutes or (7.0 if device == "cuda" else float("inf"))
-    gpu_plan = GpuPlan(
-        repeats=options.repeats or (3 if options.quick else 9),
-        budget=0.5 if options.quick else 15.0,
-        deadline=time.monotonic() + 60 * minutes,
-    )
-    turns: list[GpuMeasurement] = []
-
-    def measure(case: Case, *, progress: Callable[[str], None]) -> list[Record]:
-        if device == "cpu" and case.suite != "host":
-            return measure_case(case, plan, machine, progress)
-        if not turns:
-            turns.append(stack.enter_context(GpuMeasurement(device, gpu_plan)))
-        facts = turns[0].facts
-        return turns[0].measure(case, machine | facts | {"versions": machine["versions"] | facts["versions"]}, progress)
-
-    return measure
+def _run(options: argparse.Namespace, device: str, suite: str, measure: Callable[..., list[Record]]) -> int:
+    """Measure one suite, write and show it. Nothing is started after the time limit."""
+    part = "-quick" if options.quick else "-part" if options.only or options.ours else ""
+    ranks = f"-{options.gpus}" if options.gpus > 1 else ""
+    stem = options.out / f"{'gpu' if device == 'cuda' else device}-{suite}{ranks}{part}"
+    lines = stem.with_suffix(".jsonl")
+    known = load_records(lines) if options.resume and lines.exists() else []
+    records, left = measure_all(_cases(options, device, suite), measure, lines, known)
+    console = make_console()
+    status = _show(console, records, stem) if records else 0
+    console.print(f"written: {lines}", soft_wrap=True)
+    if left:
+        console.print(f"[yellow]out of time[/yellow]  {suite}: {len(left)} cases left, --resume goes on with them")
+    return status
 
 
-def _show_files(console: Console, options: argparse.Namespace) -> int:
-    """Show earlier results as tables and plots, as Markdown, or in a document."""
-    records = [record for path in options.show for record in load_records(path)]
-    suites = {
-        name: [r for r in records if r.case.suite == name] for name in dict.fromkeys(r.case.suite for r in records)
-    }
-    if options.into is not None:
-        print(f"{options.into}: filled {', '.join(fill(options.into, suites)) or 'nothing'}")
-    if options.markdown:
-        for name, mine in suites.items():
-            print(f"### {name}\n", *(table.markdown() for table in make_tables(mine)), sep="\n")
-    if options.markdown or options.into is not None:
-        pictures = save_plots(records, options.out / options.show[0].stem)
-        print(f"pictures: {', '.join(map(str, pictures))}", file=sys.stderr)
-        return 0
-    return _show(console, records, options.out / options.show[0].stem)
+def measure_all(
+    cases: Sequence[Case], measure: Callable[..., list[Record]], lines: Path, known: Sequence[Record] = ()
+) -> tuple[list[Record], list[Case]]:
+    """Measure all cases that have no known record, with a progress bar; return all records and the cases left.
+
+    All records are written to `lines` whenever a case is done.
+    """
+    from benchmarks.measure import OutOfTime
+
+    records = list(known)
+    left = [case for case in cases if all(record.case != case for record in records)]
+    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+        task = bar.add_task("starting", total=len(left))
+        while left:
+            case = left[0]
+            try:
+                records += measure(case, lambda name, of=case: bar.update(task, description=f"{of.title}: {name}"))
+            except OutOfTime:
+                break
+            lines.write_text("".join(write_records(records)), encoding="utf-8")
+            del left[0]
+            bar.advance(task)
+    return records, left
 
 
 def _show(console: Console, records: Sequence[Record], stem: Path) -> int:
@@ -150,21 +151,20 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks",
         description="Time, peak memory and errors of xent beside PyTorch, on a GPU beside peers and floors too.",
     )
-    names = list(dict.fromkeys(name for suites in SUITES.values() for name in suites))
-    add = parser.add_argument
+    names = list(dict.fromkeys(name for suites in _SUITES.values() for name in suites))
+    add: Any = parser.add_argument
     add("--suite", choices=[*names, "all"], nargs="+", help="what to measure (default: the first suite of the device)")
     add("--device", choices=list(DEVICES), help="where (default: the NVIDIA GPU, if there is one)")
+    add("--gpus", type=_positive, default=1, help="for the suite sharded, with one process each")
     add("--only", default="", metavar="TEXT", help="cases that have this in their title, e.g. 50257 or softcap")
     add("--ours", action="store_true", help="no peers: the base and xent alone")
     add("--quick", action="store_true", help="small sizes and few repeats: does everything still run?")
     add("--resume", action="store_true", help="keep what the file of results has, and measure what it has not")
     add("--out", type=Path, default=_DEFAULT_OUT, help="folder of the results (default: %(default)s)")
     add("--threads", type=_positive, help="threads of each process (default: the framework's choice)")
-    add("--repeats", type=_positive, help="pairs or rounds, if time allows (CPU: 7, GPU: 9, quick: 3)")
+    add("--repeats", type=_positive, help="rounds, if time allows (CPU: 7, GPU: 9, quick: 3)")
     add("--minutes", type=float, help="begin nothing new after so many (default: 7 on a GPU, no end on a CPU)")
     add("--show", type=Path, nargs="+", metavar="JSONL", help="measure nothing, show these results")
-    add("--markdown", action="store_true", help="with --show: print tables of Markdown")
-    add("--into", type=Path, metavar="MD", help="with --show: fill this document between `<!-- measured: SUITE -->`s")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""The interface of a device for measurements: clock, synchronisation, events, and peak memory.
+"""A device for measurements: clock, synchronisation, events, and peak memory.
 
-All other code is the same for every device, so another device needs only one more class here. A test uses a fake device
-(`tests/torch/test_benchmarks.py`).
+All other code is the same for every device. Tests use a simulated one.
 """
 
 from __future__ import annotations
 
+import gc
 import math
 import shutil
 import time
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.memory import allocated_peak, resident_peak
+from benchmarks.memory import resident_peak
 
 __all__ = ["DEVICES", "Cpu", "Cuda", "Device", "default_device"]
 
@@ -41,6 +41,9 @@ class Device(Protocol):
     def peak(self, call: Callable[[], None]) -> int | None:
         """Make the call; return the peak bytes above those before it, or None if unknown."""
 
+    def most(self, value: float) -> float:
+        """Return the largest value of all ranks, so that they make the same decision."""
+
 
 class Cpu:
     """The host itself: its work is done when a call returns."""
@@ -48,6 +51,7 @@ class Cpu:
     now = staticmethod(time.perf_counter)
     mark = staticmethod(time.perf_counter)
     peak = staticmethod(resident_peak)
+    most = staticmethod(float)
 
     def wait(self) -> None:
         """Return at once."""
@@ -64,7 +68,7 @@ class Cuda:
     """An NVIDIA GPU through PyTorch. `lead` overwrites a buffer repeatedly."""
 
     now = staticmethod(time.perf_counter)
-    peak = staticmethod(allocated_peak)
+    most = staticmethod(float)
 
     def __init__(self) -> None:
         """Allocate the buffer, and measure the time of one pass over it."""
@@ -98,6 +102,18 @@ class Cuda:
         """Overwrite the buffer, at least once."""
         for _ in range(math.ceil(seconds / self._pass_seconds)):
             self._memory.zero_()
+
+    def peak(self, call: Callable[[], None]) -> int:
+        """Return the peak of bytes that PyTorch's allocator gave out; neither its reserve nor cuBLAS's workspace."""
+        cuda = self._torch.cuda
+        gc.collect()
+        self.wait()
+        cuda.empty_cache()
+        cuda.reset_peak_memory_stats()
+        start = cuda.memory_allocated()
+        call()
+        self.wait()
+        return int(cuda.max_memory_allocated() - start)
 
 
 DEVICES: dict[str, Callable[[], Device]] = {"cpu": Cpu, "cuda": Cuda}

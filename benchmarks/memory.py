@@ -1,4 +1,4 @@
-"""Peak memory of one call: resident memory on the CPU, allocated memory of PyTorch's allocator on a CUDA device.
+"""Peak of resident memory of one call.
 
 The operating system reports resident memory, which includes that of all allocators. On Linux a process can reset its
 own high-water mark, so the peak of a single call is exact. On other systems the mark only rises. There the peak is
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["allocated_peak", "resident_peak"]
+__all__ = ["resident_peak"]
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _STATUS = Path("/proc/self/status")
@@ -35,24 +35,6 @@ def resident_peak(call: Callable[[], None]) -> int | None:
     start = _linux_high_water()
     call()
     return _linux_high_water() - start
-
-
-def allocated_peak(call: Callable[[], None]) -> int:
-    """Make the call and return the peak of bytes that PyTorch's CUDA allocator gave out, above those at its start.
-
-    The allocator's reserve does not count. The workspace of cuBLAS does not count either if the same call was made
-    before.
-    """
-    import torch
-
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    start = torch.cuda.memory_allocated()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - start
 
 
 def _give_back_free_memory() -> None:

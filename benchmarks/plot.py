@@ -1,27 +1,24 @@
-"""The plots of a run: bars of time and memory, time against peak memory, and bandwidth against the vocabulary.
+"""The pictures of results: panels of points or lines, one colour for each implementation.
 
 Times are loop times, if these were measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import groupby
 from math import ceil
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from benchmarks.records import Record
+from benchmarks.report import where
 from benchmarks.tables import kind
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+__all__ = ["save_plots", "save_training_plot"]
 
-__all__ = ["save_plots"]
-
-_OURS = "#1b7f5c"
-_QUACK = "#2f6db5"
 _COLORS = {
     "torch": "#8c8c8c",
     "torch fp32 logits": "#4f4f4f",
@@ -30,169 +27,160 @@ _COLORS = {
     "torch chunked": "#5b8db8",
     "Liger": "#c0504d",
     "Liger in place": "#c0504d",
+    "Liger logits": "#e39a98",
     "CCE": "#7d5ba6",
+    "quack": "#2f6db5",
     "quack in place": "#86b0dd",
-    "xent": _OURS,
+    "textbook": "#4f4f4f",
+    "loss_parallel": "#d9a441",
+    "plain": "black",
+    "xent": "#1b7f5c",
     "xent portable": "#53a386",
     "xent inplace": "#7cc4a4",
+    "xent sequence parallel": "#7cc4a4",
 }
+_TRAINING = {"plain": "transformers alone", "Liger": "Liger-Kernel's head", "CCE": "Cut Cross Entropy"}
 _MOST_COLUMNS = 3
 _FEWEST_SIZES = 3
+_MIB, _GIB = 2**20, 2**30
+
+
+@dataclass
+class _Panel:
+    """Points (x, y) by the label of their series; `style` of matplotlib, by label, if it is not a line with points."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    style: dict[str, dict[str, Any]] = field(default_factory=dict)
+    axes: dict[str, Any] = field(default_factory=dict)
+    ticks: Mapping[float, str] = field(default_factory=dict)
+
+    def add(self, label: str, point: tuple[float, float], **style: Any) -> None:
+        """Add a point."""
+        self.points.setdefault(label, []).append(point)
+        self.style[label] = {"color": _color(label), **style}
 
 
 def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `stem`-bars.png, `stem`-frontier.png and `stem`-bandwidth.png, those for which there are results."""
+    """Write `stem`-frontier.png, -bandwidth.png and -ranks.png, those for which there are results."""
     measured = [record for record in records if record.seen is not None and record.status == "measured"]
     written = []
-    for name, draw in (("bars", _bars), ("frontier", _frontier), ("bandwidth", _bandwidth)):
-        figure = draw(measured)
-        if figure is not None:
-            machine = measured[0].machine
-            where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-            figure.suptitle(f"{where}, torch {machine['versions'].get('torch')}")
+    for name, make in (("frontier", _frontiers), ("bandwidth", _bandwidth), ("ranks", _ranks)):
+        if panels := make(measured):
             written.append(stem.with_name(f"{stem.name}-{name}.png"))
-            figure.savefig(written[-1], dpi=130)
+            _save(panels, where(measured[0]), written[-1])
     return written
 
 
-def _figure(rows: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+def save_training_plot(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
+    """Write speed against peak memory of training steps, a panel for each model; open markers: no checkpointing."""
+    measured = [result for result in results if result["status"] == "measured" and result["peak"] is not None]
+    panels = []
+    for model, group in groupby(sorted(measured, key=lambda result: str(result["model"])), lambda r: r["model"]):
+        mine = list(group)
+        panel = _Panel(f"{model}, {mine[0]['tokens']} tokens", "peak memory, GiB", "thousand tokens per second")
+        panel.axes = {"xlim": (0, None)}
+        for result in mine:
+            name, on = result["variant"], result["checkpointing"]
+            label = _TRAINING.get(name, name) + ("" if on else ", no checkpointing")
+            speed = result["tokens"] / statistics.median(result["rounds"]) / 1e3
+            look = {"linestyle": "", "markersize": 9, "color": _color(name)} | (
+                {} if on else {"markerfacecolor": "none"}
+            )
+            panel.add(label, (result["peak"] / _GIB, speed), **look)
+        panels.append(panel)
+    _save(panels, title, path)
+
+
+def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    pyplot.close("all")
-    figure, axes = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    return figure, list(axes.flat)
+    columns = min(len(panels), _MOST_COLUMNS)
+    rows = ceil(len(panels) / columns)
+    figure, grid = pyplot.subplots(
+        rows, columns, figsize=(max(5.0 * columns, 8), 4.2 * rows + 1), squeeze=False, layout="constrained"
+    )
+    handles: dict[str, Any] = {}
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for label, points in panel.points.items():
+            look = {"marker": "o", "markersize": 6, **panel.style[label]}
+            handles[label] = axes.plot(*zip(*sorted(points), strict=True), label=label, **look)[0]
+        axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.axes)
+        if panel.ticks:
+            axes.set_xticks(list(panel.ticks), list(panel.ticks.values()))
+        axes.margins(0.1)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
 
 
 def _color(name: str) -> str:
-    family = {"quack": _QUACK, "xent": "#a6d9c2"}.get(name.partition(" ")[0], "#a05195")
+    family = {"quack": "#2f6db5", "xent": "#a6d9c2"}.get(name.partition(" ")[0], "#a05195")
     return _COLORS.get(name, family)
 
 
-def _bars(records: Sequence[Record]) -> Figure | None:
-    """Draw time and memory as ratios to the base of each case, with the numbers beside the bars."""
-    drawn = [record for record in records if kind(record) != "floor"]
-    if not drawn:
-        return None
-    cases = len({record.case for record in drawn})
-    with_memory = any(record.quantity("memory") for record in drawn)
-    figure, all_axes = _figure(1, 1 + with_memory, (7 * (1 + with_memory), 0.3 * (len(drawn) + cases) + 1.5))
-    _draw_bars(all_axes[0], drawn, _time_ratio, lambda record: f"{(record.seen or 0) * 1e3:.3g} ms")
-    all_axes[0].set_title("time, against the base")
-    if with_memory:
-        _draw_bars(all_axes[1], drawn, _memory_ratio, lambda record: f"{(record.peak_bytes or 0) / 2**20:.0f} MiB")
-        all_axes[1].set_title("peak memory above the start, against the base")
-        all_axes[1].tick_params(labelleft=False)
-    return figure
+def _frontiers(records: Sequence[Record]) -> list[_Panel]:
+    """Return time against peak memory for the linear cases; a floor, which needs no memory, is a line."""
+    panels = []
+    linear = [record for record in records if record.case.is_linear and record.case.suite not in ("host", "sharded")]
+    for case, group in groupby(linear, key=lambda record: record.case):
+        panel = _Panel(case.title.replace(", ", "\n"), "peak MiB above the inputs", "ms, forward + backward")
+        panel.axes = {"xscale": "log", "yscale": "log"}
+        mine = list(group)
+        peaks = [record.peak_bytes for record in mine if record.peak_bytes]
+        for record in mine if peaks else ():
+            time = (record.seen or 0) * 1e3
+            if record.peak_bytes is None:
+                for edge in (min(peaks), max(peaks)):
+                    panel.add("products alone", (edge / _MIB, time), color="black", linestyle=":", marker="")
+            else:
+                marker = "D" if kind(record) == "ours" else "o"
+                panel.add(record.contender, (max(record.peak_bytes, 1) / _MIB, time), linestyle="", marker=marker)
+        panels.append(panel)
+    return [panel for panel in panels if panel.points]
 
 
-def _time_ratio(record: Record) -> float | None:
-    return 1.0 if record.contender == record.base else record.quantity("loop") or record.quantity("time")
-
-
-def _memory_ratio(record: Record) -> float | None:
-    return 1.0 if record.contender == record.base else record.quantity("memory")
-
-
-def _draw_bars(
-    axes: Axes, records: Sequence[Record], ratio: Callable[[Record], float | None], text: Callable[[Record], str]
-) -> None:
-    position, labels, places = 0, [], []
-    for title, group in groupby(records, key=lambda record: record.case.title):
-        block = list(group)
-        places.append(position + (len(block) - 1) / 2)
-        labels.append(title.replace(", ", "\n"))
-        for record in block:
-            length = ratio(record)
-            if length is not None:
-                axes.barh(position, length, height=0.85, color=_color(record.contender))
-                note = f"{length:.2f}  {record.contender}  {text(record)}"
-                axes.annotate(note, (length, position), (4, 0), textcoords="offset points", va="center", size=7)
-            position += 1
-        position += 1
-    axes.axvline(1, color="lightgray", linewidth=0.8, zorder=0)
-    axes.invert_yaxis()
-    axes.margins(x=0.35, y=0.01)
-    axes.set_yticks(places, labels, size=7)
-    axes.tick_params(axis="y", length=0)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _frontier(records: Sequence[Record]) -> Figure | None:
-    """Draw one panel per plain linear case on a GPU: contenders as points, the products as a horizontal line."""
-    plain = [
-        record
-        for record in records
-        if record.case.function == "linear" and record.case.device != "cpu" and record.case.suite != "host"
-        if record.case.backward and not (record.case.frozen or record.case.ignored or record.case.options)
-        if record.case.reduction == "mean"
-    ]
-    panels = [list(group) for _, group in groupby(plain, key=lambda record: record.case)]
-    if not panels:
-        return None
-    columns = min(len(panels), _MOST_COLUMNS)
-    rows = ceil(len(panels) / columns)
-    figure, all_axes = _figure(rows, columns, (5.2 * columns, 4.4 * rows + 1))
-    for axes, panel in zip(all_axes, panels, strict=False):
-        _draw_head(axes, panel)
-    for axes in all_axes[len(panels) :]:
-        axes.set_visible(False)
-    drawn = [pair for axes in all_axes for pair in zip(*axes.get_legend_handles_labels(), strict=True)]
-    handles = {label: handle for handle, label in drawn}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9)
-    return figure
-
-
-def _draw_head(axes: Axes, panel: Sequence[Record]) -> None:
-    case = panel[0].case
-    for record in panel:
-        name, milliseconds = record.contender, (record.seen or 0) * 1e3
-        if record.peak_bytes is None:
-            axes.axhline(milliseconds, color="black", linewidth=0.8, linestyle=":", label="the products alone")
-            continue
-        marker, size = ("D", 7) if kind(record) == "ours" else ("o", 5)
-        point = (record.peak_bytes / 2**20, milliseconds)
-        family, _, chunk = name.partition("quack ")
-        axes.plot(*point, marker, color=_color(name), markersize=size, label="quack, by its chunk" if chunk else family)
-        axes.annotate(chunk, point, (4, 4), textcoords="offset points", size=7, color=_QUACK)
-    axes.axvline(case.gradient_bytes / 2**20, color="lightgray", linewidth=0.8, zorder=0)
-    axes.set_title(f"{case.tokens}x{case.hidden}x{case.vocabulary}, {case.dtype}", size=10)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.1, y=0.1)
-    axes.set_xlabel("peak MiB above the inputs (grey line: the gradients alone)", size=8)
-    axes.set_ylabel("ms, forward + backward", size=8)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _bandwidth(records: Sequence[Record]) -> Figure | None:
-    """Draw the bandwidth over the vocabularies of the suite "logits": one read and one write, divided by the time."""
+def _bandwidth(records: Sequence[Record]) -> list[_Panel]:
+    """Return the bandwidth over the vocabularies of the suite "logits": one read and one write, divided by the time."""
     sweep = [record for record in records if record.case.suite == "logits"]
-    tokens = sorted({record.case.tokens for record in sweep})[:1]
-    sweep = [record for record in sweep if record.case.tokens in tokens]
+    tokens = min((record.case.tokens for record in sweep), default=0)
+    sweep = [record for record in sweep if record.case.tokens == tokens]
     sizes = sorted({record.case.vocabulary for record in sweep})
     if len(sizes) < _FEWEST_SIZES:
-        return None
-    figure, (axes,) = _figure(1, 1, (10, 5.5))
-    for name in dict.fromkeys(record.contender for record in sweep):
-        mine = [record for record in sweep if record.contender == name and record.seen]
-        mine.sort(key=lambda record: record.case.vocabulary)
-        places = [sizes.index(record.case.vocabulary) for record in mine]
-        speeds = [2 * record.case.logits_bytes / (record.seen or 1) / 1e9 for record in mine]
-        floor = bool(mine) and kind(mine[0]) == "floor"
-        color = "black" if floor else _color(name)
-        axes.plot(places, speeds, ":" if floor else "-", marker="o", markersize=4, color=color, label=name)
-    axes.set_title(f"logits, {tokens[0]} tokens, mean, forward + backward", size=10)
-    axes.set_xticks(range(len(sizes)), [f"{size:,}" for size in sizes])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("vocabulary")
-    axes.set_ylabel("GB/s: one read and one write of the logits over the time")
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
+        return []
+    ylabel = "GB/s: one read and one write of the logits over the time"
+    panel = _Panel(f"logits, {tokens} tokens, mean, forward + backward", "vocabulary", ylabel, axes={"ylim": (0, None)})
+    panel.ticks = {place: f"{size:,}" for place, size in enumerate(sizes)}
+    for record in sweep:
+        floor = {"color": "black", "linestyle": ":"} if kind(record) == "floor" else {}
+        speed = 2 * record.case.logits_bytes / (record.seen or 1) / 1e9
+        panel.add(record.contender, (sizes.index(record.case.vocabulary), speed), **floor)
+    return [panel]
+
+
+def _ranks(records: Sequence[Record]) -> list[_Panel]:
+    """Return time and peak memory of the suite "sharded" against the number of GPUs."""
+    panels = []
+    sharded = sorted((record for record in records if record.case.function == "sharded"), key=lambda r: r.case.sizes)
+    for sizes, group in groupby(sharded, key=lambda record: record.case.sizes):
+        left = _Panel(f"{sizes}: time", "ranks", "ms in a loop, forward + backward", axes={"ylim": (0, None)})
+        right = _Panel(f"{sizes}: memory", "ranks", "peak MiB above the inputs, a rank", axes={"ylim": (0, None)})
+        for record in group:
+            ranks = record.case.ranks
+            left.ticks = right.ticks = {**left.ticks, ranks: str(ranks)}
+            floor = {"color": "black", "linestyle": ":"} if kind(record) == "floor" else {}
+            left.add(record.contender, (ranks, (record.seen or 0) * 1e3), **floor)
+            if record.peak_bytes is not None:
+                right.add(record.contender, (ranks, record.peak_bytes / _MIB), **floor)
+        panels += [left, right]
+    return panels

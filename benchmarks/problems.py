@@ -1,4 +1,4 @@
-"""The tensors of a case, and one call of a loss function on them, as in a training step.
+"""The tensors of a case on one device, and one call of a loss function on them, as in a training step.
 
 The set-up of a call (fresh logits, gradients set to None) is separate from the call, so that it is not timed. Imported
 only by the processes that measure.
@@ -13,6 +13,8 @@ from torch import Tensor
 
 from benchmarks.cases import IGNORE_INDEX, Case
 from benchmarks.contenders import LossFunction
+from benchmarks.ranks import Shards
+from benchmarks.truth import Truth
 
 __all__ = ["DivergenceProblem", "LinearProblem", "LogitsProblem", "Problem", "make_problem"]
 
@@ -39,12 +41,17 @@ class Problem(Protocol):
     def clear(self) -> None:
         """Drop the gradients of an earlier call, as `set_up` does."""
 
+    def errors(self, truth: Truth, result: Tensor) -> dict[str, float]:
+        """Return the errors of the last call, whose result this is, as fields of a record."""
+
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
         """Run the forward pass and, if the case has one, the backward pass; return the detached loss."""
 
 
 def make_problem(case: Case) -> Problem:
     """Create the case's random inputs on its device from a fixed seed, with all memory pages written."""
+    if case.function == "sharded":
+        return Shards(case)
     if case.function == "linear divergence":
         return DivergenceProblem(case)
     return LinearProblem(case) if case.is_linear else LogitsProblem(case)
@@ -119,6 +126,10 @@ class LinearProblem:
         """Leave the gradients in `input.grad` and `weight.grad`."""
         return _call(loss, arguments, self.case.backward, self.upstream)
 
+    def errors(self, truth: Truth, result: Tensor) -> dict[str, float]:
+        """Return the errors of the last call."""
+        return truth.errors(self, result)
+
 
 class DivergenceProblem(LinearProblem):
     """A student with these tensors, and its teacher: hidden states and classifier, or its most probable classes."""
@@ -190,6 +201,10 @@ class LogitsProblem:
     def call(self, loss: LossFunction, arguments: tuple[Tensor, ...]) -> Tensor:
         """Run the call; `gradient` returns the gradient of the logits."""
         return _call(loss, arguments, self.case.backward, self.upstream)
+
+    def errors(self, truth: Truth, result: Tensor) -> dict[str, float]:
+        """Return the errors of the last call."""
+        return truth.errors(self, result)
 
     @property
     def gradient(self) -> Tensor | None:

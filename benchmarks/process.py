@@ -1,26 +1,23 @@
-"""Control a measuring process: start it, send requests, end it, and convert every failure to a reason."""
+"""Processes that measure: an object in each of them, whose methods the command line calls.
+
+A process of its own has fresh memory, allocators, thread pools and environment variables, and may crash without harm.
+Several processes, the ranks of a process group, act as one: each gets every call, and the largest number counts.
+"""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-import threading
-from pathlib import Path
-from types import TracebackType
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing import connection, get_context
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases import Case
-from benchmarks.protocol import Open, Request, encode
-
-__all__ = ["NotMeasured", "Process", "WorkerProcess"]
+__all__ = ["Absent", "NotMeasured", "Team"]
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_ROOT = Path(__file__).resolve().parent.parent
+_STATUS = {"lost": "failed"}  # the device cannot be used again, and the process has ended
 
 
 class NotMeasured(Exception):
@@ -32,108 +29,141 @@ class NotMeasured(Exception):
         self.status = status
 
 
-class Process:
-    """A running module that answers requests, as `benchmarks.serve` does; a context manager that ends it."""
+class Absent(NotMeasured):
+    """A contender that this machine cannot run."""
 
-    def __init__(self, module: str, environment: dict[str, str] | None = None) -> None:
-        """Start the process in the root of the repository, with these additional environment variables."""
-        self._complaints = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._complaints,
-            text=True,
-            cwd=_ROOT,
-            env={**os.environ, **(environment or {})},
-        )
+    def __init__(self, reason: str) -> None:
+        """Keep the reason."""
+        super().__init__("absent", reason)
+
+
+class Team:
+    """One process for each element of `ranks`, which are the arguments of `make`; a context manager that ends them."""
+
+    def __init__(
+        self, make: Callable[..., Any], ranks: Sequence[tuple[Any, ...]], environment: Mapping[str, str] | None = None
+    ) -> None:
+        """Start the processes with these additional environment variables. The first call makes the objects."""
+        context, before = get_context("spawn"), dict(os.environ)
+        self._pipes: list[connection.Connection] = []
+        self._processes = []
+        os.environ.update(environment or {})
+        try:
+            for arguments in ranks:
+                mine, other = context.Pipe()
+                process = context.Process(target=_serve, args=(other, make, arguments), daemon=True)
+                process.start()
+                other.close()
+                self._pipes.append(mine)
+                self._processes.append(process)
+        finally:
+            os.environ.clear()
+            os.environ.update(before)
 
     @property
     def runs(self) -> bool:
-        """Whether the process is still running."""
-        return self._process.poll() is None
+        """Whether no process has ended."""
+        return all(process.is_alive() for process in self._processes)
 
-    def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
-        """Return the reply to a request; NotMeasured if there is none. After `seconds` the process is ended."""
-        self._send(request)
-        if seconds is None:
-            return self._receive()
-        too_late = threading.Event()
+    def ask(self, method: str, *arguments: Any, seconds: float | None = None) -> dict[str, Any]:
+        """Return the reply of a method, with the largest of all ranks' numbers; NotMeasured if a rank has none.
 
-        def end() -> None:
-            too_late.set()
-            self._process.kill()
+        The processes are ended if there is no reply within `seconds`, or if ranks may wait for each other forever:
+        if one of several fails, unless all of them say that a contender is absent.
+        """
+        for pipe in self._pipes:
+            try:
+                pipe.send((method, arguments))
+            except OSError:
+                raise self._ended() from None
+        end = None if seconds is None else time.monotonic() + seconds
+        replies: dict[int, dict[str, Any]] = {}
+        failures: dict[int, NotMeasured] = {}
+        while len(replies) + len(failures) < len(self._pipes):
+            left = [rank for rank in range(len(self._pipes)) if rank not in replies and rank not in failures]
+            pipes = {self._pipes[rank]: rank for rank in left}
+            ready = connection.wait(list(pipes), None if end is None else max(0.0, end - time.monotonic()))
+            if not ready:
+                self.end()
+                raise NotMeasured("failed", f"no answer within {seconds:.0f} s")
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    status, value = self._pipes[rank].recv()
+                except EOFError:
+                    raise self._ended() from None
+                if status == "reply":
+                    replies[rank] = value
+                    continue
+                alone = len(self._pipes) == 1
+                reason = value if alone or status == "absent" else f"rank {rank}: {value}"
+                failures[rank] = NotMeasured(_STATUS.get(status, status), reason)
+                if status == "lost" or (status != "absent" and not alone):
+                    self.end()
+                    raise failures[rank]
+        if failures:
+            if replies:
+                self.end()
+            raise next(iter(failures.values()))
+        return {name: _largest([reply[name] for reply in replies.values()]) for name in replies[0]}
 
-        timer = threading.Timer(seconds, end)
-        timer.start()
-        try:
-            return self._receive()
-        except NotMeasured:
-            if too_late.is_set():
-                raise NotMeasured("failed", f"no answer within {seconds:.0f} s") from None
-            raise
-        finally:
-            timer.cancel()
+    def _ended(self) -> NotMeasured:
+        self.end()
+        codes = [process.exitcode for process in self._processes if process.exitcode]
+        code = next((code for code in codes if code != -9), codes[0] if codes else 0)
+        if code < 0:
+            return NotMeasured("failed", f"the process was killed by signal {-code}, which is often a lack of memory")
+        return NotMeasured("failed", f"the process ended with status {code}")
 
     def end(self) -> None:
-        """End the process, also while it works; a waiting `ask` raises."""
-        self._process.kill()
-        self._process.wait()
-
-    def _send(self, request: Request) -> None:
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(encode(request) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise NotMeasured("failed", self._how_it_ended()) from None
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise NotMeasured("failed", self._how_it_ended())
-        reply: dict[str, Any] = json.loads(line)
-        for key, status in (("absent", "absent"), ("skipped", "skipped"), ("error", "failed")):
-            if key in reply:
-                raise NotMeasured(status, reply[key])
-        return reply
-
-    def _how_it_ended(self) -> str:
-        code = self._process.wait()
-        if code < 0:
-            return f"the process was killed by signal {-code}, which is often a lack of memory"
-        self._complaints.seek(0)
-        lines = self._complaints.read().strip().splitlines()
-        return f"the process ended with status {code}: {lines[-1] if lines else 'no message'}"
+        """End the processes, also while they work."""
+        for process in self._processes:
+            process.join(0.1)
+            process.kill()
+            process.join()
 
     def __enter__(self) -> Self:
-        """Return self: the process has been running since construction."""
+        """Return self: the processes have been running since construction."""
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-        self._complaints.close()
+    def __exit__(self, *_: object) -> None:
+        """End the processes."""
+        self.end()
 
 
-class WorkerProcess(Process):
-    """A running `benchmarks.worker`.
+def _largest(values: list[Any]) -> Any:
+    if all(isinstance(value, int | float) for value in values):
+        return max(values)
+    return None if None in values else values[0]
 
-    The constructor sends the first request without waiting for the reply, so that several processes can load their
-    framework at the same time. Call `wait_until_ready` before the first `ask`.
-    """
 
-    def __init__(self, case: Case, contender: str, threads: int | None) -> None:
-        """Start the process and send it the case."""
-        bound = {} if threads is None else {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        super().__init__("benchmarks.worker", bound)
-        self.threads: int | None = None
-        self._send(Open(case, contender, threads))
+def _serve(pipe: connection.Connection, make: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    """Answer calls until the pipe is closed. What libraries print goes to stderr."""
+    os.dup2(2, 1)
+    worker: Any = None
+    while True:
+        try:
+            method, given = pipe.recv()
+        except EOFError:
+            os._exit(0)  # without destructors, which could wait for other ranks
+        try:
+            worker = make(*arguments) if worker is None else worker
+            pipe.send(("reply", getattr(worker, method)(*given)))
+        except Exception as error:
+            status, reason = _reason(error)
+            del error
+            try:
+                if worker is not None:
+                    worker.recover()
+            except Exception:
+                pipe.send(("lost", reason))
+                os._exit(3)
+            pipe.send((status, reason))
 
-    def wait_until_ready(self) -> None:
-        """Wait until the process has loaded its framework, created its inputs and warmed up; NotMeasured on failure."""
-        self.threads = int(self._receive()["threads"])
+
+def _reason(error: Exception) -> tuple[str, str]:
+    if isinstance(error, NotMeasured):
+        return error.status, str(error)
+    if type(error).__name__ == "OutOfMemoryError":
+        return "skipped", "out of memory"
+    return "failed", f"{type(error).__name__}: {error}".splitlines()[0]

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case, Quantity
+from benchmarks.cases import Case
 
 __all__ = ["Record", "compare_with_judge", "load_records", "write_records"]
 
@@ -26,9 +26,8 @@ class Record:
     """The measurement of one contender on one case.
 
     `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are the times of calls, on a
-    GPU the device times. On a GPU, `loop` are the loop times, and `host` is the host time. `pairs` and `loop_pairs`
-    hold the seconds of the base and of the contender, measured directly after each other or in the same round; the base
-    has none. `gradient_bytes` is the memory of the returned gradients, 0 if they overwrite the logits. `disturbance`,
+    GPU the device times. On a GPU, `loop` are the loop times. `host` is the host time. `pairs` and `loop_pairs` hold
+    the seconds of the base and of the contender in the same round; the base has none. `gradient_bytes` is the memory of the returned gradients, 0 if they overwrite the logits. `disturbance`,
     on a CPU, is for each of `seconds` the share of the time of all cores that other processes used. `judge` is the
     contender with the unfused computation, whose errors the others are compared with.
     """
@@ -43,7 +42,6 @@ class Record:
     disturbance: list[float] = field(default_factory=list)
     pairs: Pairs = field(default_factory=list)
     loop_pairs: Pairs = field(default_factory=list)
-    calls_per_sample: int = 1
     first_call_seconds: float = 0.0
     peak_bytes: int | None = None
     base_peak_bytes: int | None = None
@@ -73,11 +71,11 @@ class Record:
         """Peak bytes above the start minus those of the returned gradients; negative only by page rounding."""
         return None if self.peak_bytes is None else self.peak_bytes - self.gradient_bytes
 
-    def quantity(self, name: Quantity) -> float | None:
+    def quantity(self, name: str) -> float | None:
         """Return the number that a goal for this `quantity` limits; None if it was not measured."""
         match name:
             case "loop":
-                return _median_ratio(self.loop_pairs)
+                return _median_ratio(self.loop_pairs or self.pairs)
             case "time":
                 return _median_ratio(self.pairs)
             case "host us":
@@ -89,7 +87,7 @@ class Record:
             case _:
                 return self._memory(name)
 
-    def _memory(self, name: Quantity) -> float | None:
+    def _memory(self, name: str) -> float | None:
         if self.peak_bytes is None:
             return None
         beyond = self.peak_bytes - self.gradient_bytes

@@ -9,22 +9,33 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.markup import escape
 
-from benchmarks.cases import Goal
 from benchmarks.records import Record
 from benchmarks.tables import kind, make_tables
 
-__all__ = ["print_report"]
+__all__ = ["make_console", "print_report", "where"]
 
 _DISTURBED = 0.05
 _MOST_CHARACTERS = 300
+_WIDTH_OF_FILES = 240
+
+
+def make_console() -> Console:
+    """Return a console that is wide enough for tables if its output goes to a file."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH_OF_FILES)
+
+
+def where(record: Record) -> str:
+    """Return the machine and the version of the framework."""
+    machine = record.machine
+    versions = machine.get("versions", {})
+    framework = next((f"{name} {versions[name]}" for name in ("torch", "mlx") if versions.get(name)), "")
+    return f"{machine.get('gpu') or '{cpu}, {cores} cores'.format(**machine)}, {framework}"
 
 
 def print_report(console: Console, suite: str, records: Sequence[Record]) -> None:
     """Print the report of one suite, with the most important part last."""
-    machine = records[0].machine
-    versions = ", ".join(f"{name} {number}" for name, number in machine["versions"].items() if number)
-    where = machine.get("gpu") or f"{machine['cpu']}, {machine['cores']} cores"
-    console.print(f"[bold]{suite}[/bold]: {escape(where)}, {escape(versions)}", soft_wrap=True)
+    console.print(f"[bold]{suite}[/bold]: {escape(where(records[0]))}", soft_wrap=True)
     tables = list(make_tables(records))
     clocks = 1 + any(record.loop for record in records)
     for table in (*tables[clocks:], *reversed(tables[:clocks])):
@@ -36,37 +47,30 @@ def print_report(console: Console, suite: str, records: Sequence[Record]) -> Non
 
 def _goals(records: Sequence[Record]) -> Iterator[str]:
     for record in records:
-        for goal in record.case.goals:
-            if goal.contender == record.contender and record.status == "measured":
-                where = f"{escape(record.case.title)}: {escape(record.contender)}{_best_peer(goal, record, records)}"
-                yield f"{_verdict(goal, _value(goal, record, records))}  {where}"
+        for name, quantity, most in record.case.goals:
+            if name != record.contender or record.status != "measured":
+                continue
+            value, limit = _value(quantity, record, records), f"{quantity} at most {most:g}"
+            verdict = f"[yellow]unknown[/yellow]  {limit}"
+            if value is not None:
+                met = "[green]met    [/green]" if value <= most else "[red]missed [/red]"
+                verdict = f"{met}  {limit}, measured {value:.4g}"
+            rivals = [
+                (number, other.contender)
+                for other in records
+                if other.case == record.case and kind(other) == "peer" and other.contender != other.base
+                if (number := other.quantity(quantity)) is not None
+            ]
+            best = f" [dim](best peer {min(rivals)[0]:.4g}, {escape(min(rivals)[1])})[/dim]" if rivals else ""
+            yield f"{verdict}  {escape(record.case.title)}: {escape(name)}{best}"
 
 
-def _value(goal: Goal, record: Record, records: Sequence[Record]) -> float | None:
-    if goal.quantity != "host us a further chunk":
-        return record.quantity(goal.quantity)
+def _value(quantity: str, record: Record, records: Sequence[Record]) -> float | None:
+    if quantity != "host us a further chunk":
+        return record.quantity(quantity)
     chunks = int(re.sub(r"\D", "", record.contender))
     one = next((r.host for r in records if r.case == record.case and r.contender == "xent"), None)
     return None if one is None or record.host is None else (record.host - one) / (chunks - 1) * 1e6
-
-
-def _best_peer(goal: Goal, record: Record, records: Sequence[Record]) -> str:
-    """Return the best value of other projects in the same case."""
-    rivals = [
-        (value, other.contender)
-        for other in records
-        if other.case == record.case and kind(other) == "peer" and other.contender != other.base
-        if (value := other.quantity(goal.quantity)) is not None
-    ]
-    return f" [dim](best peer {min(rivals)[0]:.4g}, {escape(min(rivals)[1])})[/dim]" if rivals else ""
-
-
-def _verdict(goal: Goal, value: float | None) -> str:
-    limit = f"{goal.quantity} at most {goal.at_most:g}"
-    if value is None:
-        return f"[yellow]unknown[/yellow]  {limit}"
-    verdict = "[green]met    [/green]" if value <= goal.at_most else "[red]missed [/red]"
-    return f"{verdict}  {limit}, measured {value:.4g}"
 
 
 def _disturbance(records: Sequence[Record]) -> Iterator[str]:
@@ -80,8 +84,11 @@ def _disturbance(records: Sequence[Record]) -> Iterator[str]:
 
 def _remarks(records: Sequence[Record]) -> Iterator[str]:
     """Yield the reasons why contenders did not run; equal reasons are shown once, with the number of cases."""
-    told = dict.fromkeys((record.contender, record.status, record.reason) for record in records if record.reason)
-    for contender, status, reason in told:
-        cases = [r.case.title for r in records if (r.contender, r.status, r.reason) == (contender, status, reason)]
-        where = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({escape(where)}): {escape(reason[:_MOST_CHARACTERS])}"
+    reasons: dict[tuple[str, str, str], list[str]] = {}
+    for record in records:
+        if record.reason:
+            key = record.status, record.contender, record.reason[:_MOST_CHARACTERS]
+            reasons.setdefault(key, []).append(record.case.title)
+    for (status, contender, reason), cases in reasons.items():
+        place = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
+        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({escape(place)}): {escape(reason)}"

@@ -1,17 +1,16 @@
-"""Tables of a run: one row per case, one column per contender, loop times first.
+"""The tables of results: one row per case, one column per contender, loop times first.
 
-The terminal and Markdown files get the same tables. In a document, `fill` writes them between two comments, so that no
-number is typed by hand.
+The terminal and documents get the same tables. In bold is the smallest number of a row, where xent and peers are in it.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table as RichTable
@@ -19,9 +18,9 @@ from rich.table import Table as RichTable
 from benchmarks.contenders import find_contender
 from benchmarks.records import Record
 
-__all__ = ["Table", "fill", "kind", "make_tables"]
+__all__ = ["Table", "kind", "make_tables", "training_table"]
 
-_BLOCK = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,14 @@ class Table:
     caption: str
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    ours: frozenset[str]
+    ours: frozenset[str] = frozenset()
 
     def markdown(self) -> str:
-        """Return the caption and a Markdown table; the smallest number of a row is bold if xent and peers are in it."""
-        lines = [self.headings, ("---",) * len(self.headings)]
-        peers = bool(set(self.headings) - self.ours - {"case", "base"})
-        lines += [_marked(row) if peers else row for row in self.rows]
-        return f"{self.caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        """Return the caption and a Markdown table."""
+        mark = self.ours and set(self.headings) - self.ours - {"case", "base"}
+        lines = [self.headings, ("---",) * len(self.headings), *(_marked(row) if mark else row for row in self.rows)]
+        table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        return f"{self.caption}\n\n{table}" if self.caption else table
 
     def rich(self) -> RichTable:
         """Return a table for the terminal."""
@@ -70,26 +69,13 @@ def make_tables(records: Sequence[Record]) -> Iterator[Table]:
     """Yield the tables of one suite, one per quantity: times, memory and errors, as far as they were measured."""
     what = "base in ms, the others as multiples of it; forward and backward pass unless said"
     if any(record.loop for record in records):
-        yield _table(f"Loop time: {what}", records, _loop)
-        yield _table(f"Device time: {what}", records, _time)
+        yield _table(f"Loop time: {what}", records, lambda r: _multiple(r, r.loop or r.seconds, r.quantity("loop")))
+        yield _table(f"Device time: {what}", records, lambda r: _multiple(r, r.seconds, r.quantity("time")))
     else:
-        yield _table(f"Time: {what}", records, _time)
-    if any(record.host is not None for record in records):
-        yield _table("Host time, microseconds per call", records, _host)
-    if any(_peak(record) for record in records):
-        yield _table("Peak memory above the inputs, MiB", records, _peak)
-    if any(record.loss_error is not None for record in records):
-        yield _table("Error of the loss, in nats; of a log-probability the largest", records, _loss_error)
-    if any(_gradient_error(record) for record in records):
-        yield _table("Largest relative error of a gradient; x: multiple of the unfused error", records, _gradient_error)
-
-
-def _loop(record: Record) -> str:
-    return _multiple(record, record.loop, record.quantity("loop"))
-
-
-def _time(record: Record) -> str:
-    return _multiple(record, record.seconds, record.quantity("time"))
+        yield _table(f"Time: {what}", records, lambda r: _multiple(r, r.seconds, r.quantity("time")))
+    for caption, cell in _OTHERS.items():
+        if any(map(cell, records)):
+            yield _table(caption, records, cell)
 
 
 def _multiple(record: Record, seconds: Sequence[float], ratio: float | None) -> str:
@@ -100,19 +86,6 @@ def _multiple(record: Record, seconds: Sequence[float], ratio: float | None) -> 
     return "" if ratio is None else f"{ratio:.2f}"
 
 
-def _host(record: Record) -> str:
-    return "" if record.host is None else f"{record.host * 1e6:.0f}"
-
-
-def _peak(record: Record) -> str:
-    known = record.peak_bytes is not None and record.case.function != "logits"
-    return f"{record.peak_bytes / 2**20:.0f}" if known else ""
-
-
-def _loss_error(record: Record) -> str:
-    return "" if record.loss_error is None else f"{record.loss_error:.1e}"
-
-
 def _gradient_error(record: Record) -> str:
     if record.loss_error is None:
         return ""
@@ -121,50 +94,78 @@ def _gradient_error(record: Record) -> str:
     return f"{ratio:.2f}x" if ratio is not None else f"{max(errors):.1e}" if errors else ""
 
 
+def _peak(record: Record) -> str:
+    known = record.peak_bytes is not None and record.case.function != "logits"
+    return f"{record.peak_bytes / 2**20:.0f}" if known else ""
+
+
+_OTHERS: Mapping[str, Callable[[Record], str]] = {
+    "Host time, microseconds per call": lambda r: "" if r.host is None else f"{r.host * 1e6:.0f}",
+    "Peak memory above the inputs, MiB": _peak,
+    "Error of the loss, in nats; of a log-probability the largest": lambda r: (
+        "" if r.loss_error is None else f"{r.loss_error:.1e}"
+    ),
+    "Largest relative error of a gradient; x: multiple of the unfused error": _gradient_error,
+}
+
+
 def _table(caption: str, records: Sequence[Record], cell: Callable[[Record], str]) -> Table:
-    """Return a table without rows and columns whose cells are all empty."""
+    """Return a table without rows and columns whose cells are all empty. Of records in one cell the fastest counts."""
     grid: dict[str, dict[str, Record]] = {}
     for title, group in groupby(records, key=lambda record: record.case.title):
         row = grid.setdefault(title, {})
-        for record in group:
-            known = row.get(_column(record))
-            if known is None or (record.seen or float("inf")) < (known.seen or float("inf")):
-                row[_column(record)] = record
-    columns = [name for name in dict.fromkeys(_column(r) for r in records) if any(cell(r) for r in _named(grid, name))]
-    ours = {_column(record) for record in records if kind(record) == "ours"} - {"base"}
-    return Table(
-        caption,
-        ("case", *columns),
-        tuple(
-            (title, *(cell(row[name]) if name in row else "" for name in columns))
-            for title, row in grid.items()
-            if any(cell(record) for record in row.values())
-        ),
-        frozenset(ours),
-    )
-
-
-def _named(grid: dict[str, dict[str, Record]], name: str) -> list[Record]:
-    return [row[name] for row in grid.values() if name in row]
+        for record in sorted(group, key=lambda record: record.seen or float("inf"), reverse=True):
+            row[_column(record)] = record
+    columns = [
+        name
+        for name in dict.fromkeys(map(_column, records))
+        if any(cell(row[name]) for row in grid.values() if name in row)
+    ]
+    rows = [(title, *(cell(row[name]) if name in row else "" for name in columns)) for title, row in grid.items()]
+    ours = frozenset(_column(record) for record in records if kind(record) == "ours") - {"base"}
+    return Table(caption, ("case", *columns), tuple(row for row in rows if any(row[1:])), ours)
 
 
 def _column(record: Record) -> str:
-    """Return the column of a record. All bases share a column; so do quack's chunk sizes, of which the best counts."""
+    """Return the column of a record. All bases share a column; so do quack's chunk sizes."""
     if record.contender == record.base:
         return "base"
     name = record.contender.replace(" fp32 logits", " fp32")
     return "quack" if re.fullmatch(r"quack \d+", name) else name
 
 
-def fill(document: Path, suites: dict[str, list[Record]]) -> list[str]:
-    """Write the tables of suites between `<!-- measured: SUITE -->` and `<!-- end -->`; return the suites found."""
-    found: list[str] = []
+_TRAINING = ("model", "checkpointing", "variant", "ms per step", "tokens per second", "ratio to plain", "peak GiB")
 
-    def tables(match: re.Match[str]) -> str:
-        if match["name"] not in suites:
-            return match[0]
-        found.append(match["name"])
-        return match[1] + "\n" + "\n".join(each.markdown() for each in make_tables(suites[found[-1]])) + "\n" + match[3]
 
-    document.write_text(_BLOCK.sub(tables, document.read_text(encoding="utf-8")), encoding="utf-8")
-    return found
+def training_table(results: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table with one row per result of `benchmarks.training`.
+
+    A ratio above 1 means more tokens per second than plain.
+    """
+    rows = tuple(_training_row(result, _plain_rounds(result, results)) for result in results)
+    return Table("", (*_TRAINING, "longest sequence"), rows)
+
+
+def _plain_rounds(result: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[float]:
+    keys = ("model", "checkpointing", "tokens", "device", "dtype")
+    for other in results:
+        if other["variant"] == "plain" and all(other[key] == result[key] for key in keys):
+            rounds: list[float] = other["rounds"]
+            return rounds
+    return []
+
+
+def _training_row(result: Mapping[str, Any], plain: Sequence[float]) -> tuple[str, ...]:
+    name = (result["model"], "on" if result["checkpointing"] else "off", result["variant"])
+    longest = ""
+    if "longest" in result:
+        found = "not found" if result["longest"] is None else result["longest"]
+        longest = f"{'at least ' * bool(result['at_least'])}{found} in {result['limit']:g} GiB"
+        longest += f" ({result['longest_reason']})" if "longest_reason" in result else ""
+    if result["status"] != "measured":
+        return (*name, f"{result['status']}: {result['reason'][:160]}", "", "", "", longest)
+    seconds = statistics.median(result["rounds"])
+    ratios = [of_plain / own for of_plain, own in zip(plain, result["rounds"], strict=False)]
+    ratio = f"{statistics.median(ratios):.3f}" if ratios else ""
+    peak = "unknown" if result["peak"] is None else f"{result['peak'] / _GIB:.2f}"
+    return (*name, f"{seconds * 1e3:.4g}", f"{result['tokens'] / seconds:.0f}", ratio, peak, longest)

@@ -40,7 +40,9 @@ def gain(results: Results) -> str:
     one, other = results.runs[PYTORCH].loss_time, results.runs[XENT].loss_time
     tokens, peak = max(results.memory.items())
     pytorch, xent = peak[PYTORCH], peak[XENT]
-    time = f"{results.ratio('loss_seconds'):.2f} times as long ({1e3 * other:.0f} ms a step in place of {1e3 * one:.0f})"
+    time = (
+        f"{results.ratio('loss_seconds'):.2f} times as long ({1e3 * other:.0f} ms a step in place of {1e3 * one:.0f})"
+    )
     memory = ""
     if pytorch is not None and xent is not None:
         memory = f", needs {xent / MIB:.0f} MiB in place of {pytorch / MIB:.0f} (for {tokens} tokens),"

@@ -1,30 +1,28 @@
-"""The contenders: a table with one entry per implementation and function, in one file per kind of implementation."""
+"""The contenders: one entry per implementation and function, in one file per kind of implementation."""
 
 from __future__ import annotations
 
+import re
+
 from benchmarks.cases import Function
-from benchmarks.contenders import divergences, floors, fused, ours, pytorch, sampled, sharded
-from benchmarks.contenders.entry import Absent, Contender, LossFunction
+from benchmarks.contenders import floors, ours, peers, pytorch, sharded
+from benchmarks.contenders.entry import CONTENDERS, Contender, LossFunction
 
-__all__ = ["CONTENDERS", "Absent", "Contender", "LossFunction", "find_contender"]
+__all__ = ["Contender", "LossFunction", "find_contender"]
 
-CONTENDERS: tuple[Contender, ...] = (
-    *floors.CONTENDERS,
-    *pytorch.CONTENDERS,
-    *fused.CONTENDERS,
-    *ours.CONTENDERS,
-    *sampled.CONTENDERS,
-    *divergences.CONTENDERS,
-    *sharded.CONTENDERS,
-)
+_ = floors, peers, pytorch, sharded
 
 
 def find_contender(function: Function, name: str) -> Contender:
-    """Return the entry for this function and name, or create one for a workspace; KeyError if there is neither."""
-    for contender in CONTENDERS:
-        if (contender.function, contender.name) == (function, name):
-            return contender
-    made = ours.with_workspace(name) if function == "linear" else None
-    if made is None:
+    """Return the entry for this function and name, or create one for a workspace; KeyError if there is neither.
+
+    "xent N MiB" has that workspace, "xent N chunks" an Nth of the logits.
+    """
+    if (function, name) in CONTENDERS:
+        return CONTENDERS[function, name]
+    match = re.fullmatch(r"xent (\d+) (MiB|chunks)", name)
+    if match is None or function != "linear":
         raise KeyError(f"no contender {name!r} for function {function!r}")
-    return made
+    number, in_mib = int(match[1]), match[2] == "MiB"
+    make = ours.linear(lambda case: number * 2**20 if in_mib else -(-case.logits_bytes // number))
+    return Contender(name, make, kind="ours")

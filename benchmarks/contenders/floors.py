@@ -2,7 +2,7 @@
 
 For logits this is one read and one write (`copy_`), or without gradient one read (`amax`). For the linear function it
 is the matrix products alone, or only the forward product, with the vocabulary rounded up to a multiple of 64, for which
-the library's kernels are fast. Their results are written to memory that was allocated before.
+the library's kernels are fast. Their results are written to memory that was allocated by the first call.
 """
 
 from __future__ import annotations
@@ -11,90 +11,69 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.cases import Case
-from benchmarks.contenders.entry import Contender, LossFunction
+from benchmarks.contenders.entry import LossFunction, contender
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CONTENDERS"]
+__all__: list[str] = []
 
 _MULTIPLE = 64
 
 
-class _Buffers:
-    """Buffers by name, allocated at the first request, which is in the warm-up."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, Tensor] = {}
-
-    def __call__(self, name: str, like: Tensor, *shape: int) -> Tensor:
-        if name not in self._made:
-            self._made[name] = like.new_empty(shape)
-        return self._made[name]
-
-    def has(self, name: str) -> bool:
-        """Whether this buffer was allocated."""
-        return name in self._made
-
-
+@contender("copy", "logits", "log-probabilities", kind="floor")
 def _copy(case: Case) -> LossFunction:
-    buffers = _Buffers()
+    made: list[Tensor] = []
 
     def copy(logits: Tensor, target: Tensor) -> Tensor:
-        return buffers("copy", logits, *logits.shape).copy_(logits)
+        if not made:
+            made.append(logits.new_empty(logits.shape))
+        return made[0].copy_(logits)
 
     return copy
 
 
+@contender("amax", "logits", "log-probabilities", kind="floor")
 def _amax(case: Case) -> LossFunction:
     import torch
 
-    buffers = _Buffers()
+    made: list[Tensor] = []
 
     def amax(logits: Tensor, target: Tensor) -> Tensor:
-        return torch.amax(logits, -1, out=buffers("maxima", logits, *logits.shape[:-1]))
+        if not made:
+            made.append(logits.new_empty(logits.shape[:-1]))
+        return torch.amax(logits, -1, out=made[0])
 
     return amax
 
 
+@contender("products", "linear", "linear log-probabilities", kind="floor")
 def _products(case: Case) -> LossFunction:
     """Return the matrix products. The logits are used as their own gradient, which takes the same time."""
     import torch
 
-    buffers = _Buffers()
+    made: list[Tensor] = []
     whole = -(-case.vocabulary // _MULTIPLE) * _MULTIPLE
-
-    def padded(weight: Tensor) -> Tensor:
-        if len(weight) == whole:
-            return weight
-        if not buffers.has("padded"):
-            buffers("padded", weight, whole, weight.shape[1]).zero_()[: len(weight)].copy_(weight)
-        return buffers("padded", weight, whole, weight.shape[1])
-
-    kept = case.tokens if not case.ignored else round(case.tokens * (1 - case.ignored))
+    kept = round(case.tokens * (1 - case.ignored))
 
     def products(input: Tensor, weight: Tensor, *_: Tensor) -> Any:
-        rows, weight = input[:kept], padded(weight)
-        logits = torch.mm(rows, weight.T, out=buffers("logits", rows, len(rows), len(weight)))
+        rows = input[:kept]
+        if not made:
+            padded = weight if len(weight) == whole else weight.new_zeros(whole, weight.shape[1])
+            if padded is not weight:
+                padded[: len(weight)].copy_(weight)
+            made.extend((padded, *map(rows.new_empty, ((kept, whole), rows.shape, padded.shape))))
+        weight, logits, of_input, of_weight = made
+        torch.mm(rows, weight.T, out=logits)
         if case.backward and "input" in case.trained:
-            torch.mm(logits, weight, out=buffers("input", rows, *rows.shape))
+            torch.mm(logits, weight, out=of_input)
         if case.backward and "weight" in case.trained:
-            torch.mm(logits.T, rows, out=buffers("weight", weight, *weight.shape))
+            torch.mm(logits.T, rows, out=of_weight)
         return logits
 
     return products
 
 
+@contender("product", "linear divergence", kind="floor")
 def _product(case: Case) -> LossFunction:
     return _products(replace(case, backward=False))
-
-
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("products", "linear", _products, kind="floor"),
-    Contender("copy", "logits", _copy, kind="floor"),
-    Contender("amax", "logits", _amax, kind="floor"),
-    Contender("products", "linear log-probabilities", _products, kind="floor"),
-    Contender("copy", "log-probabilities", _copy, kind="floor"),
-    Contender("amax", "log-probabilities", _amax, kind="floor"),
-    Contender("product", "linear divergence", _product, kind="floor"),
-)

@@ -1,23 +1,25 @@
-"""xent: by default, portable, in place, and with a given workspace.
+"""xent: by default, portable, in place, with a given workspace, and its functions of RL and distillation.
 
 "xent portable" runs with XENT_PORTABLE=1, which turns the Hopper kernels off, as on every other GPU.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from benchmarks.cases import Case
-from benchmarks.contenders.entry import Contender, LossFunction
+from benchmarks.contenders.entry import LossFunction, Make, contender
 
-__all__ = ["CONTENDERS", "with_workspace"]
+__all__ = ["linear"]
 
 _PORTABLE = {"XENT_PORTABLE": "1"}
 
 
-def _linear(workspace: Callable[[Case], int | None] = lambda case: None) -> Callable[[Case], LossFunction]:
+def linear(workspace: Callable[[Case], int | None] = lambda case: None) -> Make:
+    """Return the contender's `make` for a workspace."""
+
     def make(case: Case) -> LossFunction:
         import xent
 
@@ -27,29 +29,32 @@ def _linear(workspace: Callable[[Case], int | None] = lambda case: None) -> Call
     return make
 
 
-def _logits(inplace: bool) -> Callable[[Case], LossFunction]:
-    def make(case: Case) -> LossFunction:
-        import xent
-
-        return partial(xent.cross_entropy, reduction=case.reduction, inplace=inplace, **dict(case.options))
-
-    return make
+contender("xent", "linear", kind="ours")(linear())
+contender("xent portable", "linear", kind="ours", environment=_PORTABLE)(linear())
 
 
-def with_workspace(name: str) -> Contender | None:
-    """Return the contender "xent N MiB" (that workspace) or "xent N chunks" (an Nth of the logits); None otherwise."""
-    match = re.fullmatch(r"xent (\d+) (MiB|chunks)", name)
-    if match is None:
-        return None
-    number, in_mib = int(match[1]), match[2] == "MiB"
-    make = _linear(lambda case: number * 2**20 if in_mib else -(-case.logits_bytes // number))
-    return Contender(name, "linear", make, kind="ours")
+@contender("xent", "logits", kind="ours")
+@contender("xent portable", "logits", kind="ours", environment=_PORTABLE)
+def _logits(case: Case, inplace: bool = False) -> LossFunction:
+    import xent
+
+    return partial(xent.cross_entropy, reduction=case.reduction, inplace=inplace, **dict(case.options))
 
 
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("xent", "linear", _linear(), kind="ours"),
-    Contender("xent portable", "linear", _linear(), kind="ours", environment=_PORTABLE),
-    Contender("xent", "logits", _logits(inplace=False), kind="ours"),
-    Contender("xent portable", "logits", _logits(inplace=False), kind="ours", environment=_PORTABLE),
-    Contender("xent inplace", "logits", _logits(inplace=True), kind="ours", in_place=True),
-)
+contender("xent inplace", "logits", kind="ours", in_place=True)(partial(_logits, inplace=True))
+
+
+@contender("xent", "linear log-probabilities", "log-probabilities", kind="ours")
+def _log_probs(case: Case) -> LossFunction:
+    import xent
+
+    return partial(xent.linear_log_probs if case.is_linear else xent.log_probs, entropy=True)
+
+
+@contender("xent", "linear divergence", kind="ours")
+def _divergence(case: Case) -> LossFunction:
+    import xent
+
+    options = dict(case.options)
+    make_teacher: Any = xent.LinearTeacher if options.pop("top_k", None) is None else xent.TopKTeacher
+    return lambda input, weight, *teacher: xent.linear_divergence(input, weight, make_teacher(*teacher), **options)

@@ -1,104 +1,136 @@
-"""PyTorch: unfused from logits in their own dtype and in float32, both compiled, and its chunked operator."""
+"""PyTorch: unfused from logits in their own dtype and in float32, both compiled or checkpointed, and chunked.
+
+Log-probabilities and divergences are those of `benchmarks.definitions`.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.cases import Case
-from benchmarks.contenders.entry import Absent, Contender, LossFunction
+from benchmarks.cases import Case, Function
+from benchmarks.contenders.entry import LossFunction, Make, contender
+from benchmarks.process import Absent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CONTENDERS"]
+__all__ = ["chunked_options"]
+
+_CHECKPOINTED_ROWS = 1024
 
 
-def _logits(case: Case, in_float32: bool = False) -> LossFunction:
+def _loss(case: Case, in_float32: bool = False) -> LossFunction:
     """Return the usual PyTorch code with the options of the case; statistics are returned after the loss."""
     import torch
     from torch.nn import functional
 
     options = dict(case.options)
     softcap, stats = options.pop("softcap", None), options.pop("stats", ())
-    if not (in_float32 or softcap or stats or case.batch):
-        return partial(functional.cross_entropy, reduction=case.reduction, **options)
 
-    def entropy(logits: Tensor, target: Tensor) -> Tensor:
+    def entropy(logits: Tensor) -> Tensor:
         log_p = functional.log_softmax(logits, -1)
         return -(log_p.exp() * log_p).sum(-1)
 
-    known: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "accuracy": lambda logits, target: (logits.argmax(-1) == target).float().mean(),
-        "entropy": entropy,
-        "lse": lambda logits, target: torch.logsumexp(logits, -1),
-    }
-
-    def loss(logits: Tensor, target: Tensor) -> Any:
+    def of_logits(logits: Tensor, target: Tensor) -> Any:
         logits, target = logits.flatten(0, -2), target.flatten()
         if in_float32:
             logits = logits.float()
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
         value = functional.cross_entropy(logits, target, reduction=case.reduction, **options)
-        if not stats:
-            return value
-        return value, *(known[name](logits.detach(), target) for name in stats)
+        known: dict[str, Any] = {
+            "accuracy": lambda: (logits.detach().argmax(-1) == target).float().mean(),
+            "entropy": lambda: entropy(logits.detach()),
+            "lse": lambda: torch.logsumexp(logits.detach(), -1),
+        }
+        return (value, *(known[name]() for name in stats)) if stats else value
 
-    return loss
-
-
-def _linear(case: Case, in_float32: bool = False) -> LossFunction:
-    from torch.nn import functional
-
-    of_logits = _logits(case, in_float32)
-
-    def loss(input: Tensor, weight: Tensor, target: Tensor) -> Any:
-        return of_logits(functional.linear(input, weight), target)
-
-    return loss
+    if case.is_linear:
+        return lambda input, weight, target: of_logits(functional.linear(input, weight), target)
+    if not (in_float32 or softcap or stats or case.batch):
+        return partial(functional.cross_entropy, reduction=case.reduction, **options)
+    return of_logits
 
 
-def _compiled(make: Callable[[Case], LossFunction]) -> Callable[[Case], LossFunction]:
-    def make_compiled(case: Case) -> LossFunction:
+def _compiled(in_float32: bool) -> Make:
+    def make(case: Case) -> LossFunction:
         import torch
 
         compilers = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++", "cl"]
         if case.device == "cpu" and not any(map(shutil.which, compilers)):
             raise Absent(f"needs a C++ compiler, and none of {', '.join(compilers)} was found")
-        compiled: LossFunction = torch.compile(make(case), dynamic=False)
+        compiled: LossFunction = torch.compile(_loss(case, in_float32), dynamic=False)
         return compiled
 
-    return make_compiled
+    return make
 
 
-def _chunked(case: Case) -> LossFunction:
+_CROSS_ENTROPY: tuple[Function, Function] = ("linear", "logits")
+for _suffix, _wide in (("", False), (" fp32 logits", True)):
+    contender("torch" + _suffix, *_CROSS_ENTROPY, holds_logits=True)(partial(_loss, in_float32=_wide))
+    contender("torch.compile" + _suffix, *_CROSS_ENTROPY, holds_logits=True)(_compiled(_wide))
+
+
+def chunked_options() -> Any:
+    """Return the options of PyTorch's chunked operator, or raise Absent."""
     import torch
-    from torch.nn import functional
 
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         raise Absent(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions()
+    return torch.nn.LinearCrossEntropyOptions()
 
-    def loss(input: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return functional.linear_cross_entropy(input, weight, target, reduction=case.reduction, options=options)
+
+@contender("torch chunked", "linear")
+def _chunked(case: Case) -> LossFunction:
+    options = chunked_options()
+    from torch.nn import functional
+
+    return partial(functional.linear_cross_entropy, reduction=case.reduction, options=options)
+
+
+@contender("torch", "linear log-probabilities", "log-probabilities", holds_logits=True)
+def _log_probs(case: Case, in_float32: bool = False) -> LossFunction:
+    """Return the usual PyTorch code, with float32 logits, or with float32 only in the softmax."""
+    from benchmarks.definitions import log_probabilities
+
+    def of_logits(logits: Tensor, target: Tensor) -> Any:
+        return log_probabilities(logits.float() if in_float32 else logits, target)
+
+    if not case.is_linear:
+        return of_logits
+    return lambda input, weight, target: of_logits(input @ weight.T, target)
+
+
+_log_probs_fp32 = partial(_log_probs, in_float32=True)
+contender("torch fp32 logits", "linear log-probabilities", "log-probabilities", holds_logits=True)(_log_probs_fp32)
+
+
+@contender("torch checkpointed", "linear log-probabilities")
+def _checkpointed(case: Case) -> LossFunction:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    of_rows = _log_probs_fp32(case)
+
+    def log_probs(input: Tensor, weight: Tensor, target: Tensor) -> Any:
+        chunks = zip(input.split(_CHECKPOINTED_ROWS), target.split(_CHECKPOINTED_ROWS), strict=True)
+        parts = [checkpoint(of_rows, rows, weight, classes, use_reentrant=False) for rows, classes in chunks]
+        return tuple(map(torch.cat, zip(*parts, strict=True)))
+
+    return log_probs
+
+
+@contender("torch fp32 logits", "linear divergence", holds_logits=True)
+def _divergence(case: Case) -> LossFunction:
+    from benchmarks.definitions import divergence
+
+    options = dict(case.options)
+
+    def loss(input: Tensor, weight: Tensor, first: Tensor, second: Tensor) -> Any:
+        teacher = (first, second) if "top_k" in options else ((first @ second.T).float(),)
+        return divergence((input @ weight.T).float(), teacher, options.get("beta", 0.0)).mean()
 
     return loss
-
-
-_linear_fp32, _logits_fp32 = partial(_linear, in_float32=True), partial(_logits, in_float32=True)
-
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("torch", "linear", _linear, holds_logits=True),
-    Contender("torch fp32 logits", "linear", _linear_fp32, holds_logits=True),
-    Contender("torch.compile", "linear", _compiled(_linear), compiles=True, holds_logits=True),
-    Contender("torch.compile fp32 logits", "linear", _compiled(_linear_fp32), compiles=True, holds_logits=True),
-    Contender("torch chunked", "linear", _chunked),
-    Contender("torch", "logits", _logits, holds_logits=True),
-    Contender("torch fp32 logits", "logits", _logits_fp32, holds_logits=True),
-    Contender("torch.compile", "logits", _compiled(_logits), compiles=True, holds_logits=True),
-    Contender("torch.compile fp32 logits", "logits", _compiled(_logits_fp32), compiles=True, holds_logits=True),
-)

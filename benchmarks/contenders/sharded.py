@@ -8,17 +8,18 @@ states is summed over ranks.
 from __future__ import annotations
 
 import os
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.cases import Case
-from benchmarks.contenders.entry import Absent, Contender, LossFunction
-from benchmarks.contenders.fused import find_peer
+from benchmarks.contenders.entry import LossFunction, contender, find_peer
+from benchmarks.process import Absent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["CONTENDERS", "Shards"]
+__all__ = ["Shards"]
 
 
 class Shards(Protocol):
@@ -33,51 +34,52 @@ class Shards(Protocol):
     weight: Tensor
 
 
-def _floor(overlapped: bool) -> Any:
+@contender("products + all-reduce", "sharded", kind="floor")
+def _floor(case: Case, overlapped: bool = False) -> LossFunction:
     """Return three products and one all-reduce, after one of them or `overlapped` with it; buffers are reused."""
+    import torch
+    import torch.distributed as dist
 
-    def make(case: Case) -> LossFunction:
-        import torch
-        import torch.distributed as dist
+    made: list[Tensor] = []
 
-        made: list[Tensor] = []
+    def step(shards: Shards) -> None:
+        rows, weight = shards.input.detach(), shards.weight.detach()
+        if not made:
+            made.extend(map(rows.new_empty, ((len(rows), len(weight)), rows.shape, weight.shape)))
+        logits, of_input, of_weight = made
+        torch.mm(rows, weight.T, out=logits)
+        torch.mm(logits, weight, out=of_input)
+        work: Any = dist.all_reduce(of_input, group=shards.group, async_op=True)
+        if not overlapped:
+            work.wait()
+        torch.mm(logits.T, rows, out=of_weight)
+        if overlapped:
+            work.wait()
 
-        def step(shards: Shards) -> None:
-            rows, weight = shards.input.detach(), shards.weight.detach()
-            if not made:
-                shapes = ((len(rows), len(weight)), rows.shape, weight.shape)
-                made.extend(rows.new_empty(shape) for shape in shapes)
-            logits, of_input, of_weight = made
-            torch.mm(rows, weight.T, out=logits)
-            torch.mm(logits, weight, out=of_input)
-            work: Any = dist.all_reduce(of_input, group=shards.group, async_op=True)
-            if not overlapped:
-                work.wait()
-            torch.mm(logits.T, rows, out=of_weight)
-            if overlapped:
-                work.wait()
-
-        return step
-
-    return make
+    return step
 
 
-def _xent(sequence_parallel: bool) -> Any:
-    def make(case: Case) -> LossFunction:
-        import xent
-
-        def step(shards: Shards) -> Tensor:
-            source = shards.tokens if sequence_parallel else shards.input
-            where = xent.VocabParallel(shards.group, sequence_parallel=True) if sequence_parallel else shards.group
-            loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
-            loss.backward()
-            return loss.detach()
-
-        return step
-
-    return make
+contender("overlapped", "sharded", kind="floor")(partial(_floor, overlapped=True))
 
 
+@contender("xent", "sharded", kind="ours")
+def _xent(case: Case, sequence_parallel: bool = False) -> LossFunction:
+    import xent
+
+    def step(shards: Shards) -> Tensor:
+        source = shards.tokens if sequence_parallel else shards.input
+        where = xent.VocabParallel(shards.group, sequence_parallel=sequence_parallel)
+        loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+contender("xent sequence parallel", "sharded", kind="ours")(partial(_xent, sequence_parallel=True))
+
+
+@contender("textbook", "sharded", holds_logits=True)
 def _textbook(case: Case) -> LossFunction:
     from benchmarks.contenders.textbook import linear, vocab_parallel_loss
 
@@ -91,6 +93,7 @@ def _textbook(case: Case) -> LossFunction:
     return step
 
 
+@contender("loss_parallel", "sharded", holds_logits=True)
 def _loss_parallel(case: Case) -> LossFunction:
     """PyTorch's loss_parallel on float32 logits, as in torchtitan; with bfloat16 logits it would round the loss."""
     import torch
@@ -113,18 +116,18 @@ def _loss_parallel(case: Case) -> LossFunction:
     return step
 
 
-def _refuse(case: Case) -> None:
-    """Raise Absent if Liger-Kernel cannot run, on all ranks alike and before any collective."""
-    if case.device == "cpu":
-        raise Absent("Liger-Kernel has no kernels for the CPU")
+def _find(module: str, name: str, case: Case) -> Any:
+    """Return a function of Liger-Kernel, or raise Absent, on all ranks alike and before any collective."""
+    function = find_peer(f"liger_kernel.transformers.{module}", name, case.device)
     if case.vocabulary % case.ranks:
         raise Absent("Liger-Kernel takes equal shards only")
+    return function
 
 
+@contender("Liger", "sharded")
 def _liger(case: Case) -> LossFunction:
     """Liger's loss from hidden states, in chunks of 512 tokens; not its native kernels, which need NVLink multicast."""
-    function = find_peer("liger_kernel.transformers.functional", "liger_fused_linear_scaled_cross_entropy_tp")
-    _refuse(case)
+    function = _find("functional", "liger_fused_linear_scaled_cross_entropy_tp", case)
     if find_spec("liger_cute_kernels") is not None and os.environ.get("NVSHMEM_DISABLE_NVLS") == "1":
         raise Absent("liger_cute_kernels is installed, whose kernels need NVLink multicast, which is turned off")
 
@@ -136,13 +139,11 @@ def _liger(case: Case) -> LossFunction:
     return step
 
 
+@contender("Liger logits", "sharded", holds_logits=True)
 def _liger_logits(case: Case) -> LossFunction:
     """Liger's loss from logits (sequence, batch, classes), after Megatron's linear layer."""
-    module = find_peer("liger_kernel.transformers.vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy")
-    _refuse(case)
+    function = _find("vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy", case)()
     from benchmarks.contenders.textbook import linear
-
-    function = module()
 
     def step(shards: Shards) -> Tensor:
         logits = linear(shards.input, shards.weight, shards.group)[:, None]
@@ -152,15 +153,3 @@ def _liger_logits(case: Case) -> LossFunction:
         return loss.detach()
 
     return step
-
-
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("products + all-reduce", "sharded", _floor(overlapped=False), kind="floor"),
-    Contender("overlapped", "sharded", _floor(overlapped=True), kind="floor"),
-    Contender("xent", "sharded", _xent(sequence_parallel=False), kind="ours"),
-    Contender("xent sequence parallel", "sharded", _xent(sequence_parallel=True), kind="ours"),
-    Contender("textbook", "sharded", _textbook, holds_logits=True),
-    Contender("loss_parallel", "sharded", _loss_parallel, holds_logits=True),
-    Contender("Liger", "sharded", _liger),
-    Contender("Liger logits", "sharded", _liger_logits, holds_logits=True),
-)

@@ -10,28 +10,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.devices import DEVICES, default_device
-from benchmarks.machine import machine_facts
+from benchmarks.facts import machine_facts, merge
+from benchmarks.plot import save_training_plot
 from benchmarks.process import NotMeasured
-from benchmarks.protocol import Describe, OpenTraining
-from benchmarks.training.measure import Deadline, NoTimeLeft, Plan, Result, Trainer, measure
-from benchmarks.training.models import SHAPES
-from benchmarks.training.plot import save_plot
-from benchmarks.training.table import markdown
+from benchmarks.tables import training_table
+from benchmarks.training.measure import NoTimeLeft, Trainer, measure, start_results
 from benchmarks.training.variants import VARIANTS
+from benchmarks.training.worker import MODELS
 
 __all__ = ["main"]
 
 _DEFAULT_OUT = Path(__file__).resolve().parents[1] / "out"
-_MODELS = {"cuda": ("llama-3.2-1b", "gemma-2-2b", "qwen3-4b"), "cpu": ("mid",)}
+_USUAL = {"cuda": ("llama-3.2-1b", "gemma-2-2b", "qwen3-4b"), "cpu": ("mid",)}
 _QUICK = ("tiny-llama", "tiny-gemma", "tiny-qwen")
 _MULTIPLE = 256
-_PATIENCE = {"cuda": 120.0, "cpu": float("inf")}
+_PATIENCE = {"cuda": 120.0, "cpu": math.inf}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -40,43 +40,66 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.show:
         lines = [json.loads(line) for path in options.show for line in path.read_text(encoding="utf-8").splitlines()]
         results = [line for line in lines if "variant" in line]
-        print(markdown(results))
+        print(training_table(results).markdown())
         if options.plot:
-            save_plot(results, _title(lines[0]["machine"]), options.plot)
+            machine = lines[0]["machine"]
+            title = (
+                f"Training steps on one {machine.get('gpu') or machine['cpu']}, torch {machine['versions']['torch']}"
+            )
+            save_training_plot(results, title, options.plot)
         return 0
-    deadline = Deadline(options.minutes)
-    plans = [(plan, plan.results()) for plan in _plans(options)]
-    results = [result for _, of_plan in plans for result in of_plan]
+    models = {
+        (name, checkpointing): start_results(
+            options.variants,
+            model=name,
+            device=options.device,
+            dtype=options.dtype,
+            checkpointing=checkpointing == "on",
+            tokens=options.tokens or MODELS[name]["tokens"],
+            limit=MODELS[name]["limit"] if options.limit is None else options.limit,
+        )
+        for checkpointing in options.checkpointing
+        for name in options.models
+    }
+    results = [result for of_model in models.values() for result in of_model]
     path = options.out / f"training-{options.device}.jsonl"
-    with Trainer(deadline, _PATIENCE[options.device]) as trainer:
-        machine = _facts(trainer, options.device)
+    trainer = Trainer(options.device, options.minutes, _PATIENCE[options.device])
+    try:
+        machine = _facts(trainer)
 
         def save() -> None:
-            _write(path, machine, results)
+            options.out.mkdir(parents=True, exist_ok=True)
+            lines = "".join(json.dumps(line) + "\n" for line in [{"machine": machine}, *results])
+            path.write_text(lines, encoding="utf-8")
 
-        try:
-            for plan, of_plan in plans:
-                measure(trainer, plan, of_plan, save)
-                save()
-                print(f"{plan.title}: done after {deadline.spent():.0f} s", file=sys.stderr, flush=True)
-        except NoTimeLeft:
-            print("no time left", file=sys.stderr)
         save()
-    print(markdown(results))
+        for (name, checkpointing), of_model in models.items():
+            measure(
+                trainer,
+                of_model,
+                save,
+                steps=options.steps or MODELS[name]["steps"],
+                rounds=options.rounds or MODELS[name]["rounds"],
+                multiple=max(1, min(_MULTIPLE, of_model[0]["tokens"] // 8)),
+                most_seconds=options.seconds,
+            )
+            save()
+            print(f"{name}, checkpointing {checkpointing}: done", file=sys.stderr, flush=True)
+    except NoTimeLeft:
+        print("no time left", file=sys.stderr)
+        save()
+    finally:
+        trainer.close()
+    print(training_table(results).markdown())
     print(f"\nwritten: {path}")
     return int(any(result["status"] not in ("measured", "absent") for result in results))
-
-
-def _title(machine: dict[str, Any]) -> str:
-    where = machine.get("gpu") or machine["cpu"]
-    return f"Training steps on one {where}, torch {machine['versions']['torch']}"
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__)
     add = parser.add_argument
     add("--device", choices=tuple(DEVICES), default=default_device(), help="the GPU if there is one")
-    add("--models", choices=tuple(SHAPES), nargs="+", help="of 1 to 4 billion weights on a GPU, mid on a CPU")
+    add("--models", choices=tuple(MODELS), nargs="+", help="of 1 to 4 billion weights on a GPU, mid on a CPU")
     add("--quick", action="store_true", help="tiny models of the same classes, unless --models says otherwise")
     add("--variants", choices=tuple(VARIANTS), nargs="+", default=tuple(VARIANTS), help="all, if not given")
     add("--checkpointing", choices=("on", "off"), nargs="+", default=("on", "off"), help="first on, then off")
@@ -92,46 +115,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--show", type=Path, nargs="+", metavar="JSONL", help="measure nothing, print the table of these results")
     options = parser.parse_args(arguments)
     options.dtype = options.dtype or ("bfloat16" if options.device == "cuda" else "float32")
-    options.models = options.models or (_QUICK if options.quick else _MODELS[options.device])
+    options.models = options.models or (_QUICK if options.quick else _USUAL[options.device])
     return options
 
 
-def _plans(options: argparse.Namespace) -> list[Plan]:
-    """Return what to measure, the most important first."""
-    plans = []
-    for checkpointing in options.checkpointing:
-        for name in options.models:
-            shape = SHAPES[name]
-            tokens = options.tokens or shape.tokens
-            plans.append(
-                Plan(
-                    OpenTraining(name, options.device, options.dtype, checkpointing == "on"),
-                    options.variants,
-                    tokens,
-                    options.steps or shape.steps,
-                    options.rounds or shape.rounds,
-                    shape.limit if options.limit is None else options.limit,
-                    max(1, min(_MULTIPLE, tokens // 8)),
-                    options.seconds,
-                )
-            )
-    return plans
-
-
-def _facts(trainer: Trainer, device: str) -> dict[str, Any]:
+def _facts(trainer: Trainer) -> dict[str, Any]:
     """Return the facts about the machine and its device."""
-    machine = machine_facts()
     try:
-        facts = trainer.ask(Describe(device))
+        return merge(machine_facts(), trainer.ask("describe"))
     except (NotMeasured, NoTimeLeft) as failure:
-        return machine | {"device_facts": f"unknown: {failure}"}
-    return machine | facts | {"versions": machine["versions"] | facts["versions"]}
-
-
-def _write(path: Path, machine: dict[str, Any], results: Sequence[Result]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{"machine": machine}, *results]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        return machine_facts() | {"device_facts": f"unknown: {failure}"}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders.entry import Absent
-from benchmarks.contenders.fused import find_peer
+from benchmarks.contenders.entry import find_peer
+from benchmarks.contenders.pytorch import chunked_options
+from benchmarks.process import Absent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,11 +33,6 @@ def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
     return hidden
 
 
-def _refuse_cpu(model: Any, name: str) -> None:
-    if model.device.type == "cpu":
-        raise Absent(f"{name} has no kernels for the CPU")
-
-
 @contextmanager
 def _plain(model: Any) -> Iterator[_Loss]:
     yield _own_loss(model)
@@ -53,8 +49,9 @@ def _xent(model: Any) -> Iterator[_Loss]:
 @contextmanager
 def _liger(model: Any) -> Iterator[_Loss]:
     """Patch the instance as Liger-Kernel's documentation says, with its fused loss and none of its other kernels."""
-    apply = find_peer("liger_kernel.transformers", f"apply_liger_kernel_to_{model.config.model_type}")
-    _refuse_cpu(model, "Liger-Kernel")
+    apply = find_peer(
+        "liger_kernel.transformers", f"apply_liger_kernel_to_{model.config.model_type}", model.device.type
+    )
     kernels = [name for name in inspect.signature(apply).parameters if name != "model"]
     apply(**{name: name == "fused_linear_cross_entropy" for name in kernels}, model=model)
     try:
@@ -66,8 +63,7 @@ def _liger(model: Any) -> Iterator[_Loss]:
 @contextmanager
 def _cce(model: Any) -> Iterator[_Loss]:
     """Call the function on the hidden states, as `cce_patch` does, which the package on PyPI does not contain."""
-    function = find_peer("cut_cross_entropy", "linear_cross_entropy")
-    _refuse_cpu(model, "Cut Cross Entropy")
+    function = find_peer("cut_cross_entropy", "linear_cross_entropy", model.device.type)
     softcap = getattr(model.config, "final_logit_softcapping", None)
     head = model.get_output_embeddings()
     yield lambda tokens, labels: function(
@@ -78,14 +74,11 @@ def _cce(model: Any) -> Iterator[_Loss]:
 @contextmanager
 def _torch(model: Any) -> Iterator[_Loss]:
     """Call PyTorch's chunked operator on the hidden states."""
-    import torch
     from torch.nn import functional
 
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise Absent(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    options = chunked_options()
     if getattr(model.config, "final_logit_softcapping", None) is not None:
         raise Absent("torch's linear_cross_entropy has no softcap")
-    options = torch.nn.LinearCrossEntropyOptions()
     head = model.get_output_embeddings()
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:

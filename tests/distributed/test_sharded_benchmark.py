@@ -12,32 +12,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.cases import Case
-from benchmarks.contenders import Absent, find_contender, textbook
-from benchmarks.process import NotMeasured
-from benchmarks.protocol import OpenCase, Prepare, Steps
+from benchmarks.cases import SUITES, Case
+from benchmarks.cli import main
+from benchmarks.contenders import find_contender, textbook
+from benchmarks.process import Absent, NotMeasured, Team
+from benchmarks.ranks import Ranks, Shards
 from benchmarks.records import Record, load_records, write_records
-from benchmarks.sharded import __main__ as sharded
-from benchmarks.sharded import team
-from benchmarks.sharded.cases import make_cases
-from benchmarks.sharded.ranks import Together
-from benchmarks.sharded.session import Session, Wrong
-from benchmarks.sharded.shards import RankShards
+from benchmarks.session import Session
 from tests.distributed.pool import PROCESSES, Pool, device
 from tests.distributed.test_faults import FAULTS
 
-NAMES = make_cases("cpu", 2)[0].contenders
+SMALL = SUITES["cpu"]["sharded"][0]
+NAMES = SMALL.contenders
 ALL_REDUCES = ("largest logits", "targets' logits", "sums", "gradient of the hidden states")
 
 
 def _case(vocabulary: int = 250) -> Case:
-    case = make_cases("cpu", PROCESSES, ((98, 16, vocabulary),))[0]
-    return replace(case, device=device().type)
+    return replace(SMALL, tokens=98, hidden=16, vocabulary=vocabulary, ranks=PROCESSES, device=device().type)
 
 
 def step(case: Case, name: str) -> dict[str, Any] | str:
     """Return a rank's inputs and results in float64, or the reason why the contender is absent."""
-    shards = RankShards(case)
+    shards = Shards(case)
     try:
         loss = find_contender("sharded", name).make(case)(shards)
     except Absent as reason:
@@ -45,7 +41,7 @@ def step(case: Case, name: str) -> dict[str, Any] | str:
     gradient = shards.input.grad if shards.tokens.grad is None else shards.tokens.grad
     found = {"input": shards.input, "weight": shards.weight, "of_input": gradient, "of_weight": shards.weight.grad}
     numbers = {name: value.detach().double().cpu().numpy() for name, value in found.items() if value is not None}
-    return numbers | {"target": shards.target.cpu().numpy(), "loss": float(loss), **shards.errors(float(loss))}
+    return numbers | {"target": shards.target.cpu().numpy(), "loss": float(loss), **shards.errors(shards.truth(), loss)}
 
 
 @pytest.mark.parametrize("vocabulary", [248, 250])
@@ -84,7 +80,7 @@ def _assert_close(found: Any, true: Any) -> None:
 
 def floors(case: Case) -> list[float]:
     """Run both floors. Return the norms of gradients, of which there should be none."""
-    shards = RankShards(case)
+    shards = Shards(case)
     for name in NAMES[:2]:
         assert find_contender("sharded", name).make(case)(shards) is None
     return [float(leaf.grad.norm()) for leaf in (shards.input, shards.weight) if leaf.grad is not None]
@@ -117,9 +113,12 @@ def with_fault(case: Case, name: str, fault: str) -> str:
 
 
 def _judged(case: Case, name: str) -> str:
+    session = Session(case.device)
+    session._devices[case.device] = Ranks(case.device, case.ranks, dist.get_rank(), "")
+    session.open(case)
     try:
-        Session(case, Together(case.device)).prepare(name)
-    except Wrong as reason:
+        session.prepare(name)
+    except NotMeasured as reason:
         return str(reason)
     finally:
         gc.unfreeze()
@@ -148,12 +147,12 @@ def test_fault_in_xent_is_detected(pool: Pool, name: str, fault: str, wanted: st
 
 
 def test_two_processes_are_measured_and_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "two.jsonl"
-    arguments = ["--device", "cpu", "--gpus", "2", "--sizes", "40x16x64", "--rounds", "2", "--seconds", "0.1"]
-    assert sharded.main([*arguments, "--out", str(out)]) == 0
+    arguments = ["--device", "cpu", "--gpus", "2", "--only", "64x16x96", "--repeats", "2", "--out", str(tmp_path)]
+    assert main(arguments) == 0
+    out = tmp_path / "cpu-sharded-2-part.jsonl"
     records = {record.contender: record for record in load_records(out)}
     assert tuple(records) == NAMES
-    assert {record.case.title for record in records.values()} == {"sharded 40x16x64 float32, over 2 ranks"}
+    assert {record.case.title for record in records.values()} == {"sharded 64x16x96 float32, over 2 ranks"}
     for name, record in records.items():
         if name.startswith("Liger"):
             assert record.status == "absent"
@@ -172,45 +171,28 @@ def test_two_processes_are_measured_and_plotted(tmp_path: Path, capsys: pytest.C
     assert "loss_parallel" in capsys.readouterr().out
     four = tmp_path / "four.jsonl"
     four.write_text("".join(write_records(_as_if_on_four(records))), encoding="utf-8")
-    assert sharded.main(["plot", str(out), str(four), "--out", str(tmp_path / "both.png")]) == 0
-    assert (tmp_path / "both.png").stat().st_size > (tmp_path / "two.png").stat().st_size / 2
+    assert main(["--show", str(out), str(four), "--out", str(tmp_path / "both")]) == 0
+    both, alone = tmp_path / "both" / f"{out.stem}-ranks.png", tmp_path / f"{out.stem}-ranks.png"
+    assert both.stat().st_size > alone.stat().st_size / 2
 
 
 def _as_if_on_four(records: dict[str, Record]) -> list[Record]:
     return [replace(record, case=replace(record.case, ranks=4)) for record in records.values()]
 
 
-def test_plot_without_results_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "none.jsonl").write_text("")
-    assert sharded.main(["plot", str(tmp_path / "none.jsonl")]) == 1
-    assert "nothing was measured" in capsys.readouterr().err
-
-
-def test_only_full_sizes_on_gpus_have_goals() -> None:
-    assert [len(case.goals) for ranks in (2, 4) for case in make_cases("cuda", ranks)] == [2, 2, 1, 0]
-    assert not any(case.goals for case in make_cases("cpu", 2))
-    assert not make_cases("cuda", 2, ((64, 4096, 128),))[0].goals
-    assert make_cases("cuda", 4)[0].gradient_bytes == (8192 + 128256 // 4) * 4096 * 2
-
-
-def test_failing_rank_ends_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(team, "_PATIENCE", 0.5)
-    case = replace(make_cases("cpu", 2)[0], contenders=NAMES[:1])
-    processes = team.Team("cpu", 2)
-    try:
-        assert processes.ask(OpenCase(case), 60) == {}
+def test_failing_rank_ends_all_processes(tmp_path: Path) -> None:
+    with Team(Session, [("cpu", 2, rank, str(tmp_path / "meeting")) for rank in range(2)]) as processes:
+        assert processes.ask("open", SMALL, seconds=60) == {}
         with pytest.raises(NotMeasured, match=r"(?i)liger") as absent:
-            processes.ask(Prepare("Liger"), 60)
+            processes.ask("prepare", "Liger", seconds=60)
         assert absent.value.status == "absent"
         assert processes.runs
-        with pytest.raises(NotMeasured, match="rank 1: TypeError"):
-            processes._ask([OpenCase(case), Steps("plain", 32, 1)], 60)
+        with pytest.raises(NotMeasured, match=r"rank \d: KeyError"):
+            processes.ask("turn", "not prepared", 1, 1, seconds=60)
         assert not processes.runs
-    finally:
-        processes.__exit__(None, None, None)
 
 
 def test_too_few_gpus_are_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    more = str(torch.cuda.device_count() + 1)
-    assert sharded.main(["--device", "cuda", "--gpus", more, "--out", str(tmp_path / "none.jsonl")]) == 2
+    more = str(max(2, torch.cuda.device_count() + 1))
+    assert main(["--device", "cuda", "--gpus", more, "--out", str(tmp_path)]) == 2
     assert "want a GPU each" in capsys.readouterr().err

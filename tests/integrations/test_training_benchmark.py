@@ -9,15 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.process import NotMeasured
-from benchmarks.protocol import OUT_OF_MEMORY, FirstStep, OpenTraining, PeakStep, Request, Steps
+from benchmarks.process import NotMeasured, Team
+from benchmarks.tables import training_table
 from benchmarks.training import __main__ as training
-from benchmarks.training import measure as measuring
-from benchmarks.training.measure import Deadline, NoTimeLeft, Plan, Trainer, measure
-from benchmarks.training.models import SHAPES, make_model
-from benchmarks.training.table import markdown
+from benchmarks.training.measure import NoTimeLeft, Trainer, measure, start_results
 from benchmarks.training.variants import VARIANTS
-from benchmarks.training.worker import Training
+from benchmarks.training.worker import MODELS, Training, make_model
 
 GIB = 2**30
 
@@ -46,7 +43,7 @@ def test_variants_train_alike_and_take_turns(tmp_path: Path, capsys: pytest.Capt
             assert min(result["rounds"]) > 0
             assert result["loss"] == pytest.approx(losses.setdefault(result["model"], result["loss"]), rel=1e-5)
     assert {each["variant"] for each in results if each["status"] == "measured"} >= {"plain", "xent"}
-    table = markdown(results)
+    table = training_table(results).markdown()
     assert table in capsys.readouterr().out
     assert training.main(["--show", str(tmp_path / "training-cpu.jsonl")]) == 0
     assert table in capsys.readouterr().out
@@ -58,9 +55,9 @@ def test_longest_sequence_fits_and_is_in_the_table(tmp_path: Path) -> None:
     if result["peak"] is None:  # no system but Linux measures every peak
         assert result["longest_reason"]
         return
-    fitting = [trial for trial in result["trials"] if trial["peak"] <= SHAPES["tiny-llama"].limit * GIB]
+    fitting = [trial for trial in result["trials"] if trial["peak"] <= MODELS["tiny-llama"]["limit"] * GIB]
     assert result["longest"] == max(trial["length"] for trial in fitting) > 64
-    assert f"{result['longest']} in 0.01 GiB" in markdown([result])
+    assert f"{result['longest']} in 0.01 GiB" in training_table([result]).markdown()
 
 
 def test_no_time_leaves_rows_that_say_so(tmp_path: Path) -> None:
@@ -84,7 +81,7 @@ def test_a_variant_leaves_the_model_as_it_was(name: str, variant: str) -> None:
     assert loss.item() == pytest.approx(model(tokens, labels=tokens).loss.item(), rel=1e-5)
 
 
-def test_failed_step_is_a_reply_and_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_step_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def failing(model: Any) -> Iterator[Any]:
         def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -93,45 +90,72 @@ def test_failed_step_is_a_reply_and_leaves_no_gradients(monkeypatch: pytest.Monk
 
         yield loss_of
 
-    failures = [ValueError("line\nanother"), torch.OutOfMemoryError("much text")]
-
     monkeypatch.setitem(VARIANTS, "plain", failing)  # type: ignore[arg-type]
-    worker = Training()
-    assert worker.answer(OpenTraining("tiny-llama", "cpu", "float32", False))["held_bytes"] > 0
-    for reply in ({"skipped": OUT_OF_MEMORY}, {"error": "ValueError: line"}):
-        assert worker.answer(PeakStep("plain", 32)) == reply
-        assert all(weight.grad is None for weight in worker._network.parameters())
-    assert worker.answer(Steps("xent", 32, 1))["seconds"] > 0
+    worker = Training("cpu")
+    assert worker.open("tiny-llama", "float32", False)["held_bytes"] > 0
+    failures = [ValueError("broken")]
+    with pytest.raises(ValueError, match="broken"):
+        worker.peak("plain", 32)
+    worker.recover()
+    assert all(weight.grad is None for weight in worker.network.parameters())
+    assert worker.steps("xent", 32, 1)["seconds"] > 0
 
 
-class FakeTrainer(Trainer):
-    """Answers without a process. `fails` are the failures by variant and length."""
+class Failing:
+    """An object in a process, whose one method fails, at first in a way after which the device still works."""
 
-    def __init__(self, fails: dict[tuple[str, int], Exception]) -> None:
-        super().__init__(Deadline(None), 1.0)
-        self.fails = fails
-        self.asked: list[Request] = []
+    def __init__(self, usable: bool) -> None:
+        self.usable = usable
 
-    def ask(self, request: Request) -> dict[str, Any]:
-        self.asked.append(request)
-        if isinstance(request, OpenTraining):
-            return {}
-        assert isinstance(request, FirstStep | PeakStep | Steps)
-        if failure := self.fails.get((request.variant, request.length)):
+    def call(self) -> None:
+        raise (torch.OutOfMemoryError if self.usable else ValueError)("line\nanother")
+
+    def recover(self) -> None:
+        if not self.usable:
+            raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("usable", "status", "reason"), [(True, "skipped", "out of memory"), (False, "failed", "ValueError: line")]
+)
+def test_failure_is_a_reply_and_a_lost_device_ends_the_process(usable: bool, status: str, reason: str) -> None:
+    with Team(Failing, [(usable,)]) as process:
+        with pytest.raises(NotMeasured, match=reason) as failure:
+            process.ask("call", seconds=60)
+        assert (failure.value.status, process.runs) == (status, usable)
+
+
+class FakeProcess:
+    """Answers without a process. `fails` are the failures by method, variant and length; "ended" ends it."""
+
+    asked: list[list[tuple[object, ...]]]
+    fails: dict[tuple[object, ...], NotMeasured]
+
+    def __init__(self, *arguments: object) -> None:
+        self.runs = True
+        self.asked.append([])
+
+    def end(self) -> None:
+        self.runs = False
+
+    def ask(self, *request: Any, seconds: float | None = None) -> dict[str, Any]:
+        self.asked[-1].append(request)
+        method, variant, length = request[:3]
+        if failure := self.fails.get((variant, length)):
+            self.runs = str(failure) != "ended"
             raise failure
-        if isinstance(request, FirstStep):
+        if method in ("open", "loss"):
             return {"loss": 1.0}
-        slope = {"plain": 2, "xent": 1, "torch": 1}[request.variant] * GIB / 1000
-        return {"seconds": request.length / 1e5} | (
-            {"peak": 5 * GIB + slope * request.length} if isinstance(request, PeakStep) else {}
-        )
+        slope = {"plain": 2, "xent": 1, "torch": 1}[variant] * GIB / 1000
+        return {"seconds": length / 1e5, "peak": 5 * GIB + slope * length}
 
 
-def measure_with(fails: dict[tuple[str, int], Exception]) -> list[dict[str, Any]]:
-    model = OpenTraining("tiny-llama", "cpu", "float32", True)
-    plan = Plan(model, ("plain", "xent", "torch"), 8192, 1, 3, 30.0, 256, 10.0)
-    results = plan.results()
-    measure(FakeTrainer(fails), plan, results, lambda: None)
+def measure_with(fails: dict[tuple[object, ...], NotMeasured], minutes: float | None = None) -> list[dict[str, Any]]:
+    FakeProcess.asked, FakeProcess.fails = [], fails
+    facts = {"model": "tiny-llama", "device": "cpu", "dtype": "float32", "checkpointing": True}
+    results = start_results(("plain", "xent", "torch"), **facts, tokens=8192, limit=30.0)
+    trainer = Trainer("cpu", minutes, 1.0, FakeProcess)
+    measure(trainer, results, lambda: None, steps=1, rounds=3, multiple=256, most_seconds=10.0)
     return results
 
 
@@ -139,17 +163,16 @@ def test_longest_sequence_of_each_variant() -> None:
     plain, xent, torchs = measure_with({})
     assert (plain["longest"], xent["longest"], torchs["longest"]) == (12288, 24832, 24832)
     assert not plain["at_least"]
-    assert [trial["length"] for trial in xent["trials"]] == [8192, 12288, 24832]
-    assert [trial["length"] for trial in torchs["trials"]] == [8192, 24832]
+    assert [trial["length"] for trial in xent["trials"]] == [8192, 16384, 24832]
     assert plain["rounds"] == [0.08192] * 3
 
 
 def test_too_little_memory_for_the_tokens_still_has_a_longest_sequence() -> None:
-    plain, xent, _ = measure_with({("plain", 8192): NotMeasured("skipped", OUT_OF_MEMORY)})
+    plain, xent, _ = measure_with({("plain", 8192): NotMeasured("skipped", "out of memory")})
     assert (plain["status"], plain["reason"]) == ("skipped", "out of memory")
     assert 4096 <= plain["longest"] < 8192
     assert xent["status"] == "measured"
-    row = markdown([plain, xent]).splitlines()[2]
+    row = training_table([plain, xent]).markdown().splitlines()[2]
     assert "| skipped: out of memory |" in row
     assert f"{plain['longest']} in 30 GiB" in row
 
@@ -162,55 +185,19 @@ def test_variant_that_fails_has_a_reason_and_no_longest_sequence() -> None:
 
 
 def test_failure_in_the_search_keeps_the_measurement() -> None:
-    _, xent, _ = measure_with({("xent", 12288): NotMeasured("failed", "broken")})
+    _, xent, _ = measure_with({("xent", 16384): NotMeasured("failed", "broken")})
     assert xent["status"] == "measured"
     assert (xent["longest"], xent["at_least"], xent["longest_reason"]) == (8192, True, "broken")
 
 
-def test_process_that_ends_is_replaced_with_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[Request]] = []
-
-    class FakeProcess:
-        def __init__(self, *arguments: object) -> None:
-            self.runs = True
-            asked.append([])
-
-        def __enter__(self) -> "FakeProcess":
-            return self
-
-        def __exit__(self, *arguments: object) -> None:
-            pass
-
-        def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
-            asked[-1].append(request)
-            if isinstance(request, Steps):
-                self.runs = False
-                raise NotMeasured("failed", "the process ended")
-            return {}
-
-    monkeypatch.setattr(measuring, "Process", FakeProcess)
-    model = OpenTraining("tiny-llama", "cpu", "float32", True)
-    with Trainer(Deadline(None), 1.0) as trainer:
-        trainer.open(model)
-        with pytest.raises(NotMeasured, match="ended"):
-            trainer.ask(Steps("CCE", 8, 1))
-        trainer.ask(PeakStep("xent", 8))
-    assert asked == [[model, Steps("CCE", 8, 1)], [model, PeakStep("xent", 8)]]
+def test_process_that_ends_is_replaced_with_the_same_model() -> None:
+    _, xent, torchs = measure_with({("xent", 8192): NotMeasured("failed", "ended")})
+    model = ("open", "tiny-llama", "float32", True)
+    assert FakeProcess.asked == [[model, *FakeProcess.asked[0][1:]], [model, *FakeProcess.asked[1][1:]]]
+    assert (xent["reason"], torchs["status"]) == ("ended", "measured")
 
 
-def test_nothing_is_asked_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FakeProcess:
-        runs = True
-
-        def __init__(self, *arguments: object) -> None:
-            pass
-
-        def __enter__(self) -> "FakeProcess":
-            return self
-
-        def __exit__(self, *arguments: object) -> None:
-            pass
-
-    monkeypatch.setattr(measuring, "Process", FakeProcess)
-    with Trainer(Deadline(0), 1.0) as trainer, pytest.raises(NoTimeLeft):
-        trainer.ask(PeakStep("xent", 8))
+def test_nothing_is_asked_after_the_deadline() -> None:
+    with pytest.raises(NoTimeLeft):
+        measure_with({}, minutes=0)
+    assert FakeProcess.asked == [[]]

@@ -11,26 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.cases import Case, Goal
-from benchmarks.cli import main
+from benchmarks import documents
+from benchmarks.cases import SUITES, Case, quick
+from benchmarks.cli import main, measure_all
+from benchmarks.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.contenders import find_contender
-from benchmarks.devices import Cpu, Cuda
-from benchmarks.gpu import measure as gpu_measure
-from benchmarks.gpu.clock import device_seconds, host_seconds, loop_seconds
-from benchmarks.gpu.measure import GpuMeasurement, GpuPlan
-from benchmarks.gpu.session import Session
-from benchmarks.gpu.truth import compute_truth
-from benchmarks.machine import machine_facts
-from benchmarks.plot import save_plots
+from benchmarks.devices import Cuda
+from benchmarks.measure import Measurement, OutOfTime, Plan
 from benchmarks.problems import LinearProblem, LogitsProblem, make_problem
 from benchmarks.process import NotMeasured
-from benchmarks.progress import OutOfTime, measure_all
-from benchmarks.protocol import Describe, OpenCase, Prepare, Request, Turn, decode, encode
-from benchmarks.records import Record, load_records
-from benchmarks.suites import SUITES, cpu, cuda, select_cases
+from benchmarks.records import Record, load_records, write_records
+from benchmarks.session import Session
 from benchmarks.tables import Table
+from benchmarks.truth import compute_truth
 
-TABLES = (cpu.SUITES, cpu.QUICK, cuda.SUITES, cuda.QUICK)
+TABLES = [[tuple(map(make, suite)) for suite in SUITES[each].values()] for each in SUITES for make in (replace, quick)]
 SMALL = Case("test", "linear", 96, 16, 100, "float32", ("products", "xent"), accuracy=True)
 CASES = [
     replace(SMALL, function=function, hidden=16 if function == "linear" else 0, **changes)
@@ -170,11 +165,10 @@ def test_lead_is_at_least_as_long_as_requested(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("name", ["torch", "xent", "xent inplace"])
 def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
-    case = replace(SMALL, function="logits", hidden=0, contenders=("copy", name))
-    session = Session(case, Cpu())
+    session = Session("cpu")
+    session.open(replace(SMALL, function="logits", hidden=0, contenders=("copy", name)))
     assert session.prepare(name)["input_gradient_error"] < 1e-5
-    turn = session.turn(name, 3, 2)
-    assert min(turn["loop"], turn["seconds"]) > 0
+    assert session.turn(name, 3, 2)["seconds"] > 0
     session.prepared[name].call(session.prepared[name].set_up())
     assert session.truth is not None
     assert (
@@ -183,12 +177,13 @@ def test_an_iteration_of_a_loop_can_be_repeated(name: str) -> None:
 
 
 def test_a_session_measures_floors_and_losses() -> None:
-    session = Session(SMALL, Cpu())
+    session = Session("cpu")
+    session.open(SMALL)
     floor, ours = session.prepare("products"), session.prepare("xent")
     assert "loss" not in floor
     assert ours["loss_error"] < 1e-5
     assert ours["host"] > 0
-    assert session.turn("xent", 3, 1).keys() == {"loop", "seconds"}
+    assert session.turn("xent", 3, 1).keys() == {"seconds", "disturbance"}
 
 
 def small(case: Case) -> Case:
@@ -196,7 +191,9 @@ def small(case: Case) -> Case:
     return replace(case, tokens=tokens, hidden=min(case.hidden, 16), vocabulary=200 + case.vocabulary % 2, device="cpu")
 
 
-GPU_CASES = list(dict.fromkeys(small(case) for suite in cuda.QUICK.values() for case in suite))
+GPU_CASES = list(
+    dict.fromkeys(small(quick(case)) for name, suite in SUITES["cuda"].items() if name != "sharded" for case in suite)
+)
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.suite}: {case.title}")
@@ -221,24 +218,23 @@ def test_products_have_a_vocabulary_that_is_a_multiple_of_64() -> None:
     assert not logits[:, 100:].any()
 
 
-@pytest.mark.parametrize("suite", [suite for table in TABLES for suite in table.values()])
+@pytest.mark.parametrize("suite", [suite for table in TABLES[:4] for suite in table])
 def test_suites_name_contenders_that_exist(suite: tuple[Case, ...]) -> None:
     for case in suite:
-        for name in (*case.contenders, *(goal.contender for goal in case.goals)):
-            assert find_contender(case.function, name).name == name
-        assert {goal.contender for goal in case.goals} <= set(case.contenders)
+        assert all(find_contender(case.function, name).make for name in case.contenders)
+        assert {name for name, _, _ in case.goals} <= set(case.contenders)
 
 
-def test_cases_of_a_suite_have_different_titles() -> None:
+def test_cases_of_a_suite_have_different_titles_and_known_goals() -> None:
     for table in TABLES:
-        for suite in table.values():
-            assert len({case.title for case in suite}) == len(suite)
-
-
-def test_cases_are_encoded_and_decoded() -> None:
-    for device in SUITES:
-        for case in select_cases(device, SUITES[device]):
-            assert decode(encode(OpenCase(case))) == OpenCase(case)
+        for suite in table:
+            assert len({(case.title, case.ranks) for case in suite}) == len(suite)
+            for case in suite:
+                record = Record(case, "xent", peak_bytes=2**30, base_peak_bytes=2**30, host=1.0, loss_error=0.1)
+                record.judge_input_gradient_error = record.input_gradient_error = 0.1
+                record.pairs = [(1.0, 1.0)]
+                known = [record.quantity(name) for _, name, _ in case.goals if name != "host us a further chunk"]
+                assert None not in known
 
 
 class Lines:
@@ -246,61 +242,56 @@ class Lines:
 
     made: list["Lines"]
 
-    def __init__(self, module: str, environment: dict[str, str] | None = None) -> None:
-        self.environment, self.runs, self.requests = environment or {}, True, list[Request]()
+    def __init__(self, make: object, ranks: object, environment: dict[str, str]) -> None:
+        self.environment, self.runs, self.requests = environment, True, list[Any]()
         self.made.append(self)
 
-    def ask(self, request: Request, seconds: float | None = None) -> dict[str, Any]:
-        self.requests.append(request)
-        match request:
-            case Describe():
+    def ask(self, method: str, *arguments: Any, seconds: float | None = None) -> dict[str, Any]:
+        self.requests.append((method, *arguments[:1]))
+        match method, *arguments:
+            case "describe", *_:
                 return {"versions": {}}
-            case Prepare(contender="CCE"):
+            case "prepare", "CCE":
                 self.runs = False
                 raise NotMeasured("failed", "the process was killed")
-            case Prepare(contender="Liger"):
+            case "prepare", "Liger":
                 raise NotMeasured("absent", "liger_kernel is not installed")
-            case Prepare(contender=name):
-                return {"peak_bytes": 1, "host": 1e-5, "call_seconds": 1e-3, "turn_seconds": 1e-2} | {"loss": len(name)}
-            case Turn(contender=name):
+            case "prepare", name:
+                return {"peak_bytes": 1, "host": 1e-5, "call_seconds": 1e-3, "loss": len(name)}
+            case "turn", name, *_:
                 return {"loop": 2.0, "seconds": 1.0} if name == "products" else {"loop": 3.0, "seconds": 1.25}
         return {}
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self.runs = False
 
 
-@pytest.fixture
-def processes(monkeypatch: pytest.MonkeyPatch) -> list[Lines]:
-    Lines.made = []
-    monkeypatch.setattr(gpu_measure, "Process", Lines)
-    return Lines.made
-
-
 def measure(case: Case, deadline: float = float("inf")) -> list[Record]:
-    with GpuMeasurement("cpu", GpuPlan(repeats=4, budget=1.0, deadline=deadline)) as measurement:
+    Lines.made = []
+    with Measurement("cuda", Plan(repeats=4, budget=1.0, deadline=deadline), Lines) as measurement:
+        case = replace(case, device="cuda")
         return measurement.measure(case, {"gpu": "none", "versions": {}}, lambda name: None)
 
 
-def test_contenders_take_turns_and_ratios_are_of_a_round(processes: list[Lines]) -> None:
+def test_contenders_take_turns_and_ratios_are_of_a_round() -> None:
     case = replace(SMALL, contenders=("products", "xent", "xent portable", "Liger", "CCE"))
     records = {record.contender: record for record in measure(case)}
     assert records["xent"].loop_pairs == [(2.0, 3.0)] * 4
     assert (records["xent"].quantity("loop"), records["xent"].quantity("time")) == (1.5, 1.25)
     assert (records["Liger"].status, records["CCE"].status) == ("absent", "failed")
-    assert [process.environment for process in processes] == [{}, {"XENT_PORTABLE": "1"}] * 2  # restarted without CCE
-    for process in processes[2:]:
-        asked = {request.contender for request in process.requests if isinstance(request, Turn)}
+    assert [process.environment for process in Lines.made] == [{}, {"XENT_PORTABLE": "1"}] * 2  # restarted without CCE
+    for process in Lines.made[2:]:
+        asked = {request[1] for request in process.requests if request[0] == "turn"}
         assert asked == ({"xent portable"} if process.environment else {"products", "xent"})
 
 
-def test_a_run_that_is_out_of_time_can_be_resumed(processes: list[Lines], tmp_path: Path) -> None:
+def test_a_run_that_is_out_of_time_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(OutOfTime):
         measure(SMALL, deadline=time.monotonic() - 1)
-    cases = [SMALL, replace(SMALL, tokens=64)]
+    cases = [replace(SMALL, device="cuda"), replace(SMALL, device="cuda", tokens=64)]
     done: list[Case] = []
 
-    def measure_one(case: Case, *, progress: object) -> list[Record]:
+    def measure_one(case: Case, progress: object) -> list[Record]:
         if done:
             raise OutOfTime
         done.append(case)
@@ -317,38 +308,40 @@ def test_a_run_that_is_out_of_time_can_be_resumed(processes: list[Lines], tmp_pa
     assert len(lines.read_bytes()) < 4000
 
 
-def test_a_run_is_shown_and_written_into_a_document(
-    processes: list[Lines], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    case = replace(SMALL, contenders=("products", "xent"), goals=(Goal("xent", "loop", 1.2),))
-    lines, document = tmp_path / "lines.jsonl", tmp_path / "text.md"
-    measure_all([case], lambda case, progress: measure(case), lines)
-    document.write_text(
-        "before\n<!-- measured: test -->\nold\n<!-- end -->\nafter\n<!-- measured: other -->\n<!-- end -->"
-    )
-    show = ["--show", str(lines), "--out", str(tmp_path)]
-    assert main([*show, "--markdown", "--into", str(document)]) == 0
-    rows = [
-        f"| linear 96x16x100 float32 | products {base} ms | {ratio} |"
-        for base, ratio in (("2e+03", "1.50"), ("1e+03", "1.25"))
-    ]
-    printed, text = capsys.readouterr().out, document.read_text()
-    assert all(row in printed and row in text for row in rows)
-    assert "old" not in text
-    assert text.endswith("after\n<!-- measured: other -->\n<!-- end -->")
-    assert main(show) == 0
+def test_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = replace(SMALL, contenders=("products", "xent"), goals=(("xent", "loop", 1.2),))
+    (tmp_path / "lines.jsonl").write_text("".join(write_records(measure(case))))
+    assert main(["--show", str(tmp_path / "lines.jsonl"), "--out", str(tmp_path)]) == 0
     assert "missed   loop at most 1.2, measured 1.5" in capsys.readouterr().out
 
 
+def test_tables_of_a_document_are_filled_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = measure(replace(SMALL, contenders=("products", "xent")))
+    for record in records:
+        record.machine["commit"] = "abcdef0"
+    (tmp_path / "gpu-test.jsonl").write_text("".join(write_records(records)))
+    document = tmp_path / "text.md"
+    document.write_text("before\n<!-- measured: test -->\nold\n<!-- end -->\nafter\n")
+
+    def problems(fill: bool = False) -> list[str]:
+        return list(documents.find_problems(document, tmp_path, fill=fill))
+
+    assert problems() == ["text.md: the table 'test' differs; run python -m benchmarks.documents"]
+    assert problems(fill=True) == problems() == []
+    text = document.read_text()
+    assert "| linear 96x16x100 float32 | products 2e+03 ms | 1.50 |" in text
+    assert "old" not in text
+    document.write_text(text + "<!-- commit: abcdef0123 -->\n")
+    assert problems() == []
+    document.write_text(text + "<!-- commit: 1234567 -->\n")
+    assert problems() == ["text.md: gpu-test.jsonl is of commit abcdef0, and the tables of 1234567"]
+
+
 @pytest.mark.parametrize("base", [0, 2**12, 2**24])
-def test_memory_has_no_ratio_to_a_few_pages(base: int, tmp_path: Path) -> None:
-    case = replace(CASES[0], contenders=("torch", "xent"))
-    shared = {"seconds": [1.0], "base_peak_bytes": base, "machine": machine_facts() | {"versions": {"torch": "2"}}}
-    records = [Record(case, "torch", peak_bytes=base, **shared)]
-    records += [Record(case, "xent", peak_bytes=2**23, pairs=[(1.0, 1.0)], **shared)]
-    assert records[1].quantity("memory") == (0.5 if base == 2**24 else None)
-    assert records[1].quantity("memory beyond gradients") == records[1].quantity("memory")
-    assert save_plots(records, tmp_path / "plot")
+def test_memory_has_no_ratio_to_a_few_pages(base: int) -> None:
+    record = Record(replace(CASES[0], contenders=("torch", "xent")), "xent", peak_bytes=2**23, base_peak_bytes=base)
+    assert record.quantity("memory") == (0.5 if base == 2**24 else None)
+    assert record.quantity("memory beyond gradients") == record.quantity("memory")
 
 
 def test_smallest_number_of_a_row_is_bold() -> None:
