@@ -1,9 +1,10 @@
 """Fill the tables of README.md and docs/ from the files of results, or check them: `python -m benchmarks.documents`.
 
 `<!-- measured: SUITE FILE -->` and `<!-- end -->` enclose the tables of a suite from `benchmarks/results/FILE.jsonl`
-(gpu-SUITE, if not given); SUITE "training" is the table of training steps. `<!-- picked: NAME -->` encloses a table of `picked.toml`, rows of
-several files. `<!-- commit: C -->` anywhere in a document says of which commit all of its tables are. `--check` changes
-nothing, and fails if a table differs from what would be written, or if a file of results is of another commit.
+(gpu-SUITE, if not given); SUITE "training" is the table of training steps. `<!-- picked: NAME -->` encloses a table of
+`picked.toml`, rows of several files. `<!-- commit: C -->` anywhere in a document says of which commit all of its tables
+are. `--check` changes nothing, and fails if a table differs from what would be written, or if a file of results is of
+another commit.
 """
 
 from __future__ import annotations

@@ -27,9 +27,10 @@ class Record:
 
     `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are the times of calls, on a
     GPU the device times. On a GPU, `loop` are the loop times. `host` is the host time. `pairs` and `loop_pairs` hold
-    the seconds of the base and of the contender in the same round; the base has none. `gradient_bytes` is the memory of the returned gradients, 0 if they overwrite the logits. `disturbance`,
-    on a CPU, is for each of `seconds` the share of the time of all cores that other processes used. `judge` is the
-    contender with the unfused computation, whose errors the others are compared with.
+    the seconds of the base and of the contender in the same round; the base has none. `gradient_bytes` is the memory of
+    the returned gradients, 0 if they overwrite the logits. `disturbance`, on a CPU, is for each of `seconds` the share
+    of the time of all cores that other processes used. `judge` is the contender with the unfused computation, whose
+    errors the others are compared with.
     """
 
     case: Case
