@@ -1,9 +1,9 @@
 """Deferred logits: a tensor subclass whose values are computed only if something reads them.
 
-A patched head returns `DeferredLogits` instead of the product. Operations that models apply between head and loss
-(`steps`) return other deferred logits. The loss (`loss`) is computed from the hidden states. Every other operation gets
-real logits, the same that the unpatched model would have computed. Real logits are computed once and kept, so that
-in-place writes, hooks and retained gradients behave as usual.
+A patched head returns `DeferredLogits` instead of the product. Calls that models make between head and loss (`steps`)
+return other deferred logits, which keep the call. The loss (`loss`) is computed from the hidden states. Every other
+operation gets real logits, the same that the unpatched model would have computed. Real logits are computed once and
+kept, so that in-place writes, hooks and retained gradients behave as usual.
 
 Three mechanisms intercept operations. `__torch_function__` sees all calls from Python. `__torch_dispatch__` sees calls
 from C++ and from inside an autograd.Function. For the latter, a node in the autograd graph (`_Edge`) passes gradients
@@ -25,14 +25,12 @@ from xent.integrations.transformers.attributes import METADATA
 from xent.integrations.transformers.blank import blank
 from xent.integrations.transformers.changes import Origin, change
 from xent.integrations.transformers.history import note_compiled
-from xent.integrations.transformers.recipe import Recipe, follow
+from xent.integrations.transformers.recipe import Recipe, product
 
-__all__ = ["KEYWORDS", "KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "is_open", "metadata", "real"]
+__all__ = ["KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "derive", "is_open", "metadata", "real"]
 
-KNOWN: dict[Any, Callable[..., Any]] = {}
-"""Recorded functions: function -> recorder. `calls` registers them."""
-KEYWORDS: dict[Any, frozenset[str]] = {}
-"""The keyword arguments with which a function may be recorded; for functions not listed, none."""
+KNOWN: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
+"""Recorded functions: function -> recorder, and the keyword arguments that it takes. `steps` registers them."""
 LAYOUT: dict[str, Callable[..., Any]] = {}
 """Attributes that only DTensors have: attribute -> function that answers or records it. `parallel` registers them."""
 
@@ -44,13 +42,16 @@ class DeferredLogits(torch.Tensor):
     """
 
     _recipe: Recipe
+    _made: tuple[Any, ...] | None
+    """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
+    _aliases: bool
+    """Whether they are a view of the logits in that call."""
+    _tensors: tuple[Tensor, ...]
+    """The hidden states, weights and constants from which they are computed."""
     _tracked: bool
-    """Whether autograd records the recipe: gradients were enabled, and some tensor of it requires a gradient."""
+    """Whether autograd records that: gradients were enabled, and some of the tensors requires a gradient."""
     _origins: tuple[Origin, ...]
-    """The tensors of the recipe, and their state when the head was called."""
-    _view: tuple[Any, ...] | None
-    """(deferred logits, function, arguments) if this is a view of other deferred logits."""
-    _contiguous: bool
+    """The state of the tensors when the head was called."""
     _real: Tensor | None
     _hooks: Any
     """The saved-tensor hooks that were active when these logits were deferred."""
@@ -62,8 +63,8 @@ class DeferredLogits(torch.Tensor):
         if func in METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in KNOWN and all(name in KEYWORDS.get(func, ()) for name in kwargs):
-            made = KNOWN[func](func, *args, **kwargs)
+        if func in KNOWN and all(name in KNOWN[func][1] for name in kwargs):
+            made = KNOWN[func][0](func, *args, **kwargs)
             if made is not NotImplemented:
                 return made
         args, kwargs = tree_map_only(DeferredLogits, lambda logits: real(logits, func), (args, kwargs))
@@ -96,25 +97,36 @@ class _LogitsInShards(_DispatchedLogits):
 
 def defer(
     recipe: Recipe,
-    size: tuple[int, ...],
-    dtype: torch.dtype,
+    tensors: tuple[Tensor, ...],
     origins: tuple[Origin, ...],
-    view: tuple[Any, ...] | None = None,
-    contiguous: bool = True,
+    made: tuple[Any, ...] | None = None,
+    is_view: bool = False,
 ) -> DeferredLogits:
-    """Return deferred logits of that size and dtype, to be computed by the recipe."""
-    tensors = recipe.tensors()
+    """Return deferred logits, to be computed by the recorded call, or by a head."""
     tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    if not tracked:
-        recipe = recipe.with_tensors(tuple([tensor.detach() for tensor in tensors]))
-    compiling = torch.compiler.is_compiling()
-    if compiling:
-        made = DeferredLogits(blank(tensors[0], size, dtype))
-    else:
-        made = _Edge.apply(recipe, origins, size, dtype, *tensors)
-    made._recipe, made._tracked, made._view, made._contiguous, made._real = recipe, tracked, view, contiguous, None
-    made._origins, made._hooks = origins, None if compiling else saved_hooks(True)
-    return made
+    tensors = tensors if tracked else tuple([tensor.detach() for tensor in tensors])
+    compiling, size = torch.compiler.is_compiling(), (*recipe.products[0].hidden.shape[:-1], recipe.classes)
+    logits = (
+        DeferredLogits(blank(tensors[0], size, recipe.dtype))
+        if compiling
+        else _Edge.apply(recipe, origins, made, size, *tensors)
+    )
+    logits._recipe, logits._made, logits._aliases, logits._tensors = recipe, made, is_view, tensors
+    logits._tracked, logits._origins, logits._real = tracked, origins, None
+    logits._hooks = None if compiling else saved_hooks(True)
+    return logits
+
+
+def derive(
+    logits: DeferredLogits,
+    recipe: Recipe,
+    made: tuple[Any, ...],
+    tensors: tuple[Tensor, ...] = (),
+    origins: tuple[Origin, ...] = (),
+    is_view: bool = False,
+) -> DeferredLogits:
+    """Return the deferred logits that a recorded call makes of these, and of more tensors."""
+    return defer(recipe, (*logits._tensors, *tensors), (*logits._origins, *origins), made, is_view)
 
 
 def metadata(logits: DeferredLogits, name: str) -> Any:
@@ -127,7 +139,7 @@ def is_open(logits: Any) -> bool:
     """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
-    if logits._view is not None and not is_open(logits._view[0]):
+    if logits._aliases and not is_open(logits._made[1][0]):
         return False
     return logits._tracked or not metadata(logits, "requires_grad")
 
@@ -137,12 +149,12 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
     if logits._real is None:
         with _as_at_the_call(logits):
             with torch.set_grad_enabled(logits._tracked):
-                if logits._view is not None:
-                    base, view, arguments = logits._view
-                    made: Tensor = view(real(base, function), *arguments)
+                if logits._aliases:
+                    view, (base, *arguments), options = logits._made
+                    made: Tensor = view(real(base, function), *arguments, **options)
                 else:
-                    _prepare_to_follow(logits, function)
-                    made = logits._recipe.hooked(follow(logits._recipe))
+                    _prepare_to_compute(logits, function)
+                    made = logits._recipe.hooked(_compute(logits._recipe, logits._made))
             if metadata(logits, "requires_grad") and not logits._tracked:
                 made = _Adopted.apply(logits, made)
         logits._real = made
@@ -159,7 +171,7 @@ def _as_at_the_call(logits: DeferredLogits) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._recipe.tensors())
+    leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._tensors)
     inside = torch.inference_mode(False) if leaves else nullcontext()
     hooks = nullcontext() if saved_hooks(True) == logits._hooks else saved_tensors_hooks(_unchanged, _unchanged)
     with inside, hooks:
@@ -175,19 +187,29 @@ def _is_described() -> bool:
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
+def _compute(recipe: Recipe, made: tuple[Any, ...] | None) -> Tensor:
+    """Compute logits with the operations that the model called, in their order and dtypes."""
+    if made is None:
+        return product(recipe)
+    function, args, kwargs = made
+    args = tuple([_compute(each._recipe, each._made) if isinstance(each, DeferredLogits) else each for each in args])
+    computed: Tensor = function(*args, **kwargs)
+    return computed
+
+
 def _values(logits: DeferredLogits, function: Any) -> Tensor:
     if logits._real is not None:
         return logits._real.detach()
-    if logits._view is not None:
-        base, view, arguments = logits._view
-        viewed: Tensor = view(_values(base, function), *arguments)
+    if logits._aliases:
+        view, (base, *arguments), options = logits._made
+        viewed: Tensor = view(_values(base, function), *arguments, **options)
         return viewed
-    _prepare_to_follow(logits, function)
+    _prepare_to_compute(logits, function)
     with torch.no_grad():
-        return follow(logits._recipe)
+        return _compute(logits._recipe, logits._made)
 
 
-def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
+def _prepare_to_compute(logits: DeferredLogits, function: Any) -> None:
     """Record which function reads the logits. Raise RuntimeError if the weights have changed since."""
     if torch.compiler.is_compiling():
         for origin in logits._origins:
@@ -200,7 +222,7 @@ def _prepare_to_follow(logits: DeferredLogits, function: Any) -> None:
 
 
 def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None:
-    """Raise RuntimeError if executing a recipe would no longer give the logits of the unpatched model.
+    """Raise RuntimeError if computing them would no longer give the logits of the unpatched model.
 
     Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
     """
@@ -219,20 +241,16 @@ def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None
 
 
 class _Edge(torch.autograd.Function):
-    """(recipe, origins, size, dtype, *tensors) -> deferred logits; backward passes their gradient to the tensors."""
+    """(recipe, origins, made, size, *tensors) -> deferred logits; backward passes their gradient to the tensors."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        recipe: Recipe,
-        origins: tuple[Origin, ...],
-        size: tuple[int, ...],
-        dtype: torch.dtype,
-        *tensors: Tensor,
+        ctx: Any, recipe: Recipe, origins: tuple[Origin, ...], made: Any, size: tuple[int, ...], *tensors: Tensor
     ) -> Tensor:
-        ctx.recipe, ctx.origins = recipe, origins
+        ctx.recipe, ctx.origins, ctx.made, ctx.tensors = recipe, origins, made, tensors
         ctx.set_materialize_grads(False)
-        return blank(tensors[0], size, dtype).as_subclass(_LogitsInShards if recipe.is_dtensor else _DispatchedLogits)
+        sharded = recipe.in_shards and not recipe.local
+        return blank(tensors[0], size, recipe.dtype).as_subclass(_LogitsInShards if sharded else _DispatchedLogits)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
@@ -250,14 +268,13 @@ class _Edge(torch.autograd.Function):
                 "own): shard the head with the rest of the model, or call "
                 "xent.integrations.transformers.unpatch(model)"
             )
-        tensors, again = ctx.recipe.tensors(), torch.is_grad_enabled()  # True with create_graph=True
-        if not again:
-            tensors = tuple([each.detach().requires_grad_(asks) for each, asks in zip(tensors, wanted, strict=True)])
+        asked = {id(tensor): tensor for tensor, asks in zip(ctx.tensors, wanted, strict=True) if asks}
+        again = torch.is_grad_enabled()  # True with create_graph=True
         with torch.enable_grad():
-            logits = follow(ctx.recipe.with_tensors(tensors))
-        asked = [tensor for tensor, asks in zip(tensors, wanted, strict=True) if asks]
-        made = iter(torch.autograd.grad(logits, asked, gradient, create_graph=again))
-        return None, None, None, None, *[next(made) if asks else None for asks in wanted]
+            logits = _compute(ctx.recipe, ctx.made)
+        found = torch.autograd.grad(logits, list(asked.values()), gradient, create_graph=again)
+        made = dict(zip(asked, found, strict=True))
+        return None, None, None, None, *[made.pop(id(tensor), None) for tensor in ctx.tensors]
 
 
 class _Adopted(torch.autograd.Function):

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from xent.integrations.transformers import calls as _calls  # noqa: F401  registers the recorded calls
 from xent.integrations.transformers import parallel
+from xent.integrations.transformers import steps as _steps  # noqa: F401  registers the recorded calls
 from xent.integrations.transformers.changes import origin, unwatch, watch
 from xent.integrations.transformers.deferred import defer
 from xent.integrations.transformers.history import begin_call, modules_around, note_compiled
@@ -78,13 +78,20 @@ def _logits(head: Any, input: Tensor) -> Tensor:
         if input.is_inference():
             input = input.clone()  # no version counter would count a write to it
     autocast = autocast_dtype(input.device.type)
-    recipe = Recipe((Product(input, head.weight),), head.bias, (), autocast, caller)
-    if parallel.gathered(head):
-        recipe = recipe.then("gather").then("to_local")
     weights = (head.weight,) if head.bias is None else (head.weight, head.bias)
-    size = (*input.shape[:-1], getattr(head.weight, "ds_shape", head.weight.shape)[0])
+    classes, gathers = getattr(head.weight, "ds_shape", head.weight.shape)[0], parallel.gathered(head)
+    recipe = Recipe(
+        (Product(input, head.weight),),
+        head.bias,
+        classes,
+        autocast or input.dtype,
+        autocast,
+        caller,
+        gathered=gathers,
+        local=gathers,
+    )
     state = origin((input,), weights, head, caller is not None, call, key)
-    return defer(recipe, size, autocast or input.dtype, (state,))
+    return defer(recipe, (input, *weights), (state,))
 
 
 def _why_computed(head: Any, input: Tensor) -> str | None:

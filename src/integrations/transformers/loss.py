@@ -1,5 +1,6 @@
 """The loss of deferred logits, computed from hidden states, and a loss function of transformers for real logits."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import xent
 from xent.integrations.transformers.deferred import DeferredLogits, check_unchanged, is_open
 from xent.integrations.transformers.history import note_compiled
-from xent.integrations.transformers.recipe import Product, autocast_dtype, describe, run, sum_up
+from xent.integrations.transformers.recipe import Product, autocast_dtype, describe, run
 
 __all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
 
@@ -19,13 +20,12 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
 
     Return NotImplemented for real logits, and for operations on the logits that the function has no option for.
     """
-    scaling = sum_up(logits._recipe.steps) if is_open(logits) else None
-    if scaling is None:
+    if not is_open(logits):
         return NotImplemented
-    logit_scale, softcap = scaling
     check_unchanged(logits._origins, looked_at=False)
-
-    offset = logits._recipe.offset
+    recipe = logits._recipe
+    offset, softcap = recipe.offset, recipe.bound
+    logit_scale = recipe.scale * (1.0 if softcap is None else softcap)  # k tanh(s z) = k tanh((k s) z / k)
 
     def task(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
         if offset is not None:
@@ -40,12 +40,13 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
         )
         return loss
 
-    loss = logits._recipe.hooked(run(logits._recipe, task))
+    with nullcontext() if logits._tracked else torch.no_grad():
+        loss = recipe.hooked(run(recipe, task))
     for origin in logits._origins:
         if torch.compiler.is_compiling():
-            note_compiled(origin.key, logits._tracked, describe(logits._recipe), None)
+            note_compiled(origin.key, logits._tracked, describe(recipe), None)
         elif origin.call is not None:
-            origin.call.fused = describe(logits._recipe)
+            origin.call.fused = describe(recipe)
     return loss
 
 

@@ -6,15 +6,16 @@ the head's forward by one that does both. `patch` removes that forward and calls
 """
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import methodcaller
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xent.integrations.transformers.deferred import LAYOUT, defer, is_open, metadata, real
-from xent.integrations.transformers.recipe import Recipe
+from xent.integrations.transformers.deferred import LAYOUT, derive, is_open, metadata, real
+from xent.integrations.transformers.recipe import gather
 
 __all__ = [
     "compute",
@@ -138,8 +139,7 @@ def _placements(logits: Any) -> Any:
     """Return the placements of the DTensor that the unpatched head would return."""
     from torch.distributed.tensor import Replicate, Shard
 
-    shown = Replicate() if _has(logits._recipe, "gather") else Shard(metadata(logits, "ndim") - 1)
-    return (shown,)
+    return (Replicate() if logits._recipe.gathered else Shard(metadata(logits, "ndim") - 1),)
 
 
 def _device_mesh(logits: Any) -> Any:
@@ -152,12 +152,12 @@ def _redistribute(logits: Any) -> Any:
         recipe = logits._recipe
         same = device_mesh is None or device_mesh == _device_mesh(logits)
         if is_open(logits) and same and not set(kwargs) - {"async_op"} and placements and len(placements) == 1:
-            if placements[0].is_replicate():
-                return _then(logits, recipe if _has(recipe, "gather") else recipe.then("gather"))
-            if not _has(recipe, "gather") and any(placements[0].is_shard(axis) for axis in (-1, logits.ndim - 1)):
-                return _then(logits, recipe)
-        values: Any = real(logits, redistribute)
-        return values.redistribute(device_mesh, placements, **kwargs)
+            if placements[0].is_replicate() and not recipe.gathered:
+                return derive(logits, replace(recipe, gathered=True), (gather, (logits,), {}))
+            kept = recipe.gathered == placements[0].is_replicate()
+            if kept and (recipe.gathered or any(placements[0].is_shard(axis) for axis in (-1, logits.ndim - 1))):
+                return logits
+        return real(logits, redistribute).redistribute(device_mesh, placements, **kwargs)  # type: ignore[attr-defined]
 
     return redistribute
 
@@ -165,10 +165,9 @@ def _redistribute(logits: Any) -> Any:
 def _to_local(logits: Any) -> Any:
     def to_local(**kwargs: Any) -> Any:
         """Record the conversion of gathered logits to a plain tensor; for logits in shards compute them."""
-        if is_open(logits) and not kwargs and _has(logits._recipe, "gather"):
-            return _then(logits, logits._recipe.then("to_local"))
-        values: Any = real(logits, to_local)
-        return values.to_local(**kwargs)
+        if is_open(logits) and not kwargs and logits._recipe.gathered:
+            return derive(logits, replace(logits._recipe, local=True), (methodcaller("to_local"), (logits,), {}))
+        return real(logits, to_local).to_local(**kwargs)  # type: ignore[attr-defined]
 
     return to_local
 
@@ -180,18 +179,9 @@ def _full_tensor(logits: Any) -> Any:
 
         if is_open(logits) and not kwargs:
             return _redistribute(logits)(placements=[Replicate()]).to_local()
-        values: Any = real(logits, full_tensor)
-        return values.full_tensor(**kwargs)
+        return real(logits, full_tensor).full_tensor(**kwargs)  # type: ignore[attr-defined]
 
     return full_tensor
-
-
-def _has(recipe: Recipe, name: str) -> bool:
-    return any(step.name == name for step in recipe.steps)
-
-
-def _then(logits: Any, recipe: Recipe) -> Any:
-    return defer(recipe, tuple(logits.shape), logits.dtype, logits._origins)
 
 
 LAYOUT.update(

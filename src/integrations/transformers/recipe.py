@@ -1,8 +1,4 @@
-"""The recipe of deferred logits: the matrix products to sum, and the operations between head and loss.
-
-`follow` executes a recipe: it computes the logits exactly as the unpatched model does. `sum_up` turns its operations
-into the options of `xent.linear_cross_entropy` that give the same loss.
-"""
+"""The recipe of deferred logits: the matrix products to sum, and what `xent.linear_cross_entropy` does to the sum."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Caller", "Product", "Recipe", "Step", "autocast_dtype", "describe", "follow", "run", "sum_up"]
+__all__ = ["Caller", "Product", "Recipe", "autocast_dtype", "describe", "gather", "product", "run"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,75 +41,54 @@ class Caller:
         return made
 
 
-@dataclass(frozen=True)
-class Step:
-    """One operation on all logits: "mul" or "div" by a number, "tanh", or "to" a dtype.
-
-    "gather" gathers a DTensor whose classes are in shards; "to_local" converts a DTensor to a plain tensor.
-    """
-
-    name: str
-    value: Any = None
-
-
 @dataclass(frozen=True, eq=False)
 class Recipe:
-    """(sum of products + bias) under autocast to `autocast` if that is not None, + offset, then the steps in order."""
+    """bound * tanh(scale * (sum of products + bias + offset)), without tanh if bound is None."""
 
     products: tuple[Product, ...]
     bias: Tensor | None
-    steps: tuple[Step, ...]
+    classes: int
+    dtype: torch.dtype
     autocast: torch.dtype | None
-    caller: "Caller | None"
+    """The dtype of matrix products under autocast, or None."""
+    caller: Caller | None = None
     """If the weight is gathered only during the head's call: what calls the head, to compute with its weight."""
     offset: Tensor | None = None
     """(V,) or (1, ..., 1, V): a constant that the model adds to its logits, such as final_logits_bias."""
+    scale: float = 1.0
+    bound: float | None = None
+    steps: tuple[str, ...] = ()
+    """The operations after the sum, in words."""
+    layout: str = "contiguous"
+    """"rows" if the last classes were sliced off, "other" if rows were."""
+    gathered: bool = False
+    """Whether logits in shards are gathered."""
+    local: bool = False
+    """Whether gathered logits are converted to a plain tensor."""
     hooks: tuple[Callable[[Tensor], Any], ...] = ()
     """Hooks of FSDP and DeepSpeed on the gradient of the logits, for the gradient of what is computed from them."""
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Return hidden states and weights of all products, then bias and offset if they are not None."""
-        parts = [part for product in self.products for part in (product.hidden, product.weight)]
-        return (*parts, *[tensor for tensor in (self.bias, self.offset) if tensor is not None])
-
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> "Recipe":
-        """Return the recipe with its `tensors()` replaced by these."""
-        left = iter(tensors)
-        products = tuple([Product(next(left), next(left), product.scale) for product in self.products])
-        bias, offset = (None if tensor is None else next(left) for tensor in (self.bias, self.offset))
-        return replace(self, products=products, bias=bias, offset=offset)
 
     @property
     def in_shards(self) -> bool:
         """Whether the classes are in shards over the ranks of a mesh."""
         return hasattr(self.products[0].weight, "placements")
 
-    @property
-    def is_dtensor(self) -> bool:
-        """Whether executing the recipe gives a DTensor."""
-        return self.in_shards and not any(step.name == "to_local" for step in self.steps)
-
-    def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
+    def on_rows(self, change: Callable[[Tensor], Tensor], **more: Any) -> "Recipe":
         """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
-        return replace(
-            self, products=tuple([replace(product, hidden=change(product.hidden)) for product in self.products])
-        )
+        products = tuple([replace(each, hidden=change(each.hidden)) for each in self.products])
+        return replace(self, products=products, **more)
 
     def on_classes(self, stop: int) -> "Recipe":
         """Return the recipe for the first `stop` classes."""
-        products = tuple([replace(product, weight=product.weight[:stop]) for product in self.products])
-        bias, offset = (None if tensor is None else tensor[..., :stop] for tensor in (self.bias, self.offset))
-        return replace(self, products=products, bias=bias, offset=offset)
+        products = tuple([replace(each, weight=each.weight[:stop]) for each in self.products])
+        bias, offset = (None if each is None else each[..., :stop] for each in (self.bias, self.offset))
+        return replace(self, products=products, bias=bias, offset=offset, classes=stop)
 
     def hooked(self, made: Tensor) -> Tensor:
         """Return the logits or the loss with the hooks."""
         for hook in self.hooks if made.requires_grad else ():
             made.register_hook(hook)
         return made
-
-    def then(self, name: str, value: Any = None) -> "Recipe":
-        """Return the recipe with one more step."""
-        return replace(self, steps=(*self.steps, Step(name, value)))
 
 
 def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Tensor]) -> Tensor:
@@ -128,94 +103,40 @@ def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Ten
         )
 
 
-def follow(recipe: Recipe) -> Tensor:
-    """Compute the logits with the operations that the model called, in their order and dtypes."""
-
-    def products(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
-        first, *others = products
-        logits = _linear(first.hidden, first.weight, bias)
-        for other in others:
-            logits = logits + F.linear(other.hidden, other.weight) * other.scale
-        return logits
-
-    logits = run(recipe, products)
-    if recipe.offset is not None:
-        logits = logits + recipe.offset
-    for step in recipe.steps:
-        if step.name == "mul":
-            logits = logits * step.value
-        elif step.name == "div":
-            logits = logits / step.value
-        elif step.name == "tanh":
-            logits = torch.tanh(logits)
-        elif step.name == "gather":
-            logits = _gather(logits)
-        elif step.name == "to_local":
-            logits = _to_local(logits)
-        else:
-            logits = logits.to(step.value)
-    return logits
+def product(recipe: Recipe) -> Tensor:
+    """Compute the logits that a head returns, as the unpatched head does."""
+    made = run(recipe, lambda products, bias: _linear(products[0].hidden, products[0].weight, bias))
+    made = gather(made) if recipe.gathered else made
+    return made.to_local() if recipe.local else made  # type: ignore[no-any-return, operator]
 
 
 def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
-    if not hasattr(weight, "placements"):
-        return F.linear(hidden, weight, bias)
-    from torch.distributed.tensor import DTensor, Replicate
+    if hasattr(weight, "placements"):
+        from torch.distributed.tensor import DTensor, Replicate
 
-    whole = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
-    return F.linear(whole, weight, bias)
+        hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
+    return F.linear(hidden, weight, bias)
 
 
-def _gather(logits: Any) -> Tensor:
+def gather(logits: Any) -> Tensor:
+    """Return logits in shards as a replicated DTensor."""
     from torch.distributed.tensor import Replicate
 
     made: Tensor = logits.redistribute(placements=[Replicate()])
     return made
 
 
-def _to_local(logits: Any) -> Tensor:
-    made: Tensor = logits.to_local()
-    return made
-
-
-def sum_up(steps: tuple[Step, ...]) -> tuple[float, float | None] | None:
-    """Return the (logit_scale, softcap) that are equivalent to the steps, or None if there are none.
-
-    Let s be the product of the factors before a tanh, and k that of the factors after it. Then k * tanh(s * z) equals
-    k * tanh((k * s) * z / k): scale k * s and softcap k.
-    """
-    scale, bound = 1.0, None
-    for step in steps:
-        if step.name == "tanh":
-            if bound is not None:
-                return None
-            bound = 1.0
-        elif step.name in ("mul", "div"):
-            factor = step.value if step.name == "mul" else 1 / step.value
-            if bound is None:
-                scale *= factor
-            else:
-                bound *= factor
-    if bound is None:
-        return scale, None
-    return (scale * bound, bound) if bound > 0 else None
-
-
 def describe(recipe: Recipe) -> str:
     """Return in words the operations that follow the product of hidden states and weight."""
-    words = {"mul": "multiplied by {}", "div": "divided by {}", "tanh": "tanh", "to": "converted to {}"}
-    said = [step for step in recipe.steps if step.name in words]
-    mesh: Any = getattr(recipe.products[0].weight, "device_mesh", None)
-    return ", ".join(
-        [
-            *([f"the classes stay in shards on {mesh.size()} ranks"] if recipe.in_shards else []),
-            *([f"{len(recipe.products) - 1} more product added (LoRA)"] if len(recipe.products) > 1 else []),
-            *(["the head's bias added"] if recipe.bias is not None else []),
-            *(["a number for each class added"] if recipe.offset is not None else []),
-            *[words[step.name].format(step.value) for step in said],
-        ]
-    )
+    ranks = recipe.products[0].weight.device_mesh.size() if recipe.in_shards else 0  # type: ignore[attr-defined]
+    said = {
+        f"the classes stay in shards on {ranks} ranks": recipe.in_shards,
+        f"{len(recipe.products) - 1} more product added (LoRA)": len(recipe.products) > 1,
+        "the head's bias added": recipe.bias is not None,
+        "a number for each class added": recipe.offset is not None,
+    }
+    return ", ".join([*[words for words, holds in said.items() if holds], *recipe.steps])
 
 
 def autocast_dtype(device: str) -> torch.dtype | None:
