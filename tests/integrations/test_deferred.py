@@ -320,16 +320,6 @@ def test_logits_used_after_the_weights_changed(use: Callable[[Tensor], Any], cha
         use(logits)
 
 
-def test_deferred_logits_share_memory_but_no_version_counter() -> None:
-    _, head, hidden = heads()
-    one, other = head(hidden), head(hidden)
-    with torch._C.DisableTorchFunctionSubclass():
-        before = other._version
-        torch.autograd.graph.increment_version(one)
-        assert one.data_ptr() == other.data_ptr()
-        assert other._version == before
-
-
 def test_without_gradients() -> None:
     _, deferring, hidden = heads()
     with torch.no_grad():

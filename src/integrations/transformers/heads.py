@@ -60,11 +60,8 @@ def _logits(head: Any, input: Tensor) -> Tensor:
     if compiling:
         history = getattr(head, "_xent_history", None)
         key = 0 if history is None else history.key
-        trains = head.training and torch.is_grad_enabled()
         if not torch.compiler.is_exporting():
-            note_compiled(key, trains, None, None)
-            if why is not None:
-                note_compiled(key, trains, None, why)
+            note_compiled(key, head.training and torch.is_grad_enabled(), None, why, True)
     elif call is not None and why is not None:
         call.note_computed(why)
     caller = _caller(head)
@@ -146,18 +143,14 @@ def _caller(head: Any) -> Caller | None:
         return None
     if hasattr(head.weight, "ds_id") or (_is_sharded(head) and not _shares_group(head)):
         return Caller(head, head)
-    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
-    if not parts or not all(part.module is head for part in parts):
-        return None
-    for module in modules_around(head):
-        if getattr(module, "_fsdp_wrapped_module", None) is head:
-            return Caller(head, module)
-    return None
+    wrappers = modules_around(head) if _is_flat(head) else ()
+    found = [module for module in wrappers if getattr(module, "_fsdp_wrapped_module", None) is head]
+    return Caller(head, found[0]) if found else None
 
 
 def _is_sharded(head: Any) -> bool:
     """Whether `fully_shard` was applied to this module: FSDP2 then has hooks on it, which gather its weight."""
-    return any(base.__name__ == "FSDPModule" for base in type(head).__mro__)
+    return hasattr(head, "_get_fsdp_state")
 
 
 def _shares_group(head: Any) -> bool:
@@ -165,11 +158,17 @@ def _shares_group(head: Any) -> bool:
     return len(head._get_fsdp_state()._modules) > 1
 
 
+def _is_flat(head: Any) -> bool:
+    """Whether FSDP1 wraps this module alone, and so reshards its weight at the end of its call."""
+    parts = () if isinstance(head.weight, nn.Parameter) else getattr(head.weight._base, "_param_infos", ())
+    return bool(parts) and all(part.module is head for part in parts)
+
+
 def _is_taken_away(head: Any) -> bool:
-    """Whether FSDP2 reshards the weight after this call, and the head cannot be called again to gather it."""
-    if not _is_sharded(head) or not _shares_group(head):
-        return False
-    return bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
+    """Whether the weight is resharded after this call, and the head cannot be called again to gather it."""
+    if _is_sharded(head):
+        return _shares_group(head) and bool(head._get_fsdp_state()._fsdp_param_group._reshard_after_forward)
+    return _is_flat(head) and _caller(head) is None
 
 
 def find_owner(model: nn.Module) -> Any:

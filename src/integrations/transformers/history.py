@@ -50,8 +50,8 @@ class History:
         self.training: Call | None = None
         self.evaluation: Call | None = None
         self.calls = 0
-        self.compiled: set[str] = set()
-        """The reasons of which compiled models have warned."""
+        self.compiled: set[str | None] = set()
+        """The reasons of which compiled models have warned, and None if there are any."""
         self.went_past = False
         """Whether the last training step did not call the head."""
         self.key = max(_by_key, default=0) + 1
@@ -161,29 +161,25 @@ def begin_call(head: nn.Module) -> Call | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note_compiled(key: int, training: bool, fused: str | None, computed: str | None) -> int:
+def note_compiled(key: int, training: bool, fused: str | None, computed: str | None, begins: bool = False) -> int:
     """Record, while torch.compile traces a model, whether its loss is fused. Warn once per reason if it is not."""
     history = _by_key.get(key)
     if history is None:
         return 0
-    if fused is None and computed is None:
-        history.begin(training).compiled = True
-        history.compiled.add("")
-        return 0
     call = history.training if training else history.evaluation
-    if call is None:
+    if begins or call is None:
         call = history.begin(training)
-    if fused is not None:
-        call.fused = fused
-    else:
-        call.computed = computed
-        if training and call.fused is None and computed not in history.compiled:
-            history.compiled.add(str(computed))
-            warnings.warn(
-                f"this compiled training step takes the memory of its logits, as without xent: {computed}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        call.compiled = True
+        history.compiled.add(None)
+    call.fused = call.fused if fused is None else fused
+    call.computed = call.computed if computed is None else computed
+    if training and call.fused is None and call.computed not in history.compiled:
+        history.compiled.add(call.computed)
+        warnings.warn(
+            f"this compiled training step takes the memory of its logits, as without xent: {computed}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return 0
 
 
