@@ -1,6 +1,6 @@
 """Divergences of a vocabulary in shards, against the same call in one process in float64: every teacher and option."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 from typing import Any
 
@@ -16,11 +16,11 @@ from tests.distributed.matrix import RANKS
 from tests.distributed.planted import replace_collective
 from tests.distributed.pool import Pool, device, group
 from tests.divergence.cases import covering_divergences
+from tests.divergence.named import divergence_cases
 from xent.backends import TABLE
-from xent.core.check.divergence_cases import DivergenceCase, divergence_cases, make_divergence_inputs
+from xent.command.check.case import Case, make_inputs
 
 AXES = {"logits": -1, "linear_weight": 0, "linear_bias": 0}
-OF_TEACHER = {"teacher": -1, "weight": 0, "bias": 0}
 CLOSE = {"float64": 1e-9, "float32": 4e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """Error of the largest element, relative to it."""
 
@@ -46,10 +46,10 @@ def cases() -> list[Any]:
     return found
 
 
-def results(case: DivergenceCase, way: Shards, rank: int | None) -> dict[str, Any]:
+def results(case: Case, way: Shards, rank: int | None) -> dict[str, Any]:
     """Return loss, entropy and gradients of a rank's shard; of the whole vocabulary in float64 without a rank."""
     harness = TABLE["torch"]().harness(str(device()) if rank is not None else "cpu")
-    inputs = make_divergence_inputs(case)
+    inputs = make_inputs(case)
 
     def put(values: Any, axis: int | None, dtype: str | None) -> Any:
         values = harness.array(values, dtype)
@@ -60,10 +60,15 @@ def results(case: DivergenceCase, way: Shards, rank: int | None) -> dict[str, An
     wide = "float64" if case.dtype == "float64" else "float32"
     leaves = {name: put(value, AXES.get(name), case.dtype) for name, value in inputs.differentiable.items()}
     leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-    teacher = {
-        name: put(value, OF_TEACHER.get(name), None if name == "ids" else wide if name == "log_probs" else case.dtype)
-        for name, value in inputs.teacher.items()
-    }
+    known: Any = inputs.target
+    if isinstance(known, np.ndarray):
+        known = put(known, -1, case.dtype)
+    elif isinstance(known, xent.TopKTeacher):
+        known = xent.TopKTeacher(put(known.ids, None, None), put(known.log_probs, None, wide), known.tail)
+    else:
+        parts = {"input": put(known.input, None, case.dtype), "weight": put(known.weight, 0, case.dtype)}
+        parts["bias"] = None if known.bias is None else put(known.bias, 0, case.dtype)
+        known = replace(known, **parts)
     options = {
         name: put(value, None, wide) if isinstance(value, np.ndarray) else value
         for name, value in inputs.options.items()
@@ -75,12 +80,6 @@ def results(case: DivergenceCase, way: Shards, rank: int | None) -> dict[str, An
         sized = {"size": way.cut.vocabulary} if way.cut.says_first or way.cut.says_size else {}
         one = group(way.ranks)
         options["vocab_parallel"] = xent.VocabParallel(one, **said, **sized) if said or sized else one
-    if case.teacher == "logits":
-        known: Any = teacher["teacher"]
-    elif case.teacher == "linear":
-        known = xent.LinearTeacher(**teacher, softcap=case.teacher_softcap, logit_scale=case.teacher_scale)
-    else:
-        known = xent.TopKTeacher(**teacher, tail=case.teacher)
     call = getattr(xent, case.function)
     loss, stats = call(**leaves, teacher=known, reduction=case.reduction, stats=("entropy",), **options)
     upstream = harness.array(np.asarray(inputs.upstream), None).to(loss)
@@ -91,13 +90,13 @@ def results(case: DivergenceCase, way: Shards, rank: int | None) -> dict[str, An
     return {name: value.cpu().double().numpy() for name, value in named.items()}
 
 
-def in_shards(case: DivergenceCase, way: Shards) -> dict[str, Any] | None:
+def in_shards(case: Case, way: Shards) -> dict[str, Any] | None:
     rank = dist.get_rank()
     return results(case, way, rank) if rank < way.ranks else None
 
 
 @pytest.mark.parametrize(("case", "way"), cases())
-def test_shards_equal_the_whole_vocabulary(pool: Pool, case: DivergenceCase, way: Shards) -> None:
+def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Shards) -> None:
     parts = pool.run(in_shards, case, way)[: way.ranks]
     for name, expected in results(case, way, None).items():
         values = [part[name] for part in parts]
@@ -182,25 +181,23 @@ def test_refusals(pool: Pool) -> None:
     pool.run(_refusals)
 
 
-def _compiled() -> None:
+def _compiled(reduction: str) -> None:
     if dist.get_rank() > 1:
         return
     given, half = _tensors(), slice(5 * dist.get_rank(), 5 * (dist.get_rank() + 1))
     head, teacher = given["head"][half], xent.LinearTeacher(given["input"], given["weight"][half])
-    for reduction in ("mean", "none"):
 
-        def call(hidden: torch.Tensor, reduction: str = reduction) -> Any:
-            return xent.linear_divergence(
-                hidden, head, teacher, kind="tv", reduction=reduction, vocab_parallel=group(2)
-            )
+    def call(hidden: torch.Tensor) -> Any:
+        return xent.linear_divergence(hidden, head, teacher, kind="tv", reduction=reduction, vocab_parallel=group(2))
 
-        found = []
-        for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
-            hidden = given["hidden"].clone().requires_grad_()
-            loss = function(hidden)
-            found.append([loss.detach(), *torch.autograd.grad(loss.sum(), hidden)])
-        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    found = []
+    for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
+        hidden = given["hidden"].clone().requires_grad_()
+        loss = function(hidden)
+        found.append([loss.detach(), *torch.autograd.grad(loss.sum(), hidden)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_compiled_graphs(pool: Pool) -> None:
-    pool.run(_compiled)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiled_graphs(pool: Pool, reduction: str) -> None:
+    pool.run(_compiled, reduction)

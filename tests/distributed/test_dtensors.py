@@ -130,9 +130,9 @@ def _divergences() -> None:
         logits = put(given["logits"], mesh, Shard(2))
         expected = xent.divergence(given["logits"], plain[name])
         torch.testing.assert_close(whole(xent.divergence(logits, teacher)), expected, **CLOSE)
-    with pytest.raises(ValueError, match=r"teacher.weight must be cut like the student, .* got torch array"):
+    with pytest.raises(ValueError, match=r"weight of the teacher must be cut like the student, .* got torch array"):
         xent.divergence(logits, plain["linear"])
-    with pytest.raises(ValueError, match=r"teacher.weight must be cut like the student, .* got placements"):
+    with pytest.raises(ValueError, match=r"weight of the teacher must be cut like the student, .* got placements"):
         xent.divergence(logits, xent.LinearTeacher(taught, put(head, mesh, Replicate())))
     with pytest.raises(ValueError, match=r"a xent.Subset does not go with vocab_parallel"):
         xent.divergence(logits, xent.Subset(z, torch.arange(CLASSES)))

@@ -51,7 +51,14 @@ def divergence_cases(function: str, dtype: str) -> list[Case]:
             case = replace(case, teacher=teacher, reduction=reduction, stats=asked, missing=asked)
             cases.append(case if teacher in _TOP_K else _with(case, beta=next(betas)))
     plain = [replace(base, name=f"plain, beta {beta}", options={"beta": beta}) for beta in (0.0, 1.0, 0.5)]
-    return cases + [replace(case, reduction=reduction) for case in plain for reduction in _REDUCTIONS]
+    cases += [replace(case, reduction=reduction) for case in plain for reduction in _REDUCTIONS]
+    variation = [
+        replace(base, name="total variation", teacher=teacher, reduction=next(reductions), options={"kind": "tv"})
+        for teacher in TEACHERS
+        if teacher != "drop"
+    ]
+    far = [replace(case, name=f"{case.name}, far", apart=6.0, vocabulary=1501, hidden=8) for case in variation[:3]]
+    return cases + variation + far
 
 
 def _with(case: Case, **options: Any) -> Case:

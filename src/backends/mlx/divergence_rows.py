@@ -10,6 +10,7 @@ import mlx.core as mx
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.elementwise import exp as exp64
 from xent.backends.mlx.top_k import Known
+from xent.core.call import Options
 
 __all__ = ["entropy", "from_top_k", "full"]
 
@@ -22,10 +23,11 @@ def entropy(x: mx.array) -> mx.array:
     return 0 - _sum(mx.where(p == 0, 0, p * log_p))
 
 
-def full(beta: float, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
+def full(options: Options, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
     """Return the divergence (R,) of full distributions, and its derivative (R, V) with respect to x."""
-    log_p, p = _softmax(x)
-    log_q, q = _softmax(t)
+    beta, (log_p, p), (log_q, q) = options.beta, _softmax(x), _softmax(t)
+    if options.kind == "tv":
+        return _sum(mx.abs(p - q)) / 2, _pulled(p, mx.sign(p - q) / -2)
     if beta == 0:
         return _sum(_gaps(q, p, log_p - log_q)), p - q
     apart = log_q - log_p
@@ -40,7 +42,7 @@ def full(beta: float, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
     return found, _pulled(p, from_p) * (1 - beta)
 
 
-def from_top_k(x: mx.array, teacher: Known) -> tuple[mx.array, mx.array]:
+def from_top_k(kind: str, x: mx.array, teacher: Known) -> tuple[mx.array, mx.array]:
     """Return the divergence (R,) from K classes of each row, and its derivative (R, V)."""
     vocabulary, ids, log_q = x.shape[-1], teacher.ids, teacher.log_q
     known = (log_q != -mx.inf) & (ids < vocabulary)
@@ -53,15 +55,19 @@ def from_top_k(x: mx.array, teacher: Known) -> tuple[mx.array, mx.array]:
     log_p_k, p_k = (mx.take_along_axis(values, safe, -1) for values in (log_p, p))
     left = mx.zeros_like(mass)
     derivative = p
-    if teacher.tail == "bucket":
+    if teacher.tail == "bucket" or kind == "tv":
         others = _put(x, ids, mx.full(ids.shape, -mx.inf, x.dtype))
         empty = mx.max(others, axis=-1) == -mx.inf
         others = mx.where(empty[:, None], 0, others)
         _, shares = _softmax(others)
         log_p_left = mx.where(empty, -mx.inf, _log_sum_exp(others) - _log_sum_exp(x))
-        left = mx.maximum(1 - mass, 0)
+        left = mx.maximum(1 - mass, 0) if teacher.tail == "bucket" else left
         # The remaining mass is only rounding if no other class can have it.
         left = mx.where(empty & (left <= teacher.tolerance), 0, left)
+        if kind == "tv":
+            of_ids, of_others = mx.where(known, p_k - q, 0), _exp(log_p_left) - left
+            signs = _put(mx.broadcast_to(mx.sign(of_others)[:, None], x.shape), ids, mx.sign(of_ids))
+            return (_sum(mx.abs(of_ids)) + mx.abs(of_others)) / 2, _pulled(p, signs / -2)
         cells = _sum(mx.where(known, _gaps(q, p_k, log_p_k - log_q), 0))
         rest = _gaps(left, _exp(log_p_left), log_p_left - mx.log(left))
         found = cells + rest + (mass + left - 1)

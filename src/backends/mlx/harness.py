@@ -85,6 +85,7 @@ class MlxHarness:
         ids: mx.array | None = None,
         log_probs: mx.array | None = None,
         tail: str = "",
+        kind: str = "kl",
         beta: float = 0.0,
         temperature: float = 1.0,
         softcap: float | None = None,
@@ -101,11 +102,11 @@ class MlxHarness:
             return logits.sum(-1).astype(found.dtype) if reduction == "none" else found
         log_p = _log_probs(logits, softcap, logit_scale, temperature)
         if teacher is not None:
-            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), beta)
+            rows = _between(log_p, _log_probs(teacher, teacher_softcap, teacher_scale, temperature), kind, beta)
         else:
             assert ids is not None
             assert log_probs is not None
-            rows = _from_top_k(log_p, ids, log_probs.astype(log_p.dtype), tail)
+            rows = _from_top_k(log_p, ids, log_probs.astype(log_p.dtype), tail, kind)
         a = mx.ones_like(rows) if sample_weight is None else sample_weight.astype(rows.dtype)
         return _reduced(rows, a, a, reduction, normalizer)
 
@@ -200,7 +201,9 @@ def _log_probs(z: mx.array, softcap: float | None, scale: float, temperature: fl
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
-def _between(log_p: mx.array, log_q: mx.array, beta: float) -> mx.array:
+def _between(log_p: mx.array, log_q: mx.array, kind: str, beta: float) -> mx.array:
+    if kind == "tv":
+        return mx.abs(mx.exp(log_p) - mx.exp(log_q)).sum(-1) / 2
     if beta == 0:
         return (mx.exp(log_q) * (log_q - log_p)).sum(-1)
     if beta == 1:
@@ -210,13 +213,13 @@ def _between(log_p: mx.array, log_q: mx.array, beta: float) -> mx.array:
     return beta * forward + (1 - beta) * (mx.exp(log_p) * (log_p - log_m)).sum(-1)
 
 
-def _from_top_k(log_p: mx.array, ids: mx.array, log_q: mx.array, tail: str) -> mx.array:
+def _from_top_k(log_p: mx.array, ids: mx.array, log_q: mx.array, tail: str, kind: str) -> mx.array:
     known = log_q != -mx.inf
     if tail == "renormalize":
         log_q = log_q - mx.logsumexp(log_q, axis=-1, keepdims=True)
     q = mx.exp(log_q)
     rows = (q * (mx.where(known, log_q, 0) - mx.take_along_axis(log_p, ids, -1))).sum(-1)
-    if tail != "bucket":
+    if tail != "bucket" and kind == "kl":
         return rows
     counts = mx.zeros_like(log_p)
     classes = mx.arange(log_p.shape[-1])
@@ -224,5 +227,8 @@ def _from_top_k(log_p: mx.array, ids: mx.array, log_q: mx.array, tail: str) -> m
         counts = counts + ((ids[..., k : k + 1] == classes) & known[..., k : k + 1])
     p_left = mx.where(counts > 0, 0, mx.exp(log_p)).sum(-1)
     mass = mx.maximum(1 - q.sum(-1), 0)
+    if kind == "tv":
+        apart = mx.where(known, mx.exp(mx.take_along_axis(log_p, ids, -1)), 0) - q
+        return (mx.abs(apart).sum(-1) + mx.abs(p_left - (mass if tail == "bucket" else 0))) / 2
     some = (mass > 0) & (p_left > 0)
     return rows + mx.where(some, mass * (mx.log(mx.maximum(mass, 1e-30)) - mx.log(mx.where(some, p_left, 1))), 0)

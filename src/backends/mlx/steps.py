@@ -142,9 +142,11 @@ class Divergences:
     def _divergence(self, facts: Facts, loaded: Loaded, part: slice, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return the divergence (R,) and its derivative (R, V) with respect to x."""
         if facts.known is not None:
-            return from_top_k(x, facts.known.part(part, facts.rows.dead[part], facts.vocabulary))
+            return from_top_k(
+                facts.call.options.kind, x, facts.known.part(part, facts.rows.dead[part], facts.vocabulary)
+            )
         assert self._teacher is not None
         z = self._teacher.load(part, [loaded.rows]).logits.astype(x.dtype)
         scale, cap = self._activation[:2]
         scale = None if isinstance(scale, (int, float)) and scale == 1 else scale
-        return full(facts.call.options.beta, x, activate(z, scale, cap)[0])
+        return full(facts.call.options, x, activate(z, scale, cap)[0])

@@ -183,7 +183,7 @@ class _Cut:
                     else describe(array)
                 )
                 raise ValueError(
-                    f"teacher.{name} must be cut like the student, a DTensor with placements {wanted} of "
+                    f"{name} of the teacher must be cut like the student, a DTensor with placements {wanted} of "
                     f"{self.classes} classes; got {got}"
                 )
             parts[name] = array.to_local()
@@ -241,7 +241,7 @@ class _Cut:
             raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
 
     def results(self, made: Any, arguments: dict[str, Any], lead: int = 0) -> Any:
-        """Return the results as DTensors if the target, or what has the teacher's rows, is one, else as plain tensors."""
+        """Return the results as DTensors if the target or the teacher's array of rows is one, else as plain tensors."""
         teacher = arguments.get("teacher")
         rows_of = {TopKTeacher: "ids", LinearTeacher: "input"}.get(type(teacher))
         of_rows = arguments["target"] if teacher is None else teacher if rows_of is None else getattr(teacher, rows_of)
