@@ -183,10 +183,11 @@ def check_style(session: nox.Session) -> None:
 
 
 def check_types(session: nox.Session) -> None:
-    """Run mypy and pyright."""
+    """Run mypy and pyright on the package, and on calls of it that they must accept or refuse."""
     link_source()
     session.run("mypy")
     session.run("basedpyright", "--pythonpath", str(Path(session.bin, "python")))
+    session.run("python", "-m", "tests.types")
 
 
 def build_docs(session: nox.Session) -> None:

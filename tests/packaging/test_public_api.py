@@ -53,6 +53,23 @@ def test_reference_pages_have_every_public_name() -> None:
     assert sorted(documented) == sorted(set(xent.__all__) - {"__version__"})
 
 
+def test_stub_has_the_arguments_of_the_functions() -> None:
+    tree = ast.parse((ROOT / "src" / "__init__.pyi").read_text(encoding="utf-8"))
+    fields: dict[str, list[str]] = {"TypedDict": []}
+    checked = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            own = [ast.unparse(line.target) for line in node.body if isinstance(line, ast.AnnAssign)]
+            fields[node.name] = own + [name for base in node.bases for name in fields.get(ast.unparse(base), [])]
+        elif isinstance(node, ast.FunctionDef) and node.args.kwarg is not None:
+            assert isinstance(node.args.kwarg.annotation, ast.Subscript)
+            named = [one.arg for one in (*node.args.args, *node.args.kwonlyargs)]
+            named += fields[ast.unparse(node.args.kwarg.annotation.slice)]
+            assert sorted(named) == sorted(inspect.signature(getattr(xent, node.name)).parameters), node.name
+            checked.add(node.name)
+    assert checked | {"backends"} == {name for name in xent.__all__ if inspect.isfunction(getattr(xent, name))}
+
+
 def test_backends_stays_a_function() -> None:
     importlib.import_module("xent.backends.reference")
     assert inspect.isfunction(xent.backends)

@@ -94,9 +94,7 @@ class Case:
         of_rows = self.function.endswith("log_probs")
         found: dict[str, Any] = {"entropy": self.entropy} if of_rows else {"reduction": self.reduction}
         if self.is_linear:
-            found["workspace"] = self.workspace
-            if not self.is_divergence:
-                found["shift"] = self.shift
+            found |= {"shift": self.shift, "workspace": self.workspace}
         return found | {"stats": self.stats}
 
     def found_in(self, returned: Any) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     rng = np.random.default_rng([seed, case.vocabulary, *case.rows])
     rows, vocabulary, options = case.rows, case.vocabulary, dict(case.options)
     differentiable, logits = _sources(case, rng)
-    target = None
+    target: Any = None
     if case.is_divergence:  # with tail "drop" the value of close distributions can cancel to rounding errors
         logits = logits + rng.normal(0, max(case.apart, 1.0 if case.teacher == "drop" else 0.0), logits.shape)
     elif options.pop("probabilities", False):

@@ -6,7 +6,7 @@ is rounded to the case's dtype. The entropy of a divergence is compared with tha
 """
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -29,7 +29,7 @@ ALONE = " without gradients"
 
 Results = dict[str, Any]
 
-_DESCRIBE = {
+_DESCRIBE: dict[str, Callable[..., Call]] = {
     "cross_entropy": loss_call,
     "linear_cross_entropy": linear_loss_call,
     "log_probs": log_probs_call,
@@ -220,7 +220,7 @@ def _of_logits(run: _Run, logits: Any, target: Results) -> tuple[Any, ...]:
 
 def _options_of_divergence(run: _Run) -> Results:
     """Return the options, with the teacher's logits or the classes that it knows."""
-    options = dict(run.options)
+    options: Results = run.options | placed(run.harness, _weights(run), run.case.wide)
     teacher, kind = options.pop("teacher"), run.case.teacher
     if kind == "logits":
         return options | {"teacher": teacher}
@@ -233,14 +233,18 @@ def _options_of_divergence(run: _Run) -> Results:
 
 def _options_of_loss(run: _Run) -> Results:
     """Return target and options for a call without `shift`."""
-    inputs, shift = run.inputs, run.case.shift
-    options = inputs.options | {"target": inputs.target}
-    if shift:
-        here = _has_target(run)
-        options["target"] = np.roll(inputs.target, -shift, here.ndim - 1)
-        weights = np.roll(options.get("sample_weight", np.ones(here.shape)), -shift, -1)
-        options["sample_weight"] = np.where(here, weights, 0.0)
-    return options
+    target, shift = run.inputs.target, run.case.shift
+    moved = np.roll(target, -shift, len(run.case.rows) - 1) if shift else target
+    return run.inputs.options | {"target": moved} | _weights(run)
+
+
+def _weights(run: _Run) -> Results:
+    """Return the sample weights of a call without `shift`, if there are any."""
+    shift, given = run.case.shift, run.inputs.options.get("sample_weight")
+    if not shift:
+        return {} if given is None else {"sample_weight": given}
+    here = _has_target(run)
+    return {"sample_weight": np.where(here, np.roll(np.ones(here.shape) if given is None else given, -shift, -1), 0.0)}
 
 
 def _options_of_rows(run: _Run) -> Results:
@@ -249,7 +253,7 @@ def _options_of_rows(run: _Run) -> Results:
     here = _has_target(run)
     axis = here.ndim - 1
     if run.case.is_divergence:  # any target: of these results only the entropy is used
-        target, ignored = np.zeros(here.shape, np.int64), inputs.options.get("sample_weight", np.ones(here.shape)) == 0
+        target, ignored = np.zeros(here.shape, np.int64), _weights(run).get("sample_weight", here) == 0
     else:
         target, ignored = np.roll(inputs.target, -shift, axis) if shift else inputs.target, ~here
     if target.dtype.kind != "f":

@@ -17,7 +17,7 @@ from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, judge_case
 from xent.command.check.plan import FUNCTIONS, pairs, reaching
 
-__all__ = ["Line", "Work", "cases_of", "check_all", "expected", "planned", "summary"]
+__all__ = ["Line", "Part", "Work", "cases_of", "check_all", "expected", "planned", "summary"]
 
 _CASES_OF_A_PROCESS = 8  # cases sent to a process at a time; neighbouring cases use the same compiled kernels
 _NOTHING = Comparison("", 0.0, 1.0)
