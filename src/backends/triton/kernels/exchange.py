@@ -14,9 +14,9 @@ also while other launches run.
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.maths import LOG2E, NOWHERE, finite, is_exact, times
+from xent.backends.triton.kernels.maths import LOG2E, NOWHERE, finite, rounding, times
 
-__all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "exchanged", "numbered", "rounding"]
+__all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "exchanged", "numbered"]
 
 WORDS = 8
 """The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
@@ -47,18 +47,11 @@ def _of_parts(values, index: tl.constexpr):
 
 
 @triton.jit
-def rounding(m, exact):
-    """Return by how much m log2(e) and its float32 rounding differ; 0 if exponents subtract m first."""
-    near = tl.where(exact, 0.0, m)
-    return tl.fma(near, LOG2E, -near * LOG2E)
-
-
-@triton.jit
 def exchanged(
     words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
     way: tl.constexpr,
 ):  # fmt: skip
-    """Return the target's raw logit, the row's m, whether it is exact, and the sums of the row, from those of a part.
+    """Return the target's raw logit, the row's m, and the sums of the row, from those of a part.
 
     `words` (parts, WORDS) belongs to the row. The part's sums do not contain the target, but m may be its x. Only the
     part that has the target knows `z_y`: the gradient may overwrite it before other programs could load it.
@@ -82,9 +75,8 @@ def exchanged(
     values = all_bits.to(tl.float32, bitcast=True)
     each_m = _of_parts(values, 0)
     m = finite(tl.max(each_m, 0))
-    exact = is_exact(m, way.exact)
     # Exponents of a part are relative to its m. If its m was multiplied by log2(e) first, they contain that rounding.
-    change = (each_m - m) * LOG2E + rounding(m, exact) - rounding(each_m, is_exact(each_m, way.exact))
+    change = (each_m - m) * LOG2E + rounding(m, way.exact) - rounding(each_m, way.exact)
     factor = tl.math.exp2(change)
     each = _of_parts(values, 1)
     others = tl.sum(times(factor, each), 0)
@@ -94,4 +86,4 @@ def exchanged(
     each_top = _of_parts(values, 5)
     top = tl.max(each_top, 0)
     found = tl.min(tl.where(each_top == top, _of_parts(all_bits, 7), NOWHERE), 0)
-    return tl.sum(_of_parts(values, 6), 0), m, exact, others, mixed, squares, level, found
+    return tl.sum(_of_parts(values, 6), 0), m, others, mixed, squares, level, found

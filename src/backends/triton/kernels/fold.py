@@ -25,7 +25,6 @@ from xent.backends.triton.kernels.maths import (
     capped_exponent,
     exponent,
     finite,
-    is_exact,
     order,
     quick_exponent,
     times,
@@ -52,14 +51,14 @@ def _in_lanes(values, LANES: tl.constexpr):
 
 
 @triton.jit
-def _exponents(z, reference, exact, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
+def _exponents(z, reference, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
     if (way.capped and way.quick) and not CAREFUL:
         return capped_exponent(z, bend, reference * LOG2E)
     else:
         x = activate(z, bend, way.quick)
         if CAREFUL:
-            return exponent(x, reference, exact)
+            return exponent(x, reference, way.exact)
         else:
             return quick_exponent(x, reference)
 
@@ -73,16 +72,16 @@ def _terms(e2, ENTROPY: tl.constexpr):
 
 @triton.jit
 def _add(
-    sums, z, first, off, vocabulary, m, exact, class_weight, bend, way: tl.constexpr, MASKED: tl.constexpr,
-    AGAIN: tl.constexpr,
+    sums, z, first, line, m, class_weight, bend, way: tl.constexpr, MASKED: tl.constexpr, AGAIN: tl.constexpr
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
     LANES: tl.constexpr = way.lanes
     WIDTH: tl.constexpr = way.block // way.lanes
     s, t, u, q, v, best, at = sums
+    _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
     inside = (classes >= 0) & (classes < vocabulary)
-    e2 = _exponents(z, m, exact, bend, way, AGAIN or way.exact)
+    e2 = _exponents(z, m, bend, way, AGAIN or way.exact)
     if MASKED and (way.ragged or (way.capped or way.scaled)):
         e2 = tl.where(inside, e2, -float("inf"))
     e, mixed = _terms(e2, way.entropy)
@@ -115,16 +114,15 @@ def _nothing(way: tl.constexpr):
 
 
 @triton.jit
-def _quick_sums(
-    source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, bend, way: tl.constexpr
-):  # fmt: skip
-    """Return the reference m, whether it is exact, and the sums of each lane relative to it.
+def _quick_sums(line, z, ahead, left_out, class_weight, bend, way: tl.constexpr):
+    """Return the reference m, and the sums of each lane relative to it.
 
     m is the largest x of the first block. `z` and `ahead` are the raw logits of the first two blocks. The class
     `left_out` is excluded if it is not None. Only the first and the last block are masked. Each block is loaded while
     the previous one is added.
     """
     BLOCK: tl.constexpr = way.block
+    source, off, last, whole, vocabulary = line
     classes = tl.arange(0, BLOCK) - off
     seen = activate(z, bend, way.quick)
     if way.skewed:
@@ -134,24 +132,24 @@ def _quick_sums(
     if left_out is not None:
         seen = tl.where(classes != left_out, seen, -float("inf"))
     m = finite(tl.max(seen, 0))
-    exact = is_exact(m, way.exact)
     FIRST: tl.constexpr = way.skewed or way.blocks == 1
-    sums = _add(_nothing(way), z, 0, off, vocabulary, m, exact, class_weight, bend, way, FIRST, False)
+    sums = _add(_nothing(way), z, 0, line, m, class_weight, bend, way, FIRST, False)
     end = last + (BLOCK if way.whole else 0)
     for first in range(BLOCK, end, BLOCK):
         z = ahead
         ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
-        sums = _add(sums, z, first, off, vocabulary, m, exact, class_weight, bend, way, False, False)
+        sums = _add(sums, z, first, line, m, class_weight, bend, way, False, False)
     if not way.whole:
         if last > 0:
-            sums = _add(sums, ahead, last, off, vocabulary, m, exact, class_weight, bend, way, True, False)
-    return m, exact, sums
+            sums = _add(sums, ahead, last, line, m, class_weight, bend, way, True, False)
+    return m, sums
 
 
 @triton.jit
-def _careful_sums(source, off, last, whole, vocabulary, y, x_y, class_weight, bend, way: tl.constexpr):
-    """Return m, whether it is exact, and the sums of each lane. m is the largest x of the row."""
+def _careful_sums(line, y, x_y, class_weight, bend, way: tl.constexpr):
+    """Return m, the largest x of the row, and the sums of each lane."""
     BLOCK: tl.constexpr = way.block
+    source, off, last, whole, vocabulary = line
     peak = tl.full([BLOCK], -float("inf"), tl.float32)
     for first in range(0, last + 1, BLOCK):
         x = activate(fetch(source, first, whole, way, "evict_last"), bend, way.quick)
@@ -159,12 +157,11 @@ def _careful_sums(source, off, last, whole, vocabulary, y, x_y, class_weight, be
         inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
         peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
     m = finite(tl.maximum(tl.max(peak, 0), x_y))
-    exact = is_exact(m, way.exact)
     sums = _nothing(way)
     for first in range(0, last + 1, BLOCK):
         z = fetch(source, first, whole, way, "evict_last")
-        sums = _add(sums, z, first, off, vocabulary, m, exact, class_weight, bend, way, True, True)
-    return m, exact, sums
+        sums = _add(sums, z, first, line, m, class_weight, bend, way, True, True)
+    return m, sums
 
 
 @triton.jit
@@ -191,7 +188,7 @@ def _over_lanes(values, off, lane, way: tl.constexpr):
 
 
 @triton.jit
-def _joined(sums, off, target_lane, reference, exact, class_weight, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
+def _joined(sums, off, target_lane, reference, class_weight, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return the sums over all lanes without the target. Its lane is summed again (`lane_of_target`).
 
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
@@ -199,7 +196,7 @@ def _joined(sums, off, target_lane, reference, exact, class_weight, bend, way: t
     s, t, u, q, v, _best, _at = sums
     lane, classes, inside, z = target_lane
     z = z.to(tl.float32)
-    e2 = tl.where(inside, _exponents(z, reference, exact, bend, way, CAREFUL), -float("inf"))
+    e2 = tl.where(inside, _exponents(z, reference, bend, way, CAREFUL), -float("inf"))
     e, mixed = _terms(e2, way.entropy)
     total = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
     mix = 0.0
@@ -222,28 +219,30 @@ def _joined(sums, off, target_lane, reference, exact, class_weight, bend, way: t
 
 @triton.jit
 def row_sums(
-    source, z, ahead, off, last, whole, vocabulary, y, x_y, owned, target_lane, class_weight, bend, way: tl.constexpr
+    line, z, ahead, y, x_y, owned, target_lane, class_weight, bend, way: tl.constexpr
 ):  # fmt: skip
-    """Return m, whether it is exact, the sums of a row without its target y, its largest key, and the key's class.
+    """Return m, the sums of a row without its target y, its largest key, and the key's class.
 
+    `line` is (row, `offset`, where the last block begins, where the last vector ends, V), with places from the offset.
     With the target's x, m may be that. If x_y is None, m is near the largest x of the others, as sums need that are
     merged with those of other classes. `owned`: whether the target is in the row.
     """
+    source, off, _last, whole, vocabulary = line
     left_out = y if x_y is None else None
-    m, exact, sums = _quick_sums(source, z, ahead, off, last, whole, vocabulary, left_out, class_weight, bend, way)
-    rest, mixed, below, squares, level = _joined(sums, off, target_lane, m, exact, class_weight, bend, way, way.exact)
+    m, sums = _quick_sums(line, z, ahead, left_out, class_weight, bend, way)
+    rest, mixed, below, squares, level = _joined(sums, off, target_lane, m, class_weight, bend, way, way.exact)
     if x_y is None:
         largest = -float("inf")
         fits = (rest >= SMALLEST_OF_OTHERS) & (rest < LARGEST)
     else:
         largest = tl.where(owned, x_y, -float("inf"))
-        total = rest + tl.where(owned, tl.math.exp2(exponent(x_y, m, exact)), 0.0)
+        total = rest + tl.where(owned, tl.math.exp2(exponent(x_y, m, way.exact)), 0.0)
         least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
         most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
         fits = (total > least) & (total < most) & (way.exact | (tl.abs(m) < FAR))
     if fits == 0:
-        m, exact, again = _careful_sums(source, off, last, whole, vocabulary, y, largest, class_weight, bend, way)
-        rest, mixed, below, squares, level = _joined(again, off, target_lane, m, exact, class_weight, bend, way, True)
+        m, again = _careful_sums(line, y, largest, class_weight, bend, way)
+        rest, mixed, below, squares, level = _joined(again, off, target_lane, m, class_weight, bend, way, True)
     top = 0.0
     found = 0
     if way.predicted:
@@ -253,4 +252,4 @@ def row_sums(
         ids = first + tl.arange(0, way.block) - off
         inside = (ids >= 0) & (ids < vocabulary)
         found = tl.min(tl.where(inside & (order(z, inside, bend) == top), ids, NOWHERE), 0)
-    return m, exact, rest, mixed, below, squares, level, top, found
+    return m, rest, mixed, below, squares, level, top, found

@@ -75,8 +75,9 @@ def fold_kernel(
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
         target_lane = lane_of_target(source, off, y, width, way)
-        m, _exact, rest, mixed, below, squares, level, top, found = row_sums(
-            source, z, ahead, off, last, whole, width, y, None, owned, target_lane, class_weight, bend, way
+        line = source, off, last, whole, width
+        m, rest, mixed, below, squares, level, top, found = row_sums(
+            line, z, ahead, y, None, owned, target_lane, class_weight, bend, way
         )
         peak = tl.where(rest == 0, -float("inf"), m)
         mixed *= LN2

@@ -33,16 +33,16 @@ def row_factors(gamma, excess, beta, delta, z_y, w_y, rest, e2_y, nll, log_sum, 
 def _block(z, classes, vocabulary, terms, class_weight, bend, way: tl.constexpr, FOLDED: tl.constexpr):
     """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
 
-    `terms` are m, whether it is exact, factor, tilt and delta. With FOLDED, the factor is in the exponent: the first is
+    `terms` are m, factor, tilt and delta. With FOLDED, the factor is in the exponent: the first is
     log2(e) m - log2(factor), in units of log2.
     """
-    reference, exact, factor, tilt, delta = terms
+    reference, factor, tilt, delta = terms
     if FOLDED and (way.capped and way.quick):
         g = tl.math.exp2(capped_exponent(z, bend, reference))
     elif FOLDED:
         g = tl.math.exp2(tl.fma(activate(z, bend, way.quick), LOG2E, -reference))
     else:
-        e2 = exponent(activate(z, bend, way.quick), reference, exact)
+        e2 = exponent(activate(z, bend, way.quick), reference, way.exact)
         g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
     if way.smoothed:
         if class_weight is not None:
@@ -68,16 +68,16 @@ def _write(
 
 @triton.jit
 def write_gradient(
-    source, place, off, start, last, vocabulary, whole, terms, class_weight, bend, way: tl.constexpr,
-    FOLDED: tl.constexpr,
+    line, place, start, terms, class_weight, bend, way: tl.constexpr, FOLDED: tl.constexpr
 ):  # fmt: skip
-    """Write the gradient of a row's blocks from `start` to `last`, in which the target's gradient is still wrong.
+    """Write the gradient of a row's blocks from `start` to the last one, in which the target's is still wrong.
 
     It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
     loaded while the previous one is computed. The last block is masked, and the first block of a skewed row. Partial
     vectors of a ragged row are written at the end.
     """
     BLOCK: tl.constexpr = way.block
+    source, off, last, whole, vocabulary = line
     ahead = fetch(source, last, whole, way, "evict_first")
     if not way.whole:
         z = ahead

@@ -62,8 +62,9 @@ def gradient_kernel(
         delta = 0.0
         if way.smoothed:
             delta = tl.load(made + 4 * slot)
-        terms = tl.load(made), True, tl.load(made + slot), tilt, delta
-        write_gradient(source, place, off, first, last, width, whole, terms, class_weight, bend, way, False)
+        line = source, off, last, whole, width
+        terms = tl.load(made), tl.load(made + slot), tilt, delta
+        write_gradient(line, place, first, terms, class_weight, bend, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()

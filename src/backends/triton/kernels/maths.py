@@ -18,11 +18,11 @@ __all__ = [
     "exp",
     "exponent",
     "finite",
-    "is_exact",
     "log1p",
     "merge",
     "order",
     "quick_exponent",
+    "rounding",
     "slope",
     "tanh",
     "times",
@@ -117,12 +117,6 @@ def slope(z, bend, QUICK: tl.constexpr):
 
 
 @triton.jit
-def is_exact(reference, EXACT: tl.constexpr):
-    """Return whether `exponent` subtracts before it multiplies: for float32 logits, and for large references."""
-    return (tl.abs(reference) >= FAR) | EXACT
-
-
-@triton.jit
 def quick_exponent(x, reference):
     """Return log2 of e^(x - reference) by one multiply-add.
 
@@ -142,9 +136,17 @@ def capped_exponent(z, bend, reference):
 
 
 @triton.jit
-def exponent(x, reference, exact):
-    """Return log2 of e^(x - reference). `exact` is the result of `is_exact` for the reference."""
+def exponent(x, reference, EXACT: tl.constexpr):
+    """Return log2 of e^(x - reference). It subtracts before it multiplies if EXACT, and for large references."""
+    exact = (tl.abs(reference) >= FAR) | EXACT
     return tl.where(exact, (x - reference) * LOG2E, quick_exponent(x, reference))
+
+
+@triton.jit
+def rounding(m, EXACT: tl.constexpr):
+    """Return by how much m log2(e) and its float32 rounding differ; 0 if `exponent` subtracts m first."""
+    near = tl.where((tl.abs(m) >= FAR) | EXACT, 0.0, m)
+    return tl.fma(near, LOG2E, -near * LOG2E)
 
 
 @triton.jit

@@ -27,10 +27,10 @@ from xent.backends.triton.kernels.algebra import (
 )
 from xent.backends.triton.kernels.exchange import SUMS as _SUMS
 from xent.backends.triton.kernels.exchange import WORDS as _WORDS
-from xent.backends.triton.kernels.exchange import exchanged, numbered, rounding
+from xent.backends.triton.kernels.exchange import exchanged, numbered
 from xent.backends.triton.kernels.fold import lane_of_target, row_sums
 from xent.backends.triton.kernels.gradient import row_factors, write_gradient
-from xent.backends.triton.kernels.maths import LN2, LOG2E, activate, exponent, times
+from xent.backends.triton.kernels.maths import LN2, LOG2E, activate, exponent, rounding, times
 from xent.backends.triton.kernels.memory import aligned, fetch, fill, offset
 from xent.backends.triton.kernels.sums import put
 from xent.backends.triton.prepared import kernel
@@ -46,10 +46,10 @@ WORDS = tl.constexpr(_WORDS)
 
 @triton.jit
 def _save(
-    saved, count, row, m, exact, rest, mixed, z_y, w_y, total_weight, columns: tl.constexpr
+    saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns: tl.constexpr, EXACT: tl.constexpr
 ):  # fmt: skip
     """Write the sums of a row that its gradient needs, as if exponents had subtracted m before they multiplied."""
-    change = -rounding(m, exact)
+    change = -rounding(m, EXACT)
     factor = tl.math.exp2(change)
     place = saved + row
     put(place, count, None, m, 0)
@@ -134,17 +134,18 @@ def rows_kernel(
             fill(place, 0.0, off, 0, last, size, way)
     else:
         x_y = activate(z_y, bend, False)
-        m, exact, rest, mixed, below, squares, level, top, found = row_sums(
-            source, z, ahead, off, last, whole, size, y_here, x_y, has_target, target_lane, rows.class_weight, bend, way
+        line = source, off, last, whole, size
+        m, rest, mixed, below, squares, level, top, found = row_sums(
+            line, z, ahead, y_here, x_y, has_target, target_lane, rows.class_weight, bend, way
         )
         found += cut
         if way.parts > 1:
-            z_y, m, exact, rest, mixed, squares, level, found = exchanged(
+            z_y, m, rest, mixed, squares, level, found = exchanged(
                 words + here * way.parts * WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
                 found, way,
             )  # fmt: skip
             x_y = activate(z_y, bend, False)
-        e2_y = exponent(x_y, m, exact)
+        e2_y = exponent(x_y, m, way.exact)
 
         if way.phase != SUMS:
             total_weight = vocabulary * 1.0
@@ -157,7 +158,7 @@ def rows_kernel(
                 squares, (level + x_y) / vocabulary, found, results, numbers, way.smoothed, way.z_loss, way.entropy,
             )  # fmt: skip
             if saved is not None:
-                _save(saved, count, row, m, exact, rest, mixed, z_y, w_y, total_weight, columns)
+                _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
             if grad is not None:
                 if ignored if way.statistics else dead:
                     fill(place, 0.0, off, 0, last, size, way)
@@ -172,14 +173,10 @@ def rows_kernel(
                     m2 = m * LOG2E
                     foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
                     if way.folds and foldable:
-                        terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), exact, factor, tilt, delta
-                        write_gradient(
-                            source, place, off, 0, last, size, whole, terms, rows.class_weight, bend, way, True
-                        )
+                        terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta
+                        write_gradient(line, place, 0, terms, rows.class_weight, bend, way, True)
                     else:
-                        terms = m, exact, factor, tilt, delta
-                        write_gradient(
-                            source, place, off, 0, last, size, whole, terms, rows.class_weight, bend, way, False
-                        )
+                        terms = m, factor, tilt, delta
+                        write_gradient(line, place, 0, terms, rows.class_weight, bend, way, False)
                     tl.debug_barrier()
                     tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)
