@@ -30,6 +30,7 @@ __all__ = [
     "entropy_of",
     "finish",
     "gradient_factor",
+    "load",
     "log_of_squares",
     "losses",
     "numbers_of",
@@ -37,6 +38,7 @@ __all__ = [
     "position",
     "record",
     "record_nothing",
+    "row_at",
     "row_facts",
     "target_weight",
 ]
@@ -53,12 +55,27 @@ def position(row, inner, outer_stride, row_stride, GROUPED: tl.constexpr):
 
 
 @triton.jit
+def load(place, inside, other):
+    """Load what one row has, or a block of rows: `other` outside of the mask."""
+    if inside is None:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=inside, other=other)
+
+
+@triton.jit
 def of_row(values, row, inside, other):
     """Load what each row has in `values` (N,), as float32. Rows outside of the mask have `other`."""
-    if inside is None:
-        return tl.load(values + row).to(tl.float32)
-    else:
-        return tl.load(values + row, mask=inside, other=other).to(tl.float32)
+    return load(values + row, inside, other).to(tl.float32)
+
+
+@triton.jit
+def row_at(index, inside, rows):
+    """Return the row at an index of the order in which rows are computed."""
+    row = index
+    if rows.order is not None:
+        row = load(rows.order + index, inside, 0)
+    return row
 
 
 @triton.jit
@@ -74,10 +91,7 @@ def row_facts(row, inside, rows, ignore_index, limit):
     invalid = row < 0
     y = tl.where(ignored, -1, -1).to(tl.int64)
     if rows.target is not None:
-        if inside is None:
-            y = tl.load(rows.target + row).to(tl.int64)
-        else:
-            y = tl.load(rows.target + row, mask=inside, other=0).to(tl.int64)
+        y = load(rows.target + row, inside, 0).to(tl.int64)
         ignored = ignored | (y == ignore_index)
         invalid = ((y < 0) | (y >= limit)) & ~ignored
         y = tl.where(ignored | invalid, 0, y)
@@ -213,17 +227,21 @@ def finish(
     entropy = 0.0
     if ENTROPY:
         entropy = entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum)
-    record(results.loss, row, inside, tl.where(dead, 0.0, a * cost))
-    record(results.lse, row, inside, tl.where(ignored, 0.0, lse))
-    record(results.nll, row, inside, tl.where(ignored, 0.0, tl.where(invalid, float("nan"), nll)))
-    record(results.entropy, row, inside, tl.where(ignored, 0.0, entropy))
-    record(results.predictions, row, inside, tl.where(ignored, -1, found).to(tl.int64))
-    record(results.hits, row, inside, tl.where((found == y) & ~(ignored | invalid), 1.0, 0.0))
-    record(results.z_term, row, inside, tl.where(dead, 0.0, a * squared))
+    squared_probabilities = 0.0
     if results.log_sum_sq_probs is not None:
-        logged = log_of_squares(squares, rest, e_y, nll, log_sum)
-        record(results.log_sum_sq_probs, row, inside, tl.where(ignored, 0.0, logged))
-    record(results.mean_logit, row, inside, tl.where(ignored, 0.0, mean_logit))
+        squared_probabilities = log_of_squares(squares, rest, e_y, nll, log_sum)
+    made = (
+        tl.where(dead, 0.0, a * cost),
+        tl.where(ignored, 0.0, lse),
+        tl.where(ignored, 0.0, tl.where(invalid, float("nan"), nll)),
+        tl.where(ignored, 0.0, entropy),
+        tl.where(ignored, -1, found).to(tl.int64),
+        tl.where((found == y) & ~(ignored | invalid), 1.0, 0.0),
+        tl.where(dead, 0.0, a * squared),
+        tl.where(ignored, 0.0, squared_probabilities),
+        tl.where(ignored, 0.0, mean_logit),
+    )
+    _record_all(row, inside, results, made)
     return nll, log_sum, entropy
 
 
@@ -238,17 +256,16 @@ def record(place, row, inside, value):
 
 
 @triton.jit
-def record_nothing(row, inside, results):
-    """Store the results of ignored rows."""
-    record(results.loss, row, inside, 0.0)
-    record(results.lse, row, inside, 0.0)
-    record(results.nll, row, inside, 0.0)
-    record(results.entropy, row, inside, 0.0)
-    record(results.predictions, row, inside, -1)
-    record(results.hits, row, inside, 0.0)
-    record(results.z_term, row, inside, 0.0)
-    record(results.log_sum_sq_probs, row, inside, 0.0)
-    record(results.mean_logit, row, inside, 0.0)
+def _record_all(row, inside, results, made):
+    """Store results in the order of `xent.backends.triton.groups.Results`."""
+    for index in tl.static_range(9):
+        record(results[index], row, inside, made[index])
+
+
+@triton.jit
+def record_nothing(row, results):
+    """Store the results of an ignored row."""
+    _record_all(row, None, results, (0.0, 0.0, 0.0, 0.0, -1, 0.0, 0.0, 0.0, 0.0))
 
 
 @triton.jit

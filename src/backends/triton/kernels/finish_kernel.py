@@ -12,6 +12,7 @@ from xent.backends.triton.kernels.algebra import (
     finish,
     gradient_factor,
     numbers_of,
+    row_at,
     row_facts,
 )
 from xent.backends.triton.kernels.gradient import row_factors
@@ -53,9 +54,7 @@ def finish_kernel(
     """Finish `BLOCK` rows."""
     here = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = here < count
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row, mask=inside, other=0)
+    row = row_at(start + here, inside, rows)
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
     if columns.id >= 0:  # a target that differs between ranks is invalid on all of them
         own = tl.load(sums + columns.id * count + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)

@@ -10,7 +10,7 @@ differ between ranks and tiles, so the rounding error of reference * log2(e) wou
 
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of
+from xent.backends.triton.kernels.algebra import activation_of, row_at
 from xent.backends.triton.kernels.fold import lane_of_target, row_sums
 from xent.backends.triton.kernels.maths import LN2, activate, finite
 from xent.backends.triton.kernels.memory import aligned, fetch, offset
@@ -47,9 +47,7 @@ def fold_kernel(
 ):
     """Write the sums of one row."""
     here = tl.program_id(0).to(tl.int64)
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row)
+    row = row_at(start + here, None, rows)
     owned, y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
     softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
     bend = logit_scale if way.scaled else None, softcap if way.capped else None

@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of
+from xent.backends.triton.kernels.algebra import activation_of, row_at
 from xent.backends.triton.kernels.finish_kernel import DEAD
 from xent.backends.triton.kernels.gradient import write_gradient
 from xent.backends.triton.kernels.memory import aligned, fill, offset
@@ -48,9 +48,7 @@ def gradient_kernel(
         fill(place, 0.0, off, first, last, width, way)
     else:
         whole = (width + off + way.vector - 1) // way.vector * way.vector
-        row = start + here
-        if rows.order is not None:
-            row = tl.load(rows.order + row)
+        row = row_at(start + here, None, rows)
         softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
         bend = logit_scale if way.scaled else None, softcap if way.capped else None
         class_weight = rows.class_weight

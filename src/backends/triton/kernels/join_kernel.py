@@ -2,7 +2,7 @@
 
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import target_weight
+from xent.backends.triton.kernels.algebra import row_at, target_weight
 from xent.backends.triton.kernels.maths import LN2, LOG2E, exp, finite
 from xent.backends.triton.kernels.sums import load_sums, owner, put, target_number
 from xent.backends.triton.prepared import kernel
@@ -51,9 +51,7 @@ def join_kernel(
             mixed += tl.sum(share * (part_mixed - growth * part_rest), 0)
         rest = kept * rest + tl.sum(share * part_rest, 0)
         peak = largest
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row, mask=inside, other=0)
+    row = row_at(start + here, inside, rows)
     owned, y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
     place = sums + here
     if columns.squares >= 0 or columns.deficit >= 0:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import position, row_facts
+from xent.backends.triton.kernels.algebra import position, row_at, row_facts
 from xent.backends.triton.prepared import kernel
 
 __all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
@@ -33,9 +33,7 @@ def take_kernel(
 ):
     """Copy one row of hidden states, or zeros if the row has no gradient. Compute its target's logit in float32."""
     here = tl.program_id(0).to(tl.int64)
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row)
+    row = row_at(start + here, None, rows)
     y, a, ignored, wrong = row_facts(row, None, rows, ignore_index, limit)
     y -= first_class
     if rows.divisor is not None:

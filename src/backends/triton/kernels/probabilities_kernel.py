@@ -84,7 +84,7 @@ def probabilities_kernel(
     keep, spread, z_loss = numbers_of(rows, vocabulary, keep, spread, z_loss)
     numbers = 0.0, 1.0, z_loss
     if ignored if ALL_ROWS else dead:
-        record_nothing(row, None, results)
+        record_nothing(row, results)
         if grad is not None:
             fill_row(place, vocabulary, 0.0, BLOCK)
     else:

@@ -22,6 +22,7 @@ from xent.backends.triton.kernels.algebra import (
     gradient_factor,
     numbers_of,
     record_nothing,
+    row_at,
     row_facts,
     target_weight,
 )
@@ -97,9 +98,7 @@ def rows_kernel(
     else:
         program = tl.program_id(0)
     here = (program // way.parts).to(tl.int64)
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row)
+    row = row_at(start + here, None, rows)
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, vocabulary)
     w_y = target_weight(rows, y_long)
     y = y_long.to(tl.int32)
@@ -129,7 +128,7 @@ def rows_kernel(
         place = aligned(grad, here, grad_inner, grad_outer, grad_row, cut - off, way)
 
     if (ignored if way.all_rows else dead) != 0:
-        record_nothing(row, None, results)
+        record_nothing(row, results)
         if grad is not None:
             fill(place, 0.0, off, 0, last, size, way)
     else:

@@ -6,7 +6,7 @@ A side is (row of raw logits, V, (logit scale or None, softcap or None)).
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of, gradient_factor, position, row_facts
+from xent.backends.triton.kernels.algebra import activation_of, gradient_factor, position, row_at, row_facts
 from xent.backends.triton.kernels.maths import activate, slope
 
 __all__ = ["HIDDEN", "begin", "fill_row", "peak", "read", "slope_of", "write", "x_of"]
@@ -24,9 +24,7 @@ def begin(
     The row of the gradient is that of the logits if there is no gradient.
     """
     here = tl.program_id(0).to(tl.int64)
-    row = start + here
-    if rows.order is not None:
-        row = tl.load(rows.order + row)
+    row = row_at(start + here, None, rows)
     y, a, ignored, invalid = row_facts(row, None, rows, ignore_index, limit)
     dead, r = gradient_factor(row, None, a, invalid, rows, upstreams)
     softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from xent.backends.torch.contract import Setting, columns
 from xent.backends.triton.groups import Columns
-from xent.backends.triton.kernels.algebra import row_facts
+from xent.backends.triton.kernels.algebra import load, row_facts
 from xent.backends.triton.kernels.maths import exp, finite, times
 
 __all__ = ["column", "column_numbers", "larger", "load_sums", "owner", "put", "rebased", "target_number"]
@@ -26,10 +26,8 @@ def column(place, slot, inside, COLUMN: tl.constexpr):
     """Load a column of sums, rows of `slot` elements; 0 if there is no such column."""
     if COLUMN < 0:
         return 0.0
-    elif inside is None:
-        return tl.load(place + COLUMN * slot)
     else:
-        return tl.load(place + COLUMN * slot, mask=inside, other=0.0)
+        return load(place + COLUMN * slot, inside, 0.0)
 
 
 @triton.jit
@@ -69,11 +67,7 @@ def load_sums(place, slot, inside, reference, columns: tl.constexpr):
 @triton.jit
 def target_number(row, inside, rows):
     """Return the target of a row as the sums have it, by which ranks compare their targets: its bits as a float."""
-    if inside is None:
-        y = tl.load(rows.target + row)
-    else:
-        y = tl.load(rows.target + row, mask=inside, other=0)
-    return y.to(tl.int32).to(tl.float32, bitcast=True)
+    return load(rows.target + row, inside, 0).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def support_kernel(
     )  # fmt: skip
     side = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
     if ignored:
-        record_nothing(row, None, results)
+        record_nothing(row, results)
         if grad is not None and not FILLED:
             fill_row(place, vocabulary, 0.0, BLOCK)
     else:
