@@ -15,7 +15,9 @@ else:
 
 __all__ = ["IGNORE_INDEX", "SUITES", "Case", "Function", "quick"]
 
-Function = Literal["linear", "logits", "sharded", "linear log-probabilities", "log-probabilities", "linear divergence"]
+Function = Literal[
+    "linear", "logits", "sharded", "linear log-probabilities", "log-probabilities", "linear divergence", "training"
+]
 
 _ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 IGNORE_INDEX = -100
@@ -36,6 +38,9 @@ class Case:
     if it is not 0, the logits are `logits[:, :-1]` of logits (batch, tokens / batch + 1, vocabulary). `options` are
     keyword arguments of xent's function, which PyTorch's contenders also have. `goals` are the project's upper limits,
     (contender, quantity, number), which reports show; `benchmarks.records.Record.quantity` knows the quantities.
+
+    "training" is a step of a `model` of `models.toml` with one sequence of `tokens`, with or without gradient
+    `checkpointing`; the longest sequence whose step fits into `limit` GiB is searched.
     """
 
     suite: str
@@ -56,6 +61,9 @@ class Case:
     teacher: int = 0
     options: tuple[tuple[str, Any], ...] = ()
     ranks: int = 1
+    model: str = ""
+    checkpointing: bool = False
+    limit: float = 0.0
 
     @classmethod
     def from_fields(cls, found: Mapping[str, Any]) -> Case:
@@ -73,7 +81,9 @@ class Case:
     @property
     def title(self) -> str:
         """The case in one line, e.g. "linear 2048x512x32000 float32" for a forward and backward pass."""
-        facts = [f"{self.function} {self.sizes} {self.dtype}"]
+        facts = [" ".join(filter(None, (self.function, self.model, self.sizes, self.dtype)))]
+        if self.checkpointing:
+            facts.append("checkpointing")
         if self.function == "sharded":
             facts.append(f"over {self.ranks} ranks")
         if not self.backward:
@@ -115,7 +125,7 @@ class Case:
     @property
     def gradient_bytes(self) -> int:
         """The size in bytes of the returned gradients; with shards, those of the largest shard."""
-        if not self.backward:
+        if not self.backward or self.function == "training":
             return 0
         if not self.is_linear:
             return self.logits_bytes
@@ -130,12 +140,14 @@ def quick(case: Case) -> Case:
     """Return the case with a small size and no goals, which are for the full size."""
     if case.suite in ("host", "sharded"):
         return replace(case, goals=())
+    if case.function == "training":
+        family = next((name for name in ("gemma", "qwen") if case.model.startswith(name)), "llama")
+        return replace(case, model=f"tiny-{family}", tokens=64, limit=0.01)
     wide = 128 if case.device == "cuda" else 64
     sizes = {"tokens": case.tokens // 32, "hidden": min(case.hidden, wide)}
     sizes |= {"vocabulary": 1024 + case.vocabulary // 1000 * 16 + case.vocabulary % 16}
     sizes |= {"teacher": case.teacher and wide * case.teacher // case.hidden}
-    contenders = tuple(name for name in case.contenders if case.device == "cuda" or name != "torch.compile")
-    return replace(case, **sizes, contenders=contenders, goals=())
+    return replace(case, **sizes, goals=())
 
 
 def _tuples(value: Any) -> Any:
@@ -149,7 +161,7 @@ def _suite(name: str, table: dict[str, Any]) -> tuple[Case, ...]:
 
 
 def _case(suite: str, found: dict[str, Any]) -> Case:
-    tokens, *hidden, vocabulary = found.pop("sizes")
+    tokens, *hidden, vocabulary = found.pop("sizes") if "sizes" in found else (found["tokens"], 0)
     goals = [(name, *limit.rsplit(" ", 1)) for name, limit in (goal.split(": ") for goal in found.pop("goals", []))]
     options = tuple((name, _tuples(value)) for name, value in found.pop("options", {}).items())
     sizes = {"tokens": tokens, "hidden": hidden[0] if hidden else 0, "vocabulary": vocabulary}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from benchmarks import cases as described
 from benchmarks.cases import Case, quick
@@ -50,7 +50,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         budget=(0.5 if gpu else 2.0) if options.quick else 20.0,
         deadline=time.monotonic() + 60 * minutes,
         ranks=options.gpus,
-        threads=options.threads,
     )
     try:
         with Measurement(device, plan) as measurement:
@@ -66,10 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _choose(options: argparse.Namespace) -> tuple[str, list[str]]:
-    """Return the device and its suites. A suite that only one device has selects that device."""
+    """Return the device and its suites."""
     wanted = [name for name in options.suite or [] if name != "all"] or ["sharded"] * (options.gpus > 1)
-    homes = [device for device, suites in _SUITES.items() if all(name in suites for name in wanted)]
-    device = options.device or (homes[0] if len(homes) == 1 else default_device())
+    device = options.device or default_device()
     if unknown := [name for name in wanted if name not in _SUITES[device]]:
         _parser().error(f"{device} has no suite {unknown[0]!r}, it has: {', '.join(_SUITES[device])}")
     if ("sharded" in wanted) != (options.gpus > 1):
@@ -122,8 +120,7 @@ def measure_all(
 
     records = list(known)
     left = [case for case in cases if all(record.case != case for record in records)]
-    columns = (SpinnerColumn(), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=Console(stderr=True)) as bar:
+    with Progress(console=Console(stderr=True)) as bar:
         task = bar.add_task("starting", total=len(left))
         while left:
             case = left[0]
@@ -161,7 +158,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--quick", action="store_true", help="small sizes and few repeats: does everything still run?")
     add("--resume", action="store_true", help="keep what the file of results has, and measure what it has not")
     add("--out", type=Path, default=_DEFAULT_OUT, help="folder of the results (default: %(default)s)")
-    add("--threads", type=_positive, help="threads of each process (default: the framework's choice)")
     add("--repeats", type=_positive, help="rounds, if time allows (CPU: 7, GPU: 9, quick: 3)")
     add("--minutes", type=float, help="begin nothing new after so many (default: 7 on a GPU, no end on a CPU)")
     add("--show", type=Path, nargs="+", metavar="JSONL", help="measure nothing, show these results")

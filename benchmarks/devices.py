@@ -11,64 +11,45 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from benchmarks.memory import resident_peak
 
-__all__ = ["DEVICES", "Cpu", "Cuda", "Device", "default_device"]
+__all__ = ["DEVICES", "Cuda", "Device", "default_device"]
 
 _LEAD_BYTES = 512 * 2**20
 
 
-class Device(Protocol):
-    """A device that executes a queue of work, which the host fills. It may be the host itself."""
+class Device:
+    """The host itself: its work is done when a call returns. Other devices have a queue of work, which it fills."""
 
-    def now(self) -> float:
-        """Return the host's time in seconds."""
+    now = staticmethod(time.perf_counter)
 
     def wait(self) -> None:
         """Wait until all work of the device is done."""
 
     def mark(self) -> Any:
         """Record an event after the work in the queue."""
+        return self.now()
 
     def elapsed(self, start: Any, end: Any) -> float:
         """Return the seconds between two marks, after `wait`."""
+        return float(end - start)
 
     def lead(self, seconds: float) -> None:
         """Give the device work for at least this many seconds, which also clears the inputs from its caches."""
 
     def peak(self, call: Callable[[], None]) -> int | None:
         """Make the call; return the peak bytes above those before it, or None if unknown."""
+        return resident_peak(call)
 
     def most(self, value: float) -> float:
         """Return the largest value of all ranks, so that they make the same decision."""
+        return value
 
 
-class Cpu:
-    """The host itself: its work is done when a call returns."""
-
-    now = staticmethod(time.perf_counter)
-    mark = staticmethod(time.perf_counter)
-    peak = staticmethod(resident_peak)
-    most = staticmethod(float)
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def elapsed(self, start: float, end: float) -> float:
-        """Return their difference."""
-        return end - start
-
-    def lead(self, seconds: float) -> None:
-        """Do nothing: the host cannot run ahead of itself."""
-
-
-class Cuda:
+class Cuda(Device):
     """An NVIDIA GPU through PyTorch. `lead` overwrites a buffer repeatedly."""
-
-    now = staticmethod(time.perf_counter)
-    most = staticmethod(float)
 
     def __init__(self) -> None:
         """Allocate the buffer, and measure the time of one pass over it."""
@@ -116,7 +97,7 @@ class Cuda:
         return int(cuda.max_memory_allocated() - start)
 
 
-DEVICES: dict[str, Callable[[], Device]] = {"cpu": Cpu, "cuda": Cuda}
+DEVICES: dict[str, Callable[[], Device]] = {"cpu": Device, "cuda": Cuda}
 
 
 def default_device() -> str:
@@ -124,5 +105,4 @@ def default_device() -> str:
 
     This does not load a framework, so that the process of the command line stays small.
     """
-    shown = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists() or shutil.which("nvidia-smi") is not None
-    return "cuda" if shown else "cpu"
+    return "cuda" if Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") else "cpu"

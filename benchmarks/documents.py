@@ -1,10 +1,9 @@
 """Fill the tables of README.md and docs/ from the files of results, or check them: `python -m benchmarks.documents`.
 
 `<!-- measured: SUITE FILE -->` and `<!-- end -->` enclose the tables of a suite from `benchmarks/results/FILE.jsonl`
-(gpu-SUITE, if not given); SUITE "training" is the table of training steps. `<!-- picked: NAME -->` encloses a table of
-`picked.toml`, rows of several files. `<!-- commit: C -->` anywhere in a document says of which commit all of its tables
-are. `--check` changes nothing, and fails if a table differs from what would be written, or if a file of results is of
-another commit.
+(gpu-SUITE, if not given). `<!-- picked: NAME -->` encloses a table of `picked.toml`, rows of several files. `<!--
+commit: C -->` anywhere in a document says of which commit all of its tables are. `--check` changes nothing, and fails
+if a table differs from what would be written, or if a file of results is of another commit.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from typing import Any
 
 from benchmarks.cases import tomllib
 from benchmarks.records import Record, load_records
-from benchmarks.tables import Table, make_tables, training_table
+from benchmarks.tables import Table, make_tables
 
 __all__ = ["find_problems", "main"]
 
@@ -76,9 +75,6 @@ def _make(match: re.Match[str], results: Path) -> tuple[str, list[str]]:
         return _picked(blocks, results).markdown(), [block["file"] for block in blocks]
     file = match["file"] or f"gpu-{match['what']}"
     path = results / f"{file}.jsonl"
-    if match["what"] == "training":
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return training_table([line for line in lines if "variant" in line]).markdown(), [file]
     records = [record for record in load_records(path) if record.case.suite == match["what"]]
     return "\n".join(table.markdown() for table in make_tables(records)), [file]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
 
+import psutil
+
 __all__ = ["device_facts", "machine_facts", "merge"]
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -25,8 +27,7 @@ def machine_facts() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None,
-        "system": platform.platform(),
+        "memory_bytes": psutil.virtual_memory().total,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": f"{commit} with changes" if changed else commit,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
@@ -50,7 +51,6 @@ def device_facts(device: str) -> dict[str, Any]:
     return facts | {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
-        "multiprocessors": properties.multi_processor_count,
         "compute_capability": f"{properties.major}.{properties.minor}",
         "driver": (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0],
         "links": _output("nvidia-smi", "topo", "-m"),

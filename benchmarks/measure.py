@@ -16,7 +16,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ _DEVICE_SECONDS, _CALLS = 0.02, (1, 5)
 _FEWEST_ROUNDS = 3
 _SETTLE_SECONDS = 0.25
 """Idle threads of OpenMP keep a core busy for a while after their work."""
-_PREPARE_SECONDS = {"cuda": 110.0, "cpu": 900.0}
+_PREPARE_SECONDS = {"cuda": 180.0, "cpu": 900.0}
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 _GLOO = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
@@ -57,7 +57,6 @@ class Plan:
     budget: float
     deadline: float = float("inf")
     ranks: int = 1
-    threads: int | None = None
 
     def check(self) -> None:
         """Raise OutOfTime if the deadline is past."""
@@ -129,6 +128,12 @@ class Measurement:
         for number in range(rounds):
             self.plan.check()
             self._round(case, random.Random(number), records, turns, refusals)
+        for name, record in records.items() if case.limit else ():
+            if name in turns or record.reason == "out of memory":
+                self.plan.check()
+                progress(f"longest sequence of {name}")
+                with suppress(NotMeasured):
+                    vars(record).update(self._ask(case, name, "longest", refusals))
         base = records[case.contenders[0]]
         for record in records.values():
             if record is not base:
@@ -187,10 +192,8 @@ class Measurement:
             if plan.ranks > 1:
                 usual = _NO_MULTICAST | (_GLOO if self._device == "cpu" else {})
                 environment |= {name: os.environ.get(name, value) for name, value in usual.items()}
-            elif plan.threads:
-                environment |= {name: str(plan.threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
             meeting = str(Path(tempfile.mkdtemp(dir=self._folder), "meeting"))
-            ranks = [(self._device, plan.ranks, rank, meeting, plan.threads) for rank in range(plan.ranks)]
+            ranks = [(self._device, plan.ranks, rank, meeting) for rank in range(plan.ranks)]
             self._processes[key] = self._start(Session, ranks, environment)
         return self._processes[key]
 

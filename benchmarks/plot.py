@@ -5,7 +5,6 @@ Times are loop times, if these were measured.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -17,32 +16,13 @@ from benchmarks.records import Record
 from benchmarks.report import where
 from benchmarks.tables import kind
 
-__all__ = ["save_plots", "save_training_plot"]
+__all__ = ["save_plots"]
 
-_COLORS = {
-    "torch": "#8c8c8c",
-    "torch fp32 logits": "#4f4f4f",
-    "torch.compile": "#d9a441",
-    "torch.compile fp32 logits": "#d98f1f",
-    "torch chunked": "#5b8db8",
-    "Liger": "#c0504d",
-    "Liger in place": "#c0504d",
-    "Liger logits": "#e39a98",
-    "CCE": "#7d5ba6",
-    "quack": "#2f6db5",
-    "quack in place": "#86b0dd",
-    "textbook": "#4f4f4f",
-    "loss_parallel": "#d9a441",
-    "plain": "black",
-    "xent": "#1b7f5c",
-    "xent portable": "#53a386",
-    "xent inplace": "#7cc4a4",
-    "xent sequence parallel": "#7cc4a4",
-}
+_COLORS = {"xent": "#1b7f5c", "xent portable": "#53a386", "plain": "black", "transformers alone": "black"}
 _TRAINING = {"plain": "transformers alone", "Liger": "Liger-Kernel's head", "CCE": "Cut Cross Entropy"}
 _MOST_COLUMNS = 3
 _FEWEST_SIZES = 3
-_MIB, _GIB = 2**20, 2**30
+_MIB = 2**20
 
 
 @dataclass
@@ -60,38 +40,18 @@ class _Panel:
     def add(self, label: str, point: tuple[float, float], **style: Any) -> None:
         """Add a point."""
         self.points.setdefault(label, []).append(point)
-        self.style[label] = {"color": _color(label), **style}
+        self.style[label] = style
 
 
 def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `stem`-frontier.png, -bandwidth.png and -ranks.png, those for which there are results."""
+    """Write `stem`-frontier.png, -bandwidth.png, -ranks.png and -training.png, those for which there are results."""
     measured = [record for record in records if record.seen is not None and record.status == "measured"]
     written = []
-    for name, make in (("frontier", _frontiers), ("bandwidth", _bandwidth), ("ranks", _ranks)):
+    for name, make in (("frontier", _frontiers), ("bandwidth", _bandwidth), ("ranks", _ranks), ("training", _training)):
         if panels := make(measured):
             written.append(stem.with_name(f"{stem.name}-{name}.png"))
             _save(panels, where(measured[0]), written[-1])
     return written
-
-
-def save_training_plot(results: Sequence[Mapping[str, Any]], title: str, path: Path) -> None:
-    """Write speed against peak memory of training steps, a panel for each model; open markers: no checkpointing."""
-    measured = [result for result in results if result["status"] == "measured" and result["peak"] is not None]
-    panels = []
-    for model, group in groupby(sorted(measured, key=lambda result: str(result["model"])), lambda r: r["model"]):
-        mine = list(group)
-        panel = _Panel(f"{model}, {mine[0]['tokens']} tokens", "peak memory, GiB", "thousand tokens per second")
-        panel.axes = {"xlim": (0, None)}
-        for result in mine:
-            name, on = result["variant"], result["checkpointing"]
-            label = _TRAINING.get(name, name) + ("" if on else ", no checkpointing")
-            speed = result["tokens"] / statistics.median(result["rounds"]) / 1e3
-            look = {"linestyle": "", "markersize": 9, "color": _color(name)} | (
-                {} if on else {"markerfacecolor": "none"}
-            )
-            panel.add(label, (result["peak"] / _GIB, speed), **look)
-        panels.append(panel)
-    _save(panels, title, path)
 
 
 def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
@@ -106,9 +66,11 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
         rows, columns, figsize=(max(5.0 * columns, 8), 4.2 * rows + 1), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
+    labels = dict.fromkeys(label for panel in panels for label in panel.points)
+    colors = {label: _COLORS.get(label, f"C{number}") for number, label in enumerate(labels)}
     for axes, panel in zip(grid.flat, panels, strict=False):
         for label, points in panel.points.items():
-            look = {"marker": "o", "markersize": 6, **panel.style[label]}
+            look = {"color": colors[label], "marker": "o", "markersize": 6, **panel.style[label]}
             handles[label] = axes.plot(*zip(*sorted(points), strict=True), label=label, **look)[0]
         axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.axes)
         if panel.ticks:
@@ -124,28 +86,17 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _color(name: str) -> str:
-    family = {"quack": "#2f6db5", "xent": "#a6d9c2"}.get(name.partition(" ")[0], "#a05195")
-    return _COLORS.get(name, family)
-
-
 def _frontiers(records: Sequence[Record]) -> list[_Panel]:
-    """Return time against peak memory for the linear cases; a floor, which needs no memory, is a line."""
+    """Return time against peak memory for the linear cases."""
     panels = []
     linear = [record for record in records if record.case.is_linear and record.case.suite not in ("host", "sharded")]
     for case, group in groupby(linear, key=lambda record: record.case):
         panel = _Panel(case.title.replace(", ", "\n"), "peak MiB above the inputs", "ms, forward + backward")
         panel.axes = {"xscale": "log", "yscale": "log"}
-        mine = list(group)
-        peaks = [record.peak_bytes for record in mine if record.peak_bytes]
-        for record in mine if peaks else ():
-            time = (record.seen or 0) * 1e3
-            if record.peak_bytes is None:
-                for edge in (min(peaks), max(peaks)):
-                    panel.add("products alone", (edge / _MIB, time), color="black", linestyle=":", marker="")
-            else:
-                marker = "D" if kind(record) == "ours" else "o"
-                panel.add(record.contender, (max(record.peak_bytes, 1) / _MIB, time), linestyle="", marker=marker)
+        for record in group:
+            if record.peak_bytes is not None:
+                point = max(record.peak_bytes, 1) / _MIB, (record.seen or 0) * 1e3
+                panel.add(record.contender, point, linestyle="", marker="D" if kind(record) == "ours" else "o")
         panels.append(panel)
     return [panel for panel in panels if panel.points]
 
@@ -177,10 +128,24 @@ def _ranks(records: Sequence[Record]) -> list[_Panel]:
         right = _Panel(f"{sizes}: memory", "ranks", "peak MiB above the inputs, a rank", axes={"ylim": (0, None)})
         for record in group:
             ranks = record.case.ranks
-            left.ticks = right.ticks = {**left.ticks, ranks: str(ranks)}
             floor = {"color": "black", "linestyle": ":"} if kind(record) == "floor" else {}
             left.add(record.contender, (ranks, (record.seen or 0) * 1e3), **floor)
             if record.peak_bytes is not None:
                 right.add(record.contender, (ranks, record.peak_bytes / _MIB), **floor)
         panels += [left, right]
     return panels
+
+
+def _training(records: Sequence[Record]) -> list[_Panel]:
+    """Return speed against peak memory of training steps, a panel for each model; open markers: no checkpointing."""
+    panels: dict[str, _Panel] = {}
+    for record in records:
+        case = record.case
+        if case.function == "training" and record.peak_bytes is not None:
+            title = f"{case.model}, {case.tokens} tokens"
+            panel = _Panel(title, "peak memory, GiB", "thousand tokens per second", axes={"xlim": (0, None)})
+            label = _TRAINING.get(record.contender, record.contender) + ", no checkpointing" * (not case.checkpointing)
+            filled = {} if case.checkpointing else {"markerfacecolor": "none"}
+            point = record.peak_bytes / 2**30, case.tokens / (record.seen or 1) / 1e3
+            panels.setdefault(case.model, panel).add(label, point, linestyle="", markersize=9, **filled)
+    return list(panels.values())

@@ -109,11 +109,8 @@ class Team:
 
     def _ended(self) -> NotMeasured:
         self.end()
-        codes = [process.exitcode for process in self._processes if process.exitcode]
-        code = next((code for code in codes if code != -9), codes[0] if codes else 0)
-        if code < 0:
-            return NotMeasured("failed", f"the process was killed by signal {-code}, which is often a lack of memory")
-        return NotMeasured("failed", f"the process ended with status {code}")
+        codes = ", ".join(str(process.exitcode) for process in self._processes)
+        return NotMeasured("failed", f"the process ended with status {codes}; -9 is often a lack of memory")
 
     def end(self) -> None:
         """End the processes, also while they work."""

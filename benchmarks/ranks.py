@@ -16,18 +16,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.clock import loop_seconds
-from benchmarks.devices import DEVICES
+from benchmarks.devices import DEVICES, Device
+from benchmarks.problems import Problem
 from benchmarks.truth import Truth, compute_truth, relative_error
 
 __all__ = ["Ranks", "Shards"]
 
 _PATIENCE = timedelta(seconds=120)
-_MESSAGE, _ITERATIONS = 2**25, 20
 _SEED = 20240229
 
 
-class Ranks:
+class Ranks(Device):
     """A device of this rank that synchronises with all ranks; see `benchmarks.devices.Device`."""
 
     def __init__(self, kind: str, ranks: int, rank: int, meeting: str) -> None:
@@ -43,7 +42,7 @@ class Ranks:
             dist.init_process_group("nccl" if kind == "cuda" else "gloo", **where, **own)
         self._kind, self._device = kind, DEVICES[kind]()
         self._one = torch.zeros(1, device=kind)
-        self.now, self.mark, self.elapsed = self._device.now, self._device.mark, self._device.elapsed
+        self.mark, self.elapsed = self._device.mark, self._device.elapsed  # type: ignore[method-assign]
 
     def wait(self) -> None:
         """Wait until the devices of all ranks have finished their work."""
@@ -67,34 +66,27 @@ class Ranks:
         return float(values)
 
     def facts(self) -> dict[str, Any]:
-        """Return the process group, and the times of collectives without overlap."""
-        facts: dict[str, Any] = {"ranks": dist.get_world_size(), "process_group": dist.get_backend()}
-        large = torch.zeros(_MESSAGE if self._kind == "cuda" else 2**12, dtype=torch.bfloat16, device=self._kind)
-        dist.all_reduce(large)
-        seconds = loop_seconds(self, lambda: dist.all_reduce(large), _ITERATIONS)
-        return facts | {f"seconds of an all-reduce of {large.nbytes} bytes": seconds}
+        """Return the process group."""
+        return {"ranks": dist.get_world_size(), "process_group": dist.get_backend()}
 
 
-class Shards:
+class Shards(Problem):
     """The inputs of `benchmarks.problems.LinearProblem`, with the classifier sharded over all processes."""
-
-    upstream: Tensor | None = None
 
     def __init__(self, case: Case) -> None:
         """Draw replicated tensors on the first rank and broadcast them; draw each shard on its rank."""
-        self.case = case
+        super().__init__(case)
         self.group: Any = dist.group.WORLD
-        rank, device, dtype = dist.get_rank(), case.device, getattr(torch, case.dtype)
-        generator = torch.Generator(device).manual_seed(_SEED + rank)
+        rank = dist.get_rank()
+        self._generator.manual_seed(_SEED + rank)
         step = -(-case.vocabulary // case.ranks)
         self._sizes = [max(0, min(step, case.vocabulary - each * step)) for each in range(case.ranks)]
         self.first = min(rank * step, case.vocabulary)
-        self.input = torch.empty(case.tokens, case.hidden, dtype=dtype, device=device).normal_(generator=generator)
-        self.target = torch.randint(case.vocabulary, (case.tokens,), generator=generator, device=device)
+        self.input = self._normal(case.tokens, case.hidden)
+        self._draw_targets()
         for same in (self.input, self.target):
             dist.broadcast(same, 0)
-        self.weight = torch.empty(self._sizes[rank], case.hidden, dtype=dtype, device=device)
-        self.weight.normal_(std=case.hidden**-0.5, generator=generator)
+        self.weight = self._normal(self._sizes[rank], case.hidden, std=case.hidden**-0.5)
         step = -(-case.tokens // case.ranks)
         self._mine = slice(min(rank * step, case.tokens), min((rank + 1) * step, case.tokens))
         self.tokens = self.input[self._mine].clone()

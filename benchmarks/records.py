@@ -30,7 +30,8 @@ class Record:
     the seconds of the base and of the contender in the same round; the base has none. `gradient_bytes` is the memory of
     the returned gradients, 0 if they overwrite the logits. `disturbance`, on a CPU, is for each of `seconds` the share
     of the time of all cores that other processes used. `judge` is the contender with the unfused computation, whose
-    errors the others are compared with.
+    errors the others are compared with. `longest` is the longest sequence of a training step that was seen to fit into
+    the limit, `at_least` whether longer ones were not tried because their step takes too long.
     """
 
     case: Case
@@ -55,6 +56,8 @@ class Record:
     judge: str = ""
     judge_input_gradient_error: float | None = None
     judge_weight_gradient_error: float | None = None
+    longest: int | None = None
+    at_least: bool = False
     machine: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,11 +69,6 @@ class Record:
     def seen(self) -> float | None:
         """The median loop time in seconds, if there is one, otherwise the median time of a call."""
         return statistics.median(self.loop or self.seconds) if self.seconds else None
-
-    @property
-    def beyond_gradients(self) -> int | None:
-        """Peak bytes above the start minus those of the returned gradients; negative only by page rounding."""
-        return None if self.peak_bytes is None else self.peak_bytes - self.gradient_bytes
 
     def quantity(self, name: str) -> float | None:
         """Return the number that a goal for this `quantity` limits; None if it was not measured."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import statistics
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
 
 from benchmarks.records import Record
-from benchmarks.tables import kind, make_tables
+from benchmarks.tables import make_tables
 
 __all__ = ["make_console", "print_report", "where"]
 
@@ -39,7 +39,7 @@ def print_report(console: Console, suite: str, records: Sequence[Record]) -> Non
     tables = list(make_tables(records))
     clocks = 1 + any(record.loop for record in records)
     for table in (*tables[clocks:], *reversed(tables[:clocks])):
-        console.print(table.rich())
+        console.print(Markdown(table.markdown()))
     for line in (*_remarks(records), *_disturbance(records), *_goals(records)):
         console.print(line, soft_wrap=True)
     console.print()
@@ -50,27 +50,12 @@ def _goals(records: Sequence[Record]) -> Iterator[str]:
         for name, quantity, most in record.case.goals:
             if name != record.contender or record.status != "measured":
                 continue
-            value, limit = _value(quantity, record, records), f"{quantity} at most {most:g}"
+            value, limit = record.quantity(quantity), f"{quantity} at most {most:g}"
             verdict = f"[yellow]unknown[/yellow]  {limit}"
             if value is not None:
                 met = "[green]met    [/green]" if value <= most else "[red]missed [/red]"
                 verdict = f"{met}  {limit}, measured {value:.4g}"
-            rivals = [
-                (number, other.contender)
-                for other in records
-                if other.case == record.case and kind(other) == "peer" and other.contender != other.base
-                if (number := other.quantity(quantity)) is not None
-            ]
-            best = f" [dim](best peer {min(rivals)[0]:.4g}, {escape(min(rivals)[1])})[/dim]" if rivals else ""
-            yield f"{verdict}  {escape(record.case.title)}: {escape(name)}{best}"
-
-
-def _value(quantity: str, record: Record, records: Sequence[Record]) -> float | None:
-    if quantity != "host us a further chunk":
-        return record.quantity(quantity)
-    chunks = int(re.sub(r"\D", "", record.contender))
-    one = next((r.host for r in records if r.case == record.case and r.contender == "xent"), None)
-    return None if one is None or record.host is None else (record.host - one) / (chunks - 1) * 1e6
+            yield f"{verdict}  {escape(record.case.title)}: {escape(name)}"
 
 
 def _disturbance(records: Sequence[Record]) -> Iterator[str]:

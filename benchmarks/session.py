@@ -24,7 +24,8 @@ from benchmarks.devices import DEVICES, Device
 from benchmarks.facts import device_facts
 from benchmarks.problems import Problem, make_problem
 from benchmarks.process import NotMeasured
-from benchmarks.ranks import Ranks
+from benchmarks.ranks import Ranks, Shards
+from benchmarks.training import TrainingProblem
 from benchmarks.truth import Truth, compute_truth
 
 __all__ = ["Session"]
@@ -75,10 +76,8 @@ class Session:
     problem: Problem
     truth: Truth | None = None
 
-    def __init__(self, kind: str, ranks: int = 1, rank: int = 0, meeting: str = "", threads: int | None = None) -> None:
+    def __init__(self, kind: str, ranks: int = 1, rank: int = 0, meeting: str = "") -> None:
         """Join the process group, if there are several ranks; the file `meeting` is their rendezvous."""
-        if threads is not None:
-            torch.set_num_threads(threads)
         self._kind = kind
         self._devices: dict[str, Device] = {kind: Ranks(kind, ranks, rank, meeting)} if ranks > 1 else {}
         self.prepared: dict[str, _Prepared] = {}
@@ -96,17 +95,19 @@ class Session:
         """Drop the case before, create the inputs and, if needed, the truth, which is kept in the file of this name."""
         self.prepared.clear()
         self.truth = None
-        if hasattr(self, "problem"):
-            self.recover()
+        vars(self).pop("problem", None)
         gc.unfreeze()
+        gc.collect()
+        torch.cuda.empty_cache()
         torch.compiler.reset()  # graphs of earlier cases count towards the recompilation limit
         self.device = self._devices.get(case.device) or DEVICES[case.device]()
         self._devices[case.device] = self.device
-        self.case, self.problem = case, make_problem(case)
+        make: Any = {"sharded": Shards, "training": TrainingProblem}.get(case.function, make_problem)
+        self.case, self.problem = case, make(case)
         if case.accuracy and truth and Path(truth).exists():
             self.truth = Truth(**torch.load(truth))
         elif case.accuracy:
-            self.truth = self.problem.truth() if case.ranks > 1 else compute_truth(self.problem)
+            self.truth = self.problem.truth() if isinstance(self.problem, Shards) else compute_truth(self.problem)
             if truth:
                 torch.save(vars(self.truth), truth)
         self.recover()
@@ -149,7 +150,8 @@ class Session:
             self.device.wait()
             prepared.seconds = self.device.now() - start
 
-        reply: dict[str, Any] = {"peak_bytes": self.device.peak(call)}
+        peak = self.device.peak(call)
+        reply: dict[str, Any] = {"peak_bytes": None if peak is None else peak + self.problem.held_bytes}
         prepared.seconds = self.device.most(prepared.seconds)
         reply["loss"] = losses[0].double().mean().item()
         if self.truth is not None:
@@ -181,6 +183,11 @@ class Session:
             reply = {"loop": loop, "seconds": seconds}
         self.problem.clear()
         return reply
+
+    def longest(self, name: str) -> dict[str, Any]:
+        """Return the fields of a record about the longest training step that fits into the case's limit."""
+        assert isinstance(self.problem, TrainingProblem)
+        return self.problem.longest(find_contender(self.case.function, name).make(self.case), self.device)
 
     def recover(self) -> None:
         """Drop the gradients of the last call, and release unused memory; an error means that the device is lost.

@@ -10,17 +10,11 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
-
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from benchmarks.contenders import find_contender
 from benchmarks.records import Record
 
-__all__ = ["Table", "kind", "make_tables", "training_table"]
-
-_GIB = 2**30
+__all__ = ["Table", "kind", "make_tables"]
 
 
 @dataclass(frozen=True)
@@ -38,16 +32,6 @@ class Table:
         lines = [self.headings, ("---",) * len(self.headings), *(_marked(row) if mark else row for row in self.rows)]
         table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
         return f"{self.caption}\n\n{table}" if self.caption else table
-
-    def rich(self) -> RichTable:
-        """Return a table for the terminal."""
-        table = RichTable(title=escape(self.caption), title_justify="left", box=None, pad_edge=False)
-        for number, heading in enumerate(self.headings):
-            style = "bold" if heading in self.ours else ""
-            table.add_column(escape(heading), justify="right" if number else "left", no_wrap=True, style=style)
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        return table
 
 
 def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
@@ -67,6 +51,9 @@ def kind(record: Record) -> str:
 
 def make_tables(records: Sequence[Record]) -> Iterator[Table]:
     """Yield the tables of one suite, one per quantity: times, memory and errors, as far as they were measured."""
+    if records[0].case.function == "training":
+        yield _training_table(records)
+        return
     what = "base in ms, the others as multiples of it; forward and backward pass unless said"
     if any(record.loop for record in records):
         yield _table(f"Loop time: {what}", records, lambda r: _multiple(r, r.loop or r.seconds, r.quantity("loop")))
@@ -137,35 +124,23 @@ def _column(record: Record) -> str:
 _TRAINING = ("model", "checkpointing", "variant", "ms per step", "tokens per second", "ratio to plain", "peak GiB")
 
 
-def training_table(results: Sequence[Mapping[str, Any]]) -> Table:
-    """Return a table with one row per result of `benchmarks.training`.
-
-    A ratio above 1 means more tokens per second than plain.
-    """
-    rows = tuple(_training_row(result, _plain_rounds(result, results)) for result in results)
-    return Table("", (*_TRAINING, "longest sequence"), rows)
-
-
-def _plain_rounds(result: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> list[float]:
-    keys = ("model", "checkpointing", "tokens", "device", "dtype")
-    for other in results:
-        if other["variant"] == "plain" and all(other[key] == result[key] for key in keys):
-            rounds: list[float] = other["rounds"]
-            return rounds
-    return []
+def _training_table(records: Sequence[Record]) -> Table:
+    """Return a table with one row per record. A ratio above 1 means more tokens per second than plain."""
+    return Table(
+        "",
+        (*_TRAINING, "longest sequence"),
+        tuple(_training_row(record) for record in records if record.status != "absent"),
+    )
 
 
-def _training_row(result: Mapping[str, Any], plain: Sequence[float]) -> tuple[str, ...]:
-    name = (result["model"], "on" if result["checkpointing"] else "off", result["variant"])
-    longest = ""
-    if "longest" in result:
-        found = "not found" if result["longest"] is None else result["longest"]
-        longest = f"{'at least ' * bool(result['at_least'])}{found} in {result['limit']:g} GiB"
-        longest += f" ({result['longest_reason']})" if "longest_reason" in result else ""
-    if result["status"] != "measured":
-        return (*name, f"{result['status']}: {result['reason'][:160]}", "", "", "", longest)
-    seconds = statistics.median(result["rounds"])
-    ratios = [of_plain / own for of_plain, own in zip(plain, result["rounds"], strict=False)]
-    ratio = f"{statistics.median(ratios):.3f}" if ratios else ""
-    peak = "unknown" if result["peak"] is None else f"{result['peak'] / _GIB:.2f}"
-    return (*name, f"{seconds * 1e3:.4g}", f"{result['tokens'] / seconds:.0f}", ratio, peak, longest)
+def _training_row(record: Record) -> tuple[str, ...]:
+    case, seconds, longest = record.case, record.seen, ""
+    name = (case.model, "on" if case.checkpointing else "off", record.contender)
+    if record.longest is not None:
+        longest = f"{'at least ' * record.at_least}{record.longest} in {case.limit:g} GiB"
+    if seconds is None or record.status != "measured":
+        return (*name, f"{record.status}: {record.reason[:160]}", "", "", "", longest)
+    ratios = [base / own for base, own in record.loop_pairs or record.pairs] or [1.0]
+    peak = "unknown" if record.peak_bytes is None else f"{record.peak_bytes / 2**30:.2f}"
+    ratio = f"{statistics.median(ratios):.3f}"
+    return (*name, f"{seconds * 1e3:.4g}", f"{case.tokens / seconds:.0f}", ratio, peak, longest)

@@ -45,7 +45,7 @@ class Truth:
             error = abs(float(result.double().mean()) - self._mean(problem))
         found = {"loss_error": error}
         if not problem.case.is_linear:
-            if problem.gradient is not None:
+            if problem.received:
                 found["input_gradient_error"] = _logits_error(problem)
             return found
         pairs = {"input": (problem.input.grad, self.input), "weight": (problem.weight.grad, self.weight)}
@@ -109,7 +109,7 @@ def _logits_error(problem: Any) -> float:
     for rows, block in _blocks(problem):
         true = _block(block, problem, rows)[1]
         size += float(true.norm()) ** 2
-        difference += float(true.sub_(problem.gradient[rows]).norm()) ** 2
+        difference += float(true.sub_(problem.received[0][rows]).norm()) ** 2
     return float((difference / size) ** 0.5)
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from benchmarks.cases import Function
-from benchmarks.contenders import floors, ours, peers, pytorch, sharded
+from benchmarks.contenders import floors, ours, peers, pytorch, sharded, training
 from benchmarks.contenders.entry import CONTENDERS, Contender, LossFunction
 
 __all__ = ["Contender", "LossFunction", "find_contender"]
 
-_ = floors, peers, pytorch, sharded
+_ = floors, peers, pytorch, sharded, training, training
 
 
 def find_contender(function: Function, name: str) -> Contender:

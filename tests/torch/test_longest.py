@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from benchmarks.training.measure import longest
+from benchmarks.training import longest
 
 LIMIT = 10_000
 
@@ -18,7 +18,7 @@ def search(
         return peak(length), (length / 1000) ** 2
 
     trials = {first: trial(first)}
-    return *longest(trial, trials, LIMIT, 64, lambda: seconds), list(trials)
+    return *longest(trial, trials, LIMIT, 64, seconds), list(trials)
 
 
 @pytest.mark.parametrize("first", [256, 1024, 4096, 8192, 65536])
@@ -57,7 +57,3 @@ def test_steps_that_take_too_long_are_not_tried() -> None:
     length, at_least, trials = search(lambda length: 1000 + 2 * length, seconds=9.1)
     assert max(trials) == length == 3008
     assert at_least
-
-
-def test_no_time_means_no_step() -> None:
-    assert search(lambda length: 1000 + 2 * length, seconds=-1.0) == (1024, True, [1024])

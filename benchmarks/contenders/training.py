@@ -1,27 +1,32 @@
-"""The variants: how a model of transformers computes its loss, unchanged or with a fused loss in place of its head.
+"""How a model of transformers computes its loss: unchanged, or with a fused loss in place of its head.
 
-A variant is a context manager. Within it the returned function computes the loss of tokens and labels; afterwards the
-model is as before, so that all variants share one model. Only the head and the loss differ: norms, attention and the
-rest are those of transformers. A variant that cannot run raises `Absent` with the reason.
+`make` returns a context manager. Within it the function that it gives computes the loss of tokens and labels;
+afterwards the model is as before, so that all implementations share one model. Only the head and the loss differ:
+norms, attention and the rest are those of transformers.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.contenders.entry import find_peer
+from benchmarks.contenders.entry import contender, find_peer
 from benchmarks.contenders.pytorch import chunked_options
 from benchmarks.process import Absent
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["VARIANTS"]
+__all__: list[str] = []
 
 _Loss = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+def _variant(name: str, **facts: Any) -> Callable[[Callable[[Any], Iterator[_Loss]]], None]:
+    """Add the decorated function as a contender."""
+    return lambda enter: contender(name, "training", **facts)(lambda case: contextmanager(enter)) and None
 
 
 def _own_loss(model: Any) -> _Loss:
@@ -33,12 +38,12 @@ def _hidden_states(model: Any, tokens: Tensor) -> Tensor:
     return hidden
 
 
-@contextmanager
+@_variant("plain")
 def _plain(model: Any) -> Iterator[_Loss]:
     yield _own_loss(model)
 
 
-@contextmanager
+@_variant("xent", kind="ours")
 def _xent(model: Any) -> Iterator[_Loss]:
     from xent.integrations.transformers import patch
 
@@ -46,7 +51,7 @@ def _xent(model: Any) -> Iterator[_Loss]:
         yield _own_loss(model)
 
 
-@contextmanager
+@_variant("Liger")
 def _liger(model: Any) -> Iterator[_Loss]:
     """Patch the instance as Liger-Kernel's documentation says, with its fused loss and none of its other kernels."""
     apply = find_peer(
@@ -60,7 +65,7 @@ def _liger(model: Any) -> Iterator[_Loss]:
         del model.forward  # that of the instance; the class has its own
 
 
-@contextmanager
+@_variant("CCE")
 def _cce(model: Any) -> Iterator[_Loss]:
     """Call the function on the hidden states, as `cce_patch` does, which the package on PyPI does not contain."""
     function = find_peer("cut_cross_entropy", "linear_cross_entropy", model.device.type)
@@ -71,7 +76,7 @@ def _cce(model: Any) -> Iterator[_Loss]:
     )
 
 
-@contextmanager
+@_variant("torch")
 def _torch(model: Any) -> Iterator[_Loss]:
     """Call PyTorch's chunked operator on the hidden states."""
     from torch.nn import functional
@@ -86,13 +91,3 @@ def _torch(model: Any) -> Iterator[_Loss]:
         return functional.linear_cross_entropy(hidden, head.weight, labels[:, 1:].flatten(), options=options)
 
     yield loss
-
-
-VARIANTS: Mapping[str, Callable[[Any], AbstractContextManager[_Loss]]] = {
-    "plain": _plain,
-    "xent": _xent,
-    "Liger": _liger,
-    "CCE": _cce,
-    "torch": _torch,
-}
-"""Every variant by its name, the most important ones first."""
