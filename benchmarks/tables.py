@@ -42,11 +42,8 @@ def _marked(row: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def kind(record: Record) -> str:
-    """Return "ours", "peer" or "floor"; "peer" for a contender that is no longer in the table."""
-    try:
-        return find_contender(record.case.function, record.contender).kind
-    except KeyError:
-        return "peer"
+    """Return "ours", "peer" or "floor"."""
+    return find_contender(record.case.function, record.contender).kind
 
 
 def make_tables(records: Sequence[Record]) -> Iterator[Table]:
