@@ -173,13 +173,14 @@ def docs(session: nox.Session) -> None:
 
 
 def check_style(session: nox.Session) -> None:
-    """Run ruff, a spelling checker, and the schemas of the files that services read."""
+    """Run ruff, a spelling checker, the schemas of files that services read, and a check of tables against results."""
     fix = "--fix" in session.posargs
     session.run("ruff", "check", *(["--fix"] if fix else []), ".")
     session.run("ruff", "format", *([] if fix else ["--check"]), ".")
     session.run("codespell", *(["--write-changes"] if fix else []))
     for schema, paths in SCHEMAS.items():
         session.run("check-jsonschema", f"--builtin-schema=vendor.{schema}", *map(str, sorted(ROOT.glob(paths))))
+    session.run("python", "-m", "benchmarks.documents", *([] if fix else ["--check"]))
 
 
 def check_types(session: nox.Session) -> None:
@@ -339,7 +340,7 @@ def bench(session: nox.Session) -> None:
 @nox.session(name="bench-mlx", default=False)
 def bench_mlx(session: nox.Session) -> None:
     """Measure time, memory and errors on MLX's default device, against MLX's own unfused loss."""
-    install(session, extras="mlx")
+    install(session, "bench", extras="mlx")
     session.run("python", "-m", "benchmarks.mlx", *session.posargs)
 
 

@@ -1,9 +1,10 @@
 """Fill the tables of README.md and docs/ from the files of results, or check them: `python -m benchmarks.documents`.
 
-`<!-- measured: SUITE FILE -->` and `<!-- end -->` enclose the tables of a suite from `benchmarks/results/FILE.jsonl`
-(gpu-SUITE, if not given). `<!-- picked: NAME -->` encloses a table of `picked.toml`, rows of several files. `<!--
-commit: C -->` anywhere in a document says of which commit all of its tables are. `--check` changes nothing, and fails
-if a table differs from what would be written, or if a file of results is of another commit.
+`<!-- measured: SUITE FILE; QUANTITY ... -->` and `<!-- end -->` enclose tables of a suite from
+`benchmarks/results/FILE.jsonl`, gpu-SUITE if it is not given, and all quantities of `benchmarks.tables` if none is.
+`<!-- picked: NAME -->` encloses rows of several files, `<!-- steps: FILE -->` training steps; see `picked.toml`.
+`<!-- commit: C -->` anywhere in a document says of which commit all of its tables are. `--check` changes nothing, and
+fails if a table differs from what would be written, or if a file of results is of another commit.
 """
 
 from __future__ import annotations
@@ -11,9 +12,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,9 @@ __all__ = ["find_problems", "main"]
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCUMENTS = ("README.md", *(f"docs/{path.name}" for path in sorted((_ROOT / "docs").glob("*.md"))))
 _RESULTS = Path(__file__).with_name("results")
-_BLOCK = re.compile(
-    r"(<!-- (?P<kind>measured|picked): (?P<what>[\w-]+)(?: (?P<file>[\w-]+))? -->\n).*?(<!-- end -->)", re.S
-)
+_OPENING = r"(<!-- (?P<kind>measured|picked|steps): (?P<what>[\w-]+)(?: (?P<file>[\w-]+))?(?P<only>;[\w ]+)? -->\n)"
+_END = "<!-- end -->"
+_BLOCK = re.compile(f"{_OPENING}.*?{_END}", re.DOTALL)
 _COMMIT = re.compile(r"<!-- commit: ([0-9a-f]{7,40}) -->")
 _MIB = 2**20
 
@@ -56,7 +56,7 @@ def find_problems(document: Path, results: Path, *, fill: bool) -> Iterator[str]
                 commit = str(json.loads(next(lines)).get("machine", {}).get("commit"))
             if not (commit.startswith(wanted[1]) or wanted[1].startswith(commit)):
                 found.append(f"{document.name}: {name}.jsonl is of commit {commit}, and the tables of {wanted[1]}")
-        whole = f"{match[1]}\n{made}\n{match[5]}"
+        whole = f"{match[1]}{made}{_END}"
         if not fill and whole != match[0]:
             found.append(f"{document.name}: the table {match['what']!r} differs; run python -m benchmarks.documents")
         return whole
@@ -70,42 +70,80 @@ def find_problems(document: Path, results: Path, *, fill: bool) -> Iterator[str]
 
 def _make(match: re.Match[str], results: Path) -> tuple[str, list[str]]:
     """Return the tables of a block and the names of their files."""
+    described = tomllib.loads(Path(__file__).with_name("picked.toml").read_text(encoding="utf-8"))
     if match["kind"] == "picked":
-        blocks = tomllib.loads(Path(__file__).with_name("picked.toml").read_text(encoding="utf-8"))[match["what"]]
+        blocks = described[match["what"]]
         return _picked(blocks, results).markdown(), [block["file"] for block in blocks]
+    if match["kind"] == "steps":
+        records = load_records(results / f"{match['what']}.jsonl")
+        return _steps(described["steps"], records).markdown(), [match["what"]]
     file = match["file"] or f"gpu-{match['what']}"
-    path = results / f"{file}.jsonl"
-    records = [record for record in load_records(path) if record.case.suite == match["what"]]
-    return "\n".join(table.markdown() for table in make_tables(records)), [file]
+    records = [record for record in load_records(results / f"{file}.jsonl") if record.case.suite == match["what"]]
+    only = (match["only"] or ";")[1:].split()
+    return "\n" + "\n".join(table.markdown() for table in make_tables(records, only)) + "\n", [file]
 
 
 def _picked(blocks: Sequence[dict[str, Any]], results: Path) -> Table:
-    """Return a table of contenders, a block per case; in bold the best of a block, where the base does not count."""
-    rows: list[tuple[str, ...]] = []
+    """Return a table of contenders, a block per case. A ratio is the quotient of the milliseconds of two rows."""
+    rows: list[list[str]] = []
     for block in blocks:
         records = {
             record.contender: record
             for record in load_records(results / f"{block['file']}.jsonl")
             if record.case.title == block["title"]
         }
-        lines = [[label, *_numbers(records[name])] for name, label in block["rows"].items()]
-        for column in range(1, 5):
-            numbers = [float(line[column]) for line in lines if line[column] and line is not lines[0]]
-            for line in lines[1:] if numbers else ():
-                if line[column] and float(line[column]) == min(numbers):
-                    line[column] = f"**{line[column]}**"
-        rows += [(block["case"] if number == 0 else "", *line) for number, line in enumerate(lines)]
-    return Table("", ("case", "implementation", "ms", "ratio", "peak MiB", "minus gradients"), tuple(rows))
+        (base, label), *names = block["rows"].items()
+        unit = records[base].seen or 1.0
+        lines = []
+        for name, implementation in names:
+            record = records[name]
+            peak, beyond = (
+                (record.peak_bytes or 0) / _MIB,
+                max(0, (record.peak_bytes or 0) - record.gradient_bytes) / _MIB,
+            )
+            seconds = record.seen or 0.0
+            lines.append(["", implementation, _short(seconds), f"{seconds / unit:.2f}", f"{peak:.0f}", f"{beyond:.0f}"])
+        lines[0][0] = f"{block['case']}; {label}: {_short(unit)} ms"
+        _mark(lines, range(2, 6), min)
+        rows += lines
+    headings = ("case, tokens x width x vocabulary", "implementation", "ms", "ratio", "MiB", "beyond gradients")
+    return Table("", headings, tuple(map(tuple, rows)))
 
 
-def _numbers(record: Record) -> tuple[str, str, str, str]:
-    ratio = "1" if record.contender == record.base else f"{record.quantity('loop'):.2f}"
-    milliseconds = statistics.median(record.loop or record.seconds) * 1e3
-    time = f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:.0f}"
-    if record.peak_bytes is None:
-        return time, ratio, "", ""
-    beyond = max(0, record.peak_bytes - record.gradient_bytes)
-    return time, ratio, f"{record.peak_bytes / _MIB:.0f}", f"{beyond / _MIB:.0f}"
+def _steps(described: dict[str, Any], records: Sequence[Record]) -> Table:
+    """Return a table of training steps: a row per implementation, three columns per model."""
+    rows: list[list[str]] = []
+    for checkpointing, what in ((True, "with gradient checkpointing"), (False, "without")):
+        lines = []
+        for name, implementation in described["variants"].items():
+            line = [implementation if lines else f"*{what}:* {implementation}"]
+            for model in described["models"]:
+                for record in records:
+                    if (record.case.model, record.case.checkpointing, record.contender) == (model, checkpointing, name):
+                        longest = f"{'≥ ' * record.at_least}{record.longest or ''}"
+                        speed = f"{record.case.tokens / (record.seen or 1):.0f}"
+                        line += [speed, f"{(record.peak_bytes or 0) / 2**30:.1f}", longest]
+            lines.append(line)
+        for first, best in ((1, max), (2, min), (3, max)):
+            _mark(lines, range(first, len(lines[0]), 3), best)
+        rows += lines
+    headings = [
+        heading for model in described["models"].values() for heading in (f"{model}, tokens/s", "GiB", "max tokens")
+    ]
+    return Table("", ("", *headings), tuple(map(tuple, rows)))
+
+
+def _mark(lines: Sequence[list[str]], columns: Iterable[int], best: Callable[[Iterable[float]], float]) -> None:
+    """Put the best numbers of columns in bold."""
+    for column in columns:
+        numbers = [float(line[column].strip("≥ ")) for line in lines if line[column]]
+        for line in lines if numbers else ():
+            if line[column] and float(line[column].strip("≥ ")) == best(numbers):
+                line[column] = f"**{line[column]}**"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.4g}"
 
 
 if __name__ == "__main__":

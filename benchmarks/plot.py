@@ -44,10 +44,10 @@ class _Panel:
 
 
 def save_plots(records: Sequence[Record], stem: Path) -> list[Path]:
-    """Write `stem`-frontier.png, -bandwidth.png, -ranks.png and -training.png, those for which there are results."""
+    """Write `stem`-bandwidth.png, -ranks.png and -training.png, those for which there are results."""
     measured = [record for record in records if record.seen is not None and record.status == "measured"]
     written = []
-    for name, make in (("frontier", _frontiers), ("bandwidth", _bandwidth), ("ranks", _ranks), ("training", _training)):
+    for name, make in (("bandwidth", _bandwidth), ("ranks", _ranks), ("training", _training)):
         if panels := make(measured):
             written.append(stem.with_name(f"{stem.name}-{name}.png"))
             _save(panels, where(measured[0]), written[-1])
@@ -84,21 +84,6 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
-
-
-def _frontiers(records: Sequence[Record]) -> list[_Panel]:
-    """Return time against peak memory for the linear cases."""
-    panels = []
-    linear = [record for record in records if record.case.is_linear and record.case.suite not in ("host", "sharded")]
-    for case, group in groupby(linear, key=lambda record: record.case):
-        panel = _Panel(case.title.replace(", ", "\n"), "peak MiB above the inputs", "ms, forward + backward")
-        panel.axes = {"xscale": "log", "yscale": "log"}
-        for record in group:
-            if record.peak_bytes is not None:
-                point = max(record.peak_bytes, 1) / _MIB, (record.seen or 0) * 1e3
-                panel.add(record.contender, point, linestyle="", marker="D" if kind(record) == "ours" else "o")
-        panels.append(panel)
-    return [panel for panel in panels if panel.points]
 
 
 def _bandwidth(records: Sequence[Record]) -> list[_Panel]:

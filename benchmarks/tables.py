@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -46,20 +46,23 @@ def kind(record: Record) -> str:
     return find_contender(record.case.function, record.contender).kind
 
 
-def make_tables(records: Sequence[Record]) -> Iterator[Table]:
-    """Yield the tables of one suite, one per quantity: times, memory and errors, as far as they were measured."""
+def make_tables(records: Sequence[Record], only: Sequence[str] = ()) -> Iterator[Table]:
+    """Yield the tables of one suite, one per quantity: times, memory and errors, as far as they were measured.
+
+    `only` are the keys of quantities; those of others are left out.
+    """
     if records[0].case.function == "training":
         yield _training_table(records)
         return
     what = "base in ms, the others as multiples of it; forward and backward pass unless said"
+    cells = {"device": lambda r: _multiple(r, r.seconds, r.quantity("time"))}
+    captions = {"device": f"Time: {what}"}
     if any(record.loop for record in records):
-        yield _table(f"Loop time: {what}", records, lambda r: _multiple(r, r.loop or r.seconds, r.quantity("loop")))
-        yield _table(f"Device time: {what}", records, lambda r: _multiple(r, r.seconds, r.quantity("time")))
-    else:
-        yield _table(f"Time: {what}", records, lambda r: _multiple(r, r.seconds, r.quantity("time")))
-    for caption, cell in _OTHERS.items():
-        if any(map(cell, records)):
-            yield _table(caption, records, cell)
+        cells = {"loop": lambda r: _multiple(r, r.loop or r.seconds, r.quantity("loop")), **cells}
+        captions = {"loop": f"Loop time: {what}", "device": f"Device time: {what}"}
+    for quantity, cell in {**cells, **_CELLS}.items():
+        if any(map(cell, records)) and quantity in (only or (quantity,)):
+            yield _table({**captions, **_CAPTIONS}[quantity], records, cell)
 
 
 def _multiple(record: Record, seconds: Sequence[float], ratio: float | None) -> str:
@@ -83,13 +86,17 @@ def _peak(record: Record) -> str:
     return f"{record.peak_bytes / 2**20:.0f}" if known else ""
 
 
-_OTHERS: Mapping[str, Callable[[Record], str]] = {
-    "Host time, microseconds per call": lambda r: "" if r.host is None else f"{r.host * 1e6:.0f}",
-    "Peak memory above the inputs, MiB": _peak,
-    "Error of the loss, in nats; of a log-probability the largest": lambda r: (
-        "" if r.loss_error is None else f"{r.loss_error:.1e}"
-    ),
-    "Largest relative error of a gradient; x: multiple of the unfused error": _gradient_error,
+_CAPTIONS = {
+    "host": "Host time, microseconds per call",
+    "memory": "Peak memory above the inputs, MiB",
+    "loss": "Error of the loss, in nats; of a log-probability the largest",
+    "gradients": "Largest relative error of a gradient; x: multiple of the unfused error",
+}
+_CELLS: dict[str, Callable[[Record], str]] = {
+    "host": lambda r: "" if r.host is None else f"{r.host * 1e6:.0f}",
+    "memory": _peak,
+    "loss": lambda r: "" if r.loss_error is None else f"{r.loss_error:.1e}",
+    "gradients": _gradient_error,
 }
 
 
