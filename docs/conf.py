@@ -1,4 +1,4 @@
-"""Sphinx configuration: the README and other files of the repository become pages, the docstrings the reference."""
+"""Sphinx configuration: files of the repository become pages."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,12 @@ project = "xent"
 author = "The xent authors"
 release = version = xent.__version__
 
-extensions = ["myst_parser", "numpydoc", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
+extensions = [
+    "myst_parser",
+    "numpydoc",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.viewcode",
+]
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 default_role = "code"
@@ -37,9 +42,10 @@ html_title = "xent"
 
 
 def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Show the file that a page stands for, with its links changed to lead from the page; the index keeps its own text.
+    """Show the file that a page stands for, with its links adapted.
 
-    What the other pages hold is for readers of the repository.
+    The index keeps its own text. That of the other pages is for readers of the
+    repository.
     """
 
     def turn(link: re.Match[str]) -> str:
@@ -52,8 +58,18 @@ def take_page_from_root(app: Sphinx, docname: str, source: list[str]) -> None:
 
     for path, page in PAGES.items():
         if page == docname:
-            text, own = (ROOT / path).read_text(encoding="utf-8"), source[0] if page == "index" else ""
-            source[0] = re.sub(r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)", turn, text) + own
+            text, own = (
+                (ROOT / path).read_text(encoding="utf-8"),
+                source[0] if page == "index" else "",
+            )
+            source[0] = (
+                re.sub(
+                    r"\]\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)",
+                    turn,
+                    text,
+                )
+                + own
+            )
 
 
 def setup(app: Sphinx) -> None:
