@@ -68,7 +68,9 @@ def _xent(case: Case, sequence_parallel: bool = False) -> LossFunction:
 
     def step(shards: Shards) -> Tensor:
         source = shards.tokens if sequence_parallel else shards.input
-        where = xent.VocabParallel(shards.group, sequence_parallel=sequence_parallel)
+        # Without first and size, ranks would exchange them in every call, for which the host waits.
+        first, size = shards.first, case.vocabulary
+        where = xent.VocabParallel(shards.group, first, size, sequence_parallel)
         loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
         loss.backward()
         return loss.detach()
