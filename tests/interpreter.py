@@ -32,6 +32,7 @@ def prepare() -> None:
         patched.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
+            warnings.filterwarnings("ignore", "Conversion of an array", DeprecationWarning)  # Triton 3.4, NumPy 1.26
             return run(*args, **kwargs)
 
     interpreter.GridExecutor.__call__ = launch

@@ -16,14 +16,12 @@ Function = Callable[..., Any]
 
 
 def prepare_types() -> None:
-    """Install the patches; the interpreter of releases of Triton before 3.4 is patched in part."""
+    """Install the patches."""
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     _check_no_overflow(interpreter.interpreter_builder)
     _remember_shapes(core)
-    if not hasattr(semantic, "TritonSemantic"):
-        return
     core.dtype.__eq__ = _compared(core.dtype.__eq__)
     core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
     interpreter._patch_attr = _called_directly(interpreter._patch_attr)
@@ -106,9 +104,10 @@ def _called_directly(patch: Function) -> Function:
 
     check = core.builtin(lambda: None).__code__
 
-    def patch_attribute(where: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    def patch_attribute(where: Any, name: str, member: Any, builder: Any, *scope: Any) -> None:
+        """`scope` restores the language after a launch. Triton 3.4 has none."""
         if getattr(member, "__code__", None) is not check:
-            patch(where, name, member, builder, scope)
+            patch(where, name, member, builder, *scope)
             return
         function = member.__wrapped__
 
@@ -116,7 +115,10 @@ def _called_directly(patch: Function) -> Function:
             kwargs["_semantic"] = interpreter_semantic
             return function(*args, **kwargs)
 
-        scope.set_attr(where, name, call)
+        if scope:
+            scope[0].set_attr(where, name, call)
+        else:
+            setattr(where, name, call)
 
     return patch_attribute
 
