@@ -122,7 +122,11 @@ def _detach(function: Any, logits: Any) -> Any:
     if not is_open(logits) or logits._recipe.caller is None or torch.is_grad_enabled():
         return NotImplemented
     with torch.enable_grad():
-        return derive(logits, logits._recipe, (Tensor.view_as, (logits, logits), {}))
+        return derive(logits, logits._recipe, (_same, (logits,), {}))
+
+
+def _same(values: Tensor) -> Tensor:
+    return values
 
 
 def _reshape(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
