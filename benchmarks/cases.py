@@ -69,9 +69,6 @@ class Case:
     def from_fields(cls, found: Mapping[str, Any]) -> Case:
         """Return the case for the fields of `to_fields`, read from JSON; unknown fields of older files are ignored."""
         known = {field.name: _tuples(found[field.name]) for field in fields(cls) if field.name in found}
-        known["goals"] = tuple(
-            tuple(goal.values()) if isinstance(goal, dict) else goal for goal in known.get("goals", ())
-        )
         return cls(**known)
 
     def to_fields(self) -> dict[str, Any]:

@@ -47,14 +47,11 @@ def device_facts(device: str) -> dict[str, Any]:
     if not torch.cuda.is_available():
         raise RuntimeError(f"torch {torch.__version__} sees no CUDA device")
     properties = torch.cuda.get_device_properties()
-    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
     return facts | {
         "gpu": properties.name,
         "gpu_memory_bytes": properties.total_memory,
-        "compute_capability": f"{properties.major}.{properties.minor}",
         "driver": (_output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "").split("\n")[0],
-        "links": _output("nvidia-smi", "topo", "-m"),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda, "nccl": nccl},
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
     }
 
 

@@ -18,8 +18,7 @@ from benchmarks.tables import kind
 
 __all__ = ["save_plots"]
 
-_COLORS = {"xent": "#1b7f5c", "xent portable": "#53a386", "plain": "black", "transformers alone": "black"}
-_TRAINING = {"plain": "transformers alone", "Liger": "Liger-Kernel's head", "CCE": "Cut Cross Entropy"}
+_COLORS = {"xent": "#1b7f5c", "xent portable": "#53a386", "plain": "black"}
 _MOST_COLUMNS = 3
 _FEWEST_SIZES = 3
 _MIB = 2**20
@@ -129,7 +128,7 @@ def _training(records: Sequence[Record]) -> list[_Panel]:
         if case.function == "training" and record.peak_bytes is not None:
             title = f"{case.model}, {case.tokens} tokens"
             panel = _Panel(title, "peak memory, GiB", "thousand tokens per second", axes={"xlim": (0, None)})
-            label = _TRAINING.get(record.contender, record.contender) + ", no checkpointing" * (not case.checkpointing)
+            label = record.contender + ", no checkpointing" * (not case.checkpointing)
             filled = {} if case.checkpointing else {"markerfacecolor": "none"}
             point = record.peak_bytes / 2**30, case.tokens / (record.seen or 1) / 1e3
             panels.setdefault(case.model, panel).add(label, point, linestyle="", markersize=9, **filled)

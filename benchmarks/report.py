@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from rich.console import Console
@@ -69,11 +70,6 @@ def _disturbance(records: Sequence[Record]) -> Iterator[str]:
 
 def _remarks(records: Sequence[Record]) -> Iterator[str]:
     """Yield the reasons why contenders did not run; equal reasons are shown once, with the number of cases."""
-    reasons: dict[tuple[str, str, str], list[str]] = {}
-    for record in records:
-        if record.reason:
-            key = record.status, record.contender, record.reason[:_MOST_CHARACTERS]
-            reasons.setdefault(key, []).append(record.case.title)
+    reasons = Counter((r.status, r.contender, r.reason[:_MOST_CHARACTERS]) for r in records if r.reason)
     for (status, contender, reason), cases in reasons.items():
-        place = cases[0] if len(cases) == 1 else f"{len(cases)} cases"
-        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({escape(place)}): {escape(reason)}"
+        yield f"[yellow]{status}[/yellow]  {escape(contender)} ({cases} cases): {escape(reason)}"

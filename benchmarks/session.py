@@ -146,7 +146,7 @@ class Session:
 
         def call() -> None:
             start = self.device.now()
-            losses.extend(each for each in [prepared.call(arguments)] if each is not None)
+            losses.append(self.problem.call(prepared.loss, arguments))
             self.device.wait()
             prepared.seconds = self.device.now() - start
 
