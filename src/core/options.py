@@ -179,7 +179,7 @@ def check_kind(framework: str, kind: Any, beta: Any) -> str:
     check_numbers(framework, beta=beta)
     if kind != "kl" and framework_of(beta) is None and beta != 0:
         raise ValueError(f"beta must be 0 with kind='tv', got {beta!r}: it selects one of kind='kl'")
-    return kind
+    return str(kind)
 
 
 def check_reduction(reduction: Any) -> str:

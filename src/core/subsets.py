@@ -64,8 +64,9 @@ def gathered(source: Source, ids: Any) -> Source:
         return source._replace(logits=source.logits[(slice(None),) * source.axis + (ids,)])
     weight, bias = source.weight, source.bias
     if isinstance(weight, QuantizedWeight):
-        parts = {name: getattr(weight, name) for name in ("packed", "scales", "biases")}
-        weight = replace(weight, **{name: part if part is None else part[ids] for name, part in parts.items()})
+        parts: dict[str, Any] = {name: getattr(weight, name) for name in ("packed", "scales", "biases")}
+        parts = {name: part if part is None else part[ids] for name, part in parts.items()}
+        weight = replace(weight, **parts)
     else:
         weight = weight[ids]
     return source._replace(weight=weight, bias=None if bias is None else bias[ids])

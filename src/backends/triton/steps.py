@@ -130,6 +130,9 @@ class TritonSteps:
         else:
             targets.whole_rows(self, block, part, saved)
 
+    def meet(self, sums: Tensor) -> None:
+        """Do nothing: these targets take one round of folds."""
+
     fold, finish, gradient = separate.fold, separate.finish, separate.gradient
     fold_product, gradient_product = separate.fold_product, separate.gradient_product
 

@@ -172,6 +172,7 @@ class Divergence:
         p, q, cost, v, factor = self._of_classes(x, t, both)
         if v is not None:
             of_top = self._of_classes(both.peak[:, None], both.top_q[:, None], both)[3]
+            assert of_top is not None
             v = v - of_top
         return p, q, cost, v, factor
 

@@ -125,8 +125,9 @@ class PortableSteps:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
         index = index_of(part, 0, part.stop - part.start, self._setting.count)
         if self._divergence is not None:
-            folds, self._met = (sums, None, None) if self._met is None else (*self._met, sums), None
-            found, coefficients = self._divergence.finish(*folds, index)
+            first, both = (sums, None) if self._met is None else self._met
+            second, self._met = None if self._met is None else sums, None
+            found, coefficients = self._divergence.finish(first, both, second, index)
             if self._setting.upstream is None:
                 self._results.record(found, part, slice(0, part.stop - part.start))
             return coefficients if wanted else None

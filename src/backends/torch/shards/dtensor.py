@@ -166,7 +166,9 @@ class _Cut:
         if isinstance(teacher, Subset):
             raise ValueError(NO_SUBSET)
         if isinstance(teacher, TopKTeacher):
-            parts = {name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in _OF_TOP_K}
+            parts: dict[str, Any] = {
+                name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in _OF_TOP_K
+            }
             return replace(teacher, **parts)
         if not isinstance(teacher, LinearTeacher):
             return self._part("teacher", teacher, axis % teacher.dim(), source)
