@@ -27,6 +27,21 @@ PROJECT = nox.project.load_toml(ROOT / "pyproject.toml")
 TORCH = os.environ.get("XENT_TORCH", "torch==2.13.0")
 TRITON = os.environ.get("XENT_TRITON", "triton==3.9.0")  # the newest: the interpreter needs no matching PyTorch
 MLX = os.environ.get("XENT_MLX", "")  # a version specifier
+OLDEST = (
+    "numpy==1.26.*",
+    "torch==2.8.*",
+    "triton==3.4.*",
+    "transformers==5.0.*",
+    "trl==1.16.*; python_version >= '3.11'",
+)
+EXAMPLES = "tests/packaging/test_examples.py"
+OFFLINE = {
+    "XENT_TEST_BACKENDS": "torch",
+    "XENT_TEST_INTEGRATIONS": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",  # models and data are made in the tests
+}
+"""How the tests of the libraries are run."""
 SHOWN = {
     "rl": ("examples/grpo.py", "--steps", "120", "--plot", "demo/out/rl.png"),
     "distillation": ("-m", "examples.distill", "--steps", "60", "--plot", "demo/out/distillation.png"),
@@ -200,6 +215,11 @@ def build_docs(session: nox.Session) -> None:
 def tests_torch(session: nox.Session) -> None:
     """Run the tests on the reference and on the PyTorch backend."""
     install(session, "test", "parallel", extras="torch")
+    test_torch(session)
+
+
+def test_torch(session: nox.Session) -> None:
+    """Run the tests of tests-torch."""
     run_pytest(session, XENT_TEST_BACKENDS="numpy,torch")
 
 
@@ -218,6 +238,11 @@ def tests_triton(session: nox.Session) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1" and has_gpu(session):
         session.run("pytest", *session.posargs, env={"XENT_TEST_BACKENDS": "triton"})
         return
+    test_interpreter(session)
+
+
+def test_interpreter(session: nox.Session) -> None:
+    """Run the tests on the Triton backend in Triton's interpreter."""
     session.log("Triton interprets its kernels on the CPU")
     left_out = leave_out(*WITHOUT_KERNELS, "packaging/test_examples.py")
     run_pytest(session, *left_out, XENT_TEST_BACKENDS="triton", TRITON_INTERPRET="1")
@@ -250,15 +275,43 @@ def tests_integrations(session: nox.Session) -> None:
     Liger-Kernel is interpreted by Triton where there is no GPU.
     """
     install(session, "test", "parallel", "integrations", "trl", extras="torch")
-    settings = {"XENT_TEST_BACKENDS": "torch", "XENT_TEST_INTEGRATIONS": "1", "OMP_NUM_THREADS": "1"}
-    settings["HF_HUB_OFFLINE"] = "1"  # models and data are made in the tests
-    examples = "tests/packaging/test_examples.py"
-    run_pytest(session, "tests/integrations", examples, **settings)
+    test_integrations(session)
     if sys.platform == "linux" and not session.posargs:
         install_compiler(session)
         unpack(session, *nox.project.dependency_groups(PROJECT, "guide"))
         interpreter = {} if has_gpu(session) else {"TRITON_INTERPRET": "1"}
-        session.run("pytest", examples, "-k", "replace.md", env={**settings, **interpreter})
+        session.run("pytest", EXAMPLES, "-k", "replace.md", env={**OFFLINE, **interpreter})
+
+
+def test_integrations(session: nox.Session) -> None:
+    """Run the tests of tests-integrations, without the losses that the guide replaces."""
+    run_pytest(session, "tests/integrations", EXAMPLES, **OFFLINE)
+
+
+@nox.session(name="tests-newest", default=False)
+def tests_newest(session: nox.Session) -> None:
+    """Run the tests with the newest releases, which a new user's `pip install` brings.
+
+    Where pip's configuration holds a release back, PIP_CONSTRAINT=/dev/null lifts it.
+    """
+    test_releases(session, "--upgrade", "--upgrade-strategy=eager")
+
+
+@nox.session(name="tests-oldest", default=False)
+def tests_oldest(session: nox.Session) -> None:
+    """Run the tests with the oldest releases that docs/versions.md names, on Python 3.10 to 3.12 (NumPy 1.26)."""
+    test_releases(session, *OLDEST)
+
+
+def test_releases(session: nox.Session, *requirements: str) -> None:
+    """Run the tests of PyTorch, of the libraries and of the interpreter with the releases that pip then chooses."""
+    groups = nox.project.dependency_groups(PROJECT, "test", "parallel", "integrations", "trl")
+    unpack(session, *requirements, "--editable", ".[triton]", *groups)
+    session.run("python", "-m", "xent")
+    test_torch(session)
+    test_integrations(session)
+    if sys.platform == "linux":
+        test_interpreter(session)
 
 
 @nox.session(name="tests-deepspeed", default=False)
