@@ -106,8 +106,8 @@ def watch(head: nn.Module) -> None:
     if head not in _heads:
         _heads[head] = 0, ""
         if not _hook:
-            # If torch.compile traced the hook, it would drop its effect.
-            _hook.append(register_optimizer_step_post_hook(torch.compiler.disable(_after_step)))
+            hook: Any = torch.compiler.disable(_after_step)  # traced, it would lose its effect
+            _hook.append(register_optimizer_step_post_hook(hook))
 
 
 def unwatch(*heads: nn.Module) -> None:
@@ -132,13 +132,10 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _local(weight: Any) -> Tensor:
     """Return what this process keeps of a weight: its shard in a DTensor, in DeepSpeed's ZeRO-3 or in FSDP1."""
-    if torch.compiler.is_compiling():
-        return getattr(weight, "_local_tensor", weight)
-    for owner, name in ((weight, "_local_tensor"), (weight, "ds_tensor"), (weight._base, "_local_shard")):
-        if hasattr(owner, name):
-            made: Tensor = getattr(owner, name)
-            return made
-    return weight
+    local: Tensor = getattr(weight, "_local_tensor", weight)
+    if not torch.compiler.is_compiling():
+        local = getattr(weight._base, "_local_shard", getattr(weight, "ds_tensor", local))
+    return local
 
 
 def _version(tensor: Tensor) -> int:

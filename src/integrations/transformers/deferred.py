@@ -42,7 +42,7 @@ class DeferredLogits(torch.Tensor):
     """
 
     _recipe: Recipe
-    _made: tuple[Any, ...] | None
+    _made: Any
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
     _aliases: bool
     """Whether they are a view of the logits in that call."""

@@ -31,7 +31,7 @@ class DeferringHead:
         """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
         if len(args) == 1 and hasattr(self._parameters.get("weight"), "ds_id") and "_xent_task" not in vars(self):
             return _logits(self, args[0])
-        made: Tensor = super().__call__(*args, **kwargs)
+        made: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
         return made
 
     def forward(self: Any, input: Tensor) -> Tensor:

@@ -106,8 +106,9 @@ def run(recipe: Recipe, task: Callable[[tuple[Product, ...], Tensor | None], Ten
 def product(recipe: Recipe) -> Tensor:
     """Compute the logits that a head returns, as the unpatched head does."""
     made = run(recipe, lambda products, bias: _linear(products[0].hidden, products[0].weight, bias))
-    made = gather(made) if recipe.gathered else made
-    return made.to_local() if recipe.local else made  # type: ignore[no-any-return, operator]
+    if recipe.gathered:
+        made = gather(made)
+    return made.to_local() if recipe.local else made  # type: ignore[attr-defined]
 
 
 def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

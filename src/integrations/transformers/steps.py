@@ -17,6 +17,7 @@ from xent.integrations.transformers import loss
 from xent.integrations.transformers.attributes import getter
 from xent.integrations.transformers.changes import origin
 from xent.integrations.transformers.deferred import KNOWN, DeferredLogits, derive, is_open
+from xent.integrations.transformers.recipe import Recipe
 from xent.integrations.transformers.replaced import inner
 
 __all__: list[str] = []
@@ -71,7 +72,8 @@ def _add(function: Any, logits: Any, other: Any) -> Any:
         if not is_open(other):
             return NotImplemented
         theirs, alike = other._recipe, logits.shape == other.shape and logits.dtype == other.dtype
-        simple = theirs.bias is theirs.offset is theirs.bound is theirs.caller is recipe.caller is None
+        parts = theirs.bias, theirs.offset, theirs.bound, theirs.caller, recipe.caller
+        simple = all(part is None for part in parts)
         if not alike or not simple or theirs.in_shards or theirs.autocast != recipe.autocast:
             return NotImplemented
         added = [replace(each, scale=each.scale * theirs.scale) for each in theirs.products]
@@ -148,7 +150,8 @@ def _take(function: Any, logits: Any, index: Any) -> Any:
     """Record an index: slices of rows and of the first classes, or one boolean mask of rows."""
     if not is_open(logits):
         return NotImplemented
-    recipe, made = logits._recipe, (function, (logits, index), {})
+    recipe: Recipe = logits._recipe
+    made: tuple[Any, ...] = (function, (logits, index), {})
     if isinstance(index, Tensor) and not isinstance(index, DeferredLogits):
         if index.dtype != torch.bool or index.ndim >= logits.ndim:
             return NotImplemented
@@ -160,7 +163,8 @@ def _take(function: Any, logits: Any, index: Any) -> Any:
     missing = logits.ndim - len([part for part in parts if part is not Ellipsis])
     if len(places) > 1 or missing < 0:
         return NotImplemented
-    *rows, chosen = [*parts[: places[0]], *[slice(None)] * missing, *parts[places[0] + 1 :]]
+    parts = [*parts[: places[0]], *[slice(None)] * missing, *parts[places[0] + 1 :]]
+    rows, chosen = parts[:-1], parts[-1]
     if not isinstance(chosen, slice) or chosen.start not in (None, 0) or chosen.step not in (None, 1):
         return NotImplemented
     stop = recipe.classes if chosen.stop is None else chosen.stop
@@ -194,7 +198,7 @@ def _base(function: Any, logits: Any) -> Any:
 
 
 _OPTIONS = "weight size_average ignore_index reduce reduction label_smoothing input target"
-for _recorder, _names, _functions in (
+_RECORDERS: tuple[tuple[Any, str, list[Any]], ...] = (
     (_cross_entropy, _OPTIONS, [F.cross_entropy]),
     (_tanh, "", [F.tanh, torch.tanh, Tensor.tanh]),
     (_add, "", [torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__]),
@@ -207,5 +211,6 @@ for _recorder, _names, _functions in (
     (_take, "", [Tensor.__getitem__]),
     (_register_hook, "", [Tensor.register_hook]),
     (_base, "", [getter("_base")]),
-):
+)
+for _recorder, _names, _functions in _RECORDERS:
     KNOWN.update(dict.fromkeys(_functions, (_recorder, frozenset(_names.split()))))
