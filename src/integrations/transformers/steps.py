@@ -133,13 +133,19 @@ def _same(values: Tensor) -> Tensor:
 
 def _reshape(function: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a reshape of the leading axes. Tensor.view is recorded only if the strides would allow a view."""
-    if not is_open(logits) or (args and isinstance(args[0], torch.dtype)):
+    if not is_open(logits) or (function is Tensor.view and logits._recipe.layout == "other"):
         return NotImplemented
-    recipe, is_view = logits._recipe, logits._recipe.layout != "other"
-    if function is Tensor.view and not is_view:
+    recipe, is_view, shaped = logits._recipe, logits._recipe.layout != "other", args
+    if function not in (Tensor.flatten, torch.flatten):
+        size = args[0] if len(args) == 1 and isinstance(args[0], (tuple, list)) else args
+        if not size or size[-1] not in (recipe.classes, -1):
+            return NotImplemented
+        shaped = ((*size[:-1], 1),)
+    try:  # with one class in place of all of them
+        shape = function(torch.empty((*logits.shape[:-1], 1), device="meta"), *shaped, **kwargs).shape
+    except RuntimeError:
         return NotImplemented
-    shape = function(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
-    if shape[-1:] != logits.shape[-1:]:
+    if shape[-1:] != (1,):
         return NotImplemented
     layout = recipe.layout if is_view else "contiguous"
     recipe = recipe.on_rows(lambda hidden: hidden.reshape(*shape[:-1], hidden.shape[-1]), layout=layout)
