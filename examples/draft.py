@@ -30,14 +30,13 @@ Curve = list[tuple[int, float]]
 
 
 class Draft(nn.Module):
-    """From the target's hidden state at t - 1 and token t to a hidden state for token t + 1. The head has V' classes."""
+    """From the target's hidden state at t - 1 and token t to a hidden state for t + 1. The head has V' classes."""
 
     def __init__(self, target: LanguageModel, width: int, classes: int) -> None:
         super().__init__()
         both = 2 * target.head.weight.shape[1]
-        self.mix = nn.Sequential(
-            nn.Linear(both, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width)
-        )
+        layers = nn.Linear(both, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width)
+        self.mix = nn.Sequential(*layers)
         self.head = nn.Linear(width, classes, bias=False)
         nn.init.normal_(self.head.weight, std=0.02)
 
