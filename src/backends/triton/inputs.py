@@ -122,11 +122,6 @@ class Inputs:
         tilted = self.setting.upstream is not None and self.setting.upstream.entropy is not None
         return Way(self.capped, self.scaled, self.smoothed, self.z_loss, self.all_rows, self.statistics, tilted)
 
-    @property
-    def constants(self) -> dict[str, bool]:
-        """The kernels' constants of the scale of logits."""
-        return {"CAPPED": self.capped, "SCALED": self.scaled}
-
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
 

@@ -78,7 +78,7 @@ def _launch(
             *(some.logits, *place.logits, some.grad, *place.grad, rows, steps.upstreams, steps.recorded, start),
             *(vocabulary, *inputs.scales, *more),
         ),
-        {**inputs.constants, "GROUPED": place.grouped, "ALIGNED": aligned, "BLOCK": block, **constants},
+        {"way": inputs.way._replace(grouped=place.grouped, ragged=not aligned, block=block), **constants},
         num_warps=max(min(block // _ELEMENTS_PER_WARP, 16), 1),
         **options,
     )
@@ -91,8 +91,7 @@ def _probabilities(steps: Any, block: Block, some: Placed, part: Part) -> None:
     rows = rows_of(given)
     assert rows is not None
     more = given, *rows, given.stride(-1), inputs.limit, *inputs.weights
-    constants = {"ALL_ROWS": inputs.all_rows, "Z_LOSS": inputs.z_loss}
-    _launch(probabilities_kernel, steps, some, part, 1024, more, constants, enable_fp_fusion=True)
+    _launch(probabilities_kernel, steps, some, part, 1024, more, {}, enable_fp_fusion=True)
 
 
 def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:

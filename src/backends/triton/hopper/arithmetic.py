@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-__all__ = ["LOG2E", "activate", "barriers", "bent", "exp2", "fade", "finite"]
+__all__ = ["LOG2E", "barriers", "bent", "exp2", "fade", "finite"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -55,23 +55,12 @@ def _below(x, softcap):
 
 
 @gluon.jit
-def activate(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x = k tanh(s z / k), or s z, for bend = (s, k).
-
-    The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits.
-    """
-    logit_scale, softcap = bend
-    x = z
-    if SCALED:
-        x = x * logit_scale
-    if CAPPED:
-        x = softcap - 2 * softcap * _below(x, softcap)
-    return x
-
-
-@gluon.jit
 def bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
-    """Return x as `activate` does, and dx/dz = s (1 - tanh(s z / k)^2), computed without cancellation, or s."""
+    """Return x = k tanh(s z / k), or s z, for bend = (s, k), and dx/dz = s (1 - tanh(s z / k)^2), or s.
+
+    The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits. The slope does not
+    cancel.
+    """
     logit_scale, softcap = bend
     x = z
     steep = z

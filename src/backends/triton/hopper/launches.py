@@ -26,20 +26,19 @@ def fold_chunks(
     hidden: Tensor,
     weight: Tensor,
     classes: Tensor,
-    numbers: tuple[float, float],
-    constants: dict[str, bool],
+    bend: tuple[float | None, float | None],
     entropy: bool,
 ) -> Tensor:
     """Return the sums of hidden states (R, D) over chunks of the classes, (2 or 3, chunks, R) float32.
 
     They are the largest x, the sum of e = e^(x - largest), and with `entropy` the sum of e log2 e, without the class
-    `classes` (R,) int32. Logits stay in registers in float32. `numbers` are softcap and logit scale.
+    `classes` (R,) int32. Logits stay in registers in float32. `bend` is (logit scale or None, softcap or None).
     """
     from xent.backends.triton.hopper.product_kernel import product_kernel
 
     made = hidden.new_empty(3 if entropy else 2, walk(1, weight)[2], len(hidden), dtype=torch.float32)
     arguments = classes, made[0], made[1], made[-1], len(hidden), len(weight)
-    _launch(product_kernel, hidden, weight, arguments, numbers, constants, {"ENTROPY": entropy})
+    _launch(product_kernel, hidden, weight, arguments, bend, {"ENTROPY": entropy})
     return made
 
 
@@ -49,8 +48,7 @@ def write_gradient(
     classes: Tensor,
     coefficients: Tensor,
     grad: Tensor,
-    numbers: tuple[float, float],
-    constants: dict[str, bool],
+    bend: tuple[float | None, float | None],
     tilted: bool,
 ) -> None:
     """Write the gradient (R, 8n) of the logits of hidden states (R, D); 0 in columns beyond the vocabulary.
@@ -61,7 +59,7 @@ def write_gradient(
     from xent.backends.triton.hopper.gradient_product_kernel import gradient_product_kernel
 
     arguments = classes, coefficients, grad, len(hidden), len(weight), grad.stride(0) // 8
-    _launch(gradient_product_kernel, copyable(hidden), weight, arguments, numbers, constants, {"TILTED": tilted})
+    _launch(gradient_product_kernel, copyable(hidden), weight, arguments, bend, {"TILTED": tilted})
 
 
 def _launch(
@@ -69,22 +67,17 @@ def _launch(
     hidden: Tensor,
     weight: Tensor,
     arguments: tuple[Any, ...],
-    numbers: tuple[float, float],
-    constants: dict[str, bool],
+    bend: tuple[float | None, float | None],
     other: dict[str, bool],
 ) -> None:
     factors = _descriptor(hidden, [BAND // 2, _DEPTH]), _descriptor(weight, [CLASSES, _DEPTH])
+    numbers = [0.0 if number is None else number for number in bend]
+    scaled, capped = (number is not None for number in bend)
     launch(
         kernel,
         multiprocessors(hidden.device),
         (*factors, *arguments, *walk(len(hidden), weight), *numbers),
-        {
-            "SLOTS": _SLOTS,
-            "SCALED": constants["SCALED"],
-            "CAPPED": constants["CAPPED"],
-            **other,
-            "REGISTERS": _REGISTERS,
-        },
+        {"SLOTS": _SLOTS, "SCALED": scaled, "CAPPED": capped, **other, "REGISTERS": _REGISTERS},
         num_warps=_WARPS,
         maxnreg=_ENTRY_REGISTERS,
     )

@@ -71,10 +71,10 @@ def _probe() -> str | None:
     classes = torch.arange(_ROWS, device=device, dtype=torch.int32) * 3
     classes[-1] = -2
     targets = classes[:-1, None].long()
-    options = (_SOFTCAP, _SCALE), {"SCALED": True, "CAPPED": True}
+    bend = _SCALE, _SOFTCAP
     x = torch.tanh(hidden.double() @ weight.double().t() * (_SCALE / _SOFTCAP)) * _SOFTCAP
 
-    peaks, totals, mixed = fold_chunks(hidden, weight, classes, *options, True).double()
+    peaks, totals, mixed = fold_chunks(hidden, weight, classes, bend, True).double()
     e = x.exp()
     e[:-1].scatter_(1, targets, 0.0)
     rest, moment = peaks.exp() * totals, peaks.exp() * (mixed * math.log(2) + peaks * totals)
@@ -84,7 +84,7 @@ def _probe() -> str | None:
     zero = torch.zeros(_ROWS, device=device)
     grad = torch.full((_ROWS, _CLASSES + 8), torch.nan, device=device, dtype=torch.bfloat16)
     coefficients = torch.stack((zero, zero + 0.5, zero - 1, zero + 0.1))
-    write_gradient(hidden, weight, classes, coefficients, grad, *options, True)
+    write_gradient(hidden, weight, classes, coefficients, grad, bend, True)
     expected = x.exp() * (0.5 + 0.1 / math.log(2) * x) * _SCALE * (1 - (x / _SOFTCAP).square())
     expected[:-1].scatter_(1, targets, -1.0)
     expected[-1] = 0

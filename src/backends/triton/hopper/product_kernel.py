@@ -16,7 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from xent.backends.triton.hopper.arithmetic import LOG2E, activate, barriers, exp2, fade, finite
+from xent.backends.triton.hopper.arithmetic import LOG2E, barriers, bent, exp2, fade, finite
 from xent.backends.triton.hopper.product_parts import accumulator, by_lane, multiply, place, produce, slots_of
 
 __all__ = ["product_kernel"]
@@ -77,7 +77,7 @@ def _consume(
             first = part * CLASSES
             with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
             z, slot, phase = multiply(halves, columns, full, empty, slot, phase, walk[5], SLOTS)
-            x = activate(z, bend, SCALED, CAPPED)
+            x, _steep = bent(z, bend, SCALED, CAPPED)
             if (with_target != 0) | (first + CLASSES > vocabulary):
                 others = ((first + classes) < vocabulary)[None, :] & ((first + classes)[None, :] != y[:, None])
                 m, s, t = _fold(m, s, t, gl.where(others, x, float("-inf")), ENTROPY)
@@ -113,8 +113,8 @@ def product_kernel(
     tiles_per_chunk,
     class_tiles,
     steps,
-    softcap,
     logit_scale,
+    softcap,
     SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,

@@ -65,7 +65,7 @@ def fold_product(steps: Any, source: Classifier, taken: Taken, part: Part, sums:
     step = max(min(_workspace(inputs) or _SUMS_BYTES, _SUMS_BYTES) // size // BAND, GROUP) * BAND
     for start in range(0, len(hidden), step):
         some = slice(start, start + step)
-        made = fold_chunks(hidden[some], source.weight, classes[some], inputs.scales, inputs.constants, entropy)
+        made = fold_chunks(hidden[some], source.weight, classes[some], _bend(inputs), entropy)
         rows, first = inputs.rows_of(part, start)
         launch(
             join_kernel,
@@ -113,8 +113,13 @@ def gradient_product(
     if not _serve(inputs, source) or grad.dtype != source.compute or grad.data_ptr() % 16 or grad.stride(0) % 8:
         return False
     classes, tilted = coefficients[5].view(torch.int32), inputs.upstreams.entropy is not None
-    write_gradient(taken.hidden, source.weight, classes, coefficients, grad, inputs.scales, inputs.constants, tilted)
+    write_gradient(taken.hidden, source.weight, classes, coefficients, grad, _bend(inputs), tilted)
     return True
+
+
+def _bend(inputs: Inputs) -> tuple[float | None, float | None]:
+    softcap, scale = inputs.scales
+    return scale if inputs.scaled else None, softcap if inputs.capped else None
 
 
 def _workspace(inputs: Inputs) -> int | None:

@@ -78,11 +78,7 @@ def divergence_kernel(
     teacher_scale: "fp32",
     alpha: "fp32",  # 1 - beta
     beta: "fp32",
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows of both sides and of the gradient are whole multiples of 16 bytes
-    BLOCK: tl.constexpr,
+    way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
     TEACHER_CAPPED: tl.constexpr,
     TEACHER_SCALED: tl.constexpr,
     FORWARD: tl.constexpr,  # beta is 0
@@ -92,16 +88,18 @@ def divergence_kernel(
     EXACT: tl.constexpr,  # the logits are float32
 ):
     """See the module's docstring."""
+    BLOCK: tl.constexpr = way.block
     MIXED: tl.constexpr = not (FORWARD or REVERSE)
-    here, row, z_row, vocabulary, logit_scale, softcap, place, _y, a, _ignored, _invalid, dead, factor = begin(
+    here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, 0, 0, way,
     )  # fmt: skip
-    ours = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
+    a = facts[1]
+    ours = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
     if teacher_values is not None:
         teacher_softcap, teacher_scale = tl.load(teacher_values), tl.load(teacher_values + 1)
     source = teacher + here * teacher_row
-    source = tl.multiple_of(source, 16) if ALIGNED else source
+    source = source if way.ragged else tl.multiple_of(source, 16)
     bend = teacher_scale if TEACHER_SCALED else None, teacher_softcap if TEACHER_CAPPED else None
     theirs = source, vocabulary, bend
     last = (vocabulary - 1) // BLOCK * BLOCK

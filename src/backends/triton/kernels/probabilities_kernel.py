@@ -63,27 +63,22 @@ def probabilities_kernel(
     keep: "fp32",
     spread: "fp32",
     z_loss: "fp32",
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows of logits and gradient are whole multiples of 16 bytes
-    BLOCK: tl.constexpr,
-    ALL_ROWS: tl.constexpr,
-    Z_LOSS: tl.constexpr,
+    way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
 ):
     """See the module's docstring. `rows.target` is the row of `probabilities` that each row has; None for its own."""
-    TILTED: tl.constexpr = upstreams.entropy is not None
+    BLOCK: tl.constexpr = way.block
     PREDICTED: tl.constexpr = (results.predictions is not None) or (results.hits is not None)
-    _here, row, z_row, vocabulary, logit_scale, softcap, place, shared, a, ignored, invalid, dead, r = begin(
+    _here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, -1, limit, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, -1, limit, way,
     )  # fmt: skip
-    side = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
+    shared, a, ignored, invalid = facts
+    side = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
     shared = row if rows.target is None else shared
     given = probabilities + position(shared, probabilities_inner, probabilities_outer, probabilities_row, True)
     keep, spread, z_loss = numbers_of(rows, vocabulary, keep, spread, z_loss)
     numbers = 0.0, 1.0, z_loss
-    if ignored if ALL_ROWS else dead:
+    if ignored if way.all_rows else dead:
         record_nothing(row, results)
         if grad is not None:
             fill_row(place, vocabulary, 0.0, BLOCK)
@@ -127,18 +122,18 @@ def probabilities_kernel(
         nowhere = tl.full((), -float("inf"), tl.float32)
         nll, log_sum, entropy = finish(
             row, None, (true, a, ignored, invalid), dead, 1.0, m, total, nowhere, tl.sum(costs, 0), total_share,
-            tl.sum(mixed, 0), tl.sum(squares, 0), tl.sum(level, 0) / vocabulary, found, results, numbers, True, Z_LOSS,
-            True,
+            tl.sum(mixed, 0), tl.sum(squares, 0), tl.sum(level, 0) / vocabulary, found, results, numbers, True,
+            way.z_loss, True,
         )  # fmt: skip
         record(results.nll, row, None, all_q * log_sum + tl.sum(raw, 0))
         if grad is not None:
             gamma, excess, beta, delta = coefficients(
-                row, None, r, 1.0, total_share, m + log_sum, entropy, upstreams, numbers, True, Z_LOSS
+                row, None, r, 1.0, total_share, m + log_sum, entropy, upstreams, numbers, True, way.z_loss
             )
             factor, tilt, _g_y = row_factors(
-                gamma * all_q, excess, beta, delta, m, 1.0, total, nowhere, nll, log_sum, side[2], TILTED
+                gamma * all_q, excess, beta, delta, m, 1.0, total, nowhere, nll, log_sum, side[2], way.tilted
             )
-            if dead & ((upstreams.lse is None) and ((upstreams.nll is None) and (not TILTED))):
+            if dead & ((upstreams.lse is None) and ((upstreams.nll is None) and (not way.tilted))):
                 fill_row(place, vocabulary, 0.0, BLOCK)
             else:
                 for first in range(0, vocabulary, BLOCK):
@@ -146,5 +141,5 @@ def probabilities_kernel(
                     z, x = read(side, first, BLOCK)
                     q, share = _shares(given, probabilities_class, rows.class_weight, classes, vocabulary, keep, spread)
                     e2 = (x - m) * LOG2E
-                    g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if TILTED else factor)
+                    g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
                     write(place, first, side, z, g - delta * share - gamma * q, BLOCK)

@@ -17,23 +17,23 @@ HIDDEN = tl.constexpr(-2)  # the bits of a hidden logit as an integer: a NaN tha
 @triton.jit
 def begin(
     logits, inner, outer, stride, grad, grad_inner, grad_outer, grad_stride, rows, upstreams, start, vocabulary,
-    softcap, logit_scale, ignore_index, limit, GROUPED: tl.constexpr, ALIGNED: tl.constexpr,
+    softcap, logit_scale, ignore_index, limit, way: tl.constexpr,
 ):  # fmt: skip
-    """Return the program, its row, the parts of its side, the row of the gradient, its facts, `dead` and factor r.
+    """Return the program, its row, the parts of its side, the row of the gradient, `row_facts`, `dead` and factor r.
 
     The row of the gradient is that of the logits if there is no gradient.
     """
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
-    y, a, ignored, invalid = row_facts(row, None, rows, ignore_index, limit)
-    dead, r = gradient_factor(row, None, a, invalid, rows, upstreams)
+    facts = row_facts(row, None, rows, ignore_index, limit)
+    dead, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams)
     softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
-    source = logits + position(here, inner, outer, stride, GROUPED)
-    place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, GROUPED)
-    if ALIGNED:
+    source = logits + position(here, inner, outer, stride, way.grouped)
+    place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
+    if not way.ragged:
         source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
         vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
-    return here, row, source, vocabulary, logit_scale, softcap, place, y, a, ignored, invalid, dead, r
+    return here, row, source, vocabulary, logit_scale, softcap, place, facts, dead, r
 
 
 @triton.jit

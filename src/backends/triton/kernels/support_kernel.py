@@ -54,20 +54,17 @@ def support_kernel(
     held,  # (M,) float32
     entries: "i64",  # M
     ignore_index: "i64",
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows of logits and gradient are whole multiples of 16 bytes
-    BLOCK: tl.constexpr,
+    way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
     FILLED: tl.constexpr,  # the gradient is 0 already; otherwise it may be the logits
 ):
     """See the module's docstring."""
-    TILTED: tl.constexpr = upstreams.entropy is not None
-    here, row, z_row, vocabulary, logit_scale, softcap, place, y, a, ignored, invalid, dead, r = begin(
+    BLOCK: tl.constexpr = way.block
+    here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, r = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, ignore_index, vocabulary, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, ignore_index, vocabulary, way,
     )  # fmt: skip
-    side = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
+    y, _a, ignored, invalid = facts
+    side = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
     if ignored:
         record_nothing(row, results)
         if grad is not None and not FILLED:
@@ -122,7 +119,7 @@ def support_kernel(
         e2_y = tl.where(has_target, (x_of(z_y, side) - m) * LOG2E, -float("inf"))
         level = tl.where(wrong, nan, tl.sum(v, 0) / tl.maximum(size, 1))
         nll, log_sum, entropy = finish(
-            row, None, (y, a, ignored, invalid), dead, 1.0, m, rest, e2_y, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0), level,
+            row, None, facts, dead, 1.0, m, rest, e2_y, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0), level,
             found, results, (1.0, 0.0, 0.0), False, False, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
@@ -138,7 +135,7 @@ def support_kernel(
             )
             gamma = tl.where(nll == float("inf"), 0.0, gamma)
             factor, tilt, g_y = row_factors(
-                gamma, excess, beta, 0.0, z_y, 1.0, rest, e2_y, nll, log_sum, side[2], TILTED
+                gamma, excess, beta, 0.0, z_y, 1.0, rest, e2_y, nll, log_sum, side[2], way.tilted
             )
             blank = tl.where(wrong | invalid, nan, 0.0)
             if (blank != 0) | (not FILLED):
@@ -147,6 +144,6 @@ def support_kernel(
                 entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
                 z = tl.load(held + own + entry, mask=known, other=0.0)
                 e2 = (x_of(z, side) - m) * LOG2E
-                g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if TILTED else factor)
+                g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
                 g = tl.where(classes == y, g_y, g * slope_of(z, side)) + blank
                 tl.store(place + classes, g.to(place.dtype.element_ty), mask=known)

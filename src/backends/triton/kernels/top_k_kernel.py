@@ -69,23 +69,21 @@ def top_k_kernel(
     log_probs,  # (N, K), -inf for padding
     classes: "i32",  # K
     tolerance: "fp32",
-    CAPPED: tl.constexpr,
-    SCALED: tl.constexpr,
-    GROUPED: tl.constexpr,
-    ALIGNED: tl.constexpr,  # rows of logits and gradient are whole multiples of 16 bytes
-    BLOCK: tl.constexpr,
+    way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
     BUCKET: tl.constexpr,
     RENORMALIZED: tl.constexpr,
     VARIATION: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
 ):
     """See the module's docstring."""
+    BLOCK: tl.constexpr = way.block
     ENTROPY: tl.constexpr = results.entropy is not None
-    _here, row, z_row, vocabulary, logit_scale, softcap, place, _y, a, _ignored, _invalid, dead, factor = begin(
+    _here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, GROUPED, ALIGNED,
+        vocabulary, softcap, logit_scale, 0, 0, way,
     )  # fmt: skip
-    ours = z_row, vocabulary, (logit_scale if SCALED else None, softcap if CAPPED else None)
+    a = facts[1]
+    ours = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
     source = z_row
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else dead:
