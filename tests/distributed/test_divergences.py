@@ -117,7 +117,12 @@ def _tensors() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"student": (4, 10), "teacher": (4, 10), "hidden": (4, 6), "head": (10, 6), "input": (4, 5)}
     made = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return made | {"weight": torch.randn(10, 5, generator=generator)}
+    made["weight"] = torch.randn(10, 5, generator=generator)
+    return {name: array.to(device()) for name, array in made.items()}
+
+
+def _top_k(ids: list[int]) -> xent.TopKTeacher:
+    return xent.TopKTeacher(torch.tensor([ids] * 4, device=device()), torch.full((4, 2), -2.0, device=device()))
 
 
 def _gathers(kind: str) -> int:
@@ -137,7 +142,7 @@ def _gathers(kind: str) -> int:
     vocab_parallel = xent.VocabParallel(group(2), first=half.start, size=10)
     teacher: Any = given["teacher"][:, half]
     if kind == "bucket":
-        teacher = xent.TopKTeacher(torch.tensor([[0, 7]] * 4), torch.full((4, 2), -2.0))
+        teacher = _top_k([0, 7])
     with pytest.MonkeyPatch.context() as patch:
         replace_collective(patch, "gather", counting)
         student = given["student"][:, half].clone().requires_grad_()
@@ -162,7 +167,7 @@ def _refusals() -> None:
             given["hidden"], head, xent.LinearTeacher(given["input"], given["weight"]), vocab_parallel=one
         )
     with pytest.raises(ValueError, match=r"a xent.Subset does not go with vocab_parallel"):
-        xent.divergence(student, xent.Subset(given["teacher"], torch.arange(5)), vocab_parallel=one)
+        xent.divergence(student, xent.Subset(given["teacher"], torch.arange(5, device=device())), vocab_parallel=one)
     with pytest.raises(ValueError, match=r"sequence_parallel=True is for xent.linear_cross_entropy"):
         xent.linear_divergence(
             given["hidden"],
@@ -170,9 +175,10 @@ def _refusals() -> None:
             xent.LinearTeacher(given["input"], given["weight"][half]),
             vocab_parallel=xent.VocabParallel(one, sequence_parallel=True),
         )
-    top = xent.TopKTeacher(torch.tensor([[0, 10]] * 4), torch.full((4, 2), -2.0))
-    with pytest.raises(IndexError, match=r"teacher.ids of row \[0\] holds 10; classes are 0 to 9"):
-        xent.divergence(student, top, vocab_parallel=one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XENT_CHECK_TARGETS", "1")
+        with pytest.raises(IndexError, match=r"teacher.ids of row \[0\] holds 10; classes are 0 to 9"):
+            xent.divergence(student, _top_k([0, 10]), vocab_parallel=one)
     with pytest.raises(ValueError, match=r"all ranks must make the same call: rank 1 differs from rank 0"):
         xent.divergence(student, given["teacher"][:, half], beta=0.5 * dist.get_rank(), vocab_parallel=one)
 
