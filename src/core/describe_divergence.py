@@ -15,7 +15,7 @@ from xent.core.arrays import (
     shape_of,
     shown,
 )
-from xent.core.call import Activation, Call, Dense, Given, Options, Product, Shards, Source, TopK
+from xent.core.call import Activation, Call, Dense, Given, Options, Product, Shards, Source, TopK, replaced
 from xent.core.options import (
     check_kind,
     check_numbers,
@@ -74,7 +74,7 @@ def linear_divergence_call(
     source = Product(input, linear_weight, linear_bias, workspace)
     shards = _shards_of(framework, vocab_parallel, teacher)
     call = _call(framework, source, teacher, rows, vocabulary, (*rows, vocabulary), shards, **options)
-    return call._replace(options=call.options._replace(shift=shift))
+    return replaced(call, options=replaced(call.options, shift=shift))
 
 
 def _shards_of(framework: str, vocab_parallel: Any, teacher: Any) -> Shards | None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from xent.core.arrays import INTEGER_DTYPES, describe, dtype_name, framework_of, shape_of
-from xent.core.call import Given, Source, vocabulary_of
+from xent.core.call import Given, Source, replaced, vocabulary_of
 from xent.core.spec import QuantizedWeight
 from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
 
@@ -61,7 +61,7 @@ def check_values(ids: Any, source: Source) -> None:
 def gathered(source: Source, ids: Any) -> Source:
     """Return the logits of these classes: columns of stored ones, or rows of the classifier."""
     if isinstance(source, Given):
-        return source._replace(logits=source.logits[(slice(None),) * source.axis + (ids,)])
+        return replaced(source, logits=source.logits[(slice(None),) * source.axis + (ids,)])
     weight, bias = source.weight, source.bias
     if isinstance(weight, QuantizedWeight):
         parts: dict[str, Any] = {name: getattr(weight, name) for name in ("packed", "scales", "biases")}
@@ -69,4 +69,4 @@ def gathered(source: Source, ids: Any) -> Source:
         weight = replace(weight, **parts)
     else:
         weight = weight[ids]
-    return source._replace(weight=weight, bias=None if bias is None else bias[ids])
+    return replaced(source, weight=weight, bias=None if bias is None else bias[ids])
