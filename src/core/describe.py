@@ -230,6 +230,8 @@ def _weighted(
 ) -> Options:
     """Check weights and normalizer, and return the options with them."""
     weight = arrays["weight"]
+    if weight is arrays["sample_weight"] is arrays["normalizer"] is None:
+        return options
     if weight is not None:
         check_float("weight", weight)
         if tuple(weight.shape) != (vocabulary,):

@@ -25,6 +25,7 @@ from xent.core.spec import DIVERGENCES, REDUCTIONS, STAT_NAMES, bounded
 __all__ = [
     "check_kind",
     "check_name",
+    "check_number",
     "check_numbers",
     "check_reduction",
     "check_stats",
@@ -67,19 +68,20 @@ def loss_options(
     if not -(2**63) <= ignore_index < 2**63:
         raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
     stats = check_stats(stats, STAT_NAMES)
-    given = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
-    others = {name: number_of(framework, value) for name, value in given.items() if type(value) not in PLAIN}
-    found = given | others
-    for name, value in others.items():
+    smoothing = _number(framework, "label_smoothing", label_smoothing)
+    options = Options(reduction, plain_int(ignore_index), smoothing, _number(framework, "z_loss", z_loss), stats=stats)
+    cap = bounded(_number(framework, "softcap", softcap))
+    return Activation(_number(framework, "logit_scale", logit_scale), cap), options
+
+
+def _number(framework: str, name: str, value: Any) -> Any:
+    """Return a checked number, one of NumPy as one of Python; or a 0-d tensor or MLX array, whose value is not read."""
+    if type(value) not in PLAIN:
+        value = number_of(framework, value)
         if _is_array(framework, name, value):
-            del given[name]
-        else:
-            given[name] = value
-    check_numbers(framework, **given)
-    activation = Activation(found["logit_scale"], bounded(found["softcap"]))
-    return activation, Options(
-        reduction, plain_int(ignore_index), found["label_smoothing"], found["z_loss"], stats=stats
-    )
+            return value
+    check_number(framework, name, value)
+    return value
 
 
 def _is_array(framework: str, name: str, value: Any) -> bool:
@@ -162,15 +164,20 @@ def check_numbers(framework: str, other: str = "", **values: Any) -> None:
     of NumPy; they are not checked.
     """
     for name, value in values.items():
-        if value is None and name in ("softcap", "normalizer"):
-            continue
-        allowed, holds = _RANGES[name.partition("[")[0]]
-        if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            if framework_of(value) == framework and is_tracing(framework):
-                continue
-            raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(value)}")
-        if not holds(value):
-            raise ValueError(f"{name} must be {allowed}{other}, got {value!r}")
+        check_number(framework, name, value, other)
+
+
+def check_number(framework: str, name: str, value: Any, other: str = "") -> None:
+    """Check one option as `check_numbers` does."""
+    if value is None and name in ("softcap", "normalizer"):
+        return
+    allowed, holds = _RANGES.get(name) or _RANGES["head_weight"]
+    if type(value) not in (int, float) and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+        if framework_of(value) == framework and is_tracing(framework):
+            return
+        raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(value)}")
+    if not holds(value):
+        raise ValueError(f"{name} must be {allowed}{other}, got {value!r}")
 
 
 def check_kind(framework: str, kind: Any, beta: Any) -> str:
