@@ -124,8 +124,13 @@ class Sizes(NamedTuple):
 
     def constants(self) -> dict[str, Any]:
         """Return members of `xent.backends.triton.groups.Way`."""
-        names = "whole", "block", "lanes", "blocks", "parts"
-        return {name: getattr(self, name) for name in names}
+        return {
+            "whole": self.whole,
+            "block": self.block,
+            "lanes": self.lanes,
+            "blocks": self.blocks,
+            "parts": self.parts,
+        }
 
 
 def sizes(

@@ -14,7 +14,7 @@ from xent.backends.torch.contract import Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.facts import check_targets
-from xent.backends.triton.groups import Columns, Rows, Upstreams, Way
+from xent.backends.triton.groups import Columns, Rows, Upstreams
 from xent.backends.triton.kernels.facts_kernels import divisor_kernel
 from xent.backends.triton.kernels.sums import column_numbers
 from xent.backends.triton.prepared import launch, next_power_of_2
@@ -117,10 +117,18 @@ class Inputs:
         return column_numbers(self.setting)
 
     @cached_property
-    def way(self) -> Way:
-        """How kernels compute rows, without the memory layout of logits and the sums that are computed."""
-        tilted = self.setting.upstream is not None and self.setting.upstream.entropy is not None
-        return Way(self.capped, self.scaled, self.smoothed, self.z_loss, self.all_rows, self.statistics, tilted)
+    def way(self) -> dict[str, bool]:
+        """The members of `Way` that all launches of a call share."""
+        upstream = self.setting.upstream
+        return {
+            "capped": self.capped,
+            "scaled": self.scaled,
+            "smoothed": self.smoothed,
+            "z_loss": self.z_loss,
+            "all_rows": self.all_rows,
+            "statistics": self.statistics,
+            "tilted": upstream is not None and upstream.entropy is not None,
+        }
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part
 from xent.backends.triton.geometry import in_blocks, sizes
+from xent.backends.triton.groups import Way
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.finish_kernel import finish_kernel
@@ -30,12 +31,6 @@ def fold(steps: Any, block: Block, part: Part, sums: Tensor, adds: bool) -> None
     """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
     inputs: Inputs = steps.inputs
     setting, weight, columns = inputs.setting, inputs.rows.class_weight, inputs.columns
-    way = inputs.way._replace(
-        entropy=columns.mixed >= 0,
-        squared=columns.squares >= 0,
-        averaged=columns.deficit >= 0,
-        predicted=columns.key >= 0,
-    )
     for one in placed(block):
         logits, place, count = one.logits, one.place, one.count
         width, begin = logits.shape[-1], one.start - block.start
@@ -71,7 +66,16 @@ def fold(steps: Any, block: Block, part: Part, sums: Tensor, adds: bool) -> None
             ),
             {
                 "columns": columns,
-                "way": way._replace(quick=inputs.quick(logits.itemsize == 2), **place.constants(), **size.constants()),
+                "way": Way(
+                    **inputs.way,
+                    entropy=columns.mixed >= 0,
+                    squared=columns.squares >= 0,
+                    averaged=columns.deficit >= 0,
+                    predicted=columns.key >= 0,
+                    quick=inputs.quick(logits.itemsize == 2),
+                    **place.constants(),
+                    **size.constants(),
+                ),
                 "COLUMNS": len(sums),
                 "ADDS": adds,
             },
@@ -110,7 +114,7 @@ def finish(steps: Any, sums: Tensor, part: Part, wanted: bool, saved: Tensor | N
                 *inputs.weights,
                 *inputs.scales,
             ),
-            {"columns": inputs.columns, "way": inputs.way, "BLOCK": _FINISHED},
+            {"columns": inputs.columns, "way": Way(**inputs.way), "BLOCK": _FINISHED},
             num_warps=2,
         )
     return made
@@ -142,7 +146,7 @@ def gradient(steps: Any, block: Block, part: Part, coefficients: Tensor) -> None
                 *inputs.scales,
             ),
             {
-                "way": inputs.way._replace(quick=inputs.quick(itemsize == 2), block=size, **place.constants()),
+                "way": Way(**inputs.way, quick=inputs.quick(itemsize == 2), block=size, **place.constants()),
                 "BLOCKS": blocks,
             },
             num_warps=max(size * itemsize // 1024, 1),

@@ -11,6 +11,7 @@ from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.torch.portable.top_k import impossible, tolerance
 from xent.backends.triton.geometry import rows_of
+from xent.backends.triton.groups import Way
 from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
 from xent.backends.triton.kernels.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.kernels.support_kernel import support_kernel
@@ -78,7 +79,7 @@ def _launch(
             *(some.logits, *place.logits, some.grad, *place.grad, rows, steps.upstreams, steps.recorded, start),
             *(vocabulary, *inputs.scales, *more),
         ),
-        {"way": inputs.way._replace(grouped=place.grouped, ragged=not aligned, block=block), **constants},
+        {"way": Way(**inputs.way, grouped=place.grouped, ragged=not aligned, block=block), **constants},
         num_warps=max(min(block // _ELEMENTS_PER_WARP, 16), 1),
         **options,
     )

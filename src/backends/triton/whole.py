@@ -10,7 +10,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Block, Part
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.triton.geometry import Geometry, geometry, sizes
-from xent.backends.triton.groups import Columns, Results
+from xent.backends.triton.groups import Columns, Results, Way
 from xent.backends.triton.inputs import Inputs
 from xent.backends.triton.kernels.exchange import BOTH, GRADIENTS, SUMS, WORDS
 from xent.backends.triton.kernels.rows_kernel import rows_kernel
@@ -75,23 +75,12 @@ def _launch(
 ) -> None:
     place, logits, vocabulary = block.place, block.logits, inputs.vocabulary
     predicts = recorded.predictions is not None or recorded.hits is not None
+    mixes = inputs.way["tilted"] or recorded.entropy is not None
     half = logits.itemsize == 2
     in_turn = is_interpreted(rows_kernel)
     shares = not inputs.smoothed and (in_turn or multiprocessors(inputs.device) >= _LEAST)
     size = sizes(vocabulary, logits.itemsize, place, block.grad is not None, predicts, inputs.capped, shares)
     programs = block.count * size.parts
-    mixes = inputs.upstreams.entropy is not None or recorded.entropy is not None
-    way = inputs.way._replace(
-        entropy=mixes or (saved is not None and inputs.columns.mixed >= 0),
-        squared=recorded.log_sum_sq_probs is not None,
-        averaged=recorded.mean_logit is not None,
-        predicted=predicts,
-        exact=not half,
-        quick=inputs.quick(half),
-        folds=half and inputs.upstreams.entropy is None,
-        **place.constants(),
-        **size.constants(),
-    )
     words = None
     if size.parts > 1:
         words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=inputs.device)
@@ -117,7 +106,22 @@ def _launch(
                 *inputs.scales,
                 size.share,
             ),
-            {"columns": Columns() if saved is None else inputs.columns, "way": way._replace(phase=phase)},
+            {
+                "columns": Columns() if saved is None else inputs.columns,
+                "way": Way(
+                    **inputs.way,
+                    entropy=mixes or (saved is not None and inputs.columns.mixed >= 0),
+                    squared=recorded.log_sum_sq_probs is not None,
+                    averaged=recorded.mean_logit is not None,
+                    predicted=predicts,
+                    exact=not half,
+                    quick=inputs.quick(half),
+                    folds=half and not inputs.way["tilted"],
+                    phase=phase,
+                    **place.constants(),
+                    **size.constants(),
+                ),
+            },
             **size.options,
             **place.options(),
         )

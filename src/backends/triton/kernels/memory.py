@@ -1,7 +1,7 @@
 """Load and store blocks of whole rows in vectors of 16 bytes.
 
-A row may begin at any address (SKEWED). It is then read from the last multiple of 16 bytes before it, `off` elements
-earlier.
+A row may begin at any address (`Way.skewed`). It is then read from the last multiple of 16 bytes before it, `off`
+elements earlier.
 
 Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both to float32 takes
 one instruction each. Blocks that are loaded ahead are float32 too. If they were kept as pairs, the compiler would load
@@ -60,7 +60,7 @@ def fetch(row, first, whole, way: tl.constexpr, POLICY: tl.constexpr):
 
 @triton.jit
 def store(row, first, g, skew, vocabulary, way: tl.constexpr, MASKED: tl.constexpr):
-    """Store a block of a row in whole vectors. The partial vectors of a RAGGED row are left out, see `edges`."""
+    """Store a block of a row in whole vectors. The partial vectors of a ragged row are left out, see `edges`."""
     lanes = tl.arange(0, way.block)
     g = g.to(row.dtype.element_ty)
     if MASKED:
@@ -73,7 +73,7 @@ def store(row, first, g, skew, vocabulary, way: tl.constexpr, MASKED: tl.constex
 
 @triton.jit
 def edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
-    """Return 2 VECTOR places of a RAGGED row, and which of them are in its partial vectors and in [start, stop).
+    """Return 2 VECTOR places of a ragged row, and which of them are in its partial vectors and in [start, stop).
 
     A row has at most two partial vectors, its first and its last.
     """

@@ -74,7 +74,7 @@ def rows_kernel(
     grad_row: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
     saved,  # (K, N) float32 or None
-    words,  # (rows of the launch, PARTS, WORDS) int64 and a counter, all 0; or None for one program per row
+    words,  # (rows of the launch, `Way.parts`, WORDS) int64 and a counter, all 0; or None for one program per row
     rows,
     upstreams,
     results,
