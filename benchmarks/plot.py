@@ -65,11 +65,16 @@ def _save(panels: Sequence[_Panel], title: str, path: Path) -> None:
         rows, columns, figsize=(max(5.0 * columns, 8), 4.2 * rows + 1), squeeze=False, layout="constrained"
     )
     handles: dict[str, Any] = {}
-    labels = dict.fromkeys(label for panel in panels for label in panel.points)
-    colors = {label: _COLORS.get(label, f"C{number}") for number, label in enumerate(labels)}
+    names = list(dict.fromkeys(label.partition(",")[0] for panel in panels for label in panel.points))
     for axes, panel in zip(grid.flat, panels, strict=False):
         for label, points in panel.points.items():
-            look = {"color": colors[label], "marker": "o", "markersize": 6, **panel.style[label]}
+            name = label.partition(",")[0]
+            look = {
+                "color": _COLORS.get(name, f"C{names.index(name)}"),
+                "marker": "o",
+                "markersize": 6,
+                **panel.style[label],
+            }
             handles[label] = axes.plot(*zip(*sorted(points), strict=True), label=label, **look)[0]
         axes.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel, **panel.axes)
         if panel.ticks:

@@ -96,8 +96,7 @@ class Team:
                     replies[rank] = value
                     continue
                 alone = len(self._pipes) == 1
-                reason = value if alone or status == "absent" else f"rank {rank}: {value}"
-                failures[rank] = NotMeasured(_STATUS.get(status, status), reason)
+                failures[rank] = NotMeasured(_STATUS.get(status, status), value)
                 if status == "lost" or (status != "absent" and not alone):
                     self.end()
                     raise failures[rank]

@@ -187,7 +187,7 @@ def test_failing_rank_ends_all_processes(tmp_path: Path) -> None:
             processes.ask("prepare", "Liger", seconds=60)
         assert absent.value.status == "absent"
         assert processes.runs
-        with pytest.raises(NotMeasured, match=r"rank \d: KeyError"):
+        with pytest.raises(NotMeasured, match="KeyError"):
             processes.ask("turn", "not prepared", 1, 1, seconds=60)
         assert not processes.runs
 

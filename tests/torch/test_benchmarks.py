@@ -191,9 +191,8 @@ def small(case: Case) -> Case:
     return replace(case, tokens=tokens, hidden=min(case.hidden, 16), vocabulary=200 + case.vocabulary % 2, device="cpu")
 
 
-GPU_CASES = list(
-    dict.fromkeys(small(quick(case)) for name, suite in SUITES["cuda"].items() if name != "sharded" for case in suite)
-)
+GPU_SUITES = [suite for suite in SUITES["cuda"].values() if suite[0].function not in ("sharded", "training")]
+GPU_CASES = list(dict.fromkeys(small(quick(case)) for suite in GPU_SUITES for case in suite))
 
 
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: f"{case.suite}: {case.title}")
