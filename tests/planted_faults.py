@@ -189,17 +189,16 @@ FAULTS = [
     ),
     # Divergences.
     Fault(
-        "mixture of p and q exchanged", PORTABLE + "divergence.py",
+        "mixture of p and q exchanged", PORTABLE + "gaps.py",
         "m = (1 - beta) * p + beta * q", "m = beta * p + (1 - beta) * q", (DIVERGENCE,),
     ),
     Fault(
         "reverse divergence without its mean", PORTABLE + "divergence.py",
-        "return torch.where(p == 0, 0, p * (mean - u))", "return torch.where(p == 0, 0, -p * u)", (DIVERGENCE,),
+        "return torch.where(p == 0, 0, p * (mean - v))", "return torch.where(p == 0, 0, -p * v)", (DIVERGENCE,),
     ),
     Fault(
-        "bucket without the other classes", PORTABLE + "divergence.py",
-        "return found, derivative - torch.where(left[:, None] == 0, 0, shares)", "return found, derivative",
-        (DIVERGENCE,),
+        "bucket without the other classes", PORTABLE + "cells.py",
+        "grown / total - torch.where(left == 0, 0, left / rest)", "grown / total", (DIVERGENCE,),
     ),
     # Loop, sources, products.
     Fault(
@@ -261,8 +260,8 @@ FAULTS = [
     ),
     Fault(
         "packed numbers rounded", "backends/torch/packing.py",
-        "return '{\"kind\":\"float\",\"hex\":\"' + value.hex() + '\"}'",
-        "return '{\"kind\":\"float\",\"hex\":\"' + round(value, 1).hex() + '\"}'",
+        "return '{\"type\":\"float\",\"hex\":\"' + value.hex() + '\"}'",
+        "return '{\"type\":\"float\",\"hex\":\"' + round(value, 1).hex() + '\"}'",
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
     Fault(
