@@ -10,14 +10,12 @@ from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
 
-import psutil
-
 __all__ = ["device_facts", "machine_facts", "merge"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DISTRIBUTIONS = ("torch", "xent-loss", "numpy", "triton", "mlx")
 _DISTRIBUTIONS += ("transformers", "trl", "liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
-_VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "NCCL_PROTO", "CUDA_DEVICE_MAX_CONNECTIONS", "XENT_BACKEND")
+_VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "CUDA_DEVICE_MAX_CONNECTIONS", "XENT_BACKEND")
 
 
 def machine_facts() -> dict[str, Any]:
@@ -27,7 +25,6 @@ def machine_facts() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": f"{commit} with changes" if changed else commit,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -18,7 +18,7 @@ from benchmarks.tables import kind
 
 __all__ = ["save_plots"]
 
-_COLORS = {"xent": "#1b7f5c", "xent portable": "#53a386", "plain": "black"}
+_COLORS = {"xent": "#1b7f5c"}
 _MOST_COLUMNS = 3
 _FEWEST_SIZES = 3
 _MIB = 2**20

@@ -14,7 +14,7 @@ _ = floors, peers, pytorch, sharded, training, training
 
 
 def find_contender(function: Function, name: str) -> Contender:
-    """Return the entry for this function and name, or create one for a workspace, or for a peer of an older file.
+    """Return the entry for this function and name, or create one for a workspace; KeyError if there is neither.
 
     "xent N MiB" has that workspace, "xent N chunks" an Nth of the logits.
     """
