@@ -24,6 +24,7 @@ from xent.backends.metal import proof, torch_machine
 from xent.backends.metal.torch_harness import MetalTorchHarness
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
+from xent.command.check.plan import chunk_cases
 from xent.command.check.run import check_all, planned
 from xent.core.spec import STAT_NAMES
 
@@ -62,7 +63,13 @@ def test_loss_and_gradients(case: Case) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_and_chunks(function: str, dtype: str) -> None:
     harness = MetalTorchHarness(DEVICE)
-    cases = [case for case in harness.reaching(function, dtype) if not case.options]
+    plain = Case(function, (5,), 1, dtype, "", hidden=16, ignored=0.0, alone=True)
+    cases = [
+        replace(plain, name=name, vocabulary=vocabulary, reduction=reduction)
+        for name, vocabulary in harness.sizes(dtype).items()
+        for reduction in ("mean", "none")
+    ]
+    cases += chunk_cases(function, dtype) if plain.is_linear else []
     for case in cases[DTYPES.index(dtype) :: 3]:
         for comparison in judge_case(ALSO["metal"](), harness, case):
             assert comparison.passed, (str(case), comparison)
