@@ -383,6 +383,16 @@ def sanitize(session: nox.Session) -> None:
         session.run("python", "-m", "tests.triton.watch", tool, *session.posargs)
 
 
+@nox.session(name="compile", default=False)
+def compile_kernels(session: nox.Session) -> None:
+    """Compile every Triton kernel for NVIDIA's and AMD's GPUs, which need not be there. Nothing is run.
+
+    `-- --all` compiles every signature, `-- --targets sm_80 gfx942` for some GPUs.
+    """
+    install_triton(session)
+    session.run("python", "-m", "tests.triton.compile", *session.posargs)
+
+
 @nox.session(default=False)
 def bench(session: nox.Session) -> None:
     """Measure time and memory against other implementations."""

@@ -1,0 +1,158 @@
+"""The launches of `xent check triton --full`, recorded on CPU tensors without running a kernel.
+
+A recording has everything that a kernel is compiled for: the kinds of its arguments, constants and options. Calls on
+the CPU take the same paths as on a GPU, except where PyTorch computes something else there before a launch (float32
+products of 16-bit factors), so that a few signatures of linear losses differ.
+"""
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+
+import xent
+from xent.backends.triton import TritonBackend, machine, prepared
+from xent.backends.triton.hopper import probe
+from xent.command.check.case import Case, make_inputs, placed
+from xent.command.check.run import FUNCTIONS, cases_of
+
+__all__ = ["Launch", "check_cases", "hopper", "rebuilt", "record"]
+
+_MULTIPROCESSORS = 132
+_PATCHED = {"is_padded": lambda tensor: True, "looks_at_targets": lambda device: False}
+
+
+class Launch(NamedTuple):
+    """A kernel and what it is compiled for."""
+
+    module: str
+    name: str
+    arguments: tuple[Any, ...]
+    """Of each: None, a number, ("tensor", dtype, whether aligned), ("group", class, members) or a descriptor."""
+    constants: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+def check_cases(full: bool) -> list[Case]:
+    """Return the cases of the check on a GPU."""
+    from xent.backends.triton.harness import TritonHarness
+
+    harness = TritonHarness("cuda")
+    return [
+        case for function in FUNCTIONS for dtype in harness.dtypes for case in cases_of(harness, function, dtype, full)
+    ]
+
+
+def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
+    """Return the different launches of cases and of the Hopper products, and descriptions of cases that failed."""
+    found: dict[Launch, None] = {}
+    failed = []
+    with _recording(found):
+        for case in cases:
+            try:
+                _call(case)
+            except Exception as error:
+                failed.append(f"{case}: {type(error).__name__}: {error}")
+        _call_hopper()
+        with patch.object(probe, "is_on", lambda device: True):  # the kernel that joins the products' sums
+            _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
+    return list(found), failed
+
+
+@contextmanager
+def _recording(found: dict[Launch, None]) -> Iterator[None]:
+    """Let backend "triton" serve CPU tensors, and add its launches to `found` instead of running them."""
+    import xent.backends.triton.hopper.launches
+    import xent.backends.triton.steps  # noqa: F401
+
+    def launch(function: Any, programs: int, arguments: Any, constants: dict[str, Any], **options: Any) -> None:
+        options.setdefault("enable_fp_fusion", True)
+        name = function.__name__
+        if name == "partition_kernel":  # what follows depends on its results: every row is computed
+            arguments[1].copy_(torch.arange(len(arguments[1])))
+            arguments[2].fill_(len(arguments[1]))
+        kinds = tuple(map(_kind, arguments))
+        found[Launch(function.fn.__module__, name, kinds, tuple(constants.items()), tuple(options.items()))] = None
+
+    replaced = _PATCHED | {"launch": launch, "multiprocessors": lambda device: _MULTIPROCESSORS}
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(machine, MISSING=None, DEVICES=("cpu",)))
+        # A case may skip rows by their targets, in code that all backends of PyTorch share.
+        for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
+            if module is not prepared:
+                for name, value in replaced.items():
+                    if name in vars(module):
+                        stack.enter_context(patch.object(module, name, value))
+        yield
+
+
+def _kind(argument: Any) -> Any:
+    if argument is None or isinstance(argument, (bool, int, float)):
+        return None if argument is None else type(argument)(1)  # numbers are not specialised
+    if isinstance(argument, tuple):
+        return "group", type(argument), tuple(map(_kind, argument))
+    if isinstance(argument, torch.Tensor):
+        return "tensor", argument.dtype, argument.data_ptr() % 16 == 0
+    return "descriptor", argument.base.dtype, tuple(argument.block_shape)
+
+
+def rebuilt(kind: Any) -> Any:
+    """Return an argument of a kind, with little memory."""
+    if not isinstance(kind, tuple):
+        return kind
+    what, first, second = kind
+    if what == "group":
+        return first(*map(rebuilt, second))
+    if what == "tensor":
+        return torch.empty(64, dtype=first)[0 if second else 1 :]
+    from xent.backends.triton.hopper.launches import _descriptor
+
+    return _descriptor(torch.empty(second, dtype=first), list(second))
+
+
+def _call(case: Case) -> None:
+    """Call the function of a case with and without gradients."""
+    backend = TritonBackend()
+    harness = backend.harness("cpu")
+    inputs = make_inputs(case)
+    leaves = {name: harness.array(value, case.dtype) for name, value in inputs.differentiable.items()}
+    options = placed(harness, inputs.options, case.wide)
+    if case.trained:
+        leaves["target"] = harness.array(inputs.target, case.wide)
+    else:
+        of_logits = case.is_divergence and case.teacher in ("logits", "linear")
+        options[case.target] = placed(harness, inputs.target, case.dtype if of_logits else case.wide)
+    given = {case.results[0]: inputs.upstream} | inputs.others
+
+    def call() -> dict[str, Any]:
+        found = getattr(xent, case.function)(**leaves, **options, **case.keywords, backend="triton")
+        return case.found_in(found)
+
+    if case.alone:
+        call()
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    results = call()
+    pairs = [(results[name], harness.array(values, case.wide)) for name, values in given.items() if values is not None]
+    torch.autograd.backward([result for result, _ in pairs], [values for _, values in pairs])
+
+
+def _call_hopper() -> None:
+    """Launch both products for Hopper GPUs with all their constants."""
+    from xent.backends.triton.hopper.launches import fold_chunks, write_gradient
+
+    for dtype in (torch.bfloat16, torch.float16):
+        hidden, weight = torch.zeros(128, 64, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
+        classes, coefficients = torch.zeros(128, dtype=torch.int32), torch.zeros(4, 128)
+        for bend in ((None, None), (0.5, None), (None, 5.0), (0.5, 5.0)):
+            for more in (False, True):
+                fold_chunks(hidden, weight, classes, bend, more)
+                write_gradient(hidden, weight, classes, coefficients, torch.zeros(128, 256, dtype=dtype), bend, more)
+
+
+def hopper(launch: Launch) -> bool:
+    """Whether a kernel is for Hopper GPUs alone: it uses their copy engine and matrix instructions."""
+    return ".hopper." in launch.module
