@@ -80,7 +80,7 @@ WITHOUT_KERNELS = (
     "torch/test_scale.py::test_compiles_whole_for_all_values",
     "torch/test_scale.py::test_shards_accept_a_scale_without_gradient",
     "torch/test_scale.py::test_torch_func_differentiates_a_scale",
-    "torch/test_second_calls.py",
+    "torch/test_repeated_calls.py",
     "torch/test_threads.py",
     "torch/test_work.py",
 )
