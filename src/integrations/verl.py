@@ -1,11 +1,13 @@
-"""A replacement of verl's fused LM head, with the same signature, computed by xent.
+"""Replacements of verl's two fused LM heads, with the same signatures, computed by xent.
 
-The signature is that of `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` in verl 0.9. verl's models import
-the function when they are called, so that one line replaces it::
+The signatures are those of verl 0.9.1: `verl.utils.kernel.linear_cross_entropy.linear_cross_entropy` (verl's setting
+``impl_backend: triton``) and `verl.utils.experimental.torch_functional.FusedLinearForPPO` (``torch`` and ``liger``).
+verl's models for transformers import them when they are called, so that one line replaces each::
 
     verl.utils.kernel.linear_cross_entropy.linear_cross_entropy = xent.integrations.verl.linear_cross_entropy
+    verl.utils.experimental.torch_functional.FusedLinearForPPO = xent.integrations.verl.FusedLinearForPPO
 
-verl's modules for Megatron import it by name when they are loaded: run this line before that.
+verl's modules for Megatron import the function by name when they are loaded: run the first line before that.
 """
 
 from typing import Any
@@ -15,7 +17,7 @@ from torch import Tensor
 
 import xent
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["FusedLinearForPPO", "linear_cross_entropy"]
 
 _REDUCTIONS = ("none", "sum", "mean")
 
@@ -92,3 +94,52 @@ def linear_cross_entropy(
         tokens = max(len(log_probs), 1)
         log_probs = log_probs.sum() / (tokens if how == "mean" else 1)
     return log_probs, entropy
+
+
+class FusedLinearForPPO(torch.nn.Module):
+    """Compute log-probabilities and entropies from hidden states, with the signature of verl's module.
+
+    Parameters
+    ----------
+    chunk_size : int
+        Ignored; xent chooses.
+    impl_backend : str
+        Ignored; the device of the tensors selects the backend.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.verl import FusedLinearForPPO
+    >>> log_probs, entropy = FusedLinearForPPO()(torch.zeros(1, 3, 8), torch.zeros(4, 8), torch.tensor([[0, 1, 2]]))
+    >>> log_probs
+    tensor([[-1.3863, -1.3863, -1.3863]])
+    """
+
+    def __init__(self, chunk_size: int = 512, impl_backend: str = "torch") -> None:
+        super().__init__()
+
+    def forward(
+        self, hidden_states: Tensor, vocab_weights: Tensor, input_ids: Tensor, temperature: float | Tensor = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities and entropies.
+
+        Parameters
+        ----------
+        hidden_states : tensor (..., D), float
+            Hidden states of N tokens.
+        vocab_weights : tensor (V, D), float
+            The classifier.
+        input_ids : integer tensor (...)
+            The tokens to predict: verl has shifted them. A token with -100 has zeros, and no gradient.
+        temperature : float > 0, or a 0-d tensor
+            Divides the logits.
+
+        Returns
+        -------
+        log_probs, entropy : tensor, float32
+            Both of the shape of ``input_ids``, and differentiable.
+        """
+        log_probs, entropy = xent.linear_log_probs(
+            hidden_states, vocab_weights, input_ids, temperature=temperature, entropy=True
+        )
+        return log_probs.float(), entropy.float()
