@@ -148,9 +148,8 @@ def _call(
     check_kind(framework, kind, beta)
     check_numbers(framework, temperature=temperature, softcap=softcap, logit_scale=logit_scale)
     target = _target_of(framework, teacher, rows, vocabulary, shape, shards, source, temperature, kind, beta)
-    if framework != "torch" and isinstance(target, Dense) and target.ids is not None:
-        if framework == "numpy":
-            check_values(target.ids, target.source)
+    if framework == "numpy" and isinstance(target, Dense) and target.ids is not None:
+        check_values(target.ids, target.source)
         target = Dense(gathered(target.source, target.ids), target.activation)
     check_sample_weight(sample_weight, rows)
     check_normalizer(framework, normalizer, reduction)

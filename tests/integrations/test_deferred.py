@@ -529,3 +529,11 @@ def test_a_parametrized_weight_is_computed_once_per_call() -> None:
         torch.manual_seed(1)
         parametrizations.spectral_norm(head.train())
     torch.testing.assert_close(*[[mean(head(hidden)) for _ in range(3)] for head in (plain, deferring)])
+
+
+def test_a_mask_that_changes_before_the_logits_are_read() -> None:
+    plain, deferring, hidden = heads()
+    mask = torch.tensor([[True, False, True, False, True]] * 2, device=device)
+    chosen, expected = deferring(hidden)[mask], plain(hidden)[mask]
+    mask[:] = False
+    torch.testing.assert_close(chosen + 0, expected)

@@ -179,3 +179,11 @@ def test_array_outside_of_a_transformation_is_not_seen_as_traced(target: Target)
     tracing._probe.cache_clear()
     mx.eval(mx.value_and_grad(loss, argnums=(0, 1))(x, w))
     assert not tracing.is_traced(mx.zeros(3))
+
+
+@pytest.mark.parametrize("ids", [[0, 2, 9], [0, 0, 2], [-1, 2, 3], [10**6, 1, 2]], ids=str)
+def test_invalid_ids_of_a_subset_are_nan(ids: list[int]) -> None:
+    student, teacher = mx.zeros((2, 3)), xent.Subset(mx.zeros((2, 7)), mx.array(ids))
+    assert mx.isnan(xent.divergence(student, teacher)).item()
+    linear = xent.LinearTeacher(mx.zeros((2, 4)), mx.zeros((7, 4)))
+    assert mx.isnan(xent.divergence(student, xent.Subset(linear, mx.array(ids)))).item()

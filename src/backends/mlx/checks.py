@@ -9,9 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from xent.core.call import Allowed
+from xent.core.call import Allowed, Source
+from xent.core.subsets import check_values
 
-__all__ = ["check_support", "check_targets", "check_temperature"]
+__all__ = ["check_subset", "check_support", "check_targets", "check_temperature"]
 
 
 def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: int) -> None:
@@ -26,6 +27,13 @@ def check_targets(target: mx.array, vocabulary: int, ignore_index: int, shift: i
             f"target{place or ''} is {values[tuple(place)]}; classes are 0 to {vocabulary - 1}, or "
             f"ignore_index={ignore_index}"
         )
+
+
+def check_subset(ids: mx.array, source: Source) -> None:
+    """Raise IndexError or ValueError for ids of a `xent.Subset` that are no classes of the teacher, or repeat."""
+    values = _values(ids)
+    if values is not None:
+        check_values(values, source)
 
 
 def check_temperature(temperature: mx.array, shift: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.mlx.checks import check_support, check_targets, check_temperature
+from xent.backends.mlx.checks import check_subset, check_support, check_targets, check_temperature
 from xent.core.call import (
     Allowed,
     Call,
@@ -22,6 +22,7 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.spec import LARGEST
+from xent.core.subsets import gathered
 
 __all__ = ["accumulation_dtype", "aligned", "prepare", "rows_of", "scalar"]
 
@@ -45,8 +46,22 @@ def aligned(call: Call) -> Call:
     if isinstance(target, Probabilities) and isinstance(source, Given):
         target = target._replace(values=mx.moveaxis(target.values, source.axis, -1))
     elif isinstance(target, Dense):
-        target = target._replace(source=_aligned(target.source, "teacher."))
+        target = _restricted(target._replace(source=_aligned(target.source, "teacher.")))
     return call._replace(source=_aligned(source, "linear_"), target=target)
+
+
+def _restricted(target: Dense) -> Dense:
+    """Return a teacher with the student's classes only; invalid classes make it NaN."""
+    if target.ids is None:
+        return target
+    ids, source = target.ids.astype(mx.int64), target.source
+    check_subset(ids, source)
+    ordered, places = mx.sort(ids), mx.clip(ids, 0, max(vocabulary_of(source) - 1, 0))
+    wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
+    source = gathered(source, places)
+    field = "logits" if isinstance(source, Given) else "input"
+    values = getattr(source, field)
+    return Dense(source._replace(**{field: mx.where(wrong, mx.nan, values).astype(values.dtype)}), target.activation)
 
 
 def _aligned(source: Source, prefix: str) -> Source:

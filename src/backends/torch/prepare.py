@@ -185,8 +185,10 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
         ordered, given = ids.sort().values, ids
         ids = given.clamp(0, max(size - 1, 0))
         wrong = (ids != given).any() | (ordered[1:] == ordered[:-1]).any()
-        scale = torch.as_tensor(activation.logit_scale, dtype=acc, device=ids.device)
-        activation = activation._replace(logit_scale=torch.where(wrong, torch.nan, scale))
+        scale = activation.logit_scale
+        if not isinstance(scale, Tensor):
+            scale = torch.full((), scale, dtype=acc, device=ids.device)
+        activation = activation._replace(logit_scale=torch.where(wrong, torch.nan, scale.to(acc)))
     source = target.source
     if isinstance(source, Product):
         source = source._replace(

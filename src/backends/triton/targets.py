@@ -120,7 +120,10 @@ def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
     teacher, values = block.teacher[start : start + some.count], None
     numbers = 0.0 if cap is None else cap, scale
     if isinstance(scale, Tensor) or isinstance(cap, Tensor):
-        values = torch.stack([torch.as_tensor(one, dtype=torch.float32, device=teacher.device) for one in numbers])
+        made = {"dtype": torch.float32, "device": teacher.device}
+        values = torch.stack(
+            [one.to(**made) if isinstance(one, Tensor) else torch.full((), one, **made) for one in numbers]
+        )
     exact = some.logits.itemsize == 4
     constants = {
         "TEACHER_CAPPED": cap is not None,

@@ -161,6 +161,8 @@ def _take(function: Any, logits: Any, index: Any) -> Any:
     if isinstance(index, Tensor) and not isinstance(index, DeferredLogits):
         if index.dtype != torch.bool or index.ndim >= logits.ndim:
             return NotImplemented
+        index = index.clone()  # the caller may change the mask before the logits are read
+        made = function, (logits, index), {}
         return derive(logits, recipe.on_rows(lambda hidden: hidden[index], layout="contiguous"), made)
     parts = list(index) if isinstance(index, tuple) else [index]
     if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
