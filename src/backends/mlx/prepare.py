@@ -59,9 +59,11 @@ def _restricted(target: Dense) -> Dense:
     ordered, places = mx.sort(ids), mx.clip(ids, 0, max(vocabulary_of(source) - 1, 0))
     wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
     source = gathered(source, places)
-    field = "logits" if isinstance(source, Given) else "input"
-    values = getattr(source, field)
-    return Dense(source._replace(**{field: mx.where(wrong, mx.nan, values).astype(values.dtype)}), target.activation)
+    values = source.logits if isinstance(source, Given) else source.input
+    values = mx.where(wrong, mx.nan, values).astype(values.dtype)
+    if isinstance(source, Given):
+        return Dense(source._replace(logits=values), target.activation)
+    return Dense(source._replace(input=values), target.activation)
 
 
 def _aligned(source: Source, prefix: str) -> Source:

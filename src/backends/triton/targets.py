@@ -120,7 +120,7 @@ def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
     teacher, values = block.teacher[start : start + some.count], None
     numbers = 0.0 if cap is None else cap, scale
     if isinstance(scale, Tensor) or isinstance(cap, Tensor):
-        made = {"dtype": torch.float32, "device": teacher.device}
+        made: dict[str, Any] = {"dtype": torch.float32, "device": teacher.device}
         values = torch.stack(
             [one.to(**made) if isinstance(one, Tensor) else torch.full((), one, **made) for one in numbers]
         )
