@@ -56,10 +56,10 @@ def divergence(
     ----------
     logits : array (..., V); float64, float32, bfloat16 or float16
         The student's unnormalised scores z. Any strides. Sums over V are accumulated in float32 (float64 for float64).
-    teacher : array (..., V), LinearTeacher or TopKTeacher
+    teacher : array (..., V), LinearTeacher, TopKTeacher or Subset
         The teacher, which gets no gradient: its logits, with the shape of ``logits``, any float dtype, and scale and
         softcap already applied; or its hidden states and classifier; or its most probable classes (beta = 0 only), with
-        log-probabilities at this temperature.
+        log-probabilities at this temperature. A `Subset` restricts one of the first two to the student's classes.
     kind : {"kl", "tv"}
         "kl" for the divergences that ``beta`` selects; "tv" for the total variation, which is 1 minus the probability
         that speculative decoding accepts a token of the student. With a `TopKTeacher` the classes left are one class
@@ -102,12 +102,13 @@ def divergence(
     TypeError, ValueError
         An argument has a wrong type, dtype, shape or range; the teacher has another vocabulary; a `TopKTeacher` is used
         with beta other than 0, or with kind "tv" and tail "drop"; ``beta`` is not 0 with kind "tv"; a `TopKTeacher` has
-        a class twice in one row, or log-probabilities whose mass exceeds 1 by more than rounding. The last two are
-        checked only for values on the CPU of PyTorch and NumPy, because a check on an accelerator would synchronise.
-        Without it, loss and gradient of that row are NaN. XENT_CHECK_TARGETS=1
-        turns the check on everywhere.
+        a class twice in one row, or log-probabilities whose mass exceeds 1 by more than rounding; a `Subset` has a
+        class twice. The last three are checked only for values on the CPU of PyTorch and NumPy, because a check on an
+        accelerator would synchronise. Without it, loss and gradient of that row, with a `Subset` of all rows, are NaN.
+        XENT_CHECK_TARGETS=1 turns the check on everywhere.
     IndexError
-        An id of a `TopKTeacher` is outside [0, V), checked in the same cases.
+        An id of a `TopKTeacher` is outside [0, V), or one of a `Subset` is no class of its teacher, checked in the same
+        cases.
     BackendError, RuntimeError, NotImplementedError
         As in `xent.cross_entropy`.
 
@@ -180,7 +181,7 @@ def linear_divergence(
         The student's hidden states.
     linear_weight : array (V, D), the dtype of input; or QuantizedWeight
         The student's classifier. Under torch.autocast any float dtype. For MLX it may be a frozen quantized classifier.
-    teacher : LinearTeacher, TopKTeacher or array (..., V)
+    teacher : LinearTeacher, TopKTeacher, Subset or array (..., V)
         As in `xent.divergence`. A `LinearTeacher` may have another width; its logits are not stored either.
     linear_bias : array (V,), optional
         Bias of the student's classifier.

@@ -106,6 +106,8 @@ def divided(activation: Activation, temperature: Any) -> Activation:
     x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
     """
     heat, cap = bounded(temperature), activation.softcap
+    if framework_of(heat) == "torch":  # while a compiler traces
+        heat = heat.where(heat > 0, math.nan)
     return Activation(wide(activation.logit_scale) / heat, None if cap is None else wide(cap) / heat)
 
 
@@ -160,8 +162,8 @@ def head_weights(
 def check_numbers(framework: str, other: str = "", **values: Any) -> None:
     """Raise TypeError or ValueError for an option, by name, that is not a number, or out of range.
 
-    A softcap or normalizer may be None. `other` is what else is allowed. A compiler that traces has tensors for numbers
-    of NumPy; they are not checked.
+    A softcap or normalizer may be None. `other` is what else is allowed. While a compiler traces,
+    tensors are not checked: numbers of NumPy are tensors then.
     """
     for name, value in values.items():
         check_number(framework, name, value, other)

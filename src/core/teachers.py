@@ -14,7 +14,7 @@ class LinearTeacher:
     """A teacher given as hidden states and a classifier. Its logits are not stored, and it gets no gradient.
 
     Its logits are ``input @ weight.T + bias``, followed by its own scale and softcap, and by the temperature of the
-    call. Its width D' may differ from the student's; its vocabulary may not.
+    call. Its width D' may differ from the student's; its vocabulary may only in a `Subset`.
 
     Parameters
     ----------

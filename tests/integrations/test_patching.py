@@ -80,9 +80,14 @@ with patch():
 unpatch(third)
 assert state() == before
 patch(make("llama"))
+seen = []
+optimizer.register_optimizer_step_post_hook(lambda *given: seen.append(1))
 one(**batch()).loss.backward()
-torch.optim.SGD(one.parameters()).step()
-assert state()[2] == before[2]  # the model is gone
+torch.optim.SGD(one.parameters()).step()  # the model is gone, its hook is not
+assert seen == [1]
+with patch(one):
+    pass
+assert state()[2] == before[2] + 1  # that of this test
 """
 
 

@@ -71,25 +71,7 @@ def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
     return made
 
 
-_FLOAT = re.compile('"hex":"[^"]*"')
-_traced: dict[str, str] = {}
-"""Form of a traced call without its floats -> the first such form."""
-
-
-def _warn_of_floats(form: str) -> None:
-    """Warn if a call was traced before with other Python floats. Python shows the warning once."""
-    if _traced.setdefault(_FLOAT.sub("", form), form) != form:
-        warnings.warn(
-            "torch.compile compiles a call of xent again for another value of a Python float: pass an option that "
-            "changes (z_loss, label_smoothing, softcap, logit_scale, temperature) as a 0-d tensor on the device of the "
-            "inputs, whose values do not compile again",
-            RuntimeWarning,
-            stacklevel=1,
-        )
-
-
 def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
-    _warn_of_floats(form)
     call = parse(form, tensors)
     options, compute = call.options, compute_of(call.source)
     acc, device = wide(compute), array_of(call).device
@@ -199,8 +181,30 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     return tuple(made[: 1 + len(call.options.stats)])
 
 
+_FLOAT = re.compile('"hex":"[^"]*"')
+_FEW = 2  # values of one call are usual: training and evaluation, or two losses of a model
+_traced: dict[str, set[str]] = {}
+"""Form of a compiled call without its floats -> its first forms, with them."""
+
+
+def _warn_of_floats(form: str, tensors: list[Tensor]) -> None:
+    """Warn if a loss was compiled before with several other Python floats. Python shows the warning once."""
+    forms = _traced.setdefault(_FLOAT.sub("", form), set())
+    if len(forms) < _FEW:
+        forms.add(form)
+    elif form not in forms and not isinstance(parse(form, tensors).target, (Dense, TopK)):  # they take no tensors
+        warnings.warn(
+            "torch.compile has compiled a loss of xent for more than two values of a Python float: pass an option that "
+            "changes (z_loss, label_smoothing, softcap, logit_scale, temperature) as a 0-d tensor on the device of the "
+            "inputs, whose values do not compile again",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
 def _autograd(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     if not asked:
+        _warn_of_floats(form, tensors)
         return list(decided(form, kernel, skips, *tensors))
     with private.below_autograd():
         made: list[Tensor] = torch.ops.xent.forward(form, asked, kernel, skips, tensors)

@@ -127,7 +127,6 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             increment_version([_local(weight) for weight in weights])
             _heads[head] = steps + 1, type(optimizer).__name__
     note_step(optimizer)
-    unwatch()
 
 
 def _local(weight: Any) -> Tensor:

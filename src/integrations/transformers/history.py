@@ -90,10 +90,10 @@ class History:
 
     def goes_past(self, optimizer: Optimizer) -> bool:
         """Whether the head was not called since this optimizer's last step, or never, if this is its first step."""
-        before = self._calls_before.get(optimizer, 0)
+        unused = self._calls_before.get(optimizer, 0) == self.calls and not self.compiled
         self._calls_before[optimizer] = self.calls
-        self.went_past = before == self.calls and not self.compiled
-        return self.went_past
+        self.went_past = self.went_past and unused
+        return unused
 
 
 @dataclass(eq=False)
@@ -233,10 +233,8 @@ def note_step(optimizer: Optimizer) -> None:
     for model, history in list(_histories.items()) if unused else ():
         if history in unused:
             weights = {id(weight) for weight in model.parameters() if weight.requires_grad}
-            history.went_past = any(
-                id(weight) in weights for group in optimizer.param_groups for weight in group["params"]
-            )
-            if history.went_past:
+            if any(id(weight) in weights for group in optimizer.param_groups for weight in group["params"]):
+                history.went_past = True
                 _warn_of_unused(model, history)
 
 
