@@ -200,6 +200,34 @@ FAULTS = [
         "bucket without the other classes", PORTABLE + "cells.py",
         "grown / total - torch.where(left == 0, 0, left / rest)", "grown / total", (DIVERGENCE,),
     ),
+    Fault(
+        "total variation with its gradient turned", PORTABLE + "gaps.py",
+        "apart.sign() / -2", "apart.sign() / 2", (DIVERGENCE, "-k", "tv"),
+    ),
+    Fault(
+        "total variation of cells with another factor", PORTABLE + "cells.py",
+        "pull = (up * b - (2 - up) * a) / 4", "pull = (up * b - (2 - up) * a) / 2", (DIVERGENCE, "-k", "tv"),
+    ),
+    Fault(
+        "classes of a subset in another order", "backends/torch/prepare.py",
+        "return Dense(gathered(source, ids), activation)",
+        "return Dense(gathered(source, ids.sort().values), activation)",
+        ("tests/divergence/test_subset.py",),
+    ),
+    Fault(
+        "rows without a later token with weight 1", "backends/torch/prepare.py",
+        "weight = each(torch.ones(rows, dtype=acc, device=device), 0)",
+        "weight = torch.ones(math.prod(rows), dtype=acc, device=device)", ("tests/divergence/test_shift.py",),
+    ),
+    Fault(
+        "divergence of the first rank only", PORTABLE + "divergence.py",
+        "loss, pull = added(second).unbind(0)", "loss, pull = second[0].unbind(0)",
+        ("tests/distributed/test_divergences.py",),
+    ),
+    Fault(
+        "top-k classes of the first rank only", PORTABLE + "divergence.py",
+        "*first[:, own + 2 :].amax(0)", "*first[0, own + 2 :]", ("tests/distributed/test_divergences.py",),
+    ),
     # Loop, sources, products.
     Fault(
         "saved sums of the first rows for every part", "backends/torch/loop.py",
@@ -441,6 +469,10 @@ FAULTS = [
     Fault(
         "kernel: reverse divergence without its mean", KERNELS + "divergence_kernel.py",
         "g = times(p, pull - (t - x - offset))", "g = times(p, -(t - x - offset))", (DIVERGENCE,), "triton",
+    ),
+    Fault(
+        "kernel: total variation with its gradient turned", KERNELS + "divergence_maths.py",
+        "v = sign(apart) * 0.5", "v = sign(apart) * -0.5", (DIVERGENCE, "-k", "tv"), "triton",
     ),
 ]  # fmt: skip
 
