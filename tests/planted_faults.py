@@ -299,7 +299,7 @@ FAULTS = [
     ),
     # Autograd.
     Fault(
-        "upstream gradient ignored in place", "backends/torch/function.py",
+        "upstream gradient ignored in place", "backends/torch/passes.py",
         "if factor.is_cpu and inplace and float(factor) == 1:", "if factor.is_cpu and inplace:",
         (EAGER, AUTOGRAD, MATRIX, "-k", "upstream or sum"),
     ),

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from xent.backends.torch import operations, packing, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import Direct, DirectLoss, asked_of, forward, is_plain, leaves_of, undisturbed
+from xent.backends.torch.function import Direct, DirectLoss
 from xent.backends.torch.memory import overlaps
+from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
 from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, array_of, replaced

@@ -17,20 +17,10 @@ from torch import Tensor
 
 from xent.backends.torch import private
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
-from xent.backends.torch.function import (
-    BATCHED,
-    Asked,
-    Loss,
-    Traced,
-    asked_of,
-    backward,
-    forward,
-    leaves_of,
-    makes_first,
-    undisturbed,
-)
+from xent.backends.torch.function import BATCHED, Loss, Traced
 from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.packing import Slot, parse
+from xent.backends.torch.passes import Asked, asked_of, backward, forward, leaves_of, makes_first, undisturbed
 from xent.backends.torch.prepare import compute_of, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.refusals import NO_SECOND, named, refuse_gradients, refuse_transforms

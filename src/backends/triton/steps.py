@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken
-from xent.backends.torch.function import SCALES
+from xent.backends.torch.passes import SCALES
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import separate, targets
 from xent.backends.triton.groups import Results, Upstreams
