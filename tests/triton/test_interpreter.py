@@ -80,8 +80,9 @@ def test_types_with_the_same_sizes_are_equal_and_others_are_not() -> None:
         made = core.block_type(tl.float32, shape)
         assert (made.name, list(made.shape), made.numel) == ("<['4'], fp32>", [4], 4)
         assert [size.value for size in value(tl.float32, (4,)).shape] == [4]
-    assert tl.float32 == core.constexpr(tl.float32)
-    assert tl.float32 != "fp32"
+    patched = core.dtype.__eq__
+    for other in (core.constexpr(tl.float32), core.constexpr(tl.int32), "fp32"):  # Triton 3.4 unwraps no constant
+        assert patched(tl.float32, other) == patched.__wrapped__(tl.float32, other)
 
 
 def test_constants_are_unwrapped() -> None:
