@@ -49,7 +49,7 @@ def _run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
 def _tensors(call: Call) -> list[Tensor]:
     fields: list[Any] = [*call.source, *call.target, *call.activation, *call.options]
     if isinstance(call.target, Dense):
-        fields += call.target.source
+        fields.extend(call.target.source)
     return [value for value in fields if isinstance(value, Tensor)]
 
 
