@@ -52,7 +52,7 @@ def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
         if makes_first(call, wanted):
             made += [one for one in (*outcome.gradients, of_scale) if one is not None]
             if compute_of(call.source) == torch.float16:
-                made.append(made[0].new_ones(()) if outcome.deferred is None else outcome.deferred)
+                made.append(made[0].new_ones(()) if outcome.deferred is None else outcome.deferred.clone())
         elif outcome.saved is not None:
             made.append(outcome.saved)
         return made

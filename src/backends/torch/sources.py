@@ -145,8 +145,10 @@ class Computed:
         self._classifier = Classifier(source, setting.width, setting.needs)
         compute, on_cuda = setting.compute, setting.device.type == "cuda"
         self._divides = isinstance(target, (Dense, TopK))
-        # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory.
-        rounds = not (exact(setting.call) or self._divides or (on_cuda and shards is not None and not wanted))
+        # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
+        # and the log-sum-exp of a row must be that of the logits that its gradient is computed from.
+        ends = not (wanted or any(setting.needs))
+        rounds = not (exact(setting.call) or self._divides or (on_cuda and shards is not None and ends))
         self._dtype = compute if rounds else wide(compute)
         self._overlays = self._divides and steps.overlays and self._dtype != compute
         self.tiles = steps.tiles and not wanted and shards is None and isinstance(target, Classes)
@@ -232,7 +234,8 @@ class Computed:
             for block in self.blocks(loaded):
                 steps.fold(block, part, sums, False)
         elif not steps.fold_product(source, taken, part, sums):
-            dtype, width = wide(source.compute), self._setting.width
+            dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
+            width = self._setting.width
             rows, tile = tile_shape(len(taken.hidden), width, dtype.itemsize, self._workspace)
             room = torch.empty(rows * tile, dtype=dtype, device=taken.hidden.device)
             for start in range(0, len(taken.hidden), rows):
