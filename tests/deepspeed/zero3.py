@@ -38,6 +38,7 @@ WAYS = {
 """Name of a way -> (model, how its loss is computed)"""
 TRAINERS = ("sft", "dpo")
 STEPS, ACCUMULATED = 3, 2
+DEVICE = "cpu" if os.environ.get("DS_ACCELERATOR") == "cpu" else f"cuda:{os.environ['LOCAL_RANK']}"
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 1,
@@ -69,7 +70,7 @@ def train(name: str, way: str, patched: bool) -> tuple[list[float], list[torch.T
     assert not model.get_output_embeddings().weight.numel(), "the head must be partitioned"
     losses = []
     for step in range(STEPS * ACCUMULATED):
-        inputs = {key: value[(step + dist.get_rank()) % 4, None] for key, value in batch(rows=4).items()}
+        inputs = {key: value[(step + dist.get_rank()) % 4, None].to(DEVICE) for key, value in batch(rows=4).items()}
         loss, logits = loss_of(engine, inputs, way)
         engine.backward(loss)
         engine.step()
@@ -123,7 +124,7 @@ def check_stale(logits: torch.Tensor) -> None:
 
 def main() -> None:
     """Compare patched and unpatched models, and print the results."""
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo" if DEVICE == "cpu" else "nccl")
     for name, (model, way) in WAYS.items():
         expected, wanted, _ = train(model, way, False)
         losses, weights, said = train(model, way, True)
@@ -148,5 +149,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     main()
