@@ -309,7 +309,7 @@ FAULTS = [
     ),
     Fault(
         "version of overwritten logits", "backends/torch/function.py",
-        "            torch.autograd.graph.increment_version(leaves[0])", "            pass",
+        "            torch.autograd.graph.increment_version(inputs[0])", "            pass",
         ("tests/torch/test_inplace.py", "tests/torch/test_autograd.py"), "triton",
     ),
     Fault(
@@ -318,16 +318,17 @@ FAULTS = [
         (AUTOGRAD, SCALE, "-k", "second"),
     ),
     Fault(
-        "gradient of the scale not divided", "backends/torch/scale_gradient.py",
-        "found: Tensor = total / scale", "found: Tensor = total * 1", (SCALE,),
+        "gradient of the scale not divided", "backends/torch/passes.py",
+        "found: Tensor = total / call.activation.logit_scale", "found: Tensor = total * 1", (SCALE,),
     ),
     Fault(
-        "gradient of probabilities without smoothing", "backends/torch/probability_gradient.py",
-        "scale = factor[rows, None] * (1 - options.label_smoothing) * weight", "scale = factor[rows, None] * weight",
+        "gradient of probabilities without smoothing", "backends/torch/passes.py",
+        "scales = factor[rows, None] * (1 - options.label_smoothing) * class_weight",
+        "scales = factor[rows, None] * class_weight",
         (MATRIX, TARGET),
     ),
     Fault(
-        "gradient of shared probabilities of one head", "backends/torch/probability_gradient.py",
+        "gradient of shared probabilities of one head", "backends/torch/passes.py",
         "flat.index_add_(0, order[rows].clamp(min=0), found)", "flat[order[rows].clamp(min=0)] = found",
         (TARGET, "-k", "heads"),
     ),

@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from xent.core.call import Call, Dense, Given, Probabilities, Product, TopK
+from xent.core.call import Call, Dense, Probabilities, TopK
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = ["STEPS", "Block", "Part", "Setting", "Steps", "Taken", "Upstream", "columns", "exact", "smooths", "wide"]
@@ -70,22 +70,12 @@ class Setting(NamedTuple):
     """The dtype of given logits, or of the matrix products."""
     needs: tuple[bool, ...]
     """Whether each leaf needs a gradient: logits; or input, weight and bias."""
+    device: torch.device
+    """The device of all tensors."""
+    made_first: bool
+    """Whether the forward pass computes the gradients."""
     upstream: Upstream | None = None
     """None in a forward pass."""
-
-    @property
-    def device(self) -> torch.device:
-        """The device of all tensors."""
-        source = self.call.source
-        device: torch.device = (source.logits if isinstance(source, Given) else source.input).device
-        return device
-
-    @property
-    def made_first(self) -> bool:
-        """Whether the forward pass computes the gradients: for reduced losses, but not those of float16 logits."""
-        if not any(self.needs) or self.call.options.reduction == "none":
-            return False
-        return isinstance(self.call.source, Product) or self.compute != torch.float16
 
     @property
     def narrow(self) -> bool:

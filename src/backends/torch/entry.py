@@ -7,12 +7,12 @@ from torch import Tensor
 
 from xent.backends.torch import operations, packing, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import Direct, DirectLoss
+from xent.backends.torch.function import Loss, Run
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
-from xent.core.call import Call, Classes, Dense, Given, Options, Probabilities, array_of, replaced
+from xent.core.call import Call, Dense, Given, Options, array_of, replaced
 from xent.core.spec import ROW_STATS, Stats
 
 __all__ = ["run"]
@@ -54,27 +54,20 @@ def _tensors(call: Call) -> list[Tensor]:
 
 
 def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
-    source, target, _, options, _ = call
     leaves = leaves_of(call)
     asked = asked_of(leaves)
-    usual = 2 if isinstance(source, Given) else 3 + (source.bias is not None)
-    if torch.is_grad_enabled() and (len(tensors) > usual or not isinstance(target, Classes)):
+    if asked[-2] or asked[-1] or sum([tensor.requires_grad for tensor in tensors]) > sum(asked):
         refuse_gradients(call, named(call))
-    if not any(asked):
-        prepared = prepare(call, asked[:-2])
-        arguments = (array_of(call).device, forward, prepared, asked, kernel, False, True)
-        if isinstance(target, Dense):  # its classifier may require a gradient
-            with torch.no_grad():
-                return undisturbed(*arguments)[0].results
-        return undisturbed(*arguments)[0].results
-    given = [leaf for leaf, wanted in zip(leaves, asked, strict=True) if wanted]
     if asked[-2]:
-        assert isinstance(target, Probabilities)
-        call = replaced(call, target=replaced(target, values=target.values.detach()))
-    if isinstance(source, Given) and source.inplace:
-        _check_inplace(source.logits, asked)
+        call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
+    if isinstance(call.source, Given) and call.source.inplace:
+        _check_inplace(call.source.logits, asked)
     prepared = prepare(call, asked[:-2], asked[-1])
-    return DirectLoss.apply(Direct(prepared, asked, kernel), *given)[: 1 + len(options.stats)]
+    if any(asked):
+        wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
+        return Loss.apply(Run(prepared, asked, kernel), *wanted)[: 1 + len(call.options.stats)]
+    with torch.no_grad():  # a teacher's classifier may require a gradient
+        return undisturbed(array_of(call).device, forward, prepared, asked, kernel, True)
 
 
 def _traced(call: Call, kernel: str) -> Any:

@@ -10,7 +10,7 @@ A vocabulary in shards adds a gather of each part's sums, which overlaps the nex
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,25 +20,24 @@ from xent.backends.torch.parts import Schedule
 from xent.backends.torch.sources import Computed, Loaded, Stored, source_of
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
 
-__all__ = ["Outcome", "backward", "forward", "setting_of"]
+__all__ = ["made_first", "run", "setting_of"]
 
 
-class Outcome(NamedTuple):
-    """What a forward pass returns."""
+def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
+    """Return whether the forward pass computes the gradients: for losses that are one number.
 
-    results: list[Tensor]
-    """The loss, then the statistics in the order of the options; those per row are (N,)."""
-    gradients: list[Tensor | None]
-    """One per leaf (logits; or input, weight, bias), for the reduced loss; None where not needed or not made yet."""
-    deferred: Tensor | None
-    """0-d: what the gradients still have to be multiplied by; None for 1."""
-    saved: Tensor | None
-    """(K, N): the sums for the backward pass."""
+    Not those of float16 logits, in which a gradient could underflow before the upstream gradient scales it.
+    """
+    source = call.source
+    if call.options.reduction == "none" or not any(needs):
+        return False
+    return not isinstance(source, Given) or source.logits.dtype != torch.float16
 
 
 def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = None) -> Setting:
     """Return how a prepared call is run. Sizes may be symbolic."""
     source, target, shards = call.source, call.target, call.shards
+    given, dtype = (source.logits, None) if isinstance(source, Given) else (source.input, source.dtype)
     here = vocabulary_of(source)
     first, size = (0, here) if shards is None else (shards.first, shards.size)
     assert first is not None
@@ -49,53 +48,26 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
     elif isinstance(target, Probabilities):
         count = math.prod(target.values.shape[:-1]) if target.order is None else target.order.shape[0]
     else:
-        count = math.prod((source.logits if isinstance(source, Given) else source.input).shape[:-1])
-    dtype = source.logits.dtype if isinstance(source, Given) else getattr(torch, source.dtype or "float32")
-    return Setting(call, count, size, first, width, dtype, needs, upstream)
+        count = math.prod(given.shape[:-1])
+    compute = given.dtype if dtype is None else getattr(torch, dtype)
+    firsts = upstream is None and made_first(call, needs)
+    return Setting(call, count, size, first, width, compute, needs, given.device, firsts, upstream)
 
 
-def _saved_columns(setting: Setting) -> int:
-    """Return the number K of sums that a forward pass saves for the backward pass; 0 for none."""
-    if not any(setting.needs) or setting.made_first or isinstance(setting.call.target, (Dense, TopK)):
-        return 0
-    return len(columns(setting))
+def run(
+    setting: Setting, kernel: str, skips: bool, reuse: bool, saved: Tensor | None = None
+) -> tuple[Steps, Stored | Computed, Tensor | None]:
+    """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
-
-def forward(call: Call, needs: tuple[bool, ...], kernel: str, reuse: bool = False, skips: bool = True) -> Outcome:
-    """Compute a prepared call with the steps of a backend.
-
-    `reuse`: whether the gradient overwrites given logits. `skips`: whether ignored rows may be left out of matrix
-    products, for which the host may have to wait.
+    Return the steps, which have the results, the source, which has the gradients, and the sums (K, N), if a forward
+    pass saves them for the backward pass. `reuse`: whether the gradient overwrites given logits. `skips`: whether
+    ignored rows may be left out of matrix products, for which the host may have to wait.
     """
-    setting = setting_of(call, needs)
-    steps = STEPS[kernel](setting)
-    count = _saved_columns(setting)
-    saved = torch.zeros(count, setting.count, dtype=wide(setting.compute), device=setting.device) if count else None
-    source = source_of(setting, steps, setting.made_first, reuse)
-    _run(setting, steps, source, saved, skips)
-    return Outcome(steps.results(), source.gradients(), steps.deferred, saved)
-
-
-def backward(
-    call: Call,
-    needs: tuple[bool, ...],
-    kernel: str,
-    saved: Tensor | None,
-    upstream: Upstream,
-    reuse: bool = False,
-    skips: bool = True,
-) -> list[Tensor | None]:
-    """Return the gradients of the leaves for upstream gradients of the results, from the saved sums."""
-    setting = setting_of(call, needs, upstream)
-    steps = STEPS[kernel](setting)
-    source = source_of(setting, steps, True, reuse)
-    _run(setting, steps, source, saved, skips)
-    return source.gradients()
-
-
-def _run(setting: Setting, steps: Steps, source: Stored | Computed, saved: Tensor | None, skips: bool) -> None:
-    """Compute all rows; in a forward pass record their results, and write the sums to `saved` if it is not None."""
-    again = setting.upstream is not None and steps.saves
+    steps, call, forward = STEPS[kernel](setting), setting.call, setting.upstream is None
+    source = source_of(setting, steps, setting.made_first or not forward, reuse)
+    if forward and any(setting.needs) and not (setting.made_first or isinstance(call.target, (Dense, TopK))):
+        saved = torch.zeros(len(columns(setting)), setting.count, dtype=wide(setting.compute), device=setting.device)
+    again = not forward and steps.saves
     fused = steps.fuses and not again and not source.tiles
     schedule = Schedule(steps, setting.count, source.step, skips and source.skips)
     source.start(schedule)
@@ -112,15 +84,14 @@ def _run(setting: Setting, steps: Steps, source: Stored | Computed, saved: Tenso
             source.differentiate(loaded, steps.finish(sums, part, True, None))
             source.add(loaded)
         else:
-            arriving = _fold(setting, source, loaded, len(columns(setting)))
+            arriving = loaded, _fold(setting, source, loaded, len(columns(setting)))
             if source.overlaps:
-                waiting, arriving = (loaded, arriving), waiting
-            else:
-                arriving = loaded, arriving
+                waiting, arriving = arriving, waiting
             if arriving is not None:
                 _finish(setting, steps, source, *arriving, saved)
     if waiting is not None:
         _finish(setting, steps, source, *waiting, saved)
+    return steps, source, saved
 
 
 def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded, count: int) -> Any:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from xent.backends.torch import private
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
-from xent.backends.torch.function import BATCHED, Loss, Traced
+from xent.backends.torch.function import BATCHED, Loss, Run
+from xent.backends.torch.loop import made_first
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.packing import Slot, parse
-from xent.backends.torch.passes import Asked, asked_of, backward, forward, leaves_of, makes_first, undisturbed
+from xent.backends.torch.packing import parse
+from xent.backends.torch.passes import asked_of, backward, forward, leaves_of, undisturbed
 from xent.backends.torch.prepare import compute_of, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.refusals import NO_SECOND, named, refuse_gradients, refuse_transforms
@@ -46,16 +47,7 @@ def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: li
     wanted = tuple(asked) or (False,) * len(leaves_of(call))
 
     def run() -> list[Tensor]:
-        prepared = prepare(call, wanted[:-2], wanted[-1], traced=True)
-        outcome, of_scale = forward(prepared, wanted, kernel, False, skips)
-        made = list(outcome.results)
-        if makes_first(call, wanted):
-            made += [one for one in (*outcome.gradients, of_scale) if one is not None]
-            if compute_of(call.source) == torch.float16:
-                made.append(made[0].new_ones(()) if outcome.deferred is None else outcome.deferred.clone())
-        elif outcome.saved is not None:
-            made.append(outcome.saved)
-        return made
+        return forward(prepare(call, wanted[:-2], wanted[-1], traced=True), wanted, kernel, skips)
 
     made: list[Tensor] = undisturbed(array_of(call).device, run)
     return made
@@ -76,7 +68,8 @@ def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensor
         return made
     wanted = tuple(asked)
     leaves = leaves_of(call)
-    if makes_first(call, wanted):
+    of_leaves = (*wanted[:-2], wanted[-1])
+    if made_first(call, of_leaves):
         for leaf in (leaf for leaf, one in zip(leaves[:-2], wanted, strict=False) if one):
             if isinstance(call.source, Given):
                 made.append(gradient_like(leaf))
@@ -84,8 +77,8 @@ def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensor
                 made.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype)))
         factors = wanted[-1] + (compute == torch.float16)
         made += [torch.empty((), dtype=acc, device=device) for _ in range(factors)]
-    elif any((*wanted[:-2], wanted[-1])) and not isinstance(call.target, (Dense, TopK)):
-        names = columns(Setting(call, 0, 0, 0, 0, compute, wanted))
+    elif any(of_leaves) and not isinstance(call.target, (Dense, TopK)):
+        names = columns(Setting(call, 0, 0, 0, 0, compute, wanted, device, False))
         made.append(torch.empty((len(names), count), dtype=acc, device=device))
     return made
 
@@ -104,7 +97,7 @@ def _backward(
 
     def run() -> list[Tensor]:
         prepared = prepare(call, wanted[:-2], wanted[-1], first=False)
-        made = backward(prepared, wanted, kernel, saved, Upstream(*upstream), False, skips)
+        made = backward(prepared, wanted, kernel, saved, Upstream(*upstream), skips)
         pairs = zip(made, leaves_of(call), strict=True)
         return [cast(one, leaf.dtype) for one, leaf in pairs if one is not None]
 
@@ -162,12 +155,12 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     names = named(call)
     refuse_gradients(call, names)
     refuse_transforms(call, names)
-    asked: Asked = asked_of(leaves_of(call))
+    leaves = leaves_of(call)
+    asked = asked_of(leaves)
     if not any(asked):
         return tuple(torch.ops.xent.forward(form, list(asked), kernel, skips, list(tensors)))
-    slots: Any = parse(form, [Slot(index) for index in range(len(tensors))])
-    places = [leaf.place if isinstance(leaf, Slot) else -1 for leaf in leaves_of(slots)]
-    made = Loss.apply(Traced(form, call, asked, kernel, skips, places), *tensors)
+    wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
+    made = Loss.apply(Run(call, asked, kernel, skips, form), *wanted, *tensors)
     return tuple(made[: 1 + len(call.options.stats)])
 
 

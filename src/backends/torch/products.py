@@ -36,28 +36,26 @@ class Classifier:
     def __init__(self, source: Product, width: int, needs: tuple[bool, ...] = (False, False, False)) -> None:
         """`width`: the number C of classes, without the padding of a shard."""
         assert source.dtype is not None
+        self.given, self.classes, self.needs = source, width, needs
         self.compute: torch.dtype = getattr(torch, source.dtype)
-        self.needs = needs
-        given = source.input
-        self.hidden: Tensor = given if given.dim() == 2 else given.reshape(given.shape[:-1].numel(), given.shape[-1])
+        self.hidden: Tensor = source.input
         """(N, D) in the caller's dtype."""
-        self.shape, self.rows = given.shape, len(source.weight)
-        """The shape of the input, and the rows of the given classifier."""
-        self.given_weight, self.given_bias = source.weight, source.bias
-        self.classes = width
-        self.columns = padded_columns(width, given.device)
-        self._padded = cast(self._extended(source.weight), self.compute)
-        self._padded_bias = None if source.bias is None else cast(self._extended(source.bias), self.compute)
+        if self.hidden.dim() != 2:
+            self.hidden = self.hidden.reshape(self.hidden.shape[:-1].numel(), self.hidden.shape[-1])
+        self.columns = padded_columns(width, self.hidden.device)
+        self.padded = cast(self._extended(source.weight), self.compute)
+        """(columns, D) in the compute dtype."""
+        self.padded_bias = None if source.bias is None else cast(self._extended(source.bias), self.compute)
 
     @property
     def weight(self) -> Tensor:
         """(C, D) in the compute dtype."""
-        return span(self._padded, 0, self.classes)
+        return span(self.padded, 0, self.classes)
 
     @property
     def bias(self) -> Tensor | None:
         """(C,) in the compute dtype, or None."""
-        return None if self._padded_bias is None else span(self._padded_bias, 0, self.classes)
+        return None if self.padded_bias is None else span(self.padded_bias, 0, self.classes)
 
     def _extended(self, values: Tensor) -> Tensor:
         """Return the first C rows with zeros appended. `F.pad` would write all of its result twice."""
@@ -75,7 +73,7 @@ class Classifier:
 
         `hidden` has the compute dtype. `out` may be float32 if the compute dtype is narrower.
         """
-        columns, bias = self._padded, self._padded_bias
+        columns, bias = self.padded, self.padded_bias
         if classes is not None:
             columns, bias = columns[classes], None if bias is None else bias[classes]
         columns = columns.t()
@@ -101,10 +99,6 @@ class Classifier:
         rows = span(self.hidden, part.start, part.stop) if part.rows is None else self.hidden[part.rows]
         return cast(rows, self.compute)
 
-    def times(self, grad: Tensor, out: Tensor | None = None) -> Tensor:
-        """Return the product of a gradient of logits (R, columns) with the classifier, (R, D)."""
-        return torch.mm(grad, self._padded) if out is None else torch.mm(grad, self._padded, out=out)
-
 
 def kept_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a gradient is stored until the backward pass; float16 could overflow before 1/D."""
@@ -119,16 +113,14 @@ def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) ->
 class Gradients:
     """The gradients of input, classifier and bias, as far as they are needed, accumulated over parts."""
 
-    def __init__(self, source: Classifier, schedule: Schedule, count: int) -> None:
-        """`count`: the number N of rows of the input's gradient."""
-        self._source, self._schedule, self._count = source, schedule, count
-        self._needs_input, self._needs_weight, self._needs_bias = source.needs
-        self._input: Tensor | None = None
-        device = source.hidden.device
-        self._weight = _ProductSum(source, schedule.chunks) if self._needs_weight else None
-        self._bias = (
-            torch.zeros(source.columns, dtype=wide(source.compute), device=device) if self._needs_bias else None
-        )
+    def __init__(self, source: Classifier, schedule: Schedule) -> None:
+        self._source, self._schedule = source, schedule
+        needs, hidden = source.needs, source.hidden
+        self._input = hidden.new_empty(hidden.shape, dtype=kept_dtype(hidden.dtype)) if needs[0] else None
+        self._weight = _ProductSum(source, schedule.chunks) if needs[1] else None
+        self._bias = None
+        if needs[2]:
+            self._bias = torch.zeros(source.columns, dtype=wide(source.compute), device=hidden.device)
 
     def add_to_classifier(self, part: Part, trained: Tensor, grad: Tensor) -> None:
         """Add a part to the gradients of weight and bias.
@@ -142,45 +134,28 @@ class Gradients:
 
     def add_to_input(self, part: Part, grad: Tensor) -> None:
         """Write the gradient of a part's hidden states."""
-        if not self._needs_input:
+        if self._input is None:
             return
-        source = self._source
-        fits = part.rows is None and kept_dtype(source.hidden.dtype) == grad.dtype
-        if fits and part.stop - part.start == self._count:
-            self._input = source.times(grad)
-        elif fits:
-            source.times(grad, self._memory()[part.start : part.stop])
+        if part.rows is None and self._input.dtype == grad.dtype:
+            torch.mm(grad, self._source.padded, out=self._input[part.start : part.stop])
         else:
-            part.put(source.times(grad), self._memory())
+            part.put(grad @ self._source.padded, self._input)
 
     def of_input(self) -> Tensor | None:
         """Return the gradient (N, D) of the input after the last part; None if it is not needed."""
-        if not self._needs_input:
-            return None
-        made = self._memory()
-        if self._schedule.left_out is not None:
-            made.index_fill_(0, self._schedule.left_out, 0)
-        return made
-
-    def _memory(self) -> Tensor:
-        if self._input is None:
-            hidden = self._source.hidden
-            shape = (self._count, hidden.shape[1])
-            self._input = torch.empty(shape, dtype=kept_dtype(hidden.dtype), device=hidden.device)
+        if self._input is not None and self._schedule.left_out is not None:
+            self._input.index_fill_(0, self._schedule.left_out, 0)
         return self._input
 
     def of_classifier(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of weight and bias, with zeros for the padding of a shard; None if not needed."""
-        source = self._source
-        weight = None if self._weight is None else self._fitted(self._weight.result())
-        bias = None
-        if self._bias is not None and source.given_bias is not None:
-            bias = self._fitted(self._bias).to(kept_dtype(source.given_bias.dtype))
-        return weight, bias
+        bias = self._source.given.bias
+        of_bias = None if self._bias is None or bias is None else self._fitted(self._bias).to(kept_dtype(bias.dtype))
+        return None if self._weight is None else self._fitted(self._weight.result()), of_bias
 
     def _fitted(self, made: Tensor) -> Tensor:
         """Return the first C rows, with zeros up to the rows of the given classifier."""
-        classes, rows = self._source.classes, self._source.rows
+        classes, rows = self._source.classes, len(self._source.given.weight)
         if rows == classes:
             return span(made, 0, classes)
         return torch.cat((made[:classes], made.new_zeros((rows - classes, *made.shape[1:]))))
@@ -201,7 +176,7 @@ class _ProductSum:
     """
 
     def __init__(self, source: Classifier, parts: int) -> None:
-        weight = source.given_weight
+        weight = source.given.weight
         self._shape = (source.columns, weight.shape[1])
         self._compute, self._out, self._device = source.compute, kept_dtype(weight.dtype), weight.device
         self._sum: Tensor | None = None
@@ -216,24 +191,18 @@ class _ProductSum:
         """Add a part's (M, R) @ (R, D); `last` says that none follows."""
         alone = last and self._sum is None and self._compute == torch.bfloat16
         if self._wide == self._compute or (alone and self._device.type != "cpu"):
-            if self._sum is None:
-                self._sum = left @ right
-            else:
-                torch.addmm(self._sum, left, right, out=self._sum)
-        elif alone:
-            self._add_slices(left, right, torch.bfloat16)
+            self._sum = left @ right if self._sum is None else torch.addmm(self._sum, left, right, out=self._sum)
         elif self._fused:
             if self._sum is None:
                 self._sum = torch.mm(left, right, out_dtype=torch.float32)
             else:
                 torch.addmm(self._sum, left, right, out_dtype=torch.float32, out=self._sum)
-        elif self._compute == torch.float16:
-            # Few rows per step, so that the rounded product stays in the range of float16.
-            for start in range(0, len(right), _FLOAT16_ROWS):
-                rows = slice(start, start + _FLOAT16_ROWS)
-                self._add_slices(left[:, rows], right[rows], torch.float32)
         else:
-            self._add_slices(left, right, torch.float32)
+            # Few rows per step in float16, so that the rounded product stays in the range.
+            step = _FLOAT16_ROWS if self._compute == torch.float16 else max(len(right), 1)
+            for start in range(0, len(right), step):
+                rows = slice(start, start + step)
+                self._add_slices(left[:, rows], right[rows], torch.bfloat16 if alone else torch.float32)
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""

@@ -29,20 +29,19 @@ class Loaded:
 
     part: Part
     taken: Taken | None = None
-    room: Tensor | None = None
-    """(R, columns), memory for the logits."""
     logits: Tensor | None = None
-    """The same after the product."""
+    """(R, columns) after the product."""
     grad: Tensor | None = None
     """(R, columns), of the logits, in the compute dtype."""
 
 
 def source_of(setting: Setting, steps: Steps, wanted: bool, reuse: bool) -> "Stored | Computed":
     """Return the source of a call's logits. `wanted`: gradients are computed; `reuse`: over given logits."""
-    teacher = _Teacher(setting.call.target.source, setting) if isinstance(setting.call.target, Dense) else None
-    if isinstance(setting.call.source, Given):
-        return Stored(setting, setting.call.source.logits, steps, wanted, reuse, teacher)
-    return Computed(setting, setting.call.source, steps, wanted, teacher)
+    target, source = setting.call.target, setting.call.source
+    teacher = _Teacher(target.source, setting) if isinstance(target, Dense) else None
+    if isinstance(source, Given):
+        return Stored(setting, source.logits, steps, wanted, reuse, teacher)
+    return Computed(setting, source, steps, wanted, teacher)
 
 
 class Stored:
@@ -60,15 +59,12 @@ class Stored:
         teacher: "_Teacher | None",
     ) -> None:
         self._setting, self._steps, self._teacher, self.wanted = setting, steps, teacher, wanted
-        width = setting.width
-        padded = width < logits.shape[-1]
-        self._logits = logits[..., :width] if padded else logits
-        self._made: Tensor | None = None
-        self._grad: Tensor | None = None
-        if wanted:
-            self._made = logits if reuse else gradient_like(logits)
-            self._grad = self._made[..., :width] if padded else self._made
-            if padded:
+        self._made = None if not wanted else logits if reuse else gradient_like(logits)
+        self._logits, self._grad, width = logits, self._made, setting.width
+        if width < logits.shape[-1]:
+            self._logits = logits[..., :width]
+            if self._made is not None:
+                self._grad = self._made[..., :width]
                 self._made[..., width:] = 0
         self.step = max(setting.count, 1)
         if teacher is not None and teacher.bytes_per_row:
@@ -83,22 +79,21 @@ class Stored:
 
     def blocks(self, loaded: Loaded, wanted: bool = True) -> Iterator[Block]:
         """Yield the rows of a part in blocks that the steps take; a gradient is copied back where it must be."""
-        part, grad = loaded.part, self._grad if wanted else None
-        if self._steps.takes_any_strides and self._teacher is None:
+        part, grad, teacher = loaded.part, self._grad if wanted else None, self._teacher
+        if self._steps.takes_any_strides and teacher is None:
             yield Block(self._logits, grad=grad)
-        elif part.stop - part.start < self._setting.count:
-            block = Rows(self._logits).block(part.start, part.stop).contiguous()
-            place = None if grad is None else torch.empty_like(block)
-            yield self._beside_teacher(part, 0, block, place)
-            if grad is not None and place is not None:
+            return
+        whole = part.stop - part.start == self._setting.count
+        found: Any = logit_blocks(self._logits, grad) if whole else [(0, self._rows(part), None)]
+        for start, block, room in found:
+            place = torch.empty_like(block) if grad is not None and not whole else room
+            of_teacher = None if teacher is None else teacher.block(part, start, start + len(block))
+            yield Block(block, start, 0, place, None, of_teacher)
+            if grad is not None and not whole:
                 Rows(grad).put(part.start, place)
-        else:
-            for start, block, place in logit_blocks(self._logits, grad):
-                yield self._beside_teacher(part, start, block, place)
 
-    def _beside_teacher(self, part: Part, start: int, block: Tensor, place: Tensor | None) -> Block:
-        teacher = None if self._teacher is None else self._teacher.block(part, start, start + len(block))
-        return Block(block, start, 0, place, None, teacher)
+    def _rows(self, part: Part) -> Tensor:
+        return Rows(self._logits).block(part.start, part.stop).contiguous()
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
         """Fold all rows. A rank without classes folds empty rows."""
@@ -134,20 +129,18 @@ class Computed:
         self, setting: Setting, source: Product, steps: Steps, wanted: bool, teacher: "_Teacher | None"
     ) -> None:
         self._setting, self._steps, self._teacher, self.wanted = setting, steps, teacher, wanted
-        self._workspace, self._shape = source.workspace, source.input.shape
-        target, shards = setting.call.target, setting.call.shards
-        self._tokens: Any = None
+        self._given, self._tokens = source, None
+        target, shards, compute = setting.call.target, setting.call.shards, setting.compute
         if shards is not None:
             from xent.backends.torch.shards.tokens import tokens_of
 
             self._tokens = tokens_of(shards, tuple(source.input.shape), setting.count)
-            source = source._replace(input=self._tokens.gathered(source.input.to(setting.compute)))
+            source = source._replace(input=self._tokens.gathered(source.input.to(compute)))
         self._classifier = Classifier(source, setting.width, setting.needs)
-        compute, on_cuda = setting.compute, setting.device.type == "cuda"
         self._divides = isinstance(target, (Dense, TopK))
         # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
         # and the log-sum-exp of a row must be that of the logits that its gradient is computed from.
-        ends = not (wanted or any(setting.needs))
+        ends, on_cuda = not (wanted or any(setting.needs)), setting.device.type == "cuda"
         rounds = not (exact(setting.call) or self._divides or (on_cuda and shards is not None and ends))
         self._dtype = compute if rounds else wide(compute)
         self._overlays = self._divides and steps.overlays and self._dtype != compute
@@ -157,74 +150,69 @@ class Computed:
         self.overlaps = False
         """Whether the sums of a part are gathered while the next part is computed: two parts exist at one time."""
         self.step = self._rows_of_part()
-        self._memory: list[Tensor] = []
-        self._narrow: Tensor | None = None
+        self._rooms: dict[Any, Tensor] = {}
         self._arriving: Any = None
         self._turn = 0
 
     def _rows_of_part(self) -> int:
-        setting, source = self._setting, self._classifier
-        compute, shards, device = setting.compute, setting.call.shards, setting.device
+        setting, source, workspace = self._setting, self._classifier, self._given.workspace
+        count, compute, shards, device = setting.count, setting.compute, setting.call.shards, setting.device
         size, columns = self._dtype.itemsize, source.columns
+        if self.tiles:
+            return max(count, 1)
         if self._dtype != compute and self.wanted and not self._overlays:
             size += compute.itemsize
-        if self.tiles:
-            return max(setting.count, 1)
+        if shards is not None or self._divides:  # the same on every rank
+            columns = _most_columns(setting, columns)
         if self._divides:
-            columns = _most_columns(setting, columns)
             return _rows_of_divergence(setting, columns * size + (self._teacher.bytes_per_row if self._teacher else 0))
-        rounds = self.wanted and setting.needs[1] and rounds_sums(compute, source.given_weight.dtype, device)
-        if shards is not None:  # the same on every rank
-            columns = _most_columns(setting, columns)
-        elif self._workspace is None and device.type != "cpu":
+        if shards is None and workspace is None and device.type != "cpu":
             # With wider logits a part has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // compute.itemsize
-        rows = rows_per_chunk(setting.count, columns, size, self._workspace, device.type, rounds)
-        if shards is not None and setting.upstream is None and rows < setting.count:
+        rounds = self.wanted and setting.needs[1] and rounds_sums(compute, self._given.weight.dtype, device)
+        rows = rows_per_chunk(count, columns, size, workspace, device.type, rounds)
+        if shards is not None and setting.upstream is None and rows < count:
             self.overlaps = True
             size += self._dtype.itemsize
-            rows = rows_per_chunk(setting.count, columns, size, self._workspace, device.type, rounds)
+            rows = rows_per_chunk(count, columns, size, workspace, device.type, rounds)
         return rows
 
     def start(self, schedule: Schedule) -> None:
         """Receive the schedule."""
         self._rows = schedule.rows
-        self._gradients = Gradients(self._classifier, schedule, self._setting.count) if self.wanted else None
+        self._gradients = Gradients(self._classifier, schedule) if self.wanted else None
 
     def load(self, part: Part) -> Loaded:
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
         return Loaded(part, self._steps.take(self._classifier, part))
 
+    def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
+        """Return memory (R, columns) for a part, the same for each part."""
+        if name not in self._rooms:
+            shape = self._rows, self._classifier.columns
+            self._rooms[name] = torch.empty(shape, dtype=dtype, device=self._setting.device)
+        return self._rooms[name][: part.stop - part.start]
+
     def blocks(self, loaded: Loaded) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
-        part, width = loaded.part, self._setting.width
-        assert loaded.taken is not None
+        part, taken, width, compute = loaded.part, loaded.taken, self._setting.width, self._setting.compute
+        assert taken is not None
         logits = loaded.logits
         if logits is None:
-            if len(self._memory) <= self._turn:
-                shape = self._rows, self._classifier.columns
-                self._memory.append(torch.empty(shape, dtype=self._dtype, device=self._setting.device))
-            logits = loaded.logits = self._memory[self._turn][: part.stop - part.start]
+            logits = loaded.logits = self._room(self._turn, part, self._dtype)
             self._turn = 1 - self._turn if self.overlaps else 0
-            self._classifier.write_logits(loaded.taken.hidden, logits)
+            self._classifier.write_logits(taken.hidden, logits)
         grad = None
         if self.wanted:
-            if self._dtype == self._setting.compute:
+            if self._dtype == compute:
                 loaded.grad = logits
             elif self._overlays:
-                loaded.grad = logits.view(self._setting.compute)[:, self._classifier.columns :]
+                loaded.grad = logits.view(compute)[:, self._classifier.columns :]
             else:
-                loaded.grad = self._beside(part)
+                loaded.grad = self._room("grad", part, compute)
             grad = loaded.grad[:, :width]
         teacher = None if self._teacher is None else self._teacher.block(part, 0, part.stop - part.start)
-        yield Block(logits[:, :width], 0, 0, grad, loaded.taken.target_logits, teacher)
-
-    def _beside(self, part: Part) -> Tensor:
-        """Return memory (R, columns) in the compute dtype, beside that of logits."""
-        if self._narrow is None:
-            shape = self._rows, self._classifier.columns
-            self._narrow = torch.empty(shape, dtype=self._setting.compute, device=self._setting.device)
-        return self._narrow[: part.stop - part.start]
+        yield Block(logits[:, :width], 0, 0, grad, taken.target_logits, teacher)
 
     def fold(self, loaded: Loaded, sums: Tensor) -> None:
         """Fold the logits of a part: from registers, from tiles that are overwritten, or from memory."""
@@ -236,7 +224,7 @@ class Computed:
         elif not steps.fold_product(source, taken, part, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
             width = self._setting.width
-            rows, tile = tile_shape(len(taken.hidden), width, dtype.itemsize, self._workspace)
+            rows, tile = tile_shape(len(taken.hidden), width, dtype.itemsize, self._given.workspace)
             room = torch.empty(rows * tile, dtype=dtype, device=taken.hidden.device)
             for start in range(0, len(taken.hidden), rows):
                 some = slice(start, min(start + rows, len(taken.hidden)))
@@ -250,15 +238,15 @@ class Computed:
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
-        steps, taken = self._steps, loaded.taken
+        steps, part, taken = self._steps, loaded.part, loaded.taken
         assert taken is not None
         if loaded.logits is None:
-            grad = self._beside(loaded.part)
-            if steps.gradient_product(self._classifier, taken, loaded.part, coefficients, grad):
+            grad = self._room("grad", part, self._setting.compute)
+            if steps.gradient_product(self._classifier, taken, part, coefficients, grad):
                 loaded.grad = grad
                 return
         for block in self.blocks(loaded):
-            steps.gradient(block, loaded.part, coefficients)
+            steps.gradient(block, part, coefficients)
 
     def add(self, loaded: Loaded) -> None:
         """Multiply the gradient of a part's logits into the gradients of hidden states and classifier."""
@@ -285,11 +273,12 @@ class Computed:
         if self._gradients is None:
             return [None, None, None]
         self._send()
-        if self._arriving is not None:
-            of_input = self._tokens.mine(self._arriving.land())
-        else:
+        if self._tokens is None or self._arriving is None:
             of_input = self._gradients.of_input()
-        return [None if of_input is None else of_input.reshape(self._shape), *self._gradients.of_classifier()]
+        else:
+            of_input = self._tokens.mine(self._arriving.land())
+        shape = self._given.input.shape
+        return [None if of_input is None else of_input.reshape(shape), *self._gradients.of_classifier()]
 
 
 class _Teacher:
