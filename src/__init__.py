@@ -10,10 +10,18 @@ import sys as _sys
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.dispatch import backends
 from xent.core.divergence import divergence, linear_divergence
-from xent.core.errors import BackendError
 from xent.core.log_probs import linear_log_probs, log_probs
-from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
-from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
+from xent.core.spec import (
+    BackendError,
+    BackendInfo,
+    LinearTeacher,
+    QuantizedWeight,
+    Stats,
+    Subset,
+    Support,
+    TopKTeacher,
+    VocabParallel,
+)
 
 __version__ = "0.2.0"
 

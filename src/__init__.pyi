@@ -10,9 +10,17 @@ from typing import Any, Literal, Protocol, TypedDict, TypeVar, overload
 
 from typing_extensions import Unpack
 
-from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, QuantizedWeight, Stats, Support, VocabParallel
-from xent.core.teachers import LinearTeacher, Subset, TopKTeacher
+from xent.core.spec import (
+    BackendError,
+    BackendInfo,
+    LinearTeacher,
+    QuantizedWeight,
+    Stats,
+    Subset,
+    Support,
+    TopKTeacher,
+    VocabParallel,
+)
 
 __version__: str
 

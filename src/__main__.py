@@ -4,7 +4,9 @@ import argparse
 import sys
 
 from xent import __version__
-from xent.command import bench, check, environment
+from xent.command.bench import add_arguments, bench
+from xent.command.check.run import check
+from xent.command.show import environment
 
 __all__ = ["main"]
 
@@ -19,11 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     checking.add_argument("--full", action="store_true", help="check every option and gradient in pairs, too")
     checking.add_argument("backend", nargs="*", help="names of backends; all that are available if none is given")
-    bench.add_arguments(commands.add_parser("bench", help="time and memory beside the unfused loss, in a minute"))
+    add_arguments(commands.add_parser("bench", help="time and memory beside the unfused loss, in a minute"))
     parsed = parser.parse_args(arguments)
     if parsed.command == "check":
-        return check.check(parsed.backend, parsed.full)
-    return bench.bench(parsed) if parsed.command == "bench" else environment.show()
+        return check(parsed.backend, parsed.full)
+    return bench(parsed) if parsed.command == "bench" else environment()
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ from tests.options import option_cases
 from tests.targets import Target
 from xent.command.check import judge
 from xent.command.check.case import Case, make_inputs
-from xent.command.check.judge import Comparison, compare, judge_case, typical_of
-from xent.command.check.results import results_of_case
+from xent.command.check.judge import Comparison, compare, judge_case, results_of_case, typical_of
 
 MUTATIONS: dict[str, Callable[[Any], Any]] = {
     "zero": lambda grad: grad * 0,

@@ -12,7 +12,7 @@ from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.options import LOG_PROB_OPTIONS, OPTIONS, option_cases
 from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
 from xent.command.check.case import Case, make_inputs
-from xent.command.check.results import call_of
+from xent.command.check.judge import call_of
 from xent.core.call import Given
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
 

@@ -63,8 +63,6 @@ ALSO: dict[str, Callable[[], Backend]] = {"metal": _metal_of_torch}
 
 def dtensors_of(array: Any, axis: Any) -> Any:
     """Return the module for DTensors if the array is one whose classes, on that axis, are in shards; otherwise None."""
-    if not hasattr(array, "placements"):
-        return None
     try:
         from xent.backends.torch.shards import dtensor
     except ImportError:
@@ -74,7 +72,7 @@ def dtensors_of(array: Any, axis: Any) -> Any:
 
 def rank_named(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
     """Return a context in which errors of a call with shards on this array name this rank."""
-    if vocab_parallel is None or not hasattr(array, "requires_grad"):
+    if not hasattr(array, "requires_grad"):
         return nullcontext()
     try:
         from xent.backends.torch.shards import ranges

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xent.core.call import Activation, Call, Dense, Given, Source, TopK
-from xent.core.teachers import mass_tolerance
+from xent.core.spec import mass_tolerance
 
 __all__ = ["divergence", "divergence_gradients", "student_entropy"]
 

@@ -3,9 +3,8 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from xent.backends import dtensors_of, rank_named
 from xent.core.describe import linear_loss_call, loss_call
-from xent.core.dispatch import run
+from xent.core.dispatch import evaluate
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
@@ -135,29 +134,26 @@ def cross_entropy(
     >>> float(xent.cross_entropy(logits, np.array([0, 1, -100])).round(4))
     0.3955
     """
-    arguments = {
-        "target": target,
-        "weight": weight,
-        "sample_weight": sample_weight,
-        "normalizer": normalizer,
-        "axis": axis,
-        "inplace": inplace,
-        "vocab_parallel": vocab_parallel,
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "stats": stats,
-    }
-    shards = dtensors_of(logits, axis)
-    if shards is not None:
-        return shards.of_logits(cross_entropy, logits, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, logits):
-        call = loss_call(logits, **arguments)
-        loss, found = run(call, backend)
-    return (loss, found) if call.options.stats else loss
+    return evaluate(
+        cross_entropy,
+        loss_call,
+        backend,
+        logits,
+        target=target,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        axis=axis,
+        inplace=inplace,
+        vocab_parallel=vocab_parallel,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        stats=stats,
+    )
 
 
 def linear_cross_entropy(
@@ -271,28 +267,26 @@ def linear_cross_entropy(
     >>> float(xent.linear_cross_entropy(heads, classifier, labels, shift=(1, 2), head_weight=(1.0, 0.5)).round(4))
     3.5111
     """
-    arguments = {
-        "target": target,
-        "linear_bias": linear_bias,
-        "weight": weight,
-        "sample_weight": sample_weight,
-        "normalizer": normalizer,
-        "shift": shift,
-        "head_weight": head_weight,
-        "workspace": workspace,
-        "vocab_parallel": vocab_parallel,
-        "reduction": reduction,
-        "ignore_index": ignore_index,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "stats": stats,
-    }
-    shards = dtensors_of(linear_weight, 0)
-    if shards is not None:
-        return shards.of_linear(linear_cross_entropy, input, linear_weight, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, input):
-        call = linear_loss_call(input, linear_weight, **arguments)
-        loss, found = run(call, backend)
-    return (loss, found) if call.options.stats else loss
+    return evaluate(
+        linear_cross_entropy,
+        linear_loss_call,
+        backend,
+        input,
+        linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        weight=weight,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        shift=shift,
+        head_weight=head_weight,
+        workspace=workspace,
+        vocab_parallel=vocab_parallel,
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        stats=stats,
+    )

@@ -25,7 +25,8 @@ INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"
 PLAIN = (int, float, type(None))
 """Types of numbers that are neither arrays nor NumPy's."""
 _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
-_REQUIRED = ("logits", "input", "linear_weight", "target")
+_OF_TEACHER = ("teacher.input", "teacher.weight", "teacher.ids", "teacher.log_probs")
+_REQUIRED = ("logits", "input", "linear_weight", "target", *_OF_TEACHER)
 
 
 def framework_of(value: Any) -> str | None:
@@ -108,28 +109,37 @@ def wide(value: Any) -> Any:
     return value
 
 
-def one_framework(**arrays: Any) -> str:
-    """Return the framework that all arrays share. A `normalizer` may be a plain number."""
-    met = {}
+def one_framework(arrays: dict[str, Any]) -> str:
+    """Return the framework that all arrays share; those that are None are left out. A `normalizer` may be a number."""
+    met: dict[str, Any] = {}
+    first, framework, kind = "", None, type(None)
     for name, array in arrays.items():
-        owner = None if array is None else framework_of(array)
-        if owner is not None:
-            met[name] = owner
-        elif name in _REQUIRED or (array is not None and name != "normalizer"):
+        if array is None and name not in _REQUIRED:
+            continue
+        owner = framework if type(array) is kind else framework_of(array)
+        if owner is None:
+            if name == "normalizer":
+                continue
             raise TypeError(
                 f"{name} must be a torch, MLX or NumPy array, got {describe(array)}{_of_module(name, array)}"
             )
-    first, framework = next(iter(met.items()))
-    for name, owner in met.items():
-        if owner != framework:
+        if framework is None:
+            first, framework, kind = name, owner, type(array)
+        elif owner != framework:
             raise TypeError(
                 f"all arrays of a call must be of one framework: {first} is a {framework} array and {name} a {owner} "
                 "array; convert one of them"
             )
+        met[name] = array
+    assert framework is not None  # the first array is required
     if framework == "torch":
-        _one_device({name: arrays[name] for name in met})
-    for name in met:
-        _check_plain(name, framework, arrays[name])
+        _check_tensors(met)
+    for name, array in met.items() if framework == "numpy" else ():
+        if hasattr(array, "mask"):
+            raise TypeError(
+                f"{name} must be a plain array, got a {type(array).__name__}, whose mask would be ignored: pass its "
+                "data, and set ignore_index in target, or sample_weight=0, where an entry does not count"
+            )
     return framework
 
 
@@ -144,29 +154,21 @@ def _of_module(name: str, value: Any) -> str:
     return ""
 
 
-def _check_plain(name: str, framework: str, array: Any) -> None:
-    """Raise TypeError for a sparse, nested, sharded or masked array."""
-    kind = type(array).__name__
-    if framework == "numpy" and hasattr(array, "mask"):
-        raise TypeError(
-            f"{name} must be a plain array, got a {kind}, whose mask would be ignored: pass its data, and set "
-            "ignore_index in target, or sample_weight=0, where an entry does not count"
-        )
-    if framework != "torch":
-        return
-    if array.is_nested:
-        raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
-    if str(array.layout) != "torch.strided":
-        raise TypeError(f"{name} must be a dense tensor, got layout {array.layout}: pass {name}.to_dense()")
-    if hasattr(array, "full_tensor"):
-        raise TypeError(f"{name} must be a plain tensor, got a {kind}: pass {name}.to_local() or {name}.full_tensor()")
-
-
-def _one_device(tensors: dict[str, Any]) -> None:
+def _check_tensors(tensors: dict[str, Any]) -> None:
+    """Raise ValueError for tensors on several devices, TypeError for a sparse, nested or sharded one."""
     first, device = next((name, tensor.device) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         if tensor.device != device and not (name in _NUMBERS and tensor.device.type == "cpu"):
             raise ValueError(
                 f"all tensors of a call must be on one device: {first} is on {device}, {name} on {tensor.device}; move "
                 f"it with {name}.to({first}.device)"
+            )
+        if tensor.is_nested:
+            raise TypeError(f"{name} must be a dense tensor, got a nested one: pad it, or pass its values()")
+        if str(tensor.layout) != "torch.strided":
+            raise TypeError(f"{name} must be a dense tensor, got layout {tensor.layout}: pass {name}.to_dense()")
+        if hasattr(tensor, "full_tensor"):
+            raise TypeError(
+                f"{name} must be a plain tensor, got a {type(tensor).__name__}: pass {name}.to_local() or "
+                f"{name}.full_tensor()"
             )

@@ -1,8 +1,7 @@
 """Validate the arguments of the losses and of the log-probabilities, and describe the call. Errors name the argument.
 
-This module checks the shapes and dtypes of arrays, with `validate_arrays`; `options` checks numbers and names. Backends
-check the values in a target (see `XENT_CHECK_TARGETS` in `xent.cross_entropy`), because reading them may synchronise
-with the device.
+Backends check the values in a target (see `XENT_CHECK_TARGETS` in `xent.cross_entropy`), because reading them may
+synchronise with the device.
 """
 
 import math
@@ -19,32 +18,49 @@ from xent.core.arrays import (
     one_framework,
     shown,
 )
-from xent.core.call import Allowed, Call, Classes, Given, Options, Probabilities, Product, array_of, replaced
-from xent.core.options import (
+from xent.core.call import (
+    Allowed,
+    Call,
+    Classes,
+    Given,
+    Probabilities,
+    Product,
+    Shards,
+    Source,
+    array_of,
+    replaced,
+    vocabulary_of,
+)
+from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, Support
+from xent.core.validate import (
+    check_classifier,
+    check_dtype,
     check_numbers,
+    check_sequence,
+    check_shape,
     check_stats,
+    check_tokens,
+    check_weights,
+    class_axis,
     divided,
     head_weights,
     loss_options,
     one_shift,
+    parts_of,
+    shards_of,
     shift_and_workspace,
 )
-from xent.core.shards import check_tokens, shards_of
-from xent.core.spec import LOG_PROB_STATS, STAT_NAMES, Support
-from xent.core.validate_arrays import (
-    check_classifier,
-    check_float,
-    check_normalizer,
-    check_sample_weight,
-    check_sequence,
-    class_axis,
-    parts_of,
-)
 
-__all__ = ["as_log_probs", "linear_log_probs_call", "linear_loss_call", "log_probs_call", "loss_call"]
+__all__ = ["linear_log_probs_call", "linear_loss_call", "log_probs_call", "loss_call"]
 
 _NO_WEIGHTS: dict[str, Any] = {"weight": None, "sample_weight": None, "normalizer": None}
-_OF_LOG_PROBS: dict[str, Any] = _NO_WEIGHTS | {"reduction": "none", "label_smoothing": 0.0, "z_loss": 0.0, "stats": ()}
+_OF_LOG_PROBS: dict[str, Any] = _NO_WEIGHTS | {
+    "reduction": "none",
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "exact": True,
+    "accuracy_of_rows": True,
+}
 _TENSORS = ("label_smoothing", "z_loss", "softcap", "logit_scale")
 """Numbers that may be PyTorch tensors."""
 
@@ -62,9 +78,9 @@ def loss_call(
     **numbers: Any,
 ) -> Call:
     """Check the arguments of `xent.cross_entropy` and describe the call."""
-    arrays = {"target": target, "weight": weight, "sample_weight": sample_weight, "normalizer": normalizer}
-    framework, arrays = _arrays_of(logits, {"logits": logits} | arrays, numbers)
-    activation, options = loss_options(framework, **numbers)
+    arrays = {"logits": logits, "target": target}
+    arrays |= {"weight": weight, "sample_weight": sample_weight, "normalizer": normalizer}
+    framework = _framework_of(logits, arrays, numbers)
     axis, shape = class_axis(logits, axis), tuple(logits.shape)
     if not isinstance(inplace, bool):
         raise TypeError(f"inplace must be a bool, got {shown(inplace)}")
@@ -75,9 +91,7 @@ def loss_call(
             "on every rank: leave sequence_parallel out, or pass hidden states to xent.linear_cross_entropy"
         )
     rows = shape[:axis] + shape[axis + 1 :]
-    known = _target_of("logits", shape, rows, shape, shape[axis], target, shards is not None)
-    options = _weighted(framework, options, arrays, rows, shape[axis])
-    return Call(Given(logits, axis, inplace), known, activation, options, shards)
+    return _call(framework, Given(logits, axis, inplace), arrays, numbers, rows, shape, shards, {})
 
 
 def linear_loss_call(
@@ -98,12 +112,11 @@ def linear_loss_call(
     """Check the arguments of `xent.linear_cross_entropy` and describe the call."""
     arrays = {"input": input, **parts_of(linear_weight, "linear_weight"), "target": target, "linear_bias": linear_bias}
     arrays |= {"weight": weight, "sample_weight": sample_weight, "normalizer": normalizer}
-    framework, arrays = _arrays_of(input, arrays, numbers)
-    activation, options = loss_options(framework, **numbers)
+    framework = _framework_of(input, arrays, numbers)
     check_classifier(framework, input, linear_weight, linear_bias)
     shift, workspace = shift_and_workspace(shift, workspace)
     shards = shards_of(framework, vocab_parallel)
-    weights = head_weights(framework, shift, head_weight, options.reduction)
+    weights = head_weights(framework, shift, head_weight, numbers["reduction"])
     heads = len(shift) if isinstance(shift, tuple) else None
     rows = tuple(input.shape[:-1])
     if shards is not None and shards.axis is not None:
@@ -117,21 +130,17 @@ def linear_loss_call(
         rows = rows[1:]
     else:
         check_sequence(shift, input)
-    vocabulary = linear_weight.shape[0]
-    known = _target_of("input", tuple(input.shape), rows, (*rows, vocabulary), vocabulary, target, shards is not None)
-    options = _weighted(framework, options, arrays, rows, vocabulary)
-    options = replaced(options, shift=shift, heads=heads, head_weight=weights)
-    return Call(Product(input, linear_weight, linear_bias, workspace), known, activation, options, shards)
+    source = Product(input, linear_weight, linear_bias, workspace)
+    own = {"shift": shift, "heads": heads, "head_weight": weights}
+    return _call(framework, source, arrays, numbers, rows, (*rows, linear_weight.shape[0]), shards, own)
 
 
 def log_probs_call(
     logits: Any, target: Any, *, temperature: Any, support: Any, entropy: Any, stats: Any, **others: Any
 ) -> Call:
     """Check the arguments of `xent.log_probs` and describe the call: a loss with reduction "none", not negated."""
-    names = _names(stats, entropy)
-    _check_classes(target)
-    call = loss_call(logits, target, inplace=False, **_OF_LOG_PROBS, **others)
-    return as_log_probs(call, target, temperature, support, names)
+    others |= {"stats": _names(target, stats, entropy), "inplace": False}
+    return _as_log_probs(loss_call(logits, target, **_OF_LOG_PROBS, **others), temperature, support)
 
 
 def linear_log_probs_call(
@@ -147,116 +156,115 @@ def linear_log_probs_call(
     **others: Any,
 ) -> Call:
     """Check the arguments of `xent.linear_log_probs` and describe the call, as `log_probs_call` does."""
-    names = _names(stats, entropy)
-    _check_classes(target)
-    call = linear_loss_call(input, linear_weight, target, shift=one_shift(shift), **_OF_LOG_PROBS, **others)
-    return as_log_probs(call, target, temperature, support, names)
+    others |= {"stats": _names(target, stats, entropy), "shift": one_shift(shift)}
+    return _as_log_probs(
+        linear_loss_call(input, linear_weight, target, **_OF_LOG_PROBS, **others), temperature, support
+    )
 
 
-def as_log_probs(call: Call, target: Any, temperature: Any, support: Any, stats: tuple[str, ...]) -> Call:
-    """Return a loss with reduction "none" as log-probabilities with these statistics; validate the other arguments.
+def _as_log_probs(call: Call, temperature: Any, support: Any) -> Call:
+    """Return a loss with reduction "none" as log-probabilities at this temperature and with this support.
 
     A 0-d tensor or MLX array is treated as a temperature per row: its value may be invalid, and may not be known yet.
     """
-    array, rows = array_of(call), tuple(target.shape)
-    number = number_of(framework_of(array), temperature)
-    is_number = number is not temperature or framework_of(number) is None
-    arrays = {"logits" if isinstance(call.source, Given) else "input": array}
-    arrays |= {} if is_number else {"temperature": temperature}
-    framework = one_framework(**arrays, **_arrays_of_support(support))
-    activation = call.activation
+    source, target, activation, options, shards = call
+    assert isinstance(target, Classes)
+    array, rows = array_of(call), tuple(target.ids.shape)
+    framework: Any = framework_of(array)
+    temperature = number_of(framework, temperature)
+    is_number = framework_of(temperature) is None
+    others = _arrays_of_support(support) | ({} if is_number else {"temperature": temperature})
+    if others:
+        one_framework({"logits" if isinstance(source, Given) else "input": array, **others})
     if is_number:
-        check_numbers(framework, ", or an array of floats", temperature=number)
-        activation = divided(activation, number)
+        check_numbers(framework, {"temperature": temperature}, ", or an array of floats")
+        activation = divided(activation, temperature)
     else:
         if framework == "torch" and not temperature.shape:
             temperature = temperature.expand(rows)
         _check_rows_of(framework, temperature, rows)
         activation = replaced(activation, temperature=temperature)
-    if support is not None:
-        call = replaced(call, target=_allowed(target, support, math.prod(rows)))
-    options = replaced(call.options, stats=stats, exact=True, accuracy_of_rows=True)
-    return replaced(call, activation=activation, options=options)
+    return Call(
+        source,
+        target if support is None else _allowed(target.ids, support, math.prod(rows)),
+        activation,
+        options,
+        shards,
+    )
 
 
-def _arrays_of(first: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the framework of a call's arrays, and the arrays with a normalizer of NumPy as a Python number."""
-    owner = framework_of(first)
-    arrays = arrays | {"normalizer": number_of(owner, arrays["normalizer"])}
+def _framework_of(first: Any, arrays: dict[str, Any], numbers: dict[str, Any]) -> str:
+    """Return the framework of a call's arrays; in `arrays`, replace a normalizer of NumPy by a Python number."""
     others = {name: numbers[name] for name in _TENSORS if type(numbers[name]) not in PLAIN}
+    if not others and type(arrays["normalizer"]) in PLAIN:
+        return one_framework(arrays)
+    owner = framework_of(first)
+    arrays["normalizer"] = number_of(owner, arrays["normalizer"])
     tensors = {name: value for name, value in others.items() if owner == "torch" == framework_of(value)}
-    return one_framework(**arrays, **tensors), arrays
+    return one_framework(arrays | tensors)
 
 
-def _target_of(
-    source: str,
-    shape: tuple[int, ...],
+def _call(
+    framework: str,
+    source: Source,
+    arrays: dict[str, Any],
+    numbers: dict[str, Any],
     rows: tuple[int, ...],
     probabilities: tuple[int, ...],
-    vocabulary: int,
-    target: Any,
-    in_shards: bool,
-) -> Classes | Probabilities:
-    """Check a target against `rows` and `probabilities`, the shapes of class indices and of class probabilities.
+    shards: Shards | None,
+    others: dict[str, Any],
+) -> Call:
+    """Check the options, the target and the weights, and describe the call, with `others` among its options.
 
-    `source` is the name of the array of this `shape`. A shard of the vocabulary may be empty.
+    `rows` and `probabilities` are the shapes of class indices and of class probabilities. A shard of the vocabulary may
+    be empty.
     """
-    if vocabulary == 0 and not in_shards:
-        raise ValueError(f"there must be at least one class, got 0 with {source} of shape {shape}")
+    given = {name: arrays[name] for name in ("weight", "sample_weight", "normalizer")}
+    activation, options = loss_options(framework, **numbers, **given, **others)
+    name, target, vocabulary = next(iter(arrays)), arrays["target"], vocabulary_of(source)
+    shape = tuple(arrays[name].shape)
+    if vocabulary == 0 and shards is None:
+        raise ValueError(f"there must be at least one class, got 0 with {name} of shape {shape}")
     dtype, found = dtype_name(target), tuple(target.shape)
-    if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework_of(target) == "numpy"):
+    if dtype in INTEGER_DTYPES or (dtype == "uint64" and framework == "numpy"):
         if found != rows:
-            other = source == "logits" and found == shape[:1] + shape[2:]
+            other = isinstance(source, Given) and found == shape[:1] + shape[2:]
             raise ValueError(
-                f"target of class indices must have shape {rows} for {source} of shape {shape}, got {found}"
+                f"target of class indices must have shape {rows} for {name} of shape {shape}, got {found}"
                 + ("; if the classes are on axis 1, pass axis=1" if other else "")
             )
-        return Classes(target)
-    if dtype not in FLOAT_DTYPES:
+        known: Classes | Probabilities = Classes(target)
+    elif dtype not in FLOAT_DTYPES:
         raise TypeError(
             f"target must hold class indices ({', '.join(INTEGER_DTYPES)}) or class probabilities "
             f"({', '.join(FLOAT_DTYPES)}), got dtype {dtype}"
         )
-    if found != probabilities:
-        raise ValueError(
-            f"target of class probabilities (dtype {dtype}) must have shape {probabilities} for {source} of shape "
-            f"{shape}, got {found}; class indices need an integer dtype"
+    else:
+        check_shape(
+            target,
+            probabilities,
+            f"target of class probabilities (dtype {dtype}) must have shape {{}} for {name} of shape {shape}, got "
+            "{}; class indices need an integer dtype",
         )
-    return Probabilities(target)
+        known = Probabilities(target)
+    if options.weight is not None:
+        check_dtype("weight", options.weight)
+        check_shape(options.weight, (vocabulary,), "weight must have shape {}, one per class; got {}")
+    check_weights(framework, options.sample_weight, options.normalizer, rows, options.reduction)
+    return Call(source, known, activation, options, shards)
 
 
-def _weighted(
-    framework: str, options: Options, arrays: dict[str, Any], rows: tuple[int, ...], vocabulary: int
-) -> Options:
-    """Check weights and normalizer, and return the options with them."""
-    weight = arrays["weight"]
-    if weight is arrays["sample_weight"] is arrays["normalizer"] is None:
-        return options
-    if weight is not None:
-        check_float("weight", weight)
-        if tuple(weight.shape) != (vocabulary,):
-            raise ValueError(f"weight must have shape ({vocabulary},), one per class; got {tuple(weight.shape)}")
-    return replaced(
-        options,
-        weight=weight,
-        sample_weight=check_sample_weight(arrays["sample_weight"], rows),
-        normalizer=check_normalizer(framework, arrays["normalizer"], options.reduction),
-    )
+def _names(target: Any, stats: Any, entropy: Any) -> tuple[str, ...]:
+    """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`.
 
-
-def _names(stats: Any, entropy: Any) -> tuple[str, ...]:
-    """Return the names of the statistics to request from a backend, validated and in the order of `STAT_NAMES`."""
+    Raise TypeError for a target of class probabilities, which only the losses accept.
+    """
     if not isinstance(entropy, bool):
         raise TypeError(f"entropy must be a bool, got {shown(entropy)}")
     check_stats(stats, LOG_PROB_STATS, ": pass entropy=True")
+    if framework_of(target) is not None and dtype_name(target) not in (*INTEGER_DTYPES, "uint64"):
+        raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
     return tuple(name for name in STAT_NAMES if name in stats or (entropy and name == "entropy"))
-
-
-def _check_classes(target: Any) -> None:
-    """Raise TypeError for class probabilities, which only the losses accept."""
-    if framework_of(target) is None or dtype_name(target) in (*INTEGER_DTYPES, "uint64"):
-        return
-    raise TypeError(f"target must hold class indices ({', '.join(INTEGER_DTYPES)}), got dtype {dtype_name(target)}")
 
 
 def _arrays_of_support(support: Any) -> dict[str, Any]:
@@ -278,11 +286,10 @@ def _allowed(ids: Any, support: Support, rows: int) -> Allowed:
         part = getattr(support, name)
         if dtype_name(part) not in INTEGER_DTYPES or len(part.shape) != 1:
             raise TypeError(f"support.{name} must be a 1-d integer array, got {describe(part)}")
-    offsets = support.offsets
-    if offsets.shape[0] != rows + 1:
+    offsets, count = support.offsets, support.offsets.shape[0]
+    if count != rows + 1:
         raise ValueError(
-            f"support.offsets must have {rows + 1} entries, one more than there are rows of target; got "
-            f"{offsets.shape[0]}"
+            f"support.offsets must have {rows + 1} entries, one more than there are rows of target; got {count}"
         )
     return Allowed(ids, support.ids, offsets[:-1], offsets[1:])
 

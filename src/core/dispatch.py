@@ -2,16 +2,17 @@
 
 import os
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from xent.backends import ALSO, TABLE
+from xent.backends import ALSO, TABLE, dtensors_of, rank_named
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of, shown
-from xent.core.call import Call, array_of
-from xent.core.errors import BackendError
-from xent.core.spec import BackendInfo, Stats
+from xent.core.call import Call
+from xent.core.spec import BackendError, BackendInfo, Stats
 
-__all__ = ["backends", "run"]
+__all__ = ["backends", "evaluate"]
 
 _warned: set[str] = set()
 
@@ -35,16 +36,37 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def run(call: Call, name: str) -> tuple[Any, Stats]:
-    """Run the call on the backend called `name`, or with "auto" on the first that serves it."""
-    return _selected(name, call).run(call)
+def evaluate(
+    function: Callable[..., Any], describe: Callable[..., Call], name: str, *source: Any, **others: Any
+) -> Any:
+    """Return the result of a public function on the backend called `name`, or with "auto" on the first that serves it.
+
+    `describe` validates the arguments. `source` is the logits, or the hidden states and the classifier. DTensors call
+    the function again with their local parts.
+    """
+    if hasattr(source[-1], "placements"):
+        shards = dtensors_of(source[-1], others.get("axis", 0))
+        if shards is not None:
+            cut = shards.of_logits if len(source) == 1 else shards.of_linear
+            return cut(function, *source, others | {"backend": name})
+    parallel = others["vocab_parallel"]
+    with nullcontext() if parallel is None else rank_named(parallel, source[0]):
+        call = describe(*source, **others)
+        loss, found = _selected(name, call, source[0]).run(call)
+    stats = call.options.stats
+    if not call.options.accuracy_of_rows:
+        return (loss, found) if stats else loss
+    results = [0 - loss, *((found.entropy,) if "entropy" in stats else ())]  # log-probabilities
+    asked = {name: getattr(found, name) for name in stats if name != "entropy"}
+    results += [Stats(**asked)] if asked else []
+    return results[0] if len(results) == 1 else tuple(results)
 
 
-def _selected(name: str, call: Call) -> Backend:
-    """Return the backend called `name`, or for "auto" the first that can serve the call; else raise BackendError."""
+def _selected(name: str, call: Call, array: Any) -> Backend:
+    """Return the backend called `name`, or for "auto" the first that can serve a call on this array; else raise."""
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {shown(name)}")
-    framework, device = _home(call)
+    framework: Any = framework_of(array)
     if name != "auto":
         return _named(name, f"backend {name!r}", framework, call)
     name = os.environ.get("XENT_BACKEND") or "auto"
@@ -55,15 +77,22 @@ def _selected(name: str, call: Call) -> Backend:
         backend = _loaded(candidate, framework)
         if backend.framework != framework:
             continue
-        reason = _refusal(backend, call) or _doubt(backend)
+        reason = backend.missing() or backend.refuse(call)
+        unproven: Any = getattr(backend, "unproven", None)
+        if reason is None and unproven is not None:
+            reason = unproven()
         if reason is None:
             return backend
         refusals.append(f"{candidate}: {reason}")
+        device = array.device.type if framework == "torch" else framework
         if device in backend.native_to:
-            _warn_once(
+            message = (
                 f"another backend computes this call, since xent does not use its {candidate} backend, the fastest on "
                 f"{device}: {reason}"
             )
+            if message not in _warned:
+                _warned.add(message)
+                warnings.warn(message, RuntimeWarning, stacklevel=4)
     raise BackendError(f"no backend can serve this call on {framework} arrays: " + "; ".join(refusals))
 
 
@@ -80,7 +109,7 @@ def _named(name: str, title: str, framework: str, call: Call) -> Backend:
             if others
             else f"{title} takes {served} arrays and got {framework} arrays, which no backend takes"
         )
-    reason = _refusal(backend, call)
+    reason = backend.missing() or backend.refuse(call)
     if reason is not None:
         raise BackendError(f"{title} cannot serve this call: {reason}")
     return backend
@@ -90,29 +119,3 @@ def _loaded(name: str, framework: str) -> Backend:
     """Return the backend of that name; if two frameworks have one, that of `framework`."""
     backend = TABLE[name]()
     return ALSO[name]() if backend.framework != framework and name in ALSO else backend
-
-
-def _doubt(backend: Backend) -> str | None:
-    """Return why "auto" does not select a backend that is available, or None."""
-    unproven = getattr(backend, "unproven", None)
-    return None if unproven is None else unproven()
-
-
-def _refusal(backend: Backend, call: Call) -> str | None:
-    """Return why the backend cannot serve the call, or None."""
-    missing = backend.missing()
-    return backend.refuse(call) if missing is None else missing
-
-
-def _home(call: Call) -> tuple[str, str]:
-    """Return (framework, device type) of the call's arrays."""
-    array = array_of(call)
-    framework = framework_of(array)
-    assert framework is not None  # validated
-    return framework, array.device.type if framework == "torch" else framework
-
-
-def _warn_once(message: str) -> None:
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=5)

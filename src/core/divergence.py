@@ -3,9 +3,8 @@
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import dtensors_of, rank_named
 from xent.core.describe_divergence import divergence_call, linear_divergence_call
-from xent.core.dispatch import run
+from xent.core.dispatch import evaluate
 
 __all__ = ["divergence", "linear_divergence"]
 
@@ -125,27 +124,24 @@ def divergence(
     >>> float(xent.divergence(student, teacher).round(4)), float(xent.divergence(student, student))
     (0.8403, 0.0)
     """
-    arguments = {
-        "teacher": teacher,
-        "axis": axis,
-        "sample_weight": sample_weight,
-        "normalizer": normalizer,
-        "kind": kind,
-        "beta": beta,
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "reduction": reduction,
-        "stats": stats,
-        "vocab_parallel": vocab_parallel,
-    }
-    shards = dtensors_of(logits, axis)
-    if shards is not None:
-        return shards.of_logits(divergence, logits, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, logits):
-        call = divergence_call(logits, **arguments)
-        loss, found = run(call, backend)
-    return (loss, found) if call.options.stats else loss
+    return evaluate(
+        divergence,
+        divergence_call,
+        backend,
+        logits,
+        teacher=teacher,
+        axis=axis,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        kind=kind,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        stats=stats,
+        vocab_parallel=vocab_parallel,
+    )
 
 
 def linear_divergence(
@@ -220,26 +216,24 @@ def linear_divergence(
     >>> float(xent.linear_divergence(hidden, classifier, teacher).round(4))
     0.4545
     """
-    arguments = {
-        "teacher": teacher,
-        "linear_bias": linear_bias,
-        "shift": shift,
-        "workspace": workspace,
-        "sample_weight": sample_weight,
-        "normalizer": normalizer,
-        "kind": kind,
-        "beta": beta,
-        "temperature": temperature,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "reduction": reduction,
-        "stats": stats,
-        "vocab_parallel": vocab_parallel,
-    }
-    shards = dtensors_of(linear_weight, 0)
-    if shards is not None:
-        return shards.of_linear(linear_divergence, input, linear_weight, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, input):
-        call = linear_divergence_call(input, linear_weight, **arguments)
-        loss, found = run(call, backend)
-    return (loss, found) if call.options.stats else loss
+    return evaluate(
+        linear_divergence,
+        linear_divergence_call,
+        backend,
+        input,
+        linear_weight,
+        teacher=teacher,
+        linear_bias=linear_bias,
+        shift=shift,
+        workspace=workspace,
+        sample_weight=sample_weight,
+        normalizer=normalizer,
+        kind=kind,
+        beta=beta,
+        temperature=temperature,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        reduction=reduction,
+        stats=stats,
+        vocab_parallel=vocab_parallel,
+    )

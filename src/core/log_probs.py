@@ -6,10 +6,9 @@ A backend computes them as a cross-entropy loss with reduction "none", negated, 
 from collections.abc import Collection
 from typing import Any
 
-from xent.backends import dtensors_of, rank_named
 from xent.core.describe import linear_log_probs_call, log_probs_call
-from xent.core.dispatch import run
-from xent.core.spec import Stats, Support
+from xent.core.dispatch import evaluate
+from xent.core.spec import Support
 
 __all__ = ["linear_log_probs", "log_probs"]
 
@@ -96,24 +95,22 @@ def log_probs(
     >>> log_probs.round(4), entropy.round(4)
     (array([-0.036 , -0.2395]), array([0.1773, 0.6656]))
     """
-    arguments = {
-        "target": target,
-        "temperature": temperature,
-        "support": support,
-        "axis": axis,
-        "vocab_parallel": vocab_parallel,
-        "ignore_index": ignore_index,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "entropy": entropy,
-        "stats": stats,
-    }
-    shards = dtensors_of(logits, axis)
-    if shards is not None:
-        return shards.of_logits(log_probs, logits, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, logits):
-        call = log_probs_call(logits, **arguments)
-        return _in_order(*run(call, backend), call.options.stats)
+    return evaluate(
+        log_probs,
+        log_probs_call,
+        backend,
+        logits,
+        target=target,
+        temperature=temperature,
+        support=support,
+        axis=axis,
+        vocab_parallel=vocab_parallel,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        entropy=entropy,
+        stats=stats,
+    )
 
 
 def linear_log_probs(
@@ -172,34 +169,22 @@ def linear_log_probs(
     >>> xent.linear_log_probs(hidden, classifier, np.array([[0, 1, 2, 2]])).round(4)
     array([[-0.3408, -0.3408, -0.3408, -2.3408]])
     """
-    arguments = {
-        "target": target,
-        "linear_bias": linear_bias,
-        "temperature": temperature,
-        "support": support,
-        "shift": shift,
-        "workspace": workspace,
-        "vocab_parallel": vocab_parallel,
-        "ignore_index": ignore_index,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "entropy": entropy,
-        "stats": stats,
-    }
-    shards = dtensors_of(linear_weight, 0)
-    if shards is not None:
-        return shards.of_linear(linear_log_probs, input, linear_weight, arguments | {"backend": backend})
-    with rank_named(vocab_parallel, input):
-        call = linear_log_probs_call(input, linear_weight, **arguments)
-        return _in_order(*run(call, backend), call.options.stats)
-
-
-def _in_order(loss: Any, found: Stats, names: tuple[str, ...]) -> Any:
-    """Return (log_probs, entropy, stats) without what was not requested."""
-    results = [0 - loss]
-    if "entropy" in names:
-        results.append(found.entropy)
-    asked = {name: getattr(found, name) for name in names if name != "entropy"}
-    if asked:
-        results.append(Stats(**asked))
-    return results[0] if len(results) == 1 else tuple(results)
+    return evaluate(
+        linear_log_probs,
+        linear_log_probs_call,
+        backend,
+        input,
+        linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        temperature=temperature,
+        support=support,
+        shift=shift,
+        workspace=workspace,
+        vocab_parallel=vocab_parallel,
+        ignore_index=ignore_index,
+        softcap=softcap,
+        logit_scale=logit_scale,
+        entropy=entropy,
+        stats=stats,
+    )

@@ -10,8 +10,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.options import head_weights, loss_options, shift_and_workspace
 from xent.core.spec import QuantizedWeight
+from xent.core.validate import head_weights, loss_options, shift_and_workspace
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
 

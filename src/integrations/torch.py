@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.options import head_weights, loss_options, shift_and_workspace
+from xent.core.validate import head_weights, loss_options, shift_and_workspace
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 

@@ -10,8 +10,7 @@ from tests.distributed.calls import AXES, Way, in_one_piece, in_shards
 from tests.distributed.pool import Pool
 from xent.backends import TABLE
 from xent.command.check.case import Case
-from xent.command.check.judge import Comparison, compare, worst_of
-from xent.command.check.results import results_of_case
+from xent.command.check.judge import Comparison, compare, results_of_case, worst_of
 
 __all__ = ["joined", "judged", "judged_beside_the_whole"]
 

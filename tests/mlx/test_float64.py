@@ -9,7 +9,7 @@ from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.options import option_cases
 from tests.targets import Target
 from xent.command.check.case import Case
-from xent.command.check.results import results_of_case
+from xent.command.check.judge import results_of_case
 
 CASES = [case for function in (*FUNCTIONS, *LOG_PROBS) for case in option_cases(function, "float64")]
 

@@ -15,7 +15,7 @@ from tests.mlx.test_work import peak
 from tests.targets import Target
 from xent.backends.mlx import classifier
 from xent.backends.reference import linear_cross_entropy_gradients
-from xent.core.describe import as_log_probs, linear_loss_call
+from xent.core.describe import linear_log_probs_call
 from xent.core.spec import LOG_PROB_STATS
 
 RNG = np.random.default_rng(3)
@@ -151,13 +151,11 @@ def test_logits_are_never_rounded_to_16_bits(
 def reference_gradients(numbers: list[Any], upstream: Any, sampled: Any = None, **others: Any) -> tuple[Any, ...]:
     """Return the reference's gradients; `sampled` has the arguments that a loss does not have."""
     neutral: dict[str, Any] = {
-        "weight": None, "sample_weight": None, "normalizer": None, "reduction": "none", "ignore_index": -100,
-        "label_smoothing": 0.0, "z_loss": 0.0, "softcap": None, "logit_scale": 1.0, "stats": (), "shift": 0,
-        "workspace": None,
+        "ignore_index": -100, "softcap": None, "logit_scale": 1.0, "entropy": False, "stats": (), "shift": 0,
+        "workspace": None, "temperature": 1.0, "support": None,
     }  # fmt: skip
     bias = numbers[2] if len(numbers) == 3 else None
-    linear = linear_loss_call(*numbers[:2], Y, linear_bias=bias, **neutral)
-    call = as_log_probs(linear, Y, **{"temperature": 1.0, "support": None, "stats": ()} | (sampled or {}))
+    call = linear_log_probs_call(*numbers[:2], Y, linear_bias=bias, **neutral | (sampled or {}))
     return linear_cross_entropy_gradients(call, upstream, **others)
 
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from xent.core.call import Allowed, Source
-from xent.core.subsets import check_values
+from xent.core.describe_divergence import check_values
 
 __all__ = ["check_subset", "check_support", "check_targets", "check_temperature"]
 

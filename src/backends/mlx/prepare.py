@@ -21,8 +21,8 @@ from xent.core.call import (
     array_of,
     vocabulary_of,
 )
+from xent.core.describe_divergence import gathered
 from xent.core.spec import LARGEST
-from xent.core.subsets import gathered
 
 __all__ = ["accumulation_dtype", "aligned", "prepare", "rows_of", "scalar"]
 

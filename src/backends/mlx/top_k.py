@@ -9,7 +9,7 @@ import numpy as np
 from xent.backends.mlx.tracing import is_traced
 from xent.core.arrays import dtype_name
 from xent.core.call import TopK
-from xent.core.teachers import mass_tolerance
+from xent.core.spec import mass_tolerance
 
 __all__ = ["Known", "impossible", "known_classes"]
 

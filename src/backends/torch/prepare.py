@@ -27,9 +27,9 @@ from xent.core.call import (
     replaced,
     vocabulary_of,
 )
-from xent.core.options import check_numbers
+from xent.core.describe_divergence import check_values, gathered
 from xent.core.spec import LARGEST, bounded
-from xent.core.subsets import check_values, gathered
+from xent.core.validate import check_numbers
 
 __all__ = ["aligned", "compute_of", "prepare", "rows_of"]
 
@@ -206,7 +206,7 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
         if isinstance(value, Tensor):
             looks = looks_at_targets(value.device)
             given[name] = value.item() if looks else cast(value.detach(), acc)
-    check_numbers("torch", **{name: value for name, value in given.items() if not isinstance(value, Tensor)})
+    check_numbers("torch", {name: value for name, value in given.items() if not isinstance(value, Tensor)})
     cap, scale = given.pop("softcap"), given.pop("logit_scale")
     cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
     if trains_scale and compute_of(call.source) != torch.float16:

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from xent.core.spec import Support
-from xent.core.teachers import LinearTeacher, TopKTeacher
+from xent.core.spec import LinearTeacher, Support, TopKTeacher
 
 __all__ = ["LOSSES", "Case", "Inputs", "make_inputs", "mapped", "placed"]
 

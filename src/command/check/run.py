@@ -1,11 +1,12 @@
-"""Run the gradient checks of this machine's backends on its own hardware, and report the results."""
+"""`python -m xent check`: run the gradient checks of this machine's backends on its own hardware, and report them."""
 
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache
+from functools import partial
 from itertools import groupby
 from multiprocessing import get_context
 from operator import itemgetter
@@ -16,23 +17,16 @@ from xent.backends.protocol import Backend, Harness
 from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, judge_case
 from xent.command.check.plan import FUNCTIONS, pairs, reaching
+from xent.command.show import progress, table
+from xent.core.dispatch import backends
 
-__all__ = ["Line", "Part", "Work", "cases_of", "check_all", "expected", "planned", "summary"]
+__all__ = ["Line", "Work", "cases_of", "check", "check_all", "expected", "planned", "summary"]
 
 _CASES_OF_A_PROCESS = 8  # cases sent to a process at a time; neighbouring cases use the same compiled kernels
+_MOST_FAILURES = 20
 _NOTHING = Comparison("", 0.0, 1.0)
 Kind = tuple[str, str]
 """(function, dtype)"""
-
-
-@dataclass(frozen=True)
-class Part:
-    """What some cases found: comparisons, descriptions of failures, kernels that ran, and warnings."""
-
-    comparisons: list[Comparison] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-    notes: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -65,6 +59,48 @@ class Work:
     def __str__(self) -> str:
         return f"{self.backend.name} on {self.device}"
 
+    def __len__(self) -> int:
+        return sum(map(len, self.cases.values()))
+
+
+def check(names: list[str], full: bool = False) -> int:
+    """Check the named backends, or all that are available; print a table; return the exit status.
+
+    If `full`, every pair of options is checked, and not only every kernel and loop.
+    """
+    found = backends()
+    reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
+    reasons["numpy"] = "the reference is what the others are held to"
+    for name in names:
+        reason = reasons.get(name, "there is no such backend")
+        if reason is not None:
+            print(f"{name} cannot be checked: {reason}", file=sys.stderr)
+            return 2
+    works = planned(names or None, full)
+    if not works:
+        print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
+        return 1
+    print(expected(works), flush=True)
+    with progress(sum(map(len, works))) as tell:
+        lines = list(check_all(works, tell))
+    rows: list[tuple[str, ...]] = [
+        ("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result")
+    ]
+    for line in lines:
+        result = f"{len(line.failed)} failed" if line.failed else "passed"
+        worst = (f"{line.worst.error:.1e}", f"{line.worst.bound:.1e}")
+        rows.append((line.backend, line.device, line.function, line.dtype, str(line.cases), *worst, result))
+    print(table(rows))
+    failed = [failure for line in lines for failure in line.failed]
+    for failure in failed[:_MOST_FAILURES]:
+        print(f"FAILED {failure}")
+    if len(failed) > _MOST_FAILURES:
+        print(f"and {len(failed) - _MOST_FAILURES} more")
+    for note in sorted({note for work in works for note in work.notes}):
+        print(f"Note: {note}")
+    print(summary(works, lines))
+    return 1 if failed else 0
+
 
 def planned(names: list[str] | None = None, full: bool = False) -> list[Work]:
     """Return the checks of the named backends, or of all available backends except the reference."""
@@ -87,13 +123,9 @@ def cases_of(harness: Harness[Any], function: str, dtype: str, full: bool = Fals
 
 def expected(works: Sequence[Work]) -> str:
     """Return the number of cases, and about how long they take."""
-    seconds = sum(_count(work) * work.harness.seconds / work.harness.processes for work in works) + 1
+    seconds = sum(len(work) * work.harness.seconds / work.harness.processes for work in works) + 1
     time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    return f"{sum(map(_count, works))} cases for {', '.join(map(str, works))}: about {time}."
-
-
-def _count(work: Work) -> int:
-    return sum(map(len, work.cases.values()))
+    return f"{sum(map(len, works))} cases for {', '.join(map(str, works))}: about {time}."
 
 
 def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
@@ -101,76 +133,69 @@ def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: 
     for work in works:
         good = True
         for (function, dtype), group in groupby(_parts(work, tell), key=itemgetter(0)):
-            parts = [part for _, part in group]
-            worst = max((result for part in parts for result in part.comparisons), key=_nearness, default=_NOTHING)
-            failed = tuple(failure for part in parts for failure in part.failed)
-            for part in parts:
-                work.seen.update(part.seen)
-                work.notes.update(part.notes)
-            good = good and not failed
+            comparisons: list[Comparison] = []
+            failures: list[str] = []
+            for _, (found, failed, seen, notes) in group:
+                comparisons += found
+                failures += failed
+                work.seen.update(seen)
+                work.notes.update(notes)
+            worst = max(comparisons, key=_nearness, default=_NOTHING)
+            good = good and not failures
             count = len(work.cases[function, dtype])
-            yield Line(work.backend.name, work.device, function, dtype, count, worst, failed)
+            yield Line(work.backend.name, work.device, function, dtype, count, worst, tuple(failures))
         if good and work.full and not work.notes:
             work.harness.passed()
 
 
-def _parts(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[Kind, Part]]:
+_Part = tuple[list[Comparison], list[str], set[str], set[str]]
+"""What some cases found: comparisons, descriptions of failures, kernels that ran, and warnings."""
+
+
+def _parts(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[Kind, _Part]]:
     """Judge a few cases at a time, in this process or in several, each of which compiles its own kernels."""
-    alone, some = work.harness.processes == 1, _CASES_OF_A_PROCESS
-    if alone:
-        for kind, cases in work.cases.items():
-            for case in cases:
-                tell(f"{work}: {case}")
-                yield kind, _judged(work, [case])
-        return
+    count = work.harness.processes
+    some = 1 if count == 1 else _CASES_OF_A_PROCESS
     parts = [(kind, cases[at : at + some]) for kind, cases in work.cases.items() for at in range(0, len(cases), some)]
-    pool = ProcessPoolExecutor(work.harness.processes, get_context("spawn"), _end_at_interrupt)
+    # Ctrl-C, which the terminal sends to all processes, ends these silently.
+    silently = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    pool = None if count == 1 else ProcessPoolExecutor(count, get_context("spawn"), silently)
+    names = work.backend.name, work.device
+    sent = [] if pool is None else [pool.submit(_judged_there, *names, cases) for _, cases in parts]
     try:
-        sent = [pool.submit(_judged_there, work.backend.name, work.device, cases) for _, cases in parts]
-        for (kind, cases), future in zip(parts, sent, strict=True):
-            try:
-                part = future.result()
-            except Exception as error:  # this includes a process that died
-                part = Part(failed=[f"{case}: {type(error).__name__}: {error}" for case in cases])
+        for place, (kind, cases) in enumerate(parts):
             for case in cases:
                 tell(f"{work}: {case}")
-            yield kind, part
+            try:
+                yield kind, _judged(work.backend, work.harness, cases) if pool is None else sent[place].result()
+            except Exception as error:  # a process died
+                yield kind, ([], [f"{case}: {type(error).__name__}: {error}" for case in cases], set(), set())
     finally:
-        pool.shutdown(cancel_futures=True)
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
 
 
-def _judged_there(name: str, device: str, cases: Sequence[Case]) -> Part:
+def _judged_there(name: str, device: str, cases: Sequence[Case]) -> _Part:
     """Judge cases in a worker process."""
-    return _judged(_work_of(name, device), cases)
-
-
-@cache
-def _work_of(name: str, device: str) -> Work:
     backend = (TABLE | ALSO)[name]()
-    return Work(backend, device, backend.harness(device), {})
+    return _judged(backend, backend.harness(device), cases)
 
 
-def _end_at_interrupt() -> None:
-    """Let Ctrl-C, which the terminal sends to all processes, end this process silently."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _judged(work: Work, cases: Sequence[Case]) -> Part:
+def _judged(backend: Backend, harness: Harness[Any], cases: Sequence[Case]) -> _Part:
     """Judge cases. An exception is a failure; a warning, which says that other code ran, is a note."""
-    part = Part()
-    with work.harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
+    comparisons: list[Comparison] = []
+    failed: list[str] = []
+    with harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
         for case in cases:
             try:
-                found = judge_case(work.backend, work.harness, case)
+                found = judge_case(backend, harness, case)
             except Exception as error:
-                part.failed.append(f"{case}: {type(error).__name__}: {error}")
+                failed.append(f"{case}: {type(error).__name__}: {error}")
                 continue
-            part.comparisons.extend(found)
-            part.failed.extend(f"{case}: {result.output}" for result in found if not result.passed)
-    part.seen.update(seen)
-    part.notes.update(str(one.message) for one in caught if "xent" in str(one.message))
-    return part
+            comparisons += found
+            failed += [f"{case}: {result.output}" for result in found if not result.passed]
+    return comparisons, failed, seen, {str(one.message) for one in caught if "xent" in str(one.message)}
 
 
 def _nearness(result: Comparison) -> float:
@@ -181,7 +206,7 @@ def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
     """Return one sentence with the number of passed or failed cases and the kernels that ran."""
     count, failed = sum(line.cases for line in lines), sum(len(line.failed) for line in lines)
     result = f"All {count} cases passed" if not failed else f"{failed} of {count} cases failed"
-    return f"{result}; {'; '.join(_ran(work) for work in works)}."
+    return f"{result}; {'; '.join(map(_ran, works))}."
 
 
 def _ran(work: Work) -> str:

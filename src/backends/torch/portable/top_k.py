@@ -7,7 +7,7 @@ from xent.backends.torch.contract import Setting, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.core.arrays import dtype_name
 from xent.core.call import TopK, array_of
-from xent.core.teachers import mass_tolerance
+from xent.core.spec import mass_tolerance
 
 __all__ = ["impossible", "tolerance"]
 

@@ -25,8 +25,7 @@ from xent.backends.torch.shards.collectives import gather
 from xent.backends.torch.shards.tokens import tokens_of
 from xent.core.arrays import describe
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Product, Shards, TopK, array_of, vocabulary_of
-from xent.core.errors import BackendError
-from xent.core.spec import VocabParallel
+from xent.core.spec import BackendError, VocabParallel
 
 __all__ = ["group_of", "named", "ranges_of", "resolve", "width_of"]
 
