@@ -80,7 +80,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not write passed checks of the Metal kernels to the user's cache, where they would affect "auto"."""
     if "metal" in asked_for():
-        from xent.backends.metal import proof
+        from xent.backends.metal import torch_machine
 
-        monkeypatch.setattr(proof, "file", lambda: tmp_path / "cache" / "metal-passed.txt")
-        monkeypatch.setattr(proof, "PROVEN", False)
+        monkeypatch.setattr(torch_machine, "file", lambda: tmp_path / "cache" / "metal-passed.txt")
+        monkeypatch.setattr(torch_machine, "PROVEN", False)

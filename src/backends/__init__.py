@@ -32,9 +32,9 @@ def _metal() -> Backend:
 
 
 def _metal_of_torch() -> Backend:
-    from xent.backends.metal.torch_backend import BACKEND
+    from xent.backends.metal import TORCH_BACKEND
 
-    return BACKEND
+    return TORCH_BACKEND
 
 
 def _mlx() -> Backend:

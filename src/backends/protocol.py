@@ -44,13 +44,17 @@ from numpy.typing import ArrayLike, NDArray
 from xent.core.call import Call
 from xent.core.spec import BackendInfo, Stats
 
-__all__ = ["Backend", "Harness", "Unproven"]
+__all__ = ["Backend", "Harness"]
 
 Array = TypeVar("Array")
 
 
 class Backend(Protocol):
-    """Serves calls of one framework, on all or some of its devices. Each backend's module has one, named `BACKEND`."""
+    """Serves calls of one framework, on all or some of its devices. Each backend's module has one, named `BACKEND`.
+
+    One that "auto" may skip although it is available also has a method `unproven`. It returns why, and what would
+    change that, or None. "auto" then warns of nothing.
+    """
 
     name: str
     framework: str
@@ -72,13 +76,6 @@ class Backend(Protocol):
 
     def harness(self, device: str | None = None) -> "Harness[Any]":
         """Return the harness of the gradient checks, for `device` or by default the best available device."""
-
-
-class Unproven(Backend, Protocol):
-    """A backend that "auto" may skip although it is available. Most backends do not have this method."""
-
-    def unproven(self) -> str | None:
-        """Return why "auto" skips the backend without a warning, and what would change that; None if it does not."""
 
 
 class Harness(Protocol[Array]):

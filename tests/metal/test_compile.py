@@ -15,7 +15,7 @@ import pytest
 import xent
 from tests.metal.emulator.kernels import metal_kernel
 from xent.backends.metal import sources
-from xent.backends.metal.limits import Launch
+from xent.backends.metal.rows import Launch
 
 N, D, V, CHUNKS = 12, 8, 40, 3
 

@@ -14,7 +14,7 @@ from tests.metal.emulator.capture import Source
 from tests.metal.emulator.kernels import Emulator
 from tests.options import OPTIONS
 from tests.targets import Target
-from xent.backends.metal import failures, limits, rows, sources
+from xent.backends.metal import rows, sources
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 
@@ -33,8 +33,8 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
 def _forget() -> None:
     for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
         found.cache_clear()
-    limits._tried.clear()
-    failures._warned.clear()
+    rows._tried.clear()
+    sources._warned.clear()
 
 
 @pytest.mark.parametrize("limit", [500, 384, 96, 32])

@@ -32,8 +32,9 @@ from tests.mlx.test_log_probs import (  # noqa: F401
 )
 from tests.mlx.test_statistics import test_low_precision  # noqa: F401
 from tests.targets import Target
-from xent.backends.metal import failures, tensors, torch_machine
-from xent.backends.metal.failures import KernelError
+from xent.backends.metal import sources as metal_sources
+from xent.backends.metal import tensors, torch_machine
+from xent.backends.metal.sources import KernelError
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
 
 DEVICE = torch_machine.DEVICES[0]
@@ -135,11 +136,15 @@ def test_failing_kernel_is_replaced(names: tuple[str, ...], given: Any, monkeypa
     options = {"weight": RNG.uniform(0, 2, V), "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 4.0}
     expected = gradient_of(names, given, torch.float32, **options)
 
-    def refused(*_: Any, **__: Any) -> None:
-        raise KernelError("refused")
+    launch = tensors.launch
 
-    monkeypatch.setattr(tensors, "backward", refused)
-    monkeypatch.setattr(failures, "_warned", set())
+    def refused(name: str, *given: Any, **named: Any) -> None:
+        if name == "backward":
+            raise KernelError("refused")
+        launch(name, *given, **named)
+
+    monkeypatch.setattr(tensors, "launch", refused)
+    monkeypatch.setattr(metal_sources, "_warned", set())
     with pytest.warns(RuntimeWarning, match="PyTorch's operations take its place: refused"):
         found = gradient_of(names, given, torch.float32, **options)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

@@ -10,7 +10,7 @@ import xent
 from tests.covering import crossed
 from tests.options import OPTIONS
 from tests.targets import Target
-from xent.backends.metal.threads import LIMITS, threads_and_held
+from xent.backends.metal.sources import LIMITS, threads_and_held
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 

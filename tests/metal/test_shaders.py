@@ -13,9 +13,8 @@ from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError
 from tests.metal.test_tensors import DEVICE, METAL, draw, outcome
 from xent.backends import ALSO
-from xent.backends.metal import failures, sources, tensors
+from xent.backends.metal import sources, tensors
 from xent.backends.metal.tensors import RowResults, RowTensors
-from xent.backends.metal.torch_harness import MetalTorchHarness
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 
@@ -32,7 +31,7 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
     tensors._compiled.clear()
     yield install.install(kernel_folder)
     mx.fast.metal_kernel, torch.mps.compile_shader = before
-    for remembered in (tensors._compiled, failures._warned):
+    for remembered in (tensors._compiled, sources._warned):
         remembered.clear()
 
 
@@ -41,7 +40,7 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
 def test_fewer_threads_if_the_pipeline_has_a_limit(emulator: Emulator, limit: int, reduction: str) -> None:
     emulator.limit = lambda source: limit
     case = Case("cross_entropy", (3,), 20_000, "float32", "plain", reduction=reduction, ignored=0.0)
-    for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
+    for comparison in judge_case(ALSO["metal"](), ALSO["metal"]().harness(DEVICE), case):
         assert comparison.passed, comparison
 
 
@@ -68,7 +67,7 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
     [
         ("sums", "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);", "", r"missing|uninitialised"),
         (
-            "columns",
+            "maths",
             "columns.packs = count / width<T>",
             "columns.packs = count / width<T> + 1",
             "out of bounds|no out",
@@ -106,5 +105,5 @@ def test_memory_outside_the_results_is_unchanged() -> None:
     logits, target = draw()
     ones = torch.ones(6)
     rows = RowTensors(target.clamp(min=0), *(None,) * 5, ones, ones, ones < 0)
-    tensors.forward(logits, rows, RowResults(memory[3:9]), skips_dead=True)
+    tensors.launch("forward", logits, rows, RowResults(memory[3:9]))
     assert (memory != 7).nonzero().flatten().tolist() == list(range(3, 9))

@@ -13,8 +13,8 @@ from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError, launch
 from tests.metal.emulator.memory import Buffer
-from xent.backends.metal import failures, limits, rows, sources
-from xent.backends.metal.threads import threads_and_held
+from xent.backends.metal import rows, sources
+from xent.backends.metal.sources import threads_and_held
 from xent.backends.mlx.kernels import Asked, RowFacts, Terms
 
 RNG = np.random.default_rng(0)
@@ -38,8 +38,8 @@ def emulator(kernel_folder: Path) -> Iterator[Emulator]:
 def _forget() -> None:
     for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
         found.cache_clear()
-    limits._tried.clear()
-    failures._warned.clear()
+    rows._tried.clear()
+    sources._warned.clear()
 
 
 def loss_and_gradient(
@@ -89,8 +89,8 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("sums", "mem_flags::mem_threadgroup", "mem_flags::mem_device", "missing barrier"),
         ("sums", "if (lane < groups)", "", "uninitialised"),
         ("sums", "  sums = no_sums();", "if (group > 3) threadgroup_barrier(mem_flags::mem_none);", "divergent"),
-        ("columns", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
-        ("columns", "packed_uint4", "uint4", "misaligned access"),
+        ("maths", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
+        ("maths", "packed_uint4", "uint4", "misaligned access"),
         ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
         ("forward", "threadgroup xent::Sums shared[32]", "threadgroup xent::Sums shared[4]", "out of bounds"),
     ],
@@ -114,13 +114,13 @@ def several_launches() -> None:
 @pytest.mark.parametrize(
     ("file", "right", "wrong"),
     [
-        ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const thread T* row"),
-        ("columns", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const T* row"),
+        ("maths", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const thread T* row"),
+        ("maths", "inline uint4 load_pack(const device T* row", "inline uint4 load_pack(const T* row"),
         ("sums", "threadgroup Sums* shared", "device Sums* shared"),
-        ("columns", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
-        ("columns", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
+        ("maths", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
+        ("maths", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
         ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
-        ("contiguous", "static_cast<size_t>(row) * V;", "static_cast<size_t>(row) * V; uint small = start;"),
+        ("forward", "threadgroup xent::Sums shared[32];", "threadgroup xent::Sums shared[32]; uint small = start;"),
     ],
 )
 def test_wrong_types_are_detected(

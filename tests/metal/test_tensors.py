@@ -20,8 +20,7 @@ from tests.divergence.named import divergence_cases
 from tests.options import option_cases
 from tests.shapes import SHAPES
 from xent.backends import ALSO
-from xent.backends.metal import proof, torch_machine
-from xent.backends.metal.torch_harness import MetalTorchHarness
+from xent.backends.metal import torch_machine
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 from xent.command.check.plan import chunk_cases
@@ -54,7 +53,7 @@ def rows() -> list[Case]:
 
 @pytest.mark.parametrize("case", matrix() + rows(), ids=str)
 def test_loss_and_gradients(case: Case) -> None:
-    for comparison in judge_case(ALSO["metal"](), MetalTorchHarness(DEVICE), case):
+    for comparison in judge_case(ALSO["metal"](), ALSO["metal"]().harness(DEVICE), case):
         assert comparison.passed, comparison
         assert comparison.bound < 0.5, "a zero gradient must not pass"
 
@@ -62,7 +61,7 @@ def test_loss_and_gradients(case: Case) -> None:
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_long_rows_and_chunks(function: str, dtype: str) -> None:
-    harness = MetalTorchHarness(DEVICE)
+    harness = ALSO["metal"]().harness(DEVICE)
     plain = Case(function, (5,), 1, dtype, "", hidden=16, ignored=0.0, alone=True)
     cases = [
         replace(plain, name=name, vocabulary=vocabulary, reduction=reduction)
@@ -182,13 +181,13 @@ def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.Monke
     ran.clear()
     xent.cross_entropy(logits, target)
     assert ran == ["metal"]
-    assert proof._is_proven()
-    monkeypatch.setattr(proof, "fingerprint", lambda: "other sources")
-    assert not proof._is_proven()
+    assert torch_machine._is_proven()
+    monkeypatch.setattr(torch_machine, "fingerprint", lambda: "other sources")
+    assert not torch_machine._is_proven()
 
 
 def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proof, "remember", lambda: pytest.fail("it was remembered"))
+    monkeypatch.setattr(torch_machine, "remember", lambda: pytest.fail("it was remembered"))
     monkeypatch.setattr("xent.command.check.run.cases_of", one_case)
     monkeypatch.setattr("xent.command.check.run.judge_case", lambda *_: 1 / 0)
     works = [work for work in planned(["metal"], full=True) if work.backend.framework == "torch"]
@@ -197,10 +196,10 @@ def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(proof, "file", lambda: tmp_path / "file" / "passed.txt")
+    monkeypatch.setattr(torch_machine, "file", lambda: tmp_path / "file" / "passed.txt")
     with pytest.warns(RuntimeWarning, match="this cannot be remembered"):
-        proof.remember()
-    assert not proof._is_proven()
+        torch_machine.remember()
+    assert not torch_machine._is_proven()
 
 
 def test_other_devices_and_float64_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,15 +1,14 @@
 """Backend "metal": row kernels for Apple GPUs, which the drivers of MLX and PyTorch call instead of their plain ones.
 
 The kernels are Metal sources. A threadgroup computes one row. `forward.metal` and `backward.metal` are the bodies of
-the two kernels. They use `loss.metal` and `gradient.metal`, and these use `call.metal` (template arguments and options
-of a launch), `sums.metal` (the sums over a row), `columns.metal` (which thread reads which 16 bytes) and `maths.metal`.
-`threads` chooses the number of threads per row, and `sources` assembles the source text. There are two launchers:
+the two kernels. They use `loss.metal` (template arguments, options, the loss of a row) and `gradient.metal`, and these
+use `sums.metal` (the sums over a row) and `maths.metal` (also: which thread reads which 16 bytes). `sources` assembles
+the source text and chooses the number of threads per row. There are two launchers:
 
-- MLX generates the signatures; `contiguous.metal` has the offsets of rows. `machine` finds out whether this machine has
-  Metal, `rows` launches the kernels and registers them with the driver, and `limits` tries each kernel before it is
-  used in a graph.
+- MLX generates the signatures. `machine` finds out whether this machine has Metal. `rows` tries each kernel before it
+  is used in a graph, launches it, and registers it with the driver.
 - For PyTorch, `signature.metal` is the signature of both kernels. `torch_machine`, `torch_steps` and `tensors` do the
-  same; `torch_backend` is the backend, and `proof` stores that the check has passed.
+  same, and `torch_machine` stores that the check has passed.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -34,14 +33,16 @@ from typing import TYPE_CHECKING
 
 from xent.backends.mlx import MlxBackend
 from xent.backends.protocol import Harness
+from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.call import Call, Dense, TopK, array_of
+from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
     import mlx.core as mx
+    from torch import Tensor
 
-__all__ = ["BACKEND", "MetalBackend"]
+__all__ = ["BACKEND", "TORCH_BACKEND", "MetalBackend", "MetalTorchBackend"]
 
 
 class MetalBackend(MlxBackend):
@@ -82,9 +83,68 @@ class MetalBackend(MlxBackend):
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal.harness import MetalHarness
+        from xent.backends.metal import machine, rows, sources
+        from xent.backends.mlx.harness import MlxHarness
 
-        return MetalHarness(device)
+        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or machine.DEVICES[0]), rows.kernels_that_ran)
+        return made
+
+
+class MetalTorchBackend(TorchBackend):
+    """Backend "metal": tensors on device "mps"."""
+
+    name = "metal"
+    native_to: tuple[str, ...] = ()
+
+    def missing(self) -> str | None:
+        """Return why Metal cannot be used, as found at the first call, or None."""
+        from xent.backends.metal.torch_machine import MISSING
+
+        return MISSING
+
+    def info(self) -> BackendInfo:
+        """Report the version of PyTorch, and the device."""
+        from xent.backends.metal.torch_machine import DEVICES, MISSING, VERSIONS
+
+        doubt = self.unproven() if MISSING is None else None
+        notes = () if doubt is None else (f'"auto" does not take it: {doubt}',)
+        return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
+
+    def unproven(self) -> str | None:
+        """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
+        from xent.backends.metal.torch_machine import PROVEN
+
+        return None if PROVEN else "its kernels are not proved here: run python -m xent check metal --full"
+
+    def refuse(self, call: Call) -> str | None:
+        """Refuse shards, other devices, and float64, which Metal does not have."""
+        from xent.backends.metal.torch_machine import DEVICES
+
+        if call.shards is not None:
+            return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
+        source = call.source
+        arrays = [source.logits] if isinstance(source, Given) else [source.input, source.weight]
+        device = arrays[0].device.type
+        if device not in (*DEVICES, "meta"):
+            return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
+        if "float64" in map(dtype_name, arrays):
+            return "Metal has no float64, which backend 'torch' serves on the CPU"
+        return None
+
+    def register(self) -> None:
+        """Register the kernels with the loop. PyTorch's own operations compute divergences."""
+        from xent.backends.metal import torch_steps  # noqa: F401
+
+    def harness(self, device: str | None = None) -> "Harness[Tensor]":
+        """Return the harness of the gradient checks, without float64."""
+        from xent.backends.metal import sources, tensors, torch_machine
+        from xent.backends.torch.harness import TorchHarness
+
+        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]), tensors.kernels_that_ran)
+        made.passed = torch_machine.remember
+        harness: Harness[Tensor] = made
+        return harness
 
 
 BACKEND = MetalBackend()
+TORCH_BACKEND = MetalTorchBackend()

@@ -35,15 +35,15 @@ if (!TARGET) {
     sums.shares += xent::share_of<K>(facts.shares, facts.numbers, column, q);
     sums.given += q;
   }
-  xent::join<typename K::Sought>(
+  xent::join<K>(
       sums, shared, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 }
 
 xent::Slopes slopes = xent::slopes_of<K>(
     facts.target, facts.numbers, sums.shares, scale[row], norm[norm_start], norm[norm_start + norm_part]);
 if (UPSTREAM) {
-  xent::Upstream more = xent::upstream_from(upstream, 4 * static_cast<size_t>(row));
-  xent::add_upstream<K>(slopes, facts.target, more, TARGET ? 1.0f : sums.given);
+  const size_t place = 4 * static_cast<size_t>(row);
+  xent::add_upstream(slopes, facts.target, upstream + place, TARGET ? 1.0f : sums.given);
 }
 // If the gradient overwrites the logits, only the thread that writes the target's gradient needs the target's logit.
 xent::write_gradient<K, UPSTREAM, xent::batch>(logits + start, grad + grad_start, packs, slopes, facts);

@@ -36,7 +36,7 @@ auto facts = xent::facts_of<K, EXACT, BENT>(
     class_weight);
 
 xent::Sums sums = xent::read_row<K, HELD>(logits + start, held, facts);
-xent::join<typename K::Sought>(
+xent::join<K>(
     sums, shared, thread_index_in_simdgroup, simdgroup_index_in_threadgroup, simdgroups_per_threadgroup);
 xent::Found found = xent::finish<K>(sums, facts.target, facts.numbers);
 

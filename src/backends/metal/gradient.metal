@@ -15,23 +15,6 @@ struct Slopes {
   float given;      // n
 };
 
-struct Upstream {
-  float lse;
-  float nll;
-  float entropy;
-  float value;  // the entropy itself
-};
-
-template <typename Given>
-inline Upstream upstream_from(Given given, size_t start) {
-  Upstream upstream;
-  upstream.lse = given[start];
-  upstream.nll = given[start + 1];
-  upstream.entropy = given[start + 2];
-  upstream.value = given[start + 3];
-  return upstream;
-}
-
 // For the target the bracket of the gradient is (1-e) w_y (p_y - 1) and the rest, with p_y - 1 = expm1(log p_y).
 template <typename K>
 inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scale, float peak, float log_sum) {
@@ -49,15 +32,17 @@ inline Slopes slopes_of(Target target, Numbers numbers, float shares, float scal
   return slopes;
 }
 
-// Add the gradients of a row's statistics; `given` is the sum of its class probabilities, 1 for a target index.
-template <typename K>
-inline void add_upstream(thread Slopes& slopes, Target target, Upstream upstream, float given) {
-  float others = upstream.lse - upstream.entropy * upstream.value;
-  slopes.alpha = slopes.scale * slopes.of_lse + times(upstream.nll, given) + others;
-  slopes.beta = -upstream.entropy;
-  slopes.given = upstream.nll;
+// Add the gradients of a row's statistics. `upstream` has those of lse, nll and entropy, and the entropy itself; `given`
+// is the sum of the class probabilities, 1 for a target index.
+template <typename Given>
+inline void add_upstream(thread Slopes& slopes, Target target, Given upstream, float given) {
+  float of_nll = upstream[1], of_entropy = upstream[2];
+  float others = upstream[0] - of_entropy * upstream[3];
+  slopes.alpha = slopes.scale * slopes.of_lse + times(of_nll, given) + others;
+  slopes.beta = -of_entropy;
+  slopes.given = of_nll;
   float log_p = (target.x - slopes.peak) - slopes.log_sum;
-  float bracket = upstream.nll * expm1(log_p) + times(exact_exp(log_p), others + slopes.beta * log_p);
+  float bracket = of_nll * expm1(log_p) + times(exact_exp(log_p), others + slopes.beta * log_p);
   slopes.at_target += bracket * target.slope;
 }
 
@@ -73,7 +58,7 @@ inline void differentiate(thread float (&z)[N], uint first, Slopes slopes, F fac
     float log_p = (x - slopes.peak) - slopes.log_sum;
     float p = exponential<typename K::T>(log_p);
     float share = 0.0f, given = 0.0f;
-    if constexpr (K::smoothed || !K::target) share = share_of<K>(facts.shares, numbers, first + i, given);
+    if constexpr (K::shares) share = share_of<K>(facts.shares, numbers, first + i, given);
     if constexpr (UPSTREAM) {
       float of_p = times(p, metal::fma(slopes.beta, log_p, slopes.alpha));
       z[i] = (of_p - slopes.scale * share - slopes.given * given) * slope;

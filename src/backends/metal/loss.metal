@@ -1,6 +1,137 @@
-// A row's loss, from one read of its logits: see the docstring of the package for the formulas.
+// The parameters of a launch: the terms of the loss, the numeric options, and the target of a row; and the row's loss,
+// from one read of its logits: see the docstring of the package for the formulas.
 
 namespace xent {
+
+// Template arguments of a kernel.
+template <
+    typename Logit,
+    bool TARGET,    // class indices, not probabilities
+    bool WEIGHTED,  // class weights
+    bool SMOOTHED,
+    bool CAPPED,
+    bool ENTROPY,
+    bool NLL,
+    bool PREDICTIONS,
+    bool SQUARES,
+    bool LEVEL>
+struct Kind {
+  using T = Logit;
+  static constexpr constant bool target = TARGET;
+  static constexpr constant bool weighted = WEIGHTED;
+  static constexpr constant bool smoothed = SMOOTHED;
+  static constexpr constant bool capped = CAPPED;
+  // The sums that the kernel needs besides the total.
+  static constexpr constant bool mixed = ENTROPY;
+  static constexpr constant bool shares = SMOOTHED || !TARGET;
+  static constexpr constant bool given = NLL && !TARGET;
+  static constexpr constant bool best = PREDICTIONS;
+  static constexpr constant bool squares = SQUARES;
+  static constexpr constant bool level = LEVEL;
+};
+
+// The numeric options, which may differ between launches.
+struct Numbers {
+  float keep;    // 1 - e
+  float spread;  // e / V
+  float z_loss;
+  float softcap;
+  float logit_scale;
+  float weights;  // sum_c w_c
+};
+
+// The shares: the factor of each -log p_c in the loss.
+template <typename Probabilities, typename ClassWeight>
+struct Shares {
+  Probabilities probabilities;  // of this row
+  ClassWeight class_weight;
+};
+
+// Return the share of class c: (e/V) w_c, plus that of its probability q_c. The share of a target index is added later.
+template <typename K, typename S>
+inline float share_of(S shares, Numbers numbers, uint column, thread float& given) {
+  float share = numbers.spread;
+  given = 0.0f;
+  if constexpr (!K::target) {
+    given = static_cast<float>(shares.probabilities[column]);
+    share = numbers.keep * given + numbers.spread;
+  }
+  if constexpr (K::weighted && (K::smoothed || !K::target)) share *= shares.class_weight[column];
+  return share;
+}
+
+// The target class of an index. It is not included in the row's sums: if its p is nearly 1, the gradient consists of
+// the other classes, whose small sum would be rounded away beside 1.
+struct Target {
+  uint y;       // V, which is not a column, for class probabilities
+  float x;
+  float slope;  // dx/dz
+  float share;  // (1-e) w_y
+  float spread; // (e/V) w_y
+};
+
+template <typename K, typename ClassWeight>
+inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weight) {
+  Target target;
+  target.y = y;
+  target.x = activate<float, K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
+  float w = 1.0f;
+  if constexpr (K::weighted && K::target) w = class_weight[y];
+  target.share = numbers.keep * w;
+  target.spread = numbers.spread * w;
+  return target;
+}
+
+// What a thread knows of its row.
+template <typename Probabilities, typename ClassWeight>
+struct Facts {
+  Columns columns;
+  Numbers numbers;
+  Target target;
+  Shares<Probabilities, ClassWeight> shares;
+};
+
+// Return the facts of a row from the arrays of a launch; `logits` and `probabilities` begin with the row.
+template <
+    typename K,
+    bool EXACT,
+    bool BENT,
+    typename Given,
+    typename Bend,
+    typename Class,
+    typename Known,
+    typename Logits,
+    typename Probabilities,
+    typename ClassWeight>
+inline Facts<Probabilities, ClassWeight> facts_of(
+    Columns columns,
+    uint row,
+    Given numbers,
+    Bend bend,
+    Class target,
+    Known target_logits,
+    Logits logits,
+    Probabilities probabilities,
+    ClassWeight class_weight) {
+  Facts<Probabilities, ClassWeight> facts;
+  facts.columns = columns;
+  facts.numbers = Numbers{1.0f - numbers[0], numbers[4], numbers[1], numbers[2], numbers[3], numbers[5]};
+  if constexpr (BENT) {
+    facts.numbers.logit_scale = bend[0];
+    facts.numbers.softcap = bend[1];
+  }
+  uint y = columns.count;
+  float z = 0.0f;
+  if constexpr (K::target) {
+    y = static_cast<uint>(target[row]);
+    if constexpr (EXACT) z = static_cast<float>(target_logits[row]);
+    else z = static_cast<float>(logits[y]);
+  }
+  facts.target = target_of<K>(y, z, facts.numbers, class_weight);
+  facts.shares.probabilities = probabilities;
+  facts.shares.class_weight = class_weight;
+  return facts;
+}
 
 // Add `N` neighbouring columns of raw logits to a thread's sums.
 template <typename K, uint N, typename F>
@@ -9,7 +140,7 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
   uint y = facts.target.y;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
-    if constexpr (K::predictions) consider(sums, order(z[i], numbers.logit_scale), first + i);
+    if constexpr (K::best) consider(sums, order(z[i], numbers.logit_scale), first + i);
     float slope;
     z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
   }
@@ -20,16 +151,16 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
   float largest = z[0];
   XENT_UNROLL
   for (uint i = 1; i < N; ++i) largest = metal::max(largest, z[i]);
-  if (largest > sums.peak) raise<typename K::Sought>(sums, largest);
+  if (largest > sums.peak) raise<K>(sums, largest);
   float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
   XENT_UNROLL
   for (uint i = 0; i < N; ++i) {
     float share = 0.0f, given = 0.0f;
-    if constexpr (K::smoothed || !K::target) {
+    if constexpr (K::shares) {
       share = share_of<K>(facts.shares, numbers, first + i, given);
       if (K::target && first + i == y) share = 0.0f;
     }
-    add<typename K::T, typename K::Sought>(sums, shift, z[i], share, given);
+    add<K>(sums, shift, z[i], share, given);
     if constexpr (K::level) {
       if (!K::target || first + i != y) add_level(sums, shift, z[i]);
     }
@@ -95,7 +226,7 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
     found.entropy = found.log_sum + sums.mixed / sums.total;
     found.log_sum_sq_probs = exact_log(sums.squares) - 2.0f * found.log_sum;
   } else {
-    if (target.x > sums.peak) raise<typename K::Sought>(sums, target.x);
+    if (target.x > sums.peak) raise<K>(sums, target.x);
     float shift = sums.peak == -INFINITY ? 0.0f : sums.peak;
     float power = exact_exp(target.x - shift);
     found.log_sum = target.x == sums.peak ? log1p(sums.total) : exact_log(sums.total + power);

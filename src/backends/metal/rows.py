@@ -1,30 +1,97 @@
-"""Launch the Metal kernels for a block of MLX logits: template arguments, threads, arrays."""
+"""Launch the Metal kernels for a block of MLX logits: template arguments, threads, arrays, and trials of kernels.
 
+The largest number of threads of a pipeline depends on its registers, which Apple's compiler chooses. MLX does not
+report it: a launch with more threads fails when the graph is evaluated, in an unrelated line of the program, and so
+does a source that does not compile. Therefore each kernel is launched once, with one threadgroup and at most 8 elements
+per axis, and evaluated at once, before a launch is part of a graph.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.metal.failures import KernelError, warn_once
-from xent.backends.metal.limits import Launch, fitting
-from xent.backends.metal.sources import FORWARD_OUTPUTS, backward_kernel, forward_kernel
-from xent.backends.metal.threads import threads_and_held
+from xent.backends.metal.sources import (
+    FORWARD_OUTPUTS,
+    KernelError,
+    backward_kernel,
+    fitting,
+    forward_kernel,
+    threads_and_held,
+    warn_once,
+)
 from xent.backends.mlx import plain
 from xent.backends.mlx.facts import gather_facts
 from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts
 from xent.backends.mlx.prepare import prepare
 from xent.core.call import Call, Classes, Given
 
-__all__ = ["backward", "forward", "problem"]
+__all__ = ["Launch", "backward", "forward", "kernels_that_ran", "problem"]
 
-_DEVICE_SIZE = 8  # elements; MLX passes smaller arrays in constant memory, but the kernels expect device memory
+_SMALL = 8  # elements: MLX passes smaller arrays in constant memory, but the kernels expect device memory
+_tried: dict[Any, "bool | KernelError"] = {}
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One launch over R rows, with one threadgroup per row."""
+
+    kernel: Callable[..., list[mx.array]]
+    name: str
+    inputs: list[mx.array]
+    template: list[tuple[str, Any]]
+    shapes: list[tuple[int, ...]]
+    dtypes: list[mx.Dtype]
+
+    def run(self, rows: int, threads: int) -> list[mx.array]:
+        """Return the outputs, not yet evaluated."""
+        return self.kernel(
+            inputs=self.inputs,
+            template=self.template,
+            output_shapes=self.shapes,
+            output_dtypes=self.dtypes,
+            grid=(threads, rows, 1),
+            threadgroup=(threads, 1, 1),
+        )
+
+    def allows(self, threads: int) -> bool:
+        """Whether the kernel can run with this number of threads; KernelError if it cannot run with any number."""
+        inputs = tuple((_small(array.shape), array.dtype) for array in self.inputs)
+        key = (self.name, tuple(self.template), inputs, threads)
+        if key not in _tried:
+            _tried[key] = self._trial(inputs, threads)
+        found = _tried[key]
+        if isinstance(found, KernelError):
+            raise found
+        return found
+
+    def _trial(self, inputs: tuple[tuple[tuple[int, ...], mx.Dtype], ...], threads: int) -> "bool | KernelError":
+        zeros = [mx.zeros(shape, dtype) for shape, dtype in inputs]
+        trial = Launch(self.kernel, self.name, zeros, self.template, list(map(_small, self.shapes)), self.dtypes)
+        try:
+            mx.eval(trial.run(1, threads))
+        except (RuntimeError, ValueError) as error:
+            # MLX says "Thread group size (512) is greater than the maximum allowed threads per threadgroup (384)."
+            return False if "thread group size" in str(error).lower() else KernelError(str(error))
+        return True
+
+
+def kernels_that_ran() -> set[str]:
+    """Return the names of the kernels that have run in this process, each with the limits of its pipelines."""
+    return {f"{name} with {threads} threads" for (name, _, _, threads), ran in _tried.items() if ran is True}
+
+
+def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(min(size, _SMALL) for size in shape)
 
 
 def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
     """Compute a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
     count, vocabulary = logits.shape
     try:
-        launch, limit = fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
+        launch, limit = fitting(lambda limit: _forward_launch(logits, facts, asked, limit), Launch.allows)
     except KernelError as error:
         warn_once(error, "MLX")
         return plain.forward(logits, facts, asked)
@@ -39,7 +106,7 @@ def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
     template = [*_template(logits, facts), ("UPSTREAM", bool(facts.upstream))]
     launch = Launch(backward_kernel(), "backward", inputs, template, [logits.shape], [logits.dtype])
     try:
-        launch, limit = fitting(lambda limit: launch)
+        launch, limit = fitting(lambda limit: launch, Launch.allows)
     except KernelError as error:
         warn_once(error, "MLX")
         return plain.backward(logits, facts, norm)
@@ -56,7 +123,7 @@ def problem(dtype: mx.Dtype) -> str | None:
     call = Call(Given(logits, 1), Classes(mx.zeros((8,), mx.int32)))
     facts = gather_facts(prepare(call), (8,)).rows
     try:
-        fitting(lambda limit: _forward_launch(logits, facts, asked, limit))
+        fitting(lambda limit: _forward_launch(logits, facts, asked, limit), Launch.allows)
     except KernelError as error:
         warn_once(error, "MLX")
         return str(error)
@@ -114,8 +181,8 @@ def _upstream(facts: RowFacts) -> mx.array:
 
 def _inputs(logits: mx.array, facts: RowFacts) -> list[mx.array]:
     """Return the inputs in the kernels' order. Placeholders for arguments that the call does not have are not read."""
-    if logits.size < _DEVICE_SIZE:
-        logits = mx.pad(logits, [(0, _DEVICE_SIZE), (0, 0)])
+    if logits.size < _SMALL:
+        logits = mx.pad(logits, [(0, _SMALL), (0, 0)])
     optional = (facts.target, facts.target_logits, facts.probabilities, facts.class_weight, facts.bend)
     return [
         logits,

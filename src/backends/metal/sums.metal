@@ -36,45 +36,34 @@ inline Sums no_sums() {
   return sums;
 }
 
-// The sums that a kernel needs besides the total.
-template <bool MIXED, bool SHARES, bool GIVEN, bool BEST, bool SQUARES, bool LEVEL>
-struct Wanted {
-  static constexpr constant bool mixed = MIXED;
-  static constexpr constant bool shares = SHARES;
-  static constexpr constant bool given = GIVEN;
-  static constexpr constant bool best = BEST;
-  static constexpr constant bool squares = SQUARES;
-  static constexpr constant bool level = LEVEL;
-};
-
 // Rescale the sums to a larger peak. If all classes so far were -inf, there is nothing to rescale.
-template <typename W>
+template <typename K>
 inline void raise(thread Sums& sums, float peak) {
   if (sums.peak != -INFINITY) {
     float growth = peak - sums.peak;
     float shrink = exact_exp(-growth);
-    if constexpr (W::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
-    if constexpr (W::shares) sums.below += times(sums.shares, growth);
-    if constexpr (W::given) sums.given_below += times(sums.given, growth);
-    if constexpr (W::squares) sums.squares *= shrink * shrink;
-    if constexpr (W::level) sums.level += times(sums.count, growth);
+    if constexpr (K::mixed) sums.mixed = shrink * (sums.mixed + growth * sums.total);
+    if constexpr (K::shares) sums.below += times(sums.shares, growth);
+    if constexpr (K::given) sums.given_below += times(sums.given, growth);
+    if constexpr (K::squares) sums.squares *= shrink * shrink;
+    if constexpr (K::level) sums.level += times(sums.count, growth);
     sums.total *= shrink;
   }
   sums.peak = peak;
 }
 
 // Add one class. `shift` is the peak, or 0 if that is -inf, so that exp(-inf - shift) is 0 and not NaN.
-template <typename T, typename W>
+template <typename K>
 inline void add(thread Sums& sums, float shift, float x, float share, float given) {
-  float power = exponential<T>(x - shift);
+  float power = exponential<typename K::T>(x - shift);
   sums.total += power;
-  if constexpr (W::mixed) sums.mixed += times(power, shift - x);
-  if constexpr (W::squares) sums.squares += power * power;
-  if constexpr (W::shares) {
+  if constexpr (K::mixed) sums.mixed += times(power, shift - x);
+  if constexpr (K::squares) sums.squares += power * power;
+  if constexpr (K::shares) {
     sums.shares += share;
     sums.below += times(share, shift - x);
   }
-  if constexpr (W::given) {
+  if constexpr (K::given) {
     sums.given += given;
     sums.given_below += times(given, shift - x);
   }
@@ -94,25 +83,25 @@ inline void consider(thread Sums& sums, float key, uint column) {
 }
 
 // Combine the sums of the lanes of a SIMD-group; afterwards all lanes have the result.
-template <typename W>
+template <typename K>
 inline void join_lanes(thread Sums& sums) {
-  raise<W>(sums, metal::simd_max(sums.peak));
+  raise<K>(sums, metal::simd_max(sums.peak));
   sums.total = metal::simd_sum(sums.total);
-  if constexpr (W::mixed) sums.mixed = metal::simd_sum(sums.mixed);
-  if constexpr (W::shares) {
+  if constexpr (K::mixed) sums.mixed = metal::simd_sum(sums.mixed);
+  if constexpr (K::shares) {
     sums.shares = metal::simd_sum(sums.shares);
     sums.below = metal::simd_sum(sums.below);
   }
-  if constexpr (W::given) {
+  if constexpr (K::given) {
     sums.given = metal::simd_sum(sums.given);
     sums.given_below = metal::simd_sum(sums.given_below);
   }
-  if constexpr (W::squares) sums.squares = metal::simd_sum(sums.squares);
-  if constexpr (W::level) {
+  if constexpr (K::squares) sums.squares = metal::simd_sum(sums.squares);
+  if constexpr (K::level) {
     sums.level = metal::simd_sum(sums.level);
     sums.count = metal::simd_sum(sums.count);
   }
-  if constexpr (W::best) {
+  if constexpr (K::best) {
     float best = metal::simd_max(sums.best);
     sums.at = metal::simd_min(sums.best == best ? sums.at : 0xFFFFFFFF);
     sums.best = best;
@@ -122,15 +111,15 @@ inline void join_lanes(thread Sums& sums) {
 // Combine the sums of all threads of the threadgroup, once; afterwards all threads have the result.
 //
 // `shared` has room for the sums of 32 SIMD-groups.
-template <typename W>
+template <typename K>
 inline void join(thread Sums& sums, threadgroup Sums* shared, uint lane, uint group, uint groups) {
-  join_lanes<W>(sums);
+  join_lanes<K>(sums);
   if (groups == 1) return;
   if (lane == 0) shared[group] = sums;
   metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);
   sums = no_sums();
   if (lane < groups) sums = shared[lane];
-  join_lanes<W>(sums);
+  join_lanes<K>(sums);
 }
 
 }  // namespace xent

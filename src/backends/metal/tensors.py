@@ -4,17 +4,14 @@ Different from MLX's launcher, the signatures are ours, rows may have any stride
 and the gradient may overwrite the logits. A kernel is compiled for each combination of template arguments.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from xent.backends.metal.failures import KernelError
-from xent.backends.metal.sources import library
-from xent.backends.metal.threads import LIMITS, threads_and_held
+from xent.backends.metal.sources import KernelError, fitting, library, threads_and_held
 
-__all__ = ["RowResults", "RowTensors", "backward", "forward", "kernels_that_ran"]
+__all__ = ["RowResults", "RowTensors", "kernels_that_ran", "launch"]
 
 _TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 _compiled: dict[tuple[str, tuple[str, ...]], Any] = {}
@@ -72,26 +69,20 @@ class RowResults(NamedTuple):
     """(R, V), the logits' dtype, the last axis contiguous; may be the logits."""
 
 
-def forward(logits: Tensor, rows: RowTensors, results: RowResults, skips_dead: bool) -> None:
-    """Fill the results from logits (R, V), R and V >= 1, the last axis contiguous; KernelError if no kernel runs.
-
-    `skips_dead`: no statistics of dead rows are needed, so that their logits are not read.
-    """
-    _launch("forward", logits, rows, results, None, skips_dead)
-
-
-def backward(logits: Tensor, rows: RowTensors, norm: Tensor, upstream: Tensor | None, grad: Tensor) -> None:
-    """Write the gradient (R, V), which may overwrite the logits, from the norm (2, R); KernelError as in `forward`.
-
-    `upstream` (R, 4), contiguous, has the gradients of lse, nll and entropy, and the entropy.
-    """
-    _launch("backward", logits, rows, RowResults(norm=norm, grad=grad), upstream, True)
-
-
-def _launch(
-    name: str, logits: Tensor, rows: RowTensors, results: RowResults, upstream: Tensor | None, skips_dead: bool
+def launch(
+    name: str,
+    logits: Tensor,
+    rows: RowTensors,
+    results: RowResults,
+    upstream: Tensor | None = None,
+    skips_dead: bool = True,
 ) -> None:
-    """Launch a kernel with the arguments of signature.metal. Placeholders for missing tensors are not accessed."""
+    """Launch the kernel "forward" or "backward" on logits (R, V), R and V >= 1, the last axis contiguous.
+
+    "forward" fills the results. "backward" writes the gradient, which may overwrite the logits, from the norm;
+    `upstream` (R, 4), contiguous, has the gradients of lse, nll and entropy, and the entropy. `skips_dead`: no
+    statistics of dead rows are needed, so that their logits are not read. KernelError if no kernel runs.
+    """
     vocabulary, norm, grad = logits.shape[1], results.norm, results.grad
     kind = [
         logits.dtype,
@@ -107,11 +98,13 @@ def _launch(
         upstream is not None,
     ]
 
-    def kernel_within(limit: int) -> tuple[Any, int]:
-        threads, held = threads_and_held(vocabulary, logits.itemsize, limit)
-        holds = name == "forward" and grad is not None
-        return _kernel(name, _arguments([*kind, held if holds else 1])), threads
+    def kernel_within(limit: int) -> Any:
+        held = threads_and_held(vocabulary, logits.itemsize, limit)[1] if name == "forward" and grad is not None else 1
+        return _kernel(name, _arguments([*kind, held]))
 
+    kernel, limit = fitting(kernel_within, lambda kernel, limit: kernel.max_threads_per_threadgroup >= limit)
+    _ran.add(f"{name} with {limit} threads")
+    threads, _ = threads_and_held(vocabulary, logits.itemsize, limit)
     sizes = (
         vocabulary,
         logits.stride(0),
@@ -122,8 +115,7 @@ def _launch(
         0 if rows.bend is None else rows.bend.stride(0),
     )
     numbers = (rows.label_smoothing, rows.z_loss, rows.softcap or 0.0, rows.logit_scale)
-    kernel, threads = _fitting(name, kernel_within)
-    kernel(
+    kernel(  # in the order of signature.metal; placeholders for missing tensors are not accessed
         logits,
         *(logits if tensor is None else tensor for tensor in (*rows[:9], *results)),
         *sizes,
@@ -138,16 +130,6 @@ def _launch(
 def kernels_that_ran() -> set[str]:
     """Return the names of the kernels that have run in this process, each with the limits of its pipelines."""
     return set(_ran)
-
-
-def _fitting(name: str, kernel_within: Callable[[int], tuple[Any, int]]) -> tuple[Any, int]:
-    """Return the kernel for the largest number of threads that its pipeline allows, and the threads per row."""
-    for limit in LIMITS:
-        kernel, threads = kernel_within(limit)
-        if kernel.max_threads_per_threadgroup >= limit:
-            _ran.add(f"{name} with {limit} threads")
-            return kernel, threads
-    raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
 
 
 def _kernel(name: str, arguments: tuple[str, ...]) -> Any:

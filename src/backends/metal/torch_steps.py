@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from xent.backends.metal import tensors
-from xent.backends.metal.failures import KernelError, warn_once
+from xent.backends.metal.sources import KernelError, warn_once
 from xent.backends.metal.tensors import RowResults, RowTensors
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, columns
 from xent.backends.torch.portable import PortableSteps
@@ -60,7 +60,8 @@ class MetalSteps(PortableSteps):
             try:
                 rows = self._row_tensors(index, count, block.target_logits)
                 with _in_its_dtype(block.grad, logits) as place:
-                    tensors.forward(logits, rows, RowResults(loss, norm, **asked, grad=place), self._skips_dead)
+                    results = RowResults(loss, norm, **asked, grad=place)
+                    tensors.launch("forward", logits, rows, results, skips_dead=self._skips_dead)
             except KernelError as error:
                 warn_once(error, "PyTorch")
                 self._in_pytorch(block, part, saved)
@@ -108,8 +109,8 @@ class MetalSteps(PortableSteps):
             stacked = torch.stack([nothing if values is None else values for values in given], -1)
         try:
             with _in_its_dtype(grad, logits) as place:
-                assert place is not None
-                tensors.backward(logits, self._row_tensors(index, len(logits), None), norm, stacked, place)
+                rows_of = self._row_tensors(index, len(logits), None)
+                tensors.launch("backward", logits, rows_of, RowResults(norm=norm, grad=place), stacked)
         except KernelError as error:
             warn_once(error, "PyTorch")
             for piece, some in self._pieces(block):
@@ -146,11 +147,10 @@ class MetalSteps(PortableSteps):
             given = given if given.dtype in _FLOATS else given.float()
             given = given if given.stride(-1) == 1 else given.contiguous()
         scale, cap, _ = facts.activation
-        cap = 1.0 if isinstance(cap, Tensor) else cap
         return RowTensors(
             label_smoothing=options.label_smoothing,
             z_loss=options.z_loss,
-            softcap=cap,
+            softcap=1.0 if isinstance(cap, Tensor) else cap,
             logit_scale=1.0 if isinstance(scale, Tensor) else scale,
             target=at(facts.target, index),
             target_logits=target_logits,
