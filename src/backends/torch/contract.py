@@ -33,7 +33,7 @@ With class probabilities no class is left out as the target. With a support all 
 of other classes is -inf. Classes (truth, place, id) are the bits of int32, in float64 sums of int64; they are global.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,7 +42,20 @@ from torch import Tensor
 from xent.core.call import Call, Dense, Probabilities, TopK
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["STEPS", "Block", "Part", "Setting", "Steps", "Taken", "Upstream", "columns", "exact", "smooths", "wide"]
+__all__ = [
+    "STEPS",
+    "Block",
+    "Part",
+    "Schedule",
+    "Setting",
+    "Steps",
+    "Taken",
+    "Upstream",
+    "columns",
+    "exact",
+    "smooths",
+    "wide",
+]
 
 
 class Upstream(NamedTuple):
@@ -106,6 +119,63 @@ class Part(NamedTuple):
             place.index_copy_(0, self.rows, values.to(place.dtype))
 
 
+class Schedule:
+    """The rows of a call in the order of computation, in parts of `step` rows.
+
+    Rows that need no work are skipped. The number of remaining rows must be known before a matrix product starts. On
+    the CPU the host reads it from memory. On CUDA the number is on the device: the rows to compute are moved to the
+    front, the first part starts without the number, and the host waits for it before the second part, while the device
+    computes the first. A call with a single part, in a CUDA graph or in a compiled graph, computes all rows and does
+    not wait.
+    """
+
+    def __init__(self, steps: "Steps", count: int, step: int, skips: bool) -> None:
+        """`skips`: whether rows that need no work may be left out, for which the host may have to wait."""
+        self.step, self._all = max(step, 1), count
+        self._order, number = steps.partition(count > step) if skips else (None, count)
+        self._awaited: tuple[Tensor, torch.cuda.Event] | None = None
+        self.count: int = count
+        """The number of rows to compute; an upper bound until the host knows it."""
+        if isinstance(number, Tensor):
+            on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
+            on_host.copy_(number, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._awaited = on_host, event
+        else:
+            self.count = number
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the largest part."""
+        return max(min(self.step, self.count), 0)
+
+    @property
+    def chunks(self) -> int:
+        """The number of parts; an upper bound until the host knows it."""
+        return -(-self.count // self.step)
+
+    @property
+    def left_out(self) -> Tensor | None:
+        """The indices (M,) int64 of the rows that were skipped, or None. Valid after the last part."""
+        return None if self._order is None else self._order[self.count :]
+
+    def __iter__(self) -> Iterator[Part]:
+        """Yield the parts; at least one if any row has to be computed."""
+        start = 0
+        while start < self.count:
+            stop = min(start + self.step, self.count)
+            rows = None if self._order is None else self._order[start:stop]
+            yield Part(start, stop, rows, stop == self.count)
+            start = stop
+            if self._awaited is not None:
+                on_host, event = self._awaited
+                event.synchronize()
+                self.count, self._awaited = int(on_host), None
+                if self.count == self._all:
+                    self._order = None  # all rows in the call's order, because the partition is stable
+
+
 class Block(NamedTuple):
     """Logits of some rows of a part and some classes of this rank."""
 
@@ -156,9 +226,6 @@ class Steps(Protocol):
         if the host cannot read it without waiting. `several`: whether there are several parts, so that skipping rows
         can save time although the host has to wait. Never on an accelerator while a graph is traced or captured.
         """
-
-    def learn(self, number: int) -> None:
-        """Receive the number of `partition` if it was a tensor. If it is `count`, the order is that of the call."""
 
     def take(self, source: Any, part: Part) -> Taken:
         """Gather the hidden states of a part, and compute the logits of its targets on this rank.

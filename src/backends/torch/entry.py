@@ -10,10 +10,10 @@ from xent.backends.torch.contract import wide
 from xent.backends.torch.function import Loss, Run
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
-from xent.backends.torch.prepare import aligned, compute_of, prepare, rows_of
+from xent.backends.torch.prepare import aligned, compute_of, is_per_row, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
 from xent.core.call import Call, Dense, Given, Options, array_of, replaced
-from xent.core.spec import ROW_STATS, Stats
+from xent.core.spec import Stats
 
 __all__ = ["run"]
 
@@ -22,28 +22,15 @@ _NO_STATS = Stats()
 
 def run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     """Run a validated call with the steps of that backend."""
-    if call.shards is None:
-        return _run(call, kernel)
-    from xent.backends.torch.shards.ranges import named  # needs torch.distributed
-
-    with named(call.shards.group):
-        return _run(call, kernel)
-
-
-def _run(call: Call, kernel: str) -> tuple[Tensor, Stats]:
     call = aligned(call)
     tensors = _tensors(call)
     results = _plain(call, kernel, tensors) if is_plain(tensors) else _traced(call, kernel)
     options, rows = call.options, rows_of(call)
-    each_row = options.reduction == "none"
-    loss = results[0].view(rows) if each_row else results[0]
+    loss = results[0].view(rows) if options.reduction == "none" else results[0]
     if not options.stats:
         return loss, _NO_STATS
-    found: dict[str, Any] = {}
-    for name, value in zip(options.stats, results[1:], strict=True):
-        flat = name in ROW_STATS or (name == "z_loss" and each_row) or (name == "accuracy" and options.accuracy_of_rows)
-        found[name] = value.view(rows) if flat else value
-    return loss, Stats(**found)
+    found = zip(options.stats, results[1:], strict=True)
+    return loss, Stats(**{name: one.view(rows) if is_per_row(name, options) else one for name, one in found})
 
 
 def _tensors(call: Call) -> list[Tensor]:

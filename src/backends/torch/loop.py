@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Setting, Steps, Upstream, columns, wide
-from xent.backends.torch.parts import Schedule
+from xent.backends.torch.contract import STEPS, Schedule, Setting, Steps, Upstream, columns, wide
 from xent.backends.torch.sources import Computed, Loaded, Stored, source_of
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
 

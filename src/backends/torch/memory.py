@@ -64,6 +64,13 @@ class Rows:
             start += last - first
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def view(self, start: int, stop: int) -> Tensor | None:
+        """Return rows [start, stop) without a copy, or None if that is not possible, or their classes have gaps."""
+        if self.copies or not _has_contiguous_rows(self._tensor):
+            return None
+        length = self._pieces[0].shape[0]
+        return self.block(start, stop) if start // length == (stop - 1) // length else None
+
     def put(self, start: int, values: Tensor) -> None:
         """Write values (R, V) to the rows from `start` on."""
         if self.copies:
@@ -110,32 +117,24 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
             logits, grad = logits.view(-1, vocabulary), None if grad is None else grad.view(-1, vocabulary)
         yield 0, logits, grad
         return
-    rows = Rows(logits)
-    contiguous = vocabulary == 1 or logits.stride(-1) == 1
+    rows, places = Rows(logits), None if grad is None else Rows(grad)
+    copies = rows.copies or not _has_contiguous_rows(logits)
     most = max(rows.count, 1)
-    if rows.copies or not contiguous:
+    if copies:
         most = rows_per_block(max(vocabulary, 1), logits.itemsize, logits.device.type, torch.get_num_threads())
-    places = None if grad is None else Rows(grad)
-    space: Tensor | None = None
-    writes = grad is not None and (vocabulary == 1 or grad.stride(-1) == 1) and not rows.copies
-    for start, block in rows.blocks(most):
-        stop = start + len(block)
-        if block.stride(-1) != 1 and vocabulary != 1:
-            space = torch.empty(block.shape, dtype=block.dtype, device=block.device) if space is None else space
-            block = space[: len(block)].copy_(block)  # the first block is the largest
-        if places is None:
-            yield start, block, None
-        elif writes and not places.copies and grad is not None and _in_one_piece(places, start, stop):
-            yield start, block, places.block(start, stop)
+    for start, found in rows.blocks(most):
+        block = found.contiguous() if copies else found
+        place = None if places is None else places.view(start, start + len(block))
+        if places is None or place is not None:
+            yield start, block, place
         else:
-            place = block if rows.copies or not contiguous else torch.empty_like(block)
+            place = block if copies else torch.empty_like(block)
             yield start, block, place
             places.put(start, place)
 
 
-def _in_one_piece(rows: Rows, start: int, stop: int) -> bool:
-    length = rows._pieces[0].shape[0]
-    return start // length == (stop - 1) // length
+def _has_contiguous_rows(tensor: Tensor) -> bool:
+    return tensor.shape[-1] == 1 or tensor.stride(-1) == 1
 
 
 def gradient_like(logits: Tensor) -> Tensor:

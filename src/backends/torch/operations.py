@@ -22,11 +22,10 @@ from xent.backends.torch.loop import made_first
 from xent.backends.torch.memory import cast, gradient_like
 from xent.backends.torch.packing import parse
 from xent.backends.torch.passes import asked_of, backward, forward, leaves_of, undisturbed
-from xent.backends.torch.prepare import compute_of, prepare, rows_of
+from xent.backends.torch.prepare import compute_of, is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
 from xent.backends.torch.refusals import NO_SECOND, named, refuse_gradients, refuse_transforms
-from xent.core.call import Dense, Given, TopK, array_of
-from xent.core.spec import ROW_STATS
+from xent.core.call import Call, Dense, Given, TopK, array_of
 
 __all__ = ["decided"]
 
@@ -44,42 +43,40 @@ def _operation(schema: str, function: Any, fake: Any) -> None:
 def _forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     """Return the results; then, if gradients are asked for, the made ones or the sums for the backward pass."""
     call = parse(form, tensors)
-    wanted = tuple(asked) or (False,) * len(leaves_of(call))
-
-    def run() -> list[Tensor]:
-        return forward(prepare(call, wanted[:-2], wanted[-1], traced=True), wanted, kernel, skips)
-
-    made: list[Tensor] = undisturbed(array_of(call).device, run)
+    wanted, device = tuple(asked) or (False,) * len(leaves_of(call)), array_of(call).device
+    prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], True, True)
+    made: list[Tensor] = undisturbed(device, forward, prepared, wanted, kernel, skips)
     return made
 
 
 def _fake_forward(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
     call = parse(form, tensors)
-    options, compute = call.options, compute_of(call.source)
-    acc, device = wide(compute), array_of(call).device
-    count, each_row = math.prod(rows_of(call)), options.reduction == "none"  # symbolic sizes stay symbolic
-    by_row = {**dict.fromkeys(ROW_STATS, True), "loss": each_row, "z_loss": each_row}
-    by_row["accuracy"] = options.accuracy_of_rows
+    options, compute, device = call.options, compute_of(call.source), array_of(call).device
+    acc, count = wide(compute), math.prod(rows_of(call))  # symbolic sizes stay symbolic
     made = []
     for name in ("loss", *options.stats):
         dtype = torch.int64 if name in ("count", "predictions") else acc
-        made.append(torch.empty((count,) if by_row.get(name) else (), dtype=dtype, device=device))
+        made.append(torch.empty((count,) if is_per_row(name, options) else (), dtype=dtype, device=device))
     if not any(asked):
         return made
-    wanted = tuple(asked)
-    leaves = leaves_of(call)
-    of_leaves = (*wanted[:-2], wanted[-1])
+    of_leaves = (*asked[:-2], asked[-1])
     if made_first(call, of_leaves):
-        for leaf in (leaf for leaf, one in zip(leaves[:-2], wanted, strict=False) if one):
-            if isinstance(call.source, Given):
-                made.append(gradient_like(leaf))
-            else:
-                made.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype)))
-        factors = wanted[-1] + (compute == torch.float16)
-        made += [torch.empty((), dtype=acc, device=device) for _ in range(factors)]
+        made += _like_leaves(call, [*asked[:-2], False, False], True)
+        made += [torch.empty((), dtype=acc, device=device) for _ in range(asked[-1] + (compute == torch.float16))]
     elif any(of_leaves) and not isinstance(call.target, (Dense, TopK)):
-        names = columns(Setting(call, 0, 0, 0, 0, compute, wanted, device, False))
+        names = columns(Setting(call, 0, 0, 0, 0, compute, of_leaves, device, False))
         made.append(torch.empty((len(names), count), dtype=acc, device=device))
+    return made
+
+
+def _like_leaves(call: Call, asked: list[bool], kept: bool) -> list[Tensor]:
+    """Return empty gradients that are asked for; `kept`: in the dtypes in which they wait for the backward pass."""
+    made = []
+    for place, (leaf, wanted) in enumerate(zip(leaves_of(call), asked, strict=True)):
+        if wanted and place == 0 and isinstance(call.source, Given):
+            made.append(gradient_like(leaf))
+        elif wanted:
+            made.append(leaf.new_empty(leaf.shape, dtype=kept_dtype(leaf.dtype) if kept else leaf.dtype))
     return made
 
 
@@ -94,27 +91,16 @@ def _backward(
 ) -> list[Tensor]:
     """Return the gradients that are asked for, in the dtypes of the tensors."""
     call, wanted = parse(form, tensors), tuple(asked)
-
-    def run() -> list[Tensor]:
-        prepared = prepare(call, wanted[:-2], wanted[-1], first=False)
-        made = backward(prepared, wanted, kernel, saved, Upstream(*upstream), skips)
-        pairs = zip(made, leaves_of(call), strict=True)
-        return [cast(one, leaf.dtype) for one, leaf in pairs if one is not None]
-
-    made: list[Tensor] = undisturbed(array_of(call).device, run)
-    return made
+    device = array_of(call).device
+    prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], False)
+    made = undisturbed(device, backward, prepared, wanted, kernel, saved, Upstream(*upstream), skips)
+    return [cast(one, leaf.dtype) for one, leaf in zip(made, leaves_of(call), strict=True) if one is not None]
 
 
 def _fake_backward(
     form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor], *_: Tensor | None
 ) -> list[Tensor]:
-    call = parse(form, tensors)
-    made = []
-    for place, (leaf, one) in enumerate(zip(leaves_of(call), asked, strict=True)):
-        if one:
-            of_logits = place == 0 and isinstance(call.source, Given)
-            made.append(gradient_like(leaf) if of_logits else leaf.new_empty(leaf.shape))
-    return made
+    return _like_leaves(parse(form, tensors), asked, False)
 
 
 def _batched(key: int, *upstream: Tensor | None) -> tuple[Tensor, ...]:

@@ -6,7 +6,6 @@ Every value is a field of a NamedTuple and is found by its name. So a new option
 import json
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from xent.core import call as calls
@@ -21,23 +20,7 @@ class Slot(NamedTuple):
     place: int
 
 
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind
-    for kind in (
-        calls.Given,
-        calls.Product,
-        calls.Classes,
-        calls.Allowed,
-        calls.Probabilities,
-        calls.Activation,
-        calls.Dense,
-        calls.TopK,
-        calls.Options,
-        calls.Shards,
-        calls.Call,
-        Slot,
-    )
-}
+_KINDS: dict[str, Any] = {name: kind for name, kind in vars(calls).items() if hasattr(kind, "_fields")} | {"Slot": Slot}
 
 
 def split(node: Any, tensors: list[Tensor]) -> Any:
@@ -76,8 +59,6 @@ def text(value: Any) -> str:
         return "[" + ",".join([text(one) for one in value]) + "]"
     if isinstance(value, float):
         return '{"type":"float","hex":"' + value.hex() + '"}'
-    if isinstance(value, torch.dtype):
-        return '{"type":"dtype","name":"' + str(value)[6:] + '"}'
     if isinstance(value, str):
         return '"' + value + '"'
     if value is None:
@@ -96,8 +77,6 @@ def parse(words: str, tensors: Any) -> Call:
             return tensors[fields["place"]]
         if kind == "float":
             return float.fromhex(fields["hex"])
-        if kind == "dtype":
-            return getattr(torch, fields["name"])
         return _KINDS[kind](**{name: _tuples(one) for name, one in fields.items()})
 
     call: Call = json.loads(words, object_hook=made)

@@ -14,12 +14,14 @@ from torch import Tensor
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast, shifted
+from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
     Call,
     Classes,
     Dense,
     Given,
+    Options,
     Probabilities,
     Product,
     Source,
@@ -28,10 +30,10 @@ from xent.core.call import (
     vocabulary_of,
 )
 from xent.core.describe_divergence import check_values, gathered
-from xent.core.spec import LARGEST, bounded
+from xent.core.spec import LARGEST, ROW_STATS, bounded
 from xent.core.validate import check_numbers
 
-__all__ = ["aligned", "compute_of", "prepare", "rows_of"]
+__all__ = ["aligned", "compute_of", "is_per_row", "prepare", "rows_of"]
 
 _LEAST = {torch.float64: 2.0**-300, torch.float32: 2.0**-60}
 """A trained scale closer to 0 is replaced by this. The rounded x is 0 in both cases, but g, which has the factor s, is
@@ -101,6 +103,13 @@ def rows_of(call: Call) -> tuple[int, ...]:
     return rows if options.heads is None else (options.heads, *rows)
 
 
+def is_per_row(name: str, options: Options) -> bool:
+    """Return whether a result is one per row: the loss, or a statistic."""
+    if name in ("loss", "z_loss"):
+        return options.reduction == "none"
+    return name in ROW_STATS or (name == "accuracy" and options.accuracy_of_rows)
+
+
 def prepare(
     call: Call, needs: tuple[bool, ...], trains_scale: bool = False, first: bool = True, traced: bool = False
 ) -> Call:
@@ -159,7 +168,7 @@ def prepare(
     if shards is not None:
         call = _in_shards(call, math.prod(rows), needs)
     if looks and first:
-        _check_rows(given, _size(call), min(shifts))
+        check_rows(given, _size(call), min(shifts))
     return call if options.heads is None else _with_heads(call, acc)
 
 
@@ -297,68 +306,3 @@ def _size(call: Call) -> int:
         return vocabulary_of(call.source)
     assert call.shards.size is not None
     return call.shards.size
-
-
-def _check_rows(call: Call, size: int, shift: int) -> None:
-    """Raise errors for values whose position the steps cannot name, because they see one axis of rows."""
-    target, temperature = call.target, call.activation.temperature
-    if temperature is not None:
-        _check_temperature(temperature, shift)
-    if isinstance(target, Allowed):
-        _check_support(target, size)
-    if isinstance(target, (Classes, Allowed)) and (shift or target.ids.dim() != 1):
-        _check_targets(target.ids, call.options.ignore_index, size, shift)
-
-
-def _check_targets(ids: Tensor, ignore_index: int, size: int, shift: int) -> None:
-    used = ids[..., shift:] if shift else ids
-    if not used.numel():
-        return
-    low, high = torch.aminmax(cast(used, torch.int64))
-    if int(low) >= 0 and int(high) < size:
-        return
-    wrong = ((used < 0) | (used >= size)) & (used != ignore_index)
-    if bool(wrong.any()):
-        position = wrong.nonzero()[0].tolist()
-        found = int(used[tuple(position)])
-        if shift:
-            position[-1] += shift
-        raise IndexError(
-            f"target{position or ''} is {found}; classes are 0 to {size - 1}, or ignore_index={ignore_index}"
-        )
-
-
-def _check_temperature(temperature: Tensor, shift: int) -> None:
-    wrong = ~(temperature > 0)
-    if shift:
-        wrong[..., :shift] = False
-    if bool(wrong.any()):
-        position = wrong.nonzero()[0].tolist()
-        where = f" at {position}" if position else ""
-        raise ValueError(f"temperature must be > 0 in every row, got {float(temperature[tuple(position)])}{where}")
-
-
-def _check_support(target: Allowed, size: int) -> None:
-    begin, end, classes = (values.to(torch.int64) for values in (target.begin, target.end, target.classes))
-    if not len(begin):
-        return
-    sizes = end - begin
-    falls = bool((sizes < 0).any())
-    if int(begin[0]) != 0 or falls or int(end[-1]) != len(classes):
-        raise ValueError(
-            f"support.offsets must be non-decreasing from 0 to {len(classes)}, the number of ids; got {int(begin[0])} "
-            f"to {int(end[-1])}" + (" and a decrease between" if falls else "")
-        )
-    wrong = (classes < 0) | (classes >= size)
-    if bool(wrong.any()):
-        place = int(wrong.nonzero()[0])
-        raise IndexError(f"support.ids[{place}] is {int(classes[place])}; classes are 0 to {size - 1}")
-    keys = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes) * size + classes
-    if bool((keys.diff() <= 0).any()):
-        keys = keys.sort().values
-        again = keys[1:][keys.diff() == 0]
-        if len(again):
-            row, repeated = divmod(int(again[0]), size)
-            raise ValueError(
-                f"support.ids must hold a class at most once in a row; row {row} has {repeated} more than once"
-            )

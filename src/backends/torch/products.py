@@ -5,9 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, wide
+from xent.backends.torch.contract import Part, Schedule, wide
 from xent.backends.torch.memory import cast, span
-from xent.backends.torch.parts import Schedule
 from xent.core.call import Product
 from xent.core.chunks import MOST_ROUNDED_SUMS
 

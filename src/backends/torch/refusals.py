@@ -1,13 +1,14 @@
-"""Clear errors for gradients and transforms that would give wrong numbers, or errors about internals."""
+"""Clear errors for gradients, transforms and values that would give wrong numbers, or errors about internals."""
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from xent.backends.torch import private
-from xent.core.call import Allowed, Call, Dense, Given, Probabilities, Product, TopK, fields_of
+from xent.backends.torch.memory import cast
+from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, Product, TopK, fields_of
 
-__all__ = ["NO_SECOND", "named", "refuse_gradients", "refuse_transforms"]
+__all__ = ["NO_SECOND", "check_rows", "named", "refuse_gradients", "refuse_transforms"]
 
 NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework "
@@ -101,3 +102,68 @@ def refuse_transforms(call: Call, tensors: dict[str, Tensor]) -> None:
             raise NotImplementedError(_NO_VMAP.format(name))
         if "Functionalize" in kinds:
             raise NotImplementedError(_NO_FUNCTIONALIZE.format(name))
+
+
+def check_rows(call: Call, size: int, shift: int) -> None:
+    """Raise errors for values whose position the steps cannot name, because they see one axis of rows."""
+    target, temperature = call.target, call.activation.temperature
+    if temperature is not None:
+        _check_temperature(temperature, shift)
+    if isinstance(target, Allowed):
+        _check_support(target, size)
+    if isinstance(target, (Classes, Allowed)) and (shift or target.ids.dim() != 1):
+        _check_targets(target.ids, call.options.ignore_index, size, shift)
+
+
+def _check_targets(ids: Tensor, ignore_index: int, size: int, shift: int) -> None:
+    used = ids[..., shift:] if shift else ids
+    if not used.numel():
+        return
+    low, high = torch.aminmax(cast(used, torch.int64))
+    if int(low) >= 0 and int(high) < size:
+        return
+    wrong = ((used < 0) | (used >= size)) & (used != ignore_index)
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        found = int(used[tuple(position)])
+        if shift:
+            position[-1] += shift
+        raise IndexError(
+            f"target{position or ''} is {found}; classes are 0 to {size - 1}, or ignore_index={ignore_index}"
+        )
+
+
+def _check_temperature(temperature: Tensor, shift: int) -> None:
+    wrong = ~(temperature > 0)
+    if shift:
+        wrong[..., :shift] = False
+    if bool(wrong.any()):
+        position = wrong.nonzero()[0].tolist()
+        where = f" at {position}" if position else ""
+        raise ValueError(f"temperature must be > 0 in every row, got {float(temperature[tuple(position)])}{where}")
+
+
+def _check_support(target: Allowed, size: int) -> None:
+    begin, end, classes = (values.to(torch.int64) for values in (target.begin, target.end, target.classes))
+    if not len(begin):
+        return
+    sizes = end - begin
+    falls = bool((sizes < 0).any())
+    if int(begin[0]) != 0 or falls or int(end[-1]) != len(classes):
+        raise ValueError(
+            f"support.offsets must be non-decreasing from 0 to {len(classes)}, the number of ids; got {int(begin[0])} "
+            f"to {int(end[-1])}" + (" and a decrease between" if falls else "")
+        )
+    wrong = (classes < 0) | (classes >= size)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise IndexError(f"support.ids[{place}] is {int(classes[place])}; classes are 0 to {size - 1}")
+    keys = torch.arange(len(sizes), device=sizes.device).repeat_interleave(sizes) * size + classes
+    if bool((keys.diff() <= 0).any()):
+        keys = keys.sort().values
+        again = keys[1:][keys.diff() == 0]
+        if len(again):
+            row, repeated = divmod(int(again[0]), size)
+            raise ValueError(
+                f"support.ids must hold a class at most once in a row; row {row} has {repeated} more than once"
+            )

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Part, Setting, Steps, Taken, exact, wide
+from xent.backends.torch.contract import Block, Part, Schedule, Setting, Steps, Taken, exact, wide
 from xent.backends.torch.memory import Rows, gradient_like, logit_blocks
-from xent.backends.torch.parts import Schedule
 from xent.backends.torch.products import Classifier, Gradients, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
