@@ -46,7 +46,7 @@ FAULTS = [
     # The finish of PyTorch: losses, statistics, coefficients.
     Fault(
         "smoothing without the target's own share", PORTABLE + "finish.py",
-        "(others + times(1 if w_y is None else w_y, self._nll))", "others", (MATRIX, "-k", "smoothing"),
+        "(others + times(w_y, nll))", "others", (MATRIX, "-k", "smoothing"),
     ),
     Fault(
         "z-loss not weighted by rows", PORTABLE + "finish.py",
@@ -54,17 +54,17 @@ FAULTS = [
     ),
     Fault(
         "gradient of the z-loss halved", PORTABLE + "finish.py",
-        "_plus(excess, 2 * options.z_loss * r * self.lse)", "_plus(excess, options.z_loss * r * self.lse)",
+        "excess + 2 * options.z_loss * r * (peak", "excess + options.z_loss * r * (peak",
         (MATRIX, "-k", "z_loss"),
     ),
     Fault(
         "gradient of the entropy without the entropy", PORTABLE + "finish.py",
-        "_plus(excess, -of_entropy * self.entropy())", "_plus(excess, -of_entropy)", (MATRIX, "-k", "entropy"),
+        "excess - of_entropy * self.entropy()", "excess - of_entropy", (MATRIX, "-k", "entropy"),
     ),
     Fault(
         "gradient of the entropy, sign of log p", PORTABLE + "finish.py",
-        "beta, move = -of_entropy / self._total, of_entropy * self.log_sum",
-        "beta, move = -of_entropy / self._total, -of_entropy * self.log_sum", (MATRIX, "-k", "entropy"),
+        "beta, move = -of_entropy / total, of_entropy * self.log_sum",
+        "beta, move = -of_entropy / total, -of_entropy * self.log_sum", (MATRIX, "-k", "entropy"),
     ),
     Fault(
         "nll of class probabilities without gradient", PORTABLE + "finish.py",
@@ -73,27 +73,27 @@ FAULTS = [
     ),
     Fault(
         "gradient of smoothing over one class too many", PORTABLE + "finish.py",
-        "delta = self._each(r * (options.label_smoothing / self._setting.vocabulary))",
-        "delta = self._each(r * (options.label_smoothing / (self._setting.vocabulary + 1)))",
+        "delta = _each(r * (options.label_smoothing / self._setting.vocabulary), total)",
+        "delta = _each(r * (options.label_smoothing / (self._setting.vocabulary + 1)), total)",
         (MATRIX, "-k", "smoothing"),
     ),
     Fault(
         "smoothing of the target not weighted", PORTABLE + "finish.py",
-        "g_y = g_y - (delta if w_y is None else delta * w_y)", "g_y = g_y - delta",
+        "g_y = g_y - delta * w_y", "g_y = g_y - delta",
         (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
         "softcap not differentiated at the target", PORTABLE + "finish.py",
-        "g_y = g_y if bent is None else g_y * bent", "g_y = g_y", (MATRIX, "-k", "softcap"),
+        "g_y = g_y * slope(sums[\"target\"], self._activation)", "pass", (MATRIX, "-k", "softcap"),
     ),
     Fault(
         "scale and temperature not differentiated", PORTABLE + "finish.py",
-        "return values if not isinstance(linear, Tensor) and linear == 1 else values * linear", "return values",
+        "r = at(facts.scale, self._index) * linear", "r = at(facts.scale, self._index)",
         (MATRIX, "-k", "scale or temperature"),
     ),
     Fault(
         "entropy without the target", PORTABLE + "finish.py",
-        "found = found + times(own, self._nll)", "pass", (STATS, MATRIX, "-k", "entropy"),
+        "found = found + times(self._own, self._nll)", "pass", (STATS, MATRIX, "-k", "entropy"),
     ),
     Fault(
         "log sum of squares, one log too few", PORTABLE + "finish.py",
@@ -105,7 +105,7 @@ FAULTS = [
     ),
     Fault(
         "lse relative to the peak", PORTABLE + "finish.py",
-        'self._lse = self._sums["peak"] + self.log_sum', "self._lse = self.log_sum + 0", (STATS, MATRIX, "-k", "lse"),
+        'found["lse"] = sums["peak"] + self.log_sum', 'found["lse"] = self.log_sum + 0', (STATS, MATRIX, "-k", "lse"),
     ),
     # The facts of rows.
     Fault(
@@ -130,8 +130,8 @@ FAULTS = [
     ),
     Fault(
         "float16 gradients without the size of weights", PORTABLE + "facts.py",
-        "scale, self.deferred = weight / size, _divided(size, self.divisor)",
-        "scale, self.deferred = weight / size, _divided(torch.ones_like(size), self.divisor)",
+        "self.scale, self.deferred = weight / size, divided(size, self.divisor)",
+        "self.scale, self.deferred = weight / size, divided(torch.ones_like(size), self.divisor)",
         (MATRIX, "-k", "float16 and sample_weight"),
     ),
     Fault(
@@ -140,17 +140,19 @@ FAULTS = [
     ),
     # Results.
     Fault(
-        "accuracy over all rows", PORTABLE + "results.py",
-        "correct.sum().to(dtype) / self._count().clamp(min=1)", "correct.sum().to(dtype) / self._setting.count",
+        "accuracy over all rows", PORTABLE + "finish.py",
+        'correct.sum().to(dtype) / self._value("count").clamp(min=1)', "correct.sum().to(dtype) / count",
         (STATS, "-k", "accuracy or stat"),
     ),
     Fault(
-        "predictions of ignored rows", PORTABLE + "results.py",
-        "return found if ignored is None else found.masked_fill(ignored, -1)", "return found", (STATS, LOG_PROBS),
+        "predictions of ignored rows", PORTABLE + "finish.py",
+        'values.masked_fill(ignored, -1 if name == "predictions" else 0)', "values.masked_fill(ignored, 0)",
+        (STATS, LOG_PROBS),
     ),
     Fault(
-        "NaN in rows of weight 0", PORTABLE + "results.py",
-        "return values if dead is None else values.masked_fill(dead, 0)", "return values", ("tests/test_promises.py",),
+        "NaN in rows of weight 0", PORTABLE + "finish.py",
+        "values = values if facts.dead is None else values.masked_fill(facts.dead, 0)", "pass",
+        ("tests/test_promises.py",),
     ),
     # The rows of PyTorch.
     Fault(
@@ -170,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         "class weights not in the gradient of smoothing", PORTABLE + "rows.py",
-        "made.delta[:, None] if weight is None else made.delta[:, None] * weight[self._classes]",
+        "made.delta[:, None] if weight is None else made.delta[:, None] * weight",
         "made.delta[:, None]", (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
@@ -184,28 +186,28 @@ FAULTS = [
         (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
     ),
     Fault(
-        "activation without temperature", PORTABLE + "activation.py",
+        "activation without temperature", PORTABLE + "facts.py",
         "        x.div_(temperature)", "        pass", (LOG_PROBS, MATRIX, "-k", "temperature"),
     ),
     # Divergences.
     Fault(
-        "mixture of p and q exchanged", PORTABLE + "gaps.py",
+        "mixture of p and q exchanged", PORTABLE + "divergence.py",
         "m = (1 - beta) * p + beta * q", "m = beta * p + (1 - beta) * q", (DIVERGENCE,),
     ),
     Fault(
         "reverse divergence without its mean", PORTABLE + "divergence.py",
-        "return torch.where(p == 0, 0, p * (mean - v))", "return torch.where(p == 0, 0, -p * v)", (DIVERGENCE,),
+        'p * (made["pull"][:, None] - v)', "-p * v", (DIVERGENCE,),
     ),
     Fault(
-        "bucket without the other classes", PORTABLE + "cells.py",
+        "bucket without the other classes", PORTABLE + "divergence.py",
         "grown / total - torch.where(left == 0, 0, left / rest)", "grown / total", (DIVERGENCE,),
     ),
     Fault(
-        "total variation with its gradient turned", PORTABLE + "gaps.py",
+        "total variation with its gradient turned", PORTABLE + "divergence.py",
         "apart.sign() / -2", "apart.sign() / 2", (DIVERGENCE, "-k", "tv"),
     ),
     Fault(
-        "total variation of cells with another factor", PORTABLE + "cells.py",
+        "total variation of cells with another factor", PORTABLE + "divergence.py",
         "pull = (up * b - (2 - up) * a) / 4", "pull = (up * b - (2 - up) * a) / 2", (DIVERGENCE, "-k", "tv"),
     ),
     Fault(
@@ -220,13 +222,14 @@ FAULTS = [
         "weight = torch.ones(math.prod(rows), dtype=acc, device=device)", ("tests/divergence/test_shift.py",),
     ),
     Fault(
-        "divergence of the first rank only", PORTABLE + "divergence.py",
-        "loss, pull = added(second).unbind(0)", "loss, pull = second[0].unbind(0)",
+        "divergence of the first rank only", PORTABLE + "finish.py",
+        "found = {name: _added(one) for name, one in given.items()}",
+        "found = {name: one[0] for name, one in given.items()}",
         ("tests/distributed/test_divergences.py",),
     ),
     Fault(
-        "top-k classes of the first rank only", PORTABLE + "divergence.py",
-        "*first[:, own + 2 :].amax(0)", "*first[0, own + 2 :]", ("tests/distributed/test_divergences.py",),
+        "top-k classes of the first rank only", PORTABLE + "finish.py",
+        "found |= {name: one.amax(0) for", "found |= {name: one[0] for", ("tests/distributed/test_divergences.py",),
     ),
     # Loop, sources, products.
     Fault(
@@ -334,23 +337,23 @@ FAULTS = [
     ),
     # Shards.
     Fault(
-        "sums of ranks not rebased", PORTABLE + "sums.py",
+        "sums of ranks not rebased", PORTABLE + "finish.py",
         "growth, factors = peak - peaks, (peaks - peak).exp()",
         "growth, factors = peak - peaks, torch.ones_like(peaks)", (SHARDS,),
     ),
     Fault(
-        "entropy of ranks not rebased", PORTABLE + "sums.py",
-        'moved["mixed"] = factors * (given["mixed"] - growth * given["rest"])',
-        'moved["mixed"] = factors * given["mixed"]', (SHARDS, "-k", "stats or entropy"),
+        "entropy of ranks not rebased", PORTABLE + "finish.py",
+        '_added(factors * (given["mixed"] - growth * given["rest"]))',
+        '_added(factors * given["mixed"])', (SHARDS, "-k", "stats or entropy"),
     ),
     Fault(
-        "smoothing of ranks not rebased", PORTABLE + "sums.py",
-        "moved[name] = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)",
-        "moved[name] = given[name] + 0", (SHARDS, "-k", "smoothing or probabilities"),
+        "smoothing of ranks not rebased", PORTABLE + "finish.py",
+        "moved = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)",
+        "moved = given[name] + 0", (SHARDS, "-k", "smoothing or probabilities"),
     ),
     Fault(
-        "prediction of the first rank", PORTABLE + "sums.py",
-        "return torch.where(wins, places, torch.iinfo(torch.int64).max).amin(0)", "return places.amin(0)", (SHARDS,),
+        "prediction of the first rank", PORTABLE + "finish.py",
+        "torch.where(wins, given[place], torch.iinfo(torch.int64).max).amin(0)", "given[place].amin(0)", (SHARDS,),
     ),
     Fault(
         "shards of one size", "backends/torch/shards/ranges.py",

@@ -13,10 +13,11 @@ from torch import Tensor
 from xent.backends.metal import tensors
 from xent.backends.metal.sources import KernelError, warn_once
 from xent.backends.metal.tensors import RowResults, RowTensors
-from xent.backends.torch.contract import STEPS, Block, Part, Setting, columns
+from xent.backends.torch.contract import STEPS, Block, Part, Setting
 from xent.backends.torch.portable import PortableSteps
 from xent.backends.torch.portable.facts import Index, at, index_of
 from xent.backends.torch.portable.finish import Finished
+from xent.backends.torch.portable.rows import LogitRows
 from xent.core.call import Classes, Probabilities
 
 __all__ = ["MetalSteps"]
@@ -37,7 +38,7 @@ class MetalSteps(PortableSteps):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        facts, options, names = self._facts, setting.call.options, columns(setting)
+        facts, options, names = self._facts, setting.call.options, self._space.names
         self._places = {"peak": 0, "log_sum": 1} | ({"entropy": names.index("mixed")} if "mixed" in names else {})
         self._asked = {
             name: dtype
@@ -71,7 +72,7 @@ class MetalSteps(PortableSteps):
             found |= self._derived(norm, index)
         if "accuracy" in options.stats and isinstance(self._setting.call.target, Probabilities):
             found["truth"] = self._space.given(index).argmax(-1)
-        self._results.record(found, part, slice(block.start, block.start + count))
+        self._results.record(found, index)
         if saved is not None and norm is not None:
             self._save(saved, index, {"peak": norm[0], "log_sum": norm[1]} | asked)
 
@@ -81,7 +82,9 @@ class MetalSteps(PortableSteps):
         super().whole_rows(block, part, sums)
         if saved is not None and sums is not None:
             index = index_of(part, block.start, block.start + len(block.logits), self._setting.count)
-            given = dict(zip(self._names, (one[slice(None) if index is None else index] for one in sums), strict=True))
+            given = dict(
+                zip(self._space.names, (one[slice(None) if index is None else index] for one in sums), strict=True)
+            )
             done = Finished(self._setting, self._facts, given, index)
             found = {"peak": given["peak"], "log_sum": done.log_sum}
             self._save(saved, index, found | ({"entropy": done.entropy()} if "entropy" in self._places else {}))
@@ -113,10 +116,10 @@ class MetalSteps(PortableSteps):
                 tensors.launch("backward", logits, rows_of, RowResults(norm=norm, grad=place), stacked)
         except KernelError as error:
             warn_once(error, "PyTorch")
-            for piece, some in self._pieces(block):
-                index = index_of(part, some.start, some.stop, self._setting.count)
-                found = Finished(self._setting, self._facts, self._rows(piece, index, None).fold(), index)
-                self._rows(piece, index, piece.grad).gradient(found.coefficients())
+            for piece, _, index in self._pieces(block, part):
+                sums = LogitRows(self._space, piece._replace(grad=None), index).fold()
+                made = Finished(self._setting, self._facts, sums, index).coefficients()
+                LogitRows(self._space, piece, index).gradient(made)
 
     def _derived(self, norm: Tensor, index: Index) -> dict[str, Tensor]:
         """Return the results that follow from the norm (2, R)."""

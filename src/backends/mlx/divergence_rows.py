@@ -127,7 +127,7 @@ def _gaps(w: mx.array, o: mx.array, u: mx.array) -> mx.array:
 
 
 def _pulled(p: mx.array, u: mx.array) -> mx.array:
-    """Return p (sum_c p_c u_c - u), 0 where p is 0; see `_pulled` in `xent.backends.torch.portable.divergence`."""
+    """Return p (sum_c p_c u_c - u), 0 where p is 0; see `refold` in `xent.backends.torch.portable.divergence`."""
     u = u - mx.take_along_axis(u, mx.argmax(p, axis=-1, keepdims=True), -1)
     mean = _sum(mx.where(p == 0, 0, p * u))[:, None]
     return mx.where(p == 0, 0, p * (mean - u))

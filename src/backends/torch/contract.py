@@ -208,15 +208,15 @@ class Steps(Protocol):
 
     deferred: Tensor | None
     """0-d: what gradients of a `narrow` forward pass still have to be multiplied by; None for 1."""
-    takes_any_strides: bool
+    takes_any_strides: bool = False
     """Whether blocks of given logits may be (..., C) of any strides."""
-    overlays: bool
+    overlays: bool = False
     """Whether `whole_rows` can write a 16-bit gradient over the second half of the same row of float32 logits."""
     fuses: bool
     """Whether `whole_rows` serves this call, for rows of which all logits are in memory."""
     saves: bool
     """Whether the backward pass of this call takes the saved sums. If not, it calls `whole_rows` with upstreams."""
-    tiles: bool
+    tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
@@ -245,9 +245,11 @@ class Steps(Protocol):
 
     def fold_product(self, source: Any, taken: Taken, part: Part, sums: Tensor) -> bool:
         """Write all sums (K, R) of a part from its hidden states, without storing logits. False if a device cannot."""
+        return False
 
     def gradient_product(self, source: Any, taken: Taken, part: Part, coefficients: Any, grad: Tensor) -> bool:
         """Write the gradient (R, columns) of a part's logits without storing them; 0 beyond C. False if it cannot."""
+        return False
 
     def meet(self, sums: Tensor) -> None:
         """Receive the sums of all ranks, (ranks, K, R), of the first fold of a part beside a dense teacher.

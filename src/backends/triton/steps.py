@@ -81,9 +81,6 @@ class TritonSteps:
         self._skips = True
         return order, int(number) if on_host else number
 
-    def learn(self, number: int) -> None:
-        """Nothing depends on the number: parts have their rows."""
-
     def take(self, source: Any, part: Part) -> Taken:
         """Return the hidden states of a part and its target logits, in one launch."""
         inputs, target, (rows, start) = self.inputs, self.setting.call.target, self.inputs.rows_of(part)

@@ -9,7 +9,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Block, Part, Setting
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import logit_blocks
-from xent.backends.torch.portable.top_k import impossible, tolerance
+from xent.backends.torch.portable.facts import impossible, tolerance
 from xent.backends.triton.geometry import rows_of
 from xent.backends.triton.groups import Way
 from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
