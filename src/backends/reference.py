@@ -5,20 +5,17 @@ no autograd). `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `ta
 gradients, which tests verify by finite differences.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 
 from xent.backends.reference_divergence import divergence, student_entropy
-from xent.backends.reference_heads import apart, combined, factors
-from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
-from xent.core.spec import BackendInfo, Stats
+from xent.backends.reference_logits import Array, activated, float64, gradients, raw, reduced, scaled
+from xent.core.call import Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
+from xent.core.spec import ROW_STATS, BackendInfo, Stats
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
-
-Array = NDArray[Any]
 
 
 class Reference:
@@ -47,9 +44,9 @@ class Reference:
         if isinstance(call.target, Dense | TopK):
             return divergence(call), Stats(entropy=student_entropy(call) if call.options.stats else None)
         if call.options.heads is not None:
-            return combined(call, [self.run(one) for one in apart(call)])
-        rows = _rows(call)
-        return rows.loss(), rows.stats()
+            return _combined(call, [self.run(one) for one in _apart(call)])
+        rows = _Rows(call)
+        return rows.reduce(rows.per_row()[0]), rows.stats()
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the checks compare other backends with the reference."""
@@ -64,26 +61,22 @@ def cross_entropy_gradient(call: Call, upstream: Any = 1.0, **others: Any) -> Ar
 
     `upstream` is the upstream gradient of the loss; `others` are those of lse, nll and entropy.
     """
-    return _like_logits(call, _rows(call).gradient(upstream, **others))
+    return gradients(call.source, _Rows(call).gradient(upstream, **others))["logits"]
 
 
 def linear_cross_entropy_gradients(call: Call, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
     """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
-    source, options = call.source, call.options
-    assert not isinstance(source, Given)
-    if options.heads is not None:
-        upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in factors(options)]
-        parts = [
-            linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
-            for head, (one, mine) in enumerate(zip(apart(call), upstreams, strict=True))
-        ]
-        inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
-        return inputs, classifiers.sum(0), biases.sum(0)
-    grad = _rows(call).gradient(upstream, **others)
-    hidden, weight = _float64(source.input), _float64(source.weight)
-    # Rows without a target contribute nothing, even if their hidden states are NaN.
-    flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
-    return (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
+    options = call.options
+    if options.heads is None:
+        made = gradients(call.source, _Rows(call).gradient(upstream, **others))
+        return made["input"], made["linear_weight"], made["linear_bias"]
+    upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
+    parts = [
+        linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
+        for head, (one, mine) in enumerate(zip(_apart(call), upstreams, strict=True))
+    ]
+    inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
+    return inputs, classifiers.sum(0), biases.sum(0)
 
 
 def target_gradient(call: Call, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
@@ -91,9 +84,9 @@ def target_gradient(call: Call, upstream: Any = 1.0, nll: Any = None, **_: Any) 
 
     `upstream` is the upstream gradient of the loss, `nll` that of nll; other statistics do not depend on the target.
     """
-    made = _rows(call).target_gradient(upstream, nll)
+    made = _Rows(call).target_gradient(upstream, nll)
     if isinstance(call.source, Given):
-        return _like_logits(call, made)
+        return gradients(call.source, made)["logits"]
     assert isinstance(call.target, Probabilities)
     rows = made.reshape(call.target.values.shape)
     shift = _shift(call.options)
@@ -102,72 +95,108 @@ def target_gradient(call: Call, upstream: Any = 1.0, nll: Any = None, **_: Any) 
     return moved
 
 
-def _like_logits(call: Call, rows: Array) -> Array:
-    """Return values (N, V) in the shape of the logits."""
-    assert isinstance(call.source, Given)
-    shape = np.moveaxis(np.asarray(call.source.logits), call.source.axis, -1).shape
-    return np.moveaxis(rows.reshape(shape), -1, call.source.axis)
+def _apart(call: Call) -> list[Call]:
+    """Return one call per head. Head j predicts target t + shift[j] from row t of its own hidden states."""
+    source, options = call.source, call.options
+    assert not isinstance(source, Given)
+    assert isinstance(options.shift, tuple)
+    if "accuracy" in options.stats and "count" not in options.stats:
+        options = options._replace(stats=(*options.stats, "count"))
+    return [
+        call._replace(
+            source=source._replace(input=source.input[head]),
+            options=options._replace(shift=shift, heads=None, head_weight=None),
+        )
+        for head, shift in enumerate(options.shift)
+    ]
 
 
-@dataclass
-class _Rows:
-    """N rows of raw logits z (N, V), and all quantities in the formulas of `xent.cross_entropy`."""
+def _factors(options: Options) -> Sequence[Any]:
+    """Return the factor of each head's reduced loss, of which the loss is the sum."""
+    return options.head_weight or (1,) * (options.heads or 1)
 
-    z: Array
-    target: Array
-    """(N,) classes, or (N, V) probabilities."""
-    ignored: Array
-    class_weight: Array
-    sample_weight: Array
-    options: Options
-    activation: Activation
-    shape: tuple[int, ...]
-    temperature: Array
-    """(N,)"""
-    outside: Array | None
-    """(N, V): the mask of the classes that are not in each row's support."""
 
-    def __post_init__(self) -> None:
-        scale, softcap = self.activation.logit_scale, self.activation.softcap
-        options, classes = self.options, np.arange(self.z.shape[1])
-        self.a = np.where(self.ignored, 0.0, self.sample_weight)
-        self.dead = (self.a == 0)[:, None]
-        smoothing, vocabulary = options.label_smoothing, self.z.shape[1]
-        if self.target.ndim == 2:
-            self.q = self.target
-            row_weight = np.ones(len(self.z))
+def _combined(call: Call, parts: Sequence[tuple[Any, Stats]]) -> tuple[Any, Stats]:
+    """Combine the losses and statistics of one call per head."""
+    losses, stats = zip(*parts, strict=True)
+    each_row, weights = call.options.reduction == "none", np.asarray(_factors(call.options))
+    found: dict[str, Any] = {}
+    for name in call.options.stats:
+        values = np.stack([getattr(one, name) for one in stats])
+        if name in ROW_STATS or (name == "z_loss" and each_row):
+            found[name] = values
+        elif name == "accuracy":
+            counts = np.stack([one.count for one in stats])
+            found[name] = values @ counts / max(counts.sum(), 1)
         else:
-            self.target = np.where(self.ignored, 0, self.target)
-            _check_targets(self.target, vocabulary, self.shape, options.ignore_index, _shift(options))
-            self.q = (self.target[:, None] == classes).astype(np.float64)
-            row_weight = self.class_weight[self.target]
+            found[name] = weights @ values if name == "z_loss" else values.sum()
+    return np.stack(losses) if each_row else weights @ np.stack(losses), Stats(**found)
+
+
+class _Rows:
+    """N rows of raw logits z (N, V), and all quantities in the formulas of `xent.cross_entropy`.
+
+    Row t of a shifted call has the target and weight at t + shift.
+    """
+
+    def __init__(self, call: Call) -> None:
+        target, activation, options = call.target, call.activation, call.options
+        assert isinstance(target, Classes | Allowed | Probabilities)
+        self.options, shift, z = options, _shift(options), raw(call.source)
+        _check_temperature(activation.temperature, shift)
+        self.shape, vocabulary = z.shape[:-1], z.shape[-1]
+        count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
+        here = np.arange(length) + shift
+
+        def moved(values: Any) -> Array:
+            """Return the values (N, ...) of the rows, from those of the targets (..., T, ...); ones for None."""
+            values = np.ones(self.shape) if values is None else np.asarray(values)
+            if shift:
+                values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(self.shape) - 1)
+            return values.reshape(count, *values.shape[len(self.shape) :])
+
+        ignored = (np.broadcast_to(here >= length, self.shape) if shift else np.zeros(self.shape, bool)).reshape(count)
+        self.class_weight = np.ones(vocabulary) if options.weight is None else float64(options.weight)
+        outside = None
+        if isinstance(target, Probabilities):
+            values = target.values
+            axis = call.source.axis if isinstance(call.source, Given) else -1
+            self.q = float64(moved(np.moveaxis(values, axis, -1)))
+            self.truth, row_weight = self.q.argmax(-1), np.ones(count)
+        else:
+            ids = moved(target.ids)
+            ignored = ignored | (ids == options.ignore_index)
+            self.truth = np.where(ignored, 0, ids)
+            _check_targets(self.truth, vocabulary, self.shape, options.ignore_index, shift)
+            self.q = (self.truth[:, None] == np.arange(vocabulary)).astype(np.float64)
+            row_weight = self.class_weight[self.truth]
+            if isinstance(target, Allowed):
+                outside = _outside(target, count, vocabulary)[moved(np.arange(count).reshape(self.shape))]
+        self.ignored, self.outside = ignored, outside
+        """(N, V): the mask of the classes that are not in each row's support, or None."""
+        self.a = np.where(ignored, 0.0, float64(moved(options.sample_weight)))
+        self.dead = (self.a == 0)[:, None]
+        smoothing = options.label_smoothing
         # The factor of -log p_c: (1-e) w_y [c==y] + (e/V) w_c for a class index y, w_c q'_c for class probabilities.
         self.share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
         given = options.normalizer
         self.divisor = (self.a * row_weight).sum() if given is None else float(given)
 
         with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            x = scale * self.z
-            inside = x if self.outside is None else np.where(self.outside, -np.inf, x)
-            self.predictions = np.where(self.ignored, -1, inside.argmax(-1))
-            self.slope: Any = scale
-            if softcap is not None:
-                tanh = np.tanh(x / softcap)
-                x = softcap * tanh
-                self.slope = scale * (1 - tanh**2)
-            x = x / self.temperature[:, None]
-            self.slope = self.slope / self.temperature[:, None]
-            self.mean_logit = _mean(x, self.outside)
-            if self.outside is not None:
-                x = np.where(self.outside, -np.inf, x)
+            z = z.reshape(count, vocabulary)
+            scaled_z = activation.logit_scale * z
+            self.predictions = np.where(ignored, -1, _inside(scaled_z, outside, -np.inf).argmax(-1))
+            temperature = float64(moved(activation.temperature))[:, None]
+            x, slope = activated(z, activation)
+            x, self.slope = x / temperature, slope / temperature
+            classes = vocabulary if outside is None else np.maximum((~outside).sum(-1), 1)
+            self.mean_logit = _inside(x, outside, 0.0).sum(-1) / classes
+            x = _inside(x, outside, -np.inf)
             largest = x.max(-1, keepdims=True)
             largest = np.where(largest == -np.inf, 0, largest)
             self.lse = np.log(np.exp(x - largest).sum(-1)) + largest[:, 0]
-            self.surprise = self.lse[:, None] - x
-            self.p = np.exp(-self.surprise)
-            if self.outside is not None:
-                self.surprise[self.outside] = np.inf
-                self.p[self.outside] = 0.0
+            self.surprise = _inside(self.lse[:, None] - x, outside, np.inf)
+            self.p = _inside(np.exp(-self.surprise), outside, 0.0)
 
     def per_row(self) -> tuple[Array, Array]:
         """Return l_i and its z-loss term, both (N,)."""
@@ -179,20 +208,11 @@ class _Rows:
 
     def reduce(self, values: Array) -> Any:
         """Reduce values (N,) by the reduction of the call."""
-        if self.options.reduction == "none":
-            return values.reshape(self.shape)
-        total = values.sum()
-        if self.options.reduction == "sum":
-            return total
-        return total / self.divisor if self.divisor != 0 else np.float64(0.0)
-
-    def loss(self) -> Any:
-        """Return the reduced loss."""
-        return self.reduce(self.per_row()[0])
+        return reduced(values, self.options, self.divisor, self.shape)
 
     def gradient(self, upstream: Any, **others: Any) -> Array:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
-        scale = self._scale(upstream)
+        scale = scaled(self.a, upstream, self.options, self.divisor)
         beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
         with np.errstate(invalid="ignore"):
             total = self.share.sum(-1) + (2 * self.options.z_loss * self.lse if self.options.z_loss else 0.0)
@@ -207,18 +227,12 @@ class _Rows:
 
     def target_gradient(self, upstream: Any, nll: Any) -> Array:
         """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
-        factor = self._scale(upstream)[:, None] * (1 - self.options.label_smoothing) * self.class_weight
+        scale = scaled(self.a, upstream, self.options, self.divisor)
+        factor = scale[:, None] * (1 - self.options.label_smoothing) * self.class_weight
         if nll is not None:
             factor = factor + _masked(np.asarray(nll, np.float64).reshape(-1), self.ignored)[:, None]
         with np.errstate(invalid="ignore"):
             return np.asarray(np.where(factor == 0, 0.0, factor * self.surprise))
-
-    def _scale(self, upstream: Any) -> Array:
-        """Return the factor (N,) of the derivative of each row's loss: sample weight, divisor and upstream gradient."""
-        scale = self.a * np.asarray(upstream, np.float64).reshape(-1)
-        if self.options.reduction == "mean":
-            scale = scale / self.divisor if self.divisor != 0 else scale * 0.0
-        return np.asarray(scale)
 
     def _derivative(self, name: str) -> Array:
         """Return the derivative (N, V) of a statistic with respect to x."""
@@ -231,9 +245,8 @@ class _Rows:
 
     def stats(self) -> Stats:
         """Return the statistics that the options name."""
-        truth = self.target.argmax(-1) if self.target.ndim == 2 else self.target
         count = int((~self.ignored).sum())
-        hits = (self.predictions == truth) & ~self.ignored
+        hits = (self.predictions == self.truth) & ~self.ignored
         accuracy = np.float64(hits.sum() / count if count else 0.0)
         with np.errstate(invalid="ignore", divide="ignore"):
             values = {
@@ -257,19 +270,13 @@ def _expectation(weights: Array, values: Array) -> Array:
     return np.asarray(products.sum(-1))
 
 
-def _mean(x: Array, outside: Array | None) -> Array:
-    """Return the mean of x over the classes in the support, (N,)."""
-    if outside is None:
-        return np.asarray(x.mean(-1))
-    return np.asarray(np.where(outside, 0.0, x).sum(-1) / np.maximum((~outside).sum(-1), 1))
+def _inside(values: Array, outside: Array | None, other: float) -> Array:
+    """Return values (N, V) with another one outside of the support."""
+    return values if outside is None else np.where(outside, other, values)
 
 
 def _masked(values: Array, mask: Array) -> Array:
     return np.where(mask, 0.0, values)
-
-
-def _float64(array: Any) -> Array:
-    return np.asarray(array, np.float64)
 
 
 def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignore_index: int, shift: int) -> None:
@@ -295,53 +302,6 @@ def _check_temperature(temperature: Array | None, shift: int) -> None:
         raise ValueError(
             f"temperature must be > 0 in every row, got {temperature[tuple(position)]} at {position or 'its row'}"
         )
-
-
-def _rows(call: Call) -> _Rows:
-    """Return the rows of a call, with all logits. Row t of a shifted call has the target and weight at t + shift."""
-    source, target, activation, options = call.source, call.target, call.activation, call.options
-    assert isinstance(target, Classes | Allowed | Probabilities)
-    shift = _shift(options)
-    _check_temperature(activation.temperature, shift)
-    wanted = target.values if isinstance(target, Probabilities) else target.ids
-    if isinstance(source, Given):
-        z = np.moveaxis(_float64(source.logits), source.axis, -1)
-        wanted = np.moveaxis(wanted, source.axis, -1) if isinstance(target, Probabilities) else wanted
-    else:
-        with np.errstate(invalid="ignore", over="ignore"):
-            z = _float64(source.input) @ _float64(source.weight).T
-            z = z if source.bias is None else z + _float64(source.bias)
-    shape, vocabulary = z.shape[:-1], z.shape[-1]
-    count = int(np.prod(shape))
-    length = shape[-1] if shift else 0
-    here = np.arange(length) + shift
-
-    def moved(values: Array) -> Array:
-        """Return the values (N, ...) of the rows, from those of the targets (..., T, ...)."""
-        if shift:
-            values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(shape) - 1)
-        return values.reshape(count, *values.shape[len(shape) :])
-
-    no_target = np.broadcast_to(here >= length, shape) if shift else np.zeros(shape, bool)
-    ignored, flat = no_target.reshape(count), moved(wanted)
-    if isinstance(target, Probabilities):
-        flat = _float64(flat)
-    else:
-        ignored = ignored | (flat == options.ignore_index)
-    outside = _outside(target, count, vocabulary) if isinstance(target, Allowed) else None
-    ones = np.ones(shape)
-    return _Rows(
-        z.reshape(count, vocabulary),
-        flat,
-        ignored,
-        np.ones(vocabulary) if options.weight is None else _float64(options.weight),
-        moved(ones if options.sample_weight is None else _float64(options.sample_weight)),
-        options,
-        activation,
-        shape,
-        moved(ones if activation.temperature is None else _float64(activation.temperature)),
-        None if outside is None else outside[moved(np.arange(count).reshape(shape))],
-    )
 
 
 def _shift(options: Options) -> int:

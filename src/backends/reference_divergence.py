@@ -7,25 +7,18 @@ finite differences.
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from xent.core.call import Activation, Call, Dense, Given, Source, TopK
+from xent.backends.reference_logits import Array, activated, float64, gradients, raw, reduced, scaled
+from xent.core.call import Activation, Call, Dense, TopK
 from xent.core.spec import mass_tolerance
 
 __all__ = ["divergence", "divergence_gradients", "student_entropy"]
 
-Array = NDArray[Any]
-
 
 def divergence(call: Call) -> Any:
     """Return the divergence, reduced or per row."""
-    rows, reduction = _Rows(call), call.options.reduction
-    if reduction == "none":
-        return (rows.a * rows.loss).reshape(rows.shape)
-    total = (rows.a * rows.loss).sum()
-    if reduction == "sum":
-        return total
-    return total / rows.divisor if rows.divisor != 0 else np.float64(0.0)
+    rows = _Rows(call)
+    return reduced(rows.a * rows.loss, call.options, rows.divisor, rows.shape)
 
 
 def student_entropy(call: Call) -> Array:
@@ -37,17 +30,8 @@ def student_entropy(call: Call) -> Array:
 def divergence_gradients(call: Call, upstream: Any = 1.0) -> dict[str, Array]:
     """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not)."""
     rows = _Rows(call)
-    scale = rows.a * np.asarray(upstream, np.float64).reshape(-1)
-    if call.options.reduction == "mean":
-        scale = scale / rows.divisor if rows.divisor != 0 else scale * 0.0
-    grad = scale[:, None] * rows.derivative * rows.slope
-    student = call.source
-    if isinstance(student, Given):
-        return {"logits": np.moveaxis(grad.reshape(*rows.shape, grad.shape[-1]), -1, student.axis)}
-    hidden, weight = _float64(student.input), _float64(student.weight)
-    flat = np.where((rows.a == 0)[:, None], 0.0, hidden.reshape(-1, hidden.shape[-1]))
-    gradients = (grad @ weight).reshape(hidden.shape), grad.T @ flat, grad.sum(0)
-    return dict(zip(("input", "linear_weight", "linear_bias"), gradients, strict=True))
+    scale = scaled(rows.a, upstream, call.options, rows.divisor)
+    return gradients(call.source, scale[:, None] * rows.derivative * rows.slope)
 
 
 class _Rows:
@@ -56,22 +40,27 @@ class _Rows:
     def __init__(self, call: Call) -> None:
         source, target, options = call.source, call.target, call.options
         assert isinstance(target, Dense | TopK)
-        given = np.moveaxis(source.logits, source.axis, -1) if isinstance(source, Given) else source.input
-        self.shape = given.shape[:-1]
-        weight = np.ones(self.shape) if options.sample_weight is None else _float64(options.sample_weight)
+        z = raw(source)
+        self.shape = z.shape[:-1]
+        weight = np.ones(self.shape) if options.sample_weight is None else float64(options.sample_weight)
         if options.shift:  # row t has the weight t + shift
             kept, weight = weight[..., options.shift :], np.zeros(self.shape)
             weight[..., : kept.shape[-1]] = kept
         self.a = weight.reshape(-1)
         self.divisor = self.a.sum() if options.normalizer is None else float(options.normalizer)
         dead = self.a == 0
-        x, slope = _logits(source, call.activation, dead)
-        log_p, self.slope = _log_softmax(x), slope
+
+        def active(z: Array, activation: Activation) -> tuple[Array, Array]:
+            """Return x and dx/dz, (N, V); those of 0 in dead rows, even if these are NaN."""
+            return activated(np.where(dead[:, None], 0.0, z.reshape(len(dead), z.shape[-1])), activation)
+
+        x, self.slope = active(z, call.activation)
+        log_p = _log_softmax(x)
         self.entropy = -_kl(np.exp(log_p), np.zeros_like(log_p), -log_p)
         if isinstance(target, TopK):
             self.loss, self.derivative = _from_top_k(log_p, target, self.shape, dead, options.kind)
         else:
-            log_q = _log_softmax(_logits(target.source, target.activation, dead)[0])
+            log_q = _log_softmax(active(raw(target.source), target.activation)[0])
             self.loss, self.derivative = _between(log_p, log_q, options.kind, options.beta)
 
 
@@ -108,7 +97,7 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
     """Return the divergence (N,) from the K classes of each row, and its derivative (N, V)."""
     vocabulary = log_p.shape[-1]
     ids = np.asarray(teacher.ids, np.int64).reshape(len(log_p), teacher.ids.shape[-1])
-    log_q = _float64(teacher.log_probs).reshape(ids.shape)
+    log_q = float64(teacher.log_probs).reshape(ids.shape)
     log_q = np.where(dead[:, None], -np.inf, log_q)
     loss, derivative = np.zeros(len(log_p)), np.exp(log_p)
     tolerance = mass_tolerance(str(teacher.log_probs.dtype))
@@ -171,29 +160,7 @@ def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail:
         raise ValueError(f"teacher.log_probs of row {position} have no mass that could be renormalised")
 
 
-def _logits(source: Source, activation: Activation, dead: Array) -> tuple[Array, Array]:
-    """Return x = act(z) and dx/dz, both (N, V); 0 in dead rows, even if these are NaN."""
-    if isinstance(source, Given):
-        z = np.moveaxis(_float64(source.logits), source.axis, -1)
-        z = np.where(dead[:, None], 0.0, z.reshape(len(dead), z.shape[-1]))
-    else:
-        hidden = _float64(source.input).reshape(len(dead), source.input.shape[-1])
-        z = np.where(dead[:, None], 0.0, hidden) @ _float64(source.weight).T
-        if source.bias is not None:
-            z = z + _float64(source.bias)
-    scale, softcap = activation.logit_scale, activation.softcap
-    x: Array = scale * z
-    if softcap is None:
-        return x, np.full_like(x, scale)
-    tanh = np.tanh(x / softcap)
-    return softcap * tanh, scale * (1 - tanh**2)
-
-
 def _log_softmax(x: Array) -> Array:
     largest = x.max(-1, keepdims=True)
     with np.errstate(divide="ignore"):
         return np.asarray(x - largest - np.log(np.exp(x - largest).sum(-1, keepdims=True)))
-
-
-def _float64(array: Any) -> Array:
-    return np.asarray(array, np.float64)
