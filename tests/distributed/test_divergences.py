@@ -14,7 +14,7 @@ from tests.cases import DTYPES
 from tests.distributed.cuts import CUTS, Cut, cut
 from tests.distributed.matrix import RANKS
 from tests.distributed.planted import replace_collective
-from tests.distributed.pool import Pool, device, group
+from tests.distributed.pool import INTERPRETED, Pool, device, group
 from tests.divergence.cases import covering_divergences
 from tests.divergence.named import divergence_cases
 from xent.backends import TABLE
@@ -80,6 +80,7 @@ def results(case: Case, way: Shards, rank: int | None) -> dict[str, Any]:
         sized = {"size": way.cut.vocabulary} if way.cut.says_first or way.cut.says_size else {}
         one = group(way.ranks)
         options["vocab_parallel"] = xent.VocabParallel(one, **said, **sized) if said or sized else one
+        options["backend"] = "triton" if INTERPRETED else "auto"
     call = getattr(xent, case.function)
     loss, stats = call(**leaves, teacher=known, reduction=case.reduction, stats=("entropy",), **options)
     upstream = harness.array(np.asarray(inputs.upstream), None).to(loss)

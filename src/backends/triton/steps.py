@@ -12,12 +12,13 @@ from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import separate, targets
 from xent.backends.triton.groups import Results, Upstreams
 from xent.backends.triton.inputs import Inputs
+from xent.backends.triton.kernels.divergence_shard_kernel import FOLD, GRADIENT, REFOLD
 from xent.backends.triton.kernels.facts_kernels import partition_kernel
 from xent.backends.triton.kernels.linear_kernels import sums_kernel, take_kernel
 from xent.backends.triton.prepared import cdiv, launch, next_power_of_2
 from xent.backends.triton.scale import scale
 from xent.backends.triton.whole import whole_rows
-from xent.core.call import Allowed, Classes
+from xent.core.call import Allowed, Classes, Dense
 
 __all__ = ["TritonSteps"]
 
@@ -169,9 +170,46 @@ class TritonSteps:
         return torch.empty((), dtype=torch.float32, device=self.setting.device)
 
 
+_MERGED = "peak", "rest", "teacher_peak", "teacher_rest", "teacher_top"
+
+
+class ShardedSteps(PortableSteps):
+    """The steps of a dense teacher's divergence in shards: each fold, and the gradient, in one launch."""
+
+    overlays = True
+    recorded = Results(None)
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self.setting, self.inputs = setting, Inputs(setting)
+        self.upstreams = self.inputs.upstreams
+
+    def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
+        """Write the sums of a block."""
+        if self.setting.width:
+            merged = _stacked(self.met, _MERGED) if self.met else None
+            step = FOLD if merged is None else REFOLD
+            targets.shard(self, block._replace(grad=None), part, step, sums, merged)
+        else:
+            super().fold(block, part, sums, adds)
+
+    def gradient(self, block: Block, part: Part, coefficients: Any) -> None:
+        """Write the gradient of a block's logits."""
+        if self.setting.width:
+            targets.shard(self, block, part, GRADIENT, None, _stacked(coefficients, (*_MERGED, "pull")))
+
+
+def _stacked(sums: dict[str, Tensor], names: tuple[str, ...]) -> Tensor:
+    return torch.stack([sums[name] for name in names])
+
+
 def _start(setting: Setting) -> Steps:
-    served = isinstance(setting.call.target, Classes) or targets.serves(setting)
-    return TritonSteps(setting) if served else PortableSteps(setting)
+    call = setting.call
+    if isinstance(call.target, Classes) or targets.serves(setting):
+        return TritonSteps(setting)
+    if isinstance(call.target, Dense) and not isinstance(call.options.beta, Tensor):
+        return ShardedSteps(setting)
+    return PortableSteps(setting)
 
 
 STEPS["triton"] = _start

@@ -13,6 +13,7 @@ from xent.backends.torch.portable.facts import impossible, tolerance
 from xent.backends.triton.geometry import rows_of
 from xent.backends.triton.groups import Way
 from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
+from xent.backends.triton.kernels.divergence_shard_kernel import divergence_shard_kernel
 from xent.backends.triton.kernels.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.kernels.support_kernel import support_kernel
 from xent.backends.triton.kernels.top_k_kernel import top_k_kernel
@@ -21,7 +22,7 @@ from xent.backends.triton.whole import Placed, placed
 from xent.core.call import Allowed, Classes, Dense, Given, Probabilities, TopK
 from xent.core.chunks import rows_per_block
 
-__all__ = ["serves", "whole_rows"]
+__all__ = ["serves", "shard", "whole_rows"]
 
 _ELEMENTS_PER_WARP = 256
 
@@ -66,7 +67,7 @@ def _launch(
     teacher: Tensor | None = None, **options: Any,
 ) -> None:  # fmt: skip
     """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments."""
-    inputs, place, vocabulary = steps.inputs, some.place, steps.inputs.vocabulary
+    inputs, place, vocabulary = steps.inputs, some.place, steps.setting.width
     rows, start = inputs.rows_of(part, some.start)
     aligned = vocabulary % 8 == 0 and not place.ragged
     if teacher is not None:
@@ -111,8 +112,10 @@ def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
     )  # fmt: skip
 
 
-def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
-    """Compute rows for a teacher's logits (R, V)."""
+def _from_logits(
+    steps: Any, block: Block, some: Placed, part: Part, kernel: Any = divergence_kernel, *others: Any, **step: Any
+) -> None:
+    """Compute rows for a teacher's logits (R, V), or one `step` of them with a kernel and its `others` of arguments."""
     options, (scale, cap, _) = steps.setting.call.options, steps.setting.call.target.activation
     beta, varies = options.beta, options.kind == "tv"
     assert block.teacher is not None
@@ -132,15 +135,25 @@ def _from_logits(steps: Any, block: Block, some: Placed, part: Part) -> None:
         "REVERSE": beta == 1,
         "VARIATION": varies,
         "FROM_P": beta <= 0.5,
-        "EXACT": exact,
+        **(step or {"EXACT": exact}),
     }
     known = (0.0, 1.0) if values is not None else map(float, numbers)
-    more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta)
+    more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta), *others
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
-    _launch(
-        divergence_kernel, steps, some, part, 4096, more, constants, teacher, maxnreg=64, enable_fp_fusion=not exact
-    )
+    _launch(kernel, steps, some, part, 4096, more, constants, teacher, maxnreg=64, enable_fp_fusion=not exact)
+
+
+def shard(steps: Any, block: Block, part: Part, step: Any, sums: Tensor | None, merged: Tensor | None) -> None:
+    """Take one step of a dense teacher's divergence in shards. `sums` (K, R) of a fold are written."""
+    entropy = "entropy" in steps.setting.call.options.stats
+    for some in placed(block):
+        if some.count:
+            first = some.start - block.start
+            others: list[Any] = []
+            for one in (sums, merged):
+                others += (None, 0) if one is None else (one[:, first : first + some.count], one.stride(0))
+            _from_logits(steps, block, some, part, divergence_shard_kernel, *others, STEP=step, ENTROPY=entropy)
 
 
 def _from_top_k(steps: Any, block: Block, some: Placed, part: Part) -> None:

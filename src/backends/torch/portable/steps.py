@@ -31,7 +31,7 @@ class PortableSteps(Steps):
         self.saves = not isinstance(setting.call.target, (Dense, TopK))
         self._rows: Any = LogitRows if self.saves else TeacherRows
         self._finished: Any = Finished if self.saves else FinishedDivergence
-        self._met: dict[str, Tensor] = {}
+        self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
 
     def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
@@ -80,16 +80,16 @@ class PortableSteps(Steps):
         """Write the sums (K, R) of a block."""
         for piece, rows, index in self._pieces(block._replace(grad=None), part):
             some = self._rows(self._space, piece, index)
-            found = some.refold(_of(self._met, rows)) if self._met else some.fold()
+            found = some.refold(_of(self.met, rows)) if self.met else some.fold()
             sums[:, rows.start - block.start : rows.stop - block.start] = pack(self._packed, found)
 
     def meet(self, sums: Tensor) -> None:
         """Merge both normalizers of the rows of a part."""
-        self._met = merge(self._packed, sums)
+        self.met = merge(self._packed, sums)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Merge the sums of all ranks (ranks, K, R), and record results."""
-        merged, self._met = merge(self._packed, sums) | self._met, {}
+        merged, self.met = merge(self._packed, sums) | self.met, {}
         finished = self._finish(merged, self._index(part), saved)
         return finished.coefficients() if wanted else None
 
@@ -106,7 +106,7 @@ class PortableSteps(Steps):
     @property
     def _packed(self) -> tuple[str, ...]:
         """The names of the sums of the current fold."""
-        return SECOND if self._met else self._space.names
+        return SECOND if self.met else self._space.names
 
     def _finish(self, sums: dict[str, Tensor], index: Index, saved: Tensor | None) -> Any:
         """Record the results of rows in a forward pass, and save their sums."""

@@ -22,11 +22,11 @@ from xent.backends.triton.kernels.maths import exp, finite, times
 from xent.backends.triton.kernels.sides import begin, fill_row, peak, read, write
 from xent.backends.triton.prepared import kernel
 
-__all__ = ["divergence_kernel"]
+__all__ = ["divergence_kernel", "sums_of"]
 
 
 @triton.jit
-def _sums(
+def sums_of(
     ours, theirs, m_p, m_q, offset, last,
     BLOCK: tl.constexpr, REVERSE: tl.constexpr, BEST: tl.constexpr, BACKWARDS: tl.constexpr,
 ):  # fmt: skip
@@ -115,12 +115,12 @@ def divergence_kernel(
             e = exp(x - m_p)
             some = tl.sum(e, 0)
             offset = tl.sum(times(e, t - x), 0) / tl.where(some == 0, 1.0, some)
-        z_p, z_q, mean, highest, top = _sums(
+        z_p, z_q, mean, highest, top = sums_of(
             ours, theirs, m_p, m_q, offset, last, BLOCK, REVERSE, EXACT and MIXED, MIXED
         )
         if (is_near(z_p) & is_near(z_q)) == 0:
             m_p, m_q = peak(ours, BLOCK), peak(theirs, BLOCK)
-            z_p, z_q, mean, highest, top = _sums(
+            z_p, z_q, mean, highest, top = sums_of(
                 ours, theirs, m_p, m_q, offset, last, BLOCK, REVERSE, EXACT and MIXED, MIXED
             )
         # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
