@@ -371,6 +371,11 @@ FAULTS = [
         "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
     ),
     Fault(
+        "a kernel's pull of a divergence in shards", KERNELS + "divergence_shard_kernel.py",
+        "pull += times(p, v - offset)", "pull += times(p, v)",
+        ("tests/triton/test_ranks.py", "-k", "divergences"), "triton",
+    ),
+    Fault(
         "sums over ranks not waited for", "backends/torch/shards/collectives.py",
         "return Flight(values, _reduce(values, group=group, async_op=True), values)", "return Flight(values)",
         (SHARDS,),

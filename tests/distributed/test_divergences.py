@@ -46,6 +46,13 @@ def cases() -> list[Any]:
     return found
 
 
+def dense_cases() -> list[Any]:
+    """Return the cases with a dense teacher that a GPU serves."""
+    return [
+        one for one in cases() if one.values[0].dtype != "float64" and one.values[0].teacher in ("logits", "linear")
+    ]
+
+
 def results(case: Case, way: Shards, rank: int | None) -> dict[str, Any]:
     """Return loss, entropy and gradients of a rank's shard; of the whole vocabulary in float64 without a rank."""
     harness = TABLE["torch"]().harness(str(device()) if rank is not None else "cpu")
@@ -98,6 +105,11 @@ def in_shards(case: Case, way: Shards) -> dict[str, Any] | None:
 
 @pytest.mark.parametrize(("case", "way"), cases())
 def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Shards) -> None:
+    judge(pool, case, way)
+
+
+def judge(pool: Pool, case: Case, way: Shards) -> None:
+    """Compare the results of all ranks with those of the whole vocabulary."""
     parts = pool.run(in_shards, case, way)[: way.ranks]
     for name, expected in results(case, way, None).items():
         values = [part[name] for part in parts]

@@ -4,6 +4,7 @@ import pytest
 
 from tests.cases import EVERYWHERE, FACTORS, FACTORS_OF_LOG_PROBS, FACTORS_OF_STATS, FUNCTIONS, LOG_PROBS
 from tests.covering import FULL
+from tests.distributed import test_divergences as divergences
 from tests.distributed.calls import Way
 from tests.distributed.conftest import pool as pool
 from tests.distributed.judge import judged_beside_the_whole
@@ -35,3 +36,8 @@ MATRIX = [
 )
 def test_kernels_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     judged_beside_the_whole(pool, case, way)
+
+
+@pytest.mark.parametrize(("case", "way"), divergences.dense_cases()[::4])
+def test_divergences_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: divergences.Shards) -> None:
+    divergences.judge(pool, case, way)
