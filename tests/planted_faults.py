@@ -366,7 +366,7 @@ FAULTS = [
         (SHARDS,),
     ),
     Fault(
-        "tokens in the order of the wrong axis", "backends/torch/shards/tokens.py",
+        "tokens in the order of the wrong axis", "backends/torch/shards/collectives.py",
         "return summed[: self.shape[self.axis]].movedim(0, self.axis)",
         "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
     ),

@@ -99,7 +99,8 @@ def _apart(call: Call) -> list[Call]:
     """Return one call per head. Head j predicts target t + shift[j] from row t of its own hidden states."""
     source, options = call.source, call.options
     assert not isinstance(source, Given)
-    assert isinstance(options.shift, tuple)
+    shifts = options.shift
+    assert isinstance(shifts, tuple)
     if "accuracy" in options.stats and "count" not in options.stats:
         options = options._replace(stats=(*options.stats, "count"))
     return [
@@ -107,7 +108,7 @@ def _apart(call: Call) -> list[Call]:
             source=source._replace(input=source.input[head]),
             options=options._replace(shift=shift, heads=None, head_weight=None),
         )
-        for head, shift in enumerate(options.shift)
+        for head, shift in enumerate(shifts)
     ]
 
 
@@ -153,7 +154,8 @@ class _Rows:
             values = np.ones(self.shape) if values is None else np.asarray(values)
             if shift:
                 values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(self.shape) - 1)
-            return values.reshape(count, *values.shape[len(self.shape) :])
+            flat: Array = values.reshape(count, *values.shape[len(self.shape) :])
+            return flat
 
         ignored = (np.broadcast_to(here >= length, self.shape) if shift else np.zeros(self.shape, bool)).reshape(count)
         self.class_weight = np.ones(vocabulary) if options.weight is None else float64(options.weight)

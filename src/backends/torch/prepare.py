@@ -230,10 +230,9 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
 
 def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
     """Find the classes of this rank, and cut the padding from class weights and class probabilities."""
-    from xent.backends.torch.shards.ranges import ranges_of, width_of  # needs torch.distributed
+    from xent.backends.torch.shards.ranges import ranges_of  # needs torch.distributed
 
-    shards = ranges_of(call, count, needs)
-    width, target, options = width_of(shards, vocabulary_of(call.source)), call.target, call.options
+    (shards, width), target, options = ranges_of(call, count, needs), call.target, call.options
     if options.weight is not None:
         options = options._replace(weight=options.weight[:width])
     if isinstance(target, Probabilities):

@@ -131,7 +131,7 @@ class Computed:
         self._given, self._tokens = source, None
         target, shards, compute = setting.call.target, setting.call.shards, setting.compute
         if shards is not None:
-            from xent.backends.torch.shards.tokens import tokens_of
+            from xent.backends.torch.shards.collectives import tokens_of
 
             self._tokens = tokens_of(shards, tuple(source.input.shape), setting.count)
             source = source._replace(input=self._tokens.gathered(source.input.to(compute)))

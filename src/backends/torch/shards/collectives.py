@@ -3,15 +3,21 @@
 Waiting blocks the current stream, not the host. (With gloo, whose tensors are on the CPU, it blocks the host.) Without
 a group, None, the results are those of one rank, and nothing is sent. A group of one rank sends as any other does. A
 tensor has at least one axis and the same shape on all ranks. Without elements it is not sent.
+
+Hidden states are replicated, or split along the token axis as torch.chunk cuts it: all pieces have the same length,
+except the last ones. So every rank knows all pieces from the total length.
 """
 
+from math import prod
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["Flight", "add_up", "gather", "ranks_of", "scatter_sums"]
+from xent.core.call import Shards
+
+__all__ = ["Flight", "Tokens", "add_up", "gather", "tokens_of"]
 
 # PyTorch 2.13 renamed them and warns about the old names.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,15 +40,8 @@ class Flight(NamedTuple):
         return self.result
 
 
-def ranks_of(group: Any) -> int:
-    """Return the number of ranks of a group; 1 without a group."""
-    return 1 if group is None else int(group.size())
-
-
 def gather(values: Tensor, group: Any) -> Flight:
     """Gather the contiguous `values` of every rank into (ranks, *shape)."""
-    if group is None:
-        return Flight(values[None])
     out = values.new_empty((group.size(), *values.shape))
     if not values.numel():
         return Flight(out)
@@ -59,9 +58,63 @@ def add_up(values: Tensor, group: Any) -> Flight:
     return Flight(values, _reduce(values, group=group, async_op=True), values)
 
 
-def scatter_sums(values: Tensor, group: Any) -> Flight:
-    """Sum contiguous `values` (ranks, ...) over ranks, and return this rank's slice of the sum."""
-    if group is None or not values.numel():
-        return Flight(values[0])
-    out = torch.empty_like(values[0])
-    return Flight(out, _scatter(out, values.flatten(0, 1), group=group, async_op=True), values)
+class Tokens(NamedTuple):
+    """The distribution of hidden states (..., D) over the ranks of a group."""
+
+    group: Any
+    """The group that sums the gradient; None if the caller does."""
+    axis: int | None
+    """The axis that is split, >= 0; None if every rank has all tokens, or there are none."""
+    shape: tuple[int, ...]
+    """The shape of this rank's hidden states."""
+    length: int = 0
+    """The length of the split axis over all ranks."""
+
+    def gathered(self, source: Tensor) -> Tensor:
+        """Return the hidden states of all tokens."""
+        if self.axis is None:
+            return source
+        pieces = gather(self._cut(source, 1), self.group).land()
+        return pieces.flatten(0, 1)[: self.length].movedim(0, self.axis)
+
+    def summed(self, grad: Tensor) -> Flight:
+        """Start the sum over ranks of `grad`, the contiguous gradient of all tokens, which may be overwritten."""
+        if self.axis is None:
+            return add_up(grad, self.group)
+        ranks, shape = self.group.size(), list(self.shape)
+        shape[self.axis] = self.length
+        pieces = self._cut(grad.view(shape), ranks)
+        out = pieces.new_empty(len(pieces) // ranks, *pieces.shape[1:])
+        return Flight(out, _scatter(out, pieces, group=self.group, async_op=True) if out.numel() else None, pieces)
+
+    def mine(self, summed: Tensor) -> Tensor:
+        """Return the result of `summed` in the shape of this rank's hidden states."""
+        if self.axis is None:
+            return summed.view(self.shape)
+        return summed[: self.shape[self.axis]].movedim(0, self.axis)
+
+    def _cut(self, values: Tensor, pieces: int) -> Tensor:
+        """Return contiguous `values` with the tokens on the first axis, and zeros up to the end of `pieces` pieces."""
+        assert self.axis is not None
+        values = values.movedim(self.axis, 0)
+        missing = -(-self.length // self.group.size()) * pieces - values.shape[0]
+        return F.pad(values, (0, 0) * (values.dim() - 1) + (0, missing)).contiguous()
+
+
+def tokens_of(shards: Shards, shape: tuple[int, ...], count: int) -> Tokens:
+    """Return the distribution of hidden states that have this shape here, in a call with `count` rows over all ranks.
+
+    `shards.group` is a process group. Raise ValueError if these are not the tokens that torch.chunk gives to this rank.
+    """
+    if shards.axis is None or not count:
+        return Tokens(shards.group if shards.reduces else None, None, shape)
+    axis, ranks, rank = shards.axis % len(shape), shards.group.size(), shards.group.rank()
+    length = count // prod(shape[:axis] + shape[axis + 1 : -1])
+    step = -(-length // ranks)
+    start, stop = min(rank * step, length), min((rank + 1) * step, length)
+    if shape[axis] != stop - start:
+        raise ValueError(
+            f"with sequence_parallel, {length} tokens on {ranks} ranks are cut as torch.chunk cuts them: this rank "
+            f"should have {stop - start}, tokens [{start}, {stop}), and its input has {shape[axis]}"
+        )
+    return Tokens(shards.group, axis, shape, length)

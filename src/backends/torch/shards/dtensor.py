@@ -60,8 +60,9 @@ def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, argumen
     bias = arguments.get("linear_bias")
     if bias is not None:
         if not isinstance(bias, DTensor) or tuple(bias.placements) != tuple(weight.placements):
-            got = f"placements {bias.placements}" if isinstance(bias, DTensor) else describe(bias)
-            raise ValueError(f"linear_bias must have the placements of linear_weight, {weight.placements}, got {got}")
+            raise ValueError(
+                f"linear_bias must have the placements of linear_weight, {weight.placements}, got {_placed(bias)}"
+            )
         bias = bias.to_local(grad_placements=placements)
     own = cut.own(arguments | {"linear_bias": bias}, input, -1)
     shards = cut.shards(axis, reduces)
@@ -178,14 +179,9 @@ class _Cut:
             if array is None:
                 continue
             if not isinstance(array, DTensor) or tuple(array.placements) != wanted or array.shape[0] != self.classes:
-                got = (
-                    f"placements {array.placements} of {array.shape[0]}"
-                    if isinstance(array, DTensor)
-                    else describe(array)
-                )
                 raise ValueError(
                     f"{name} of the teacher must be cut like the student, a DTensor with placements {wanted} of "
-                    f"{self.classes} classes; got {got}"
+                    f"{self.classes} classes; got {_placed(array)}"
                 )
             parts[name] = array.to_local()
         return replace(teacher, **parts)
@@ -263,6 +259,11 @@ class _Cut:
             return DTensor.from_local(values, self.mesh, rows if per_row else sums, run_check=False)
 
         return tuple(placed(part, each_row) for part in made) if isinstance(made, tuple) else placed(made, each_row)
+
+
+def _placed(array: Any) -> str:
+    """Return the placements and the shape of an array for error messages."""
+    return f"placements {array.placements} of {array.shape}" if isinstance(array, DTensor) else describe(array)
 
 
 def _check(name: str, array: DTensor) -> None:

@@ -21,13 +21,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from xent.backends.torch import private
 from xent.backends.torch.contract import smooths
-from xent.backends.torch.shards.collectives import gather
-from xent.backends.torch.shards.tokens import tokens_of
+from xent.backends.torch.shards.collectives import gather, tokens_of
 from xent.core.arrays import describe
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Product, Shards, TopK, array_of, vocabulary_of
 from xent.core.spec import BackendError, VocabParallel
 
-__all__ = ["group_of", "named", "ranges_of", "resolve", "width_of"]
+__all__ = ["group_of", "named", "ranges_of"]
 
 _SAMPLES = 16
 
@@ -50,36 +49,28 @@ def group_of(given: Any) -> Any:
     return group
 
 
-def resolve(group: Any) -> Any:
-    """Return the process group of that name, or of a `vocab_parallel` argument."""
-    return private.group_named(group) if isinstance(group, str) else group_of(group)
-
-
-def width_of(shards: Shards, rows: int) -> int:
-    """Return the number of classes of this rank without padding, of the shards that `ranges_of` returned."""
-    assert shards.first is not None
-    assert shards.size is not None
-    return min(rows, shards.size - shards.first)
-
-
-def ranges_of(call: Call, count: int, *kind: object) -> Shards:
+def ranges_of(call: Call, count: int, *kind: object) -> tuple[Shards, int]:
     """Return the shards of a prepared call of `count` rows with its process group, `first` <= `size` and `size`.
+
+    The second value is the number of classes of this rank without padding.
 
     `kind`: what else must be equal on all ranks because it determines the collectives and their sizes, such as the
     leaves that need a gradient. With XENT_CHECK_TARGETS=1 all calls exchange their ranges, and compare the arrays that
     have one value per row.
     """
     assert call.shards is not None
-    first, size = call.shards.first, call.shards.size
-    shards = call.shards._replace(group=resolve(call.shards.group))
+    first, size, group = call.shards.first, call.shards.size, call.shards.group
+    group = private.group_named(group) if isinstance(group, str) else group_of(group)
+    shards = call.shards._replace(group=group)
     if isinstance(call.source, Product):
         tokens_of(shards, tuple(call.source.input.shape), count)  # raises an error before anything is sent
     checks = os.environ.get("XENT_CHECK_TARGETS") == "1"
     if first is None or size is None or checks:
-        first, size = _agree(_exchange(call, shards, (count, *kind)), int(shards.group.rank()))
+        first, size = _agree(_exchange(call, shards, (count, *kind)), int(group.rank()))
     if checks:
-        _compare_rows(call, shards.group)
-    return shards._replace(first=min(first, size), size=size)
+        _compare_rows(call, group)
+    first = min(first, size)
+    return shards._replace(first=first, size=size), min(vocabulary_of(call.source), size - first)
 
 
 def named(vocab_parallel: Any) -> AbstractContextManager[None]:
