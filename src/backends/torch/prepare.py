@@ -14,6 +14,7 @@ from torch import Tensor
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast, shifted
+from xent.backends.torch.portable.facts import weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
@@ -282,21 +283,12 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
 
 def _weighed(call: Call, counted: Tensor, acc: torch.dtype) -> Tensor:
     """Return the class weight (N,) of each target, over all ranks; 0 for ignored and invalid targets."""
-    shards, weight, target = call.shards, call.options.weight, call.target
+    weight, target = call.options.weight, call.target
     assert isinstance(target, Classes)
-    ids, first = target.ids, 0 if shards is None else shards.first or 0
-    known: Tensor = counted & (ids >= 0) & (ids < _size(call))
-    if weight is None:
-        return known.to(acc)
-    here = known & (ids >= first) & (ids < first + len(weight))
-    found = torch.zeros(ids.shape, dtype=acc, device=ids.device)
-    if len(weight):
-        found = weight.to(acc)[torch.where(here, ids - first, 0)].masked_fill(~here, 0)
-    if shards is not None:
-        from xent.backends.torch.shards.collectives import add_up
-
-        found = add_up(found, shards.group).land()
-    return found
+    known: Tensor = counted & (target.ids >= 0) & (target.ids < _size(call))
+    return (
+        known.to(acc) if weight is None else weights_of(weight.to(acc), target.ids, call.shards).masked_fill(~known, 0)
+    )
 
 
 def _size(call: Call) -> int:

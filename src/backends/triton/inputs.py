@@ -13,7 +13,7 @@ from torch import Tensor
 from xent.backends.torch.contract import Part, Setting, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.facts import check_targets
+from xent.backends.torch.portable.facts import check_targets, weights_of
 from xent.backends.triton.groups import Columns, Rows, Upstreams
 from xent.backends.triton.kernels.facts_kernels import divisor_kernel
 from xent.backends.triton.kernels.sums import column_numbers
@@ -189,19 +189,11 @@ class Inputs:
 
     def _row_weight(self, narrow: bool) -> Tensor | None:
         """Return the class weight of each row's target, (N,), if classes are in shards and it is needed, or None."""
-        rows, setting = self.plain_rows, self.setting
-        shards, averages = setting.call.shards, self.mean and self.options.normalizer is None
+        rows, shards = self.plain_rows, self.setting.call.shards
+        averages = self.mean and self.options.normalizer is None
         if shards is None or rows.class_weight is None or not (averages or narrow):
             return None
-        from xent.backends.torch.shards.collectives import add_up
-
-        local = cast(rows.target, torch.int64) - setting.first
-        here = (local >= 0) & (local < setting.width)
-        found = torch.zeros(self.count, dtype=torch.float32, device=self.device)
-        if setting.width:
-            found = rows.class_weight[local.clamp(0, setting.width - 1)].masked_fill(~here, 0)
-        total: Tensor = add_up(found, shards.group).land()
-        return total
+        return weights_of(rows.class_weight, cast(rows.target, torch.int64), shards)
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:

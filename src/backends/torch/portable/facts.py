@@ -14,7 +14,7 @@ from xent.backends.torch.contract import Part, Setting, Upstream, wide
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.core.arrays import dtype_name
-from xent.core.call import Activation, Allowed, Classes, Probabilities, TopK, array_of
+from xent.core.call import Activation, Allowed, Classes, Probabilities, Shards, TopK, array_of
 from xent.core.spec import mass_tolerance
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "slope",
     "times",
     "tolerance",
+    "weights_of",
 ]
 
 Index = slice | Tensor | None
@@ -109,7 +110,7 @@ class Facts:
             weight = weight.masked_fill(self.ignored, 0)
         mean, divisor, whole = options.reduction == "mean", options.normalizer, weight
         if self.class_weight is not None and self.target is not None and (narrow or (mean and divisor is None)):
-            of_rows = self._target_weights(setting, self.class_weight, self.target)
+            of_rows = weights_of(self.class_weight, self.target, setting.call.shards)
             whole = of_rows if weight is None else weight * of_rows
         if mean:
             if divisor is None:
@@ -154,22 +155,6 @@ class Facts:
             if self.invalid is not None:
                 given = [None if one is None else one.masked_fill(self.invalid, torch.nan) for one in given]
             self.upstream = Upstream(None, *given)
-
-    @staticmethod
-    def _target_weights(setting: Setting, weight: Tensor, target: Tensor) -> Tensor:
-        """Return the class weight of each row's target, (N,), which in shards one rank has."""
-        shards = setting.call.shards
-        if shards is None:
-            return weight[target]
-        from xent.backends.torch.shards.collectives import add_up
-
-        local = target - setting.first
-        found = torch.zeros(setting.count, dtype=weight.dtype, device=setting.device)
-        if setting.width:
-            here = (local >= 0) & (local < setting.width)
-            found = weight[local.clamp(0, setting.width - 1)].masked_fill(~here, 0)
-        total: Tensor = add_up(found, shards.group).land()
-        return total
 
 
 class Support:
@@ -258,6 +243,20 @@ def divided(values: Any, divisor: Any) -> Any:
     if not isinstance(divisor, Tensor):
         return values / divisor if divisor else values * 0
     return torch.where(divisor == 0, 0, values / divisor)
+
+
+def weights_of(weight: Tensor, ids: Tensor, shards: Shards | None) -> Tensor:
+    """Return the class weight of each target, (N,), which in shards one rank has; 0 for targets that are no class."""
+    local = ids if shards is None else ids - (shards.first or 0)
+    here = (local >= 0) & (local < len(weight))
+    found = weight.new_zeros(ids.shape)
+    if len(weight):
+        found = weight[torch.where(here, local, 0)].masked_fill(~here, 0)
+    if shards is not None:
+        from xent.backends.torch.shards.collectives import add_up
+
+        found = add_up(found, shards.group).land()
+    return found
 
 
 def check_targets(ids: Tensor, vocabulary: int, ignore_index: int) -> bool:
