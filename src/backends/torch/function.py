@@ -71,7 +71,9 @@ class Run:
         made: list[Tensor | None] = [None] * len(self.asked)
         missing = self.asked
         if self.first:
-            made = undisturbed(self.device, self._scaled, kept, upstream[0], plain, drops)
+            arguments = kept, upstream[0], plain, drops
+            # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
+            made = undisturbed(self.device, self._scaled, *arguments) if plain else self._scaled(*arguments)
             missing = (*[False] * len(missing[:-2]), missing[-2], False)
         if any(missing):
             named = dict(zip(self.names, upstream, strict=True))
@@ -80,8 +82,8 @@ class Run:
             if plain:
                 call = packing.join(self.call, [one.detach() for one in tensors])  # the result may be their memory
                 reuse = self.reuse and drops and not self.first
-                arguments = (call, missing, self.kernel, sums, given, self.skips, reuse)
-                found = undisturbed(self.device, backward, *arguments)
+                rest = (call, missing, self.kernel, sums, given, self.skips, reuse)
+                found = undisturbed(self.device, backward, *rest)
                 if reuse:
                     torch.autograd.graph.increment_version(call.source.logits)
             else:
