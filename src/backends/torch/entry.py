@@ -53,8 +53,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     if any(asked):
         wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
         return Loss.apply(Run(prepared, asked, kernel), *wanted)[: 1 + len(call.options.stats)]
-    with torch.no_grad():  # a teacher's classifier may require a gradient
-        return undisturbed(array_of(call).device, forward, prepared, asked, kernel, True)
+    return undisturbed(array_of(call).device, forward, prepared, asked, kernel, True)
 
 
 def _traced(call: Call, kernel: str) -> Any:

@@ -56,7 +56,7 @@ class Run:
         """Return the results, and what the forward pass keeps in new memory for the backward pass."""
         if self.form:
             tensors = list(inputs[sum(self.asked) :])
-            made: list[Tensor] = torch.ops.xent.forward(self.form, list(self.asked), self.kernel, self.skips, tensors)
+            made: list[Tensor] = torch.ops.xent.compute(self.form, list(self.asked), self.kernel, self.skips, tensors)
             return made
         reuse = self.reuse and self.first
         made = undisturbed(self.device, forward, self.call, self.asked, self.kernel, self.skips, reuse)
@@ -71,9 +71,7 @@ class Run:
         made: list[Tensor | None] = [None] * len(self.asked)
         missing = self.asked
         if self.first:
-            arguments = kept, upstream[0], plain, drops
-            # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
-            made = undisturbed(self.device, self._scaled, *arguments) if plain else self._scaled(*arguments)
+            made = self._scaled(kept, upstream[0], plain, drops)
             missing = (*[False] * len(missing[:-2]), missing[-2], False)
         if any(missing):
             named = dict(zip(self.names, upstream, strict=True))
@@ -82,8 +80,8 @@ class Run:
             if plain:
                 call = packing.join(self.call, [one.detach() for one in tensors])  # the result may be their memory
                 reuse = self.reuse and drops and not self.first
-                rest = (call, missing, self.kernel, sums, given, self.skips, reuse)
-                found = undisturbed(self.device, backward, *rest)
+                arguments = (call, missing, self.kernel, sums, given, self.skips, reuse)
+                found = undisturbed(self.device, backward, *arguments)
                 if reuse:
                     torch.autograd.graph.increment_version(call.source.logits)
             else:
@@ -97,8 +95,9 @@ class Run:
         count = sum(flags)
         deferred = kept[count] if len(kept) > count else None
         if plain:
-            grads = [one.detach() for one in kept[:count]]
-            return _placed(SCALES.get(self.kernel, scale)(grads, upstream, deferred, drops), flags)
+            arguments = [one.detach() for one in kept[:count]], upstream, deferred, drops
+            return _placed(undisturbed(self.device, SCALES.get(self.kernel, scale), *arguments), flags)
+        # Dynamo of PyTorch 2.11 cannot trace `undisturbed`, which matters where kernels are launched.
         factor = upstream if deferred is None else upstream * deferred
         # PyTorch would round a 0-d factor to the dtype of the gradient first.
         scaled = [one * factor.reshape([1] * max(one.dim(), 1)) for one in kept[:count]]

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import private
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
 from xent.backends.torch.function import BATCHED, Loss, Run
 from xent.backends.torch.loop import made_first
@@ -117,7 +116,8 @@ def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
     raise RuntimeError(NO_SECOND)
 
 
-_operation(f"forward({_CALL}) -> Tensor[]", _forward, _fake_forward)
+for _name in ("forward", "compute"):
+    _operation(f"{_name}({_CALL}) -> Tensor[]", _forward, _fake_forward)
 _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,
@@ -144,7 +144,7 @@ def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tens
     leaves = leaves_of(call)
     asked = asked_of(leaves)
     if not any(asked):
-        return tuple(torch.ops.xent.forward(form, list(asked), kernel, skips, list(tensors)))
+        return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
     wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
     made = Loss.apply(Run(call, asked, kernel, skips, form), *wanted, *tensors)
     return tuple(made[: 1 + len(call.options.stats)])
@@ -172,13 +172,8 @@ def _warn_of_floats(form: str, tensors: list[Tensor]) -> None:
 
 
 def _autograd(form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor]) -> list[Tensor]:
-    if not asked:
-        _warn_of_floats(form, tensors)
-        return list(decided(form, kernel, skips, *tensors))
-    with private.below_autograd():
-        made: list[Tensor] = torch.ops.xent.forward(form, asked, kernel, skips, tensors)
-    return made
+    _warn_of_floats(form, tensors)
+    return list(decided(form, kernel, skips, *tensors))
 
 
-if private.below_autograd is not None:
-    _LIBRARY.impl("forward", _autograd, "Autograd")
+_LIBRARY.impl("forward", _autograd, "Autograd")

@@ -118,15 +118,16 @@ def backward(
 
 
 def undisturbed(device: torch.device, function: Callable[..., Any], *args: Any) -> Any:
-    """Call `function` without autocast, and with that device as the current one, on which Triton launches."""
+    """Call `function` without gradients and autocast, on that device as the current one, on which Triton launches."""
     kind = device.type
     if kind == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):
             return undisturbed(device, function, *args)
-    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
-        with torch.autocast(kind, enabled=False):
-            return function(*args)
-    return function(*args)
+    with torch.no_grad():
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):
+                return function(*args)
+        return function(*args)
 
 
 def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplace: bool) -> list[Tensor]:

@@ -50,6 +50,8 @@ def aligned(call: Call) -> Call:
         if isinstance(target, Probabilities):
             target = replaced(target, values=target.values.movedim(source.axis, -1))
         source = _classes_last(source)
+    elif not isinstance(target, Dense):
+        return call
     if isinstance(target, Dense):
         teacher = target.source
         teacher = _with_dtype(teacher, "teacher.") if isinstance(teacher, Product) else _classes_last(teacher)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 __all__ = [
-    "below_autograd",
     "dispatch_modes",
     "forward_level",
     "group_named",
@@ -40,9 +39,6 @@ custom operations for every call."""
 
 keeps_graph: Callable[[], bool] = _found(_autograd, "_get_current_graph_task_keep_graph", lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
-
-below_autograd: Any = getattr(torch._C, "_AutoDispatchBelowAutograd", None)
-"""() -> a context in which an operation skips its autograd kernel. Without it: no gradients of exported programs."""
 
 saved_hooks: Callable[[bool], Any] = _found(_autograd, "_top_saved_tensors_default_hooks", lambda ignores_tracing: None)
 """(ignore that a tracer runs) -> the innermost hooks on tensors that autograd saves, those of a checkpoint among them.

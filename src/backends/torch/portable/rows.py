@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Setting, columns, smooths, wide
-from xent.backends.torch.exponentials import Exponentials
 from xent.backends.torch.memory import Rows, row_sum
-from xent.backends.torch.portable.facts import Facts, Index, activate, at, times
+from xent.backends.torch.portable.facts import Exponentials, Facts, Index, activate, at, times
 from xent.core.call import Probabilities
 
 __all__ = ["Coefficients", "LogitRows", "Workspace"]
