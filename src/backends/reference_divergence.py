@@ -110,39 +110,26 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
         if teacher.tail == "renormalize":
             each = each - np.log(q.sum())
             q = np.exp(each)
-        if kind == "tv":
-            loss[row], derivative[row] = _variation_of_cells(p, chosen, q, teacher.tail, tolerance)
-            continue
-        loss[row] = (q * (each - log_p[row, chosen])).sum()
-        if teacher.tail != "bucket":
-            derivative[row] = q.sum() * p
-            derivative[row, chosen] -= q
-            continue
         left = np.ones(vocabulary, bool)
         left[chosen] = False
-        mass = max(1 - q.sum(), 0.0)
+        mass = max(1 - q.sum(), 0.0) if teacher.tail == "bucket" else 0.0
         log_p_left = np.logaddexp.reduce(log_p[row, left], initial=-np.inf)
         if log_p_left == -np.inf and mass <= tolerance:
             mass = 0.0  # the rest is rounding: no other class can have it
-        derivative[row] *= q.sum() + mass  # 1 up to rounding
+        if kind == "tv":
+            apart = p[left].sum() - mass
+            sign = np.full(vocabulary, np.sign(apart))
+            sign[chosen] = np.sign(p[chosen] - q)
+            loss[row] = (np.abs(p[chosen] - q).sum() + abs(apart)) / 2
+            derivative[row] = p * (sign - (p * sign).sum()) / 2
+            continue
+        loss[row] = (q * (each - log_p[row, chosen])).sum()
+        derivative[row] *= q.sum() + mass  # 1 up to rounding in a bucket
         derivative[row, chosen] -= q
         if mass:
             loss[row] += mass * (np.log(mass) - log_p_left)
             derivative[row, left] -= mass * np.exp(log_p[row, left] - log_p_left)
     return loss, derivative
-
-
-def _variation_of_cells(p: Array, chosen: Array, q: Array, tail: str, tolerance: float) -> tuple[float, Array]:
-    """Return the total variation of the K classes and one cell for all others, and its derivative (V,)."""
-    left = np.ones(len(p), bool)
-    left[chosen] = False
-    mass, p_left = max(1 - q.sum(), 0.0) if tail == "bucket" else 0.0, p[left].sum()
-    if p_left == 0 and mass <= tolerance:
-        mass = 0.0
-    sign = np.full(len(p), np.sign(p_left - mass))
-    sign[chosen] = np.sign(p[chosen] - q)
-    loss = (np.abs(p[chosen] - q).sum() + abs(p_left - mass)) / 2
-    return loss, p * (sign - (p * sign).sum()) / 2
 
 
 def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail: str, position: list[int]) -> None:

@@ -39,7 +39,7 @@ class TeacherRows:
     _others: Any = None
     _top: Any = None
     """(R, 1): the most probable class of the student, if all classes are here."""
-    _made: Any = None
+    _made: tuple[Any, ...] = ()
     """The terms of the second fold, for the gradient."""
 
     def __init__(self, space: Workspace, block: Block, index: Index) -> None:
@@ -116,7 +116,7 @@ class TeacherRows:
         facts, grad = self._facts, self._grad
         assert grad is not None
         if self._dense:
-            if self._made is None:
+            if not self._made:
                 self.refold(made)
             p, q, v, factor = self._made
             derivative = p - q if v is None else torch.where(p == 0, 0, p * (made["pull"][:, None] - v)) * factor
