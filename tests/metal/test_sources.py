@@ -119,7 +119,7 @@ def several_launches() -> None:
         ("sums", "threadgroup Sums* shared", "device Sums* shared"),
         ("maths", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
         ("maths", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
-        ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(shares.class_weight[0])"),
+        ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(facts.class_weight[0])"),
         ("forward", "threadgroup xent::Sums shared[32];", "threadgroup xent::Sums shared[32]; uint small = start;"),
     ],
 )

@@ -32,7 +32,7 @@ xent::Sums sums = xent::no_sums();
 if (!TARGET) {
   for (uint column = thread_index; column < V; column += threads) {
     float q;
-    sums.shares += xent::share_of<K>(facts.shares, facts.numbers, column, q);
+    sums.shares += xent::share_of<K>(facts, column, q);
     sums.given += q;
   }
   xent::join<K>(

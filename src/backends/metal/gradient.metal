@@ -58,7 +58,7 @@ inline void differentiate(thread float (&z)[N], uint first, Slopes slopes, F fac
     float log_p = (x - slopes.peak) - slopes.log_sum;
     float p = exponential<typename K::T>(log_p);
     float share = 0.0f, given = 0.0f;
-    if constexpr (K::shares) share = share_of<K>(facts.shares, numbers, first + i, given);
+    if constexpr (K::shares) share = share_of<K>(facts, first + i, given);
     if constexpr (UPSTREAM) {
       float of_p = times(p, metal::fma(slopes.beta, log_p, slopes.alpha));
       z[i] = (of_p - slopes.scale * share - slopes.given * given) * slope;

@@ -40,26 +40,6 @@ struct Numbers {
   float weights;  // sum_c w_c
 };
 
-// The shares: the factor of each -log p_c in the loss.
-template <typename Probabilities, typename ClassWeight>
-struct Shares {
-  Probabilities probabilities;  // of this row
-  ClassWeight class_weight;
-};
-
-// Return the share of class c: (e/V) w_c, plus that of its probability q_c. The share of a target index is added later.
-template <typename K, typename S>
-inline float share_of(S shares, Numbers numbers, uint column, thread float& given) {
-  float share = numbers.spread;
-  given = 0.0f;
-  if constexpr (!K::target) {
-    given = static_cast<float>(shares.probabilities[column]);
-    share = numbers.keep * given + numbers.spread;
-  }
-  if constexpr (K::weighted && (K::smoothed || !K::target)) share *= shares.class_weight[column];
-  return share;
-}
-
 // The target class of an index. It is not included in the row's sums: if its p is nearly 1, the gradient consists of
 // the other classes, whose small sum would be rounded away beside 1.
 struct Target {
@@ -70,26 +50,29 @@ struct Target {
   float spread; // (e/V) w_y
 };
 
-template <typename K, typename ClassWeight>
-inline Target target_of(uint y, float z, Numbers numbers, ClassWeight class_weight) {
-  Target target;
-  target.y = y;
-  target.x = activate<float, K::capped>(z, numbers.softcap, numbers.logit_scale, target.slope);
-  float w = 1.0f;
-  if constexpr (K::weighted && K::target) w = class_weight[y];
-  target.share = numbers.keep * w;
-  target.spread = numbers.spread * w;
-  return target;
-}
-
 // What a thread knows of its row.
 template <typename Probabilities, typename ClassWeight>
 struct Facts {
   Columns columns;
   Numbers numbers;
   Target target;
-  Shares<Probabilities, ClassWeight> shares;
+  Probabilities probabilities;  // of this row
+  ClassWeight class_weight;
 };
+
+// Return the share of class c, the factor of -log p_c in the loss: (e/V) w_c, plus that of its probability q_c. The share
+// of a target index is added later.
+template <typename K, typename F>
+inline float share_of(F facts, uint column, thread float& given) {
+  float share = facts.numbers.spread;
+  given = 0.0f;
+  if constexpr (!K::target) {
+    given = static_cast<float>(facts.probabilities[column]);
+    share = facts.numbers.keep * given + facts.numbers.spread;
+  }
+  if constexpr (K::weighted && K::shares) share *= facts.class_weight[column];
+  return share;
+}
 
 // Return the facts of a row from the arrays of a launch; `logits` and `probabilities` begin with the row.
 template <
@@ -115,21 +98,26 @@ inline Facts<Probabilities, ClassWeight> facts_of(
     ClassWeight class_weight) {
   Facts<Probabilities, ClassWeight> facts;
   facts.columns = columns;
-  facts.numbers = Numbers{1.0f - numbers[0], numbers[4], numbers[1], numbers[2], numbers[3], numbers[5]};
+  facts.probabilities = probabilities;
+  facts.class_weight = class_weight;
+  Numbers own = Numbers{1.0f - numbers[0], numbers[4], numbers[1], numbers[2], numbers[3], numbers[5]};
   if constexpr (BENT) {
-    facts.numbers.logit_scale = bend[0];
-    facts.numbers.softcap = bend[1];
+    own.logit_scale = bend[0];
+    own.softcap = bend[1];
   }
+  facts.numbers = own;
   uint y = columns.count;
-  float z = 0.0f;
+  float z = 0.0f, w = 1.0f;
   if constexpr (K::target) {
     y = static_cast<uint>(target[row]);
     if constexpr (EXACT) z = static_cast<float>(target_logits[row]);
     else z = static_cast<float>(logits[y]);
+    if constexpr (K::weighted) w = class_weight[y];
   }
-  facts.target = target_of<K>(y, z, facts.numbers, class_weight);
-  facts.shares.probabilities = probabilities;
-  facts.shares.class_weight = class_weight;
+  facts.target.y = y;
+  facts.target.x = activate<float, K::capped>(z, own.softcap, own.logit_scale, facts.target.slope);
+  facts.target.share = own.keep * w;
+  facts.target.spread = own.spread * w;
   return facts;
 }
 
@@ -157,7 +145,7 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
   for (uint i = 0; i < N; ++i) {
     float share = 0.0f, given = 0.0f;
     if constexpr (K::shares) {
-      share = share_of<K>(facts.shares, numbers, first + i, given);
+      share = share_of<K>(facts, first + i, given);
       if (K::target && first + i == y) share = 0.0f;
     }
     add<K>(sums, shift, z[i], share, given);
