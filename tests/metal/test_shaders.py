@@ -93,7 +93,7 @@ def test_planted_faults_are_detected(
 
 def test_wrong_types_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     read = sources._read
-    right, wrong = "const device T* logits [[", "const constant T* logits [["
+    right, wrong = "const device T* logits,\n    const device long", "const constant T* logits,\n    const device long"
     monkeypatch.setattr(sources, "_read", lambda name: read(name).replace(right, wrong))
     logits, target = draw()
     with pytest.raises(FrontendError):
