@@ -19,18 +19,11 @@ from xent.backends.torch.portable.facts import Index, at, index_of
 from xent.backends.torch.portable.finish import Finished
 from xent.backends.torch.portable.rows import LogitRows
 from xent.core.call import Classes, Probabilities
+from xent.core.spec import ROW_STATS
 
 __all__ = ["MetalSteps"]
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_STATISTICS = {
-    "nll": torch.float32,
-    "entropy": torch.float32,
-    "predictions": torch.int64,
-    "log_sum_sq_probs": torch.float32,
-    "mean_logit": torch.float32,
-}
-"""The results per row that a kernel computes, besides the loss and the norm, and their dtypes."""
 
 
 class MetalSteps(PortableSteps):
@@ -41,8 +34,8 @@ class MetalSteps(PortableSteps):
         facts, options, names = self._facts, setting.call.options, self._space.names
         self._places = {"peak": 0, "log_sum": 1} | ({"entropy": names.index("mixed")} if "mixed" in names else {})
         self._asked = {
-            name: dtype
-            for name, dtype in _STATISTICS.items()
+            name: torch.int64 if name == "predictions" else torch.float32
+            for name in ROW_STATS[1:]  # the lse follows from the norm
             if name in options.stats or (name == "predictions" and "accuracy" in options.stats)
         }
         self._skips_dead = not self._asked and "lse" not in options.stats
