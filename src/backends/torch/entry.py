@@ -12,7 +12,7 @@ from xent.backends.torch.memory import overlaps
 from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.prepare import aligned, compute_of, is_per_row, prepare, rows_of
 from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
-from xent.core.call import Call, Dense, Given, Options, array_of, replaced
+from xent.core.call import Call, Dense, Given, Options, Probabilities, array_of, replaced
 from xent.core.spec import Stats
 
 __all__ = ["run"]
@@ -46,6 +46,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     if asked[-2] or asked[-1] or sum([tensor.requires_grad for tensor in tensors]) > sum(asked):
         refuse_gradients(call, named(call))
     if asked[-2]:
+        assert isinstance(call.target, Probabilities)
         call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
     if isinstance(call.source, Given) and call.source.inplace:
         _check_inplace(call.source.logits, asked)

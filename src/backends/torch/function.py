@@ -123,7 +123,7 @@ class Run:
             finally:
                 del BATCHED[key]
 
-        values = (sums, *upstream, *tensors)
+        values: tuple[Any, ...] = (sums, *upstream, *tensors)
         return _placed(run(*values) if torch.compiler.is_dynamo_compiling() else Once.apply(run, *values), asked)
 
 

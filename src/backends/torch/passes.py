@@ -183,6 +183,7 @@ def _scale_gradient(call: Call, gradients: list[Tensor | None]) -> Tensor:
 
 def _probability_gradient(call: Call, upstream: Upstream) -> Tensor:
     """Return the gradient of the target of a prepared call, contiguous, in the target's dtype."""
+    assert isinstance(call.target, Probabilities)
     options, (given, order) = call.options, call.target
     scale, cap, temperature = call.activation
     acc, row_weight, factor = wide(compute_of(call.source)), options.sample_weight, None
