@@ -7,7 +7,7 @@ from torch import Tensor
 
 from xent.backends.torch import operations, packing, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import Loss, Run
+from xent.backends.torch.function import PlainLoss, Run
 from xent.backends.torch.memory import overlaps
 from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.prepare import aligned, compute_of, is_per_row, prepare, rows_of
@@ -53,7 +53,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     prepared = prepare(call, asked[:-2], asked[-1])
     if any(asked):
         wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
-        return Loss.apply(Run(prepared, asked, kernel), *wanted)[: 1 + len(call.options.stats)]
+        return PlainLoss.apply(Run(prepared, asked, kernel), *wanted)[: 1 + len(call.options.stats)]
     return undisturbed(array_of(call).device, forward, prepared, asked, kernel, True)
 
 

@@ -32,7 +32,7 @@ from xent.backends.torch.refusals import NO_SECOND
 from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["BATCHED", "Loss", "Run"]
+__all__ = ["BATCHED", "Loss", "PlainLoss", "Run"]
 
 BATCHED: dict[int, Callable[..., list[Tensor]]] = {}
 """Functions of upstream gradients that torch.autograd.grad(is_grads_batched=True) batches, for `xent::batched`."""
@@ -184,6 +184,18 @@ class Loss(torch.autograd.Function):
                 made = Once.apply(lambda *_: run.gradients(*arguments), *saved)
         made = [one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
         return None, *made, *[None] * (len(ctx.needs_input_grad) - 1 - len(made))
+
+
+class PlainLoss(torch.autograd.Function):
+    """`Loss` of a plain call. With a `setup_context`, PyTorch would bind the arguments in Python at every call."""
+
+    @staticmethod
+    def forward(ctx: Any, run: Run, *inputs: Tensor) -> tuple[Tensor, ...]:
+        output = tuple(run.forward(inputs))
+        Loss.setup_context(ctx, (run, *inputs), output)
+        return output
+
+    backward = Loss.backward
 
 
 class Once(torch.autograd.Function):
