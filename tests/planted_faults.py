@@ -263,7 +263,7 @@ FAULTS = [
     ),
     Fault(
         "gradient of skipped rows not zeroed", "backends/torch/products.py",
-        "            made.index_fill_(0, self._schedule.left_out, 0)", "            pass", (IDLE,),
+        "            self._input.index_fill_(0, self._schedule.left_out, 0)", "            pass", (IDLE,),
     ),
     Fault(
         "gradient of the bias of one part", "backends/torch/products.py",
@@ -417,13 +417,13 @@ FAULTS = [
         ("tests/triton/test_shared_rows.py", "-k", "statistics"), "triton",
     ),
     Fault(
-        "kernel: smoothing at the target", KERNELS + "gradient.py",
+        "kernel: smoothing at the target", KERNELS + "algebra.py",
         "times(excess, e_y / total) - gamma * (rest / total) - delta * w_y",
         "times(excess, e_y / total) - gamma * (rest / total)", (MATRIX, "-k", "smoothing"), "triton",
     ),
     Fault(
         "kernel: softcap not differentiated", KERNELS + "gradient.py",
-        "g *= slope(z, bend, way.quick)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
+        "g *= slope(z, bend, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),
     Fault(
         "kernel: no gradient at class 0", KERNELS + "rows_kernel.py",
@@ -431,8 +431,9 @@ FAULTS = [
         ("tests/triton/test_rows.py", "-k", "sizes"), "triton",
     ),
     Fault(
-        "kernel: ranks overwrite each other", KERNELS + "finish_kernel.py",
-        "        rest += own_rest", "        rest = own_rest",
+        "kernel: ranks overwrite each other", KERNELS + "sums.py",
+        "merged = plus(merged, load_sums(place, count, inside, m, columns))",
+        "merged = load_sums(place, count, inside, m, columns)",
         ("tests/triton/test_ranks.py", "-k", "saturated"), "triton",
     ),
     Fault(
@@ -445,34 +446,34 @@ FAULTS = [
         ("tests/triton/test_tiles.py", "-k", "ties"), "triton",
     ),
     Fault(
-        "kernel: hidden states of ignored rows", KERNELS + "linear_kernels.py",
+        "kernel: hidden states of ignored rows", KERNELS + "beside.py",
         "kept = tl.where(dead, zero, h.to(taken.dtype.element_ty))", "kept = h.to(taken.dtype.element_ty)",
         ("tests/triton/test_means.py", IDLE, "tests/triton/test_product.py", "-k", "cancelling or statistics"),
         "triton",
     ),
     Fault(
-        "kernel: bias of the target", KERNELS + "linear_kernels.py",
+        "kernel: bias of the target", KERNELS + "beside.py",
         "z += tl.load(bias + y * bias_stride, mask=owned, other=0.0).to(tl.float32)", "z += 0.0",
         (MATRIX, "-k", "bias and (float16 or bfloat16)"), "triton",
     ),
     Fault(
-        "kernel: second gradient not scaled", KERNELS + "linear_kernels.py",
-        "mask=places < count, other=0.0).to(tl.float32) * factor",
-        "mask=places < count, other=0.0).to(tl.float32)",
+        "kernel: gradients not scaled", KERNELS + "beside.py",
+        "mask=inside, other=0.0).to(tl.float32) * factor",
+        "mask=inside, other=0.0).to(tl.float32)",
         ("tests/triton/test_rows.py", "-k", "both_factors"), "triton",
     ),
     Fault(
-        "kernel: divisor without class weights", KERNELS + "facts_kernels.py",
+        "kernel: divisor without class weights", KERNELS + "beside.py",
         "            if WEIGHTED:", "            if WEIGHTED and False:",
         ("tests/triton/test_means.py", "-k", "weights"), "triton",
     ),
     Fault(
-        "kernel: shares without smoothing", KERNELS + "probabilities_kernel.py",
-        "tl.where(inside, (keep * q + spread) * w, 0.0)", "tl.where(inside, keep * q * w, 0.0)",
+        "kernel: shares without smoothing", KERNELS + "memory.py",
+        "(weights[3] * q + weights[4]) * share", "weights[3] * q * share",
         ("tests/triton/test_probabilities.py", "-k", "smoothing"), "triton",
     ),
     Fault(
-        "kernel: target outside its support", KERNELS + "support_kernel.py",
+        "kernel: target outside its support", KERNELS + "algebra.py",
         'gamma = tl.where(nll == float("inf"), 0.0, gamma)', "gamma = gamma * 1.0", (ROWS, LOG_PROBS), "triton",
     ),
     Fault(
@@ -480,7 +481,7 @@ FAULTS = [
         "g = times(p, pull - (t - x - offset))", "g = times(p, -(t - x - offset))", (DIVERGENCE,), "triton",
     ),
     Fault(
-        "kernel: total variation with its gradient turned", KERNELS + "divergence_maths.py",
+        "kernel: total variation with its gradient turned", KERNELS + "divergence_kernel.py",
         "v = sign(apart) * 0.5", "v = sign(apart) * -0.5", (DIVERGENCE, "-k", "tv"), "triton",
     ),
 ]  # fmt: skip

@@ -16,10 +16,9 @@ Each language implements these steps once. If rows are always whole there is no 
 - NumPy: `xent.backends.reference`, whole rows, written like the formulas. All other backends are tested against it.
 - PyTorch: `xent.backends.torch.portable`, in PyTorch's own operations: fold and gradient in
   `xent.backends.torch.portable.rows`, merge and finish in `xent.backends.torch.portable.finish`.
-- Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.algebra` (finish) and
-  `xent.backends.triton.kernels.gradient`. `xent.backends.triton.kernels.rows_kernel` has all steps of whole rows;
-  `xent.backends.triton.kernels.fold_kernel`, `xent.backends.triton.kernels.finish_kernel` (which merges) and
-  `xent.backends.triton.kernels.gradient_kernel` have one step each.
+- Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.sums` (merge),
+  `xent.backends.triton.kernels.algebra` (finish) and `xent.backends.triton.kernels.gradient`, each with a kernel of its
+  own but for finish. `xent.backends.triton.kernels.rows_kernel` has all steps of whole rows.
 - MLX: whole rows; fold in `xent.backends.mlx.block.Block.fold`; finish in `xent.backends.mlx.finish.finish` and
   `xent.backends.mlx.finish.coefficients`; gradient in `xent.backends.mlx.block.Block.gradient`.
 - Metal, in `src/backends/metal/`: fold in `loss.metal`, merge in `sums.metal`, finish in `loss.metal`, gradient in

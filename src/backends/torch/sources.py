@@ -16,7 +16,7 @@ from xent.backends.torch.products import Classifier, Gradients, padded_columns, 
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Loaded", "Stored", "source_of"]
+__all__ = ["Computed", "Loaded", "Stored", "fold_tiles", "source_of"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -222,18 +222,7 @@ class Computed:
                 steps.fold(block, part, sums, False)
         elif not steps.fold_product(source, taken, part, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
-            width = self._setting.width
-            rows, tile = tile_shape(len(taken.hidden), width, dtype.itemsize, self._given.workspace)
-            room = torch.empty(rows * tile, dtype=dtype, device=taken.hidden.device)
-            for start in range(0, len(taken.hidden), rows):
-                some = slice(start, min(start + rows, len(taken.hidden)))
-                targets = None if taken.target_logits is None else taken.target_logits[some]
-                for first in range(0, width, tile):
-                    classes = slice(first, min(first + tile, width))
-                    shape = some.stop - start, classes.stop - first
-                    logits = room[: shape[0] * shape[1]].view(shape)
-                    source.write_logits(taken.hidden[some], logits, classes)
-                    steps.fold(Block(logits, start, first, None, targets), part, sums[:, some], first > 0)
+            fold_tiles(steps, source, taken, part, sums, dtype, self._given.workspace)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
@@ -326,3 +315,26 @@ def _rows_of_divergence(setting: Setting, size: int) -> int:
         workspace = source.workspace
         sums = setting.needs[1] and rounds_sums(setting.compute, source.weight.dtype, source.weight.device)
     return rows_per_chunk(setting.count, size, 1, workspace or default, device, sums)
+
+
+def fold_tiles(
+    steps: Steps,
+    source: Classifier,
+    taken: Taken,
+    part: Part,
+    sums: Tensor,
+    dtype: torch.dtype,
+    workspace: int | None,
+) -> None:
+    """Write all sums of a part from tiles of logits, which are overwritten."""
+    rows, tile = tile_shape(len(taken.hidden), source.classes, dtype.itemsize, workspace)
+    room = torch.empty(rows * tile, dtype=dtype, device=taken.hidden.device)
+    for start in range(0, len(taken.hidden), rows):
+        some = slice(start, min(start + rows, len(taken.hidden)))
+        targets = None if taken.target_logits is None else taken.target_logits[some]
+        for first in range(0, source.classes, tile):
+            classes = slice(first, min(first + tile, source.classes))
+            shape = some.stop - start, classes.stop - first
+            logits = room[: shape[0] * shape[1]].view(shape)
+            source.write_logits(taken.hidden[some], logits, classes)
+            steps.fold(Block(logits, start, first, None, targets), part, sums[:, some], first > 0)

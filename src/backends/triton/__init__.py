@@ -1,8 +1,8 @@
 """Backend "triton": kernels for NVIDIA GPUs, called by the loop of the PyTorch driver.
 
-- `steps` implements `xent.backends.torch.contract.Steps`: whole rows in one launch, or through `separate` fold, finish
-  and gradient one by one. Targets that are no classes are in `targets`.
-- `groups` has the argument groups of all kernels, `prepared` launches them, `geometry` chooses their sizes.
+- `steps` implements `xent.backends.torch.contract.Steps`: whole rows in one launch, or fold, finish and gradient one by
+  one. `targets` launches the kernels of supports and divergences.
+- `launches` has the argument groups of all kernels and launches these, `inputs` fills them, `geometry` chooses sizes.
 - `kernels` has the kernels, and the device functions that they share.
 - `hopper` contains two matrix products for Hopper GPUs.
 """
@@ -39,7 +39,7 @@ class TritonBackend(TorchBackend):
 
         notes: tuple[str, ...] = ()
         if MISSING is None:
-            from xent.backends.triton.hopper.probe import note
+            from xent.backends.triton.hopper.products import note
 
             notes = (note(),)
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)

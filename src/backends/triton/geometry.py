@@ -1,43 +1,60 @@
 """The memory layout of rows, and the vector size, block size and warps that kernels of whole rows use for it."""
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from xent.backends.torch.contract import Block
 from xent.backends.torch.devices import is_padded
-from xent.backends.triton.prepared import cdiv, next_power_of_2
+from xent.backends.torch.memory import logit_blocks
+from xent.backends.triton.launches import Way, cdiv, next_power_of_2
 
-__all__ = ["Geometry", "Sizes", "geometry", "in_blocks", "rows_of", "sizes"]
+__all__ = ["Placed", "in_blocks", "placed", "rows_of", "sizes"]
 
 _KIB = 1024
 _LINE = 64  # classes: a cache line of 16-bit logits, two of float32 logits
 
+Strides = tuple[int, int, int]
+"""(rows in a group, stride of groups, stride of rows), in elements. The stride of groups may be 0."""
 
-class Geometry(NamedTuple):
-    """The memory layout of logits and their gradient.
 
-    `logits` and `grad` are (rows in a group, stride of groups, stride of rows), with strides in elements. `skew` is the
-    offset of the first logit from a multiple of 16 bytes, in elements.
-    """
+@dataclass(eq=False, slots=True)
+class Placed:
+    """Rows of logits (..., V) that one launch can address, and their gradient."""
 
-    logits: tuple[int, int, int]
-    grad: tuple[int, int, int]
+    logits: Tensor
+    grad: Tensor | None
+    start: int
+    """The first row, relative to the part's."""
+    rows: Strides
+    """Of the logits."""
+    places: Strides
+    """Of the gradient."""
     skew: int
+    """The offset of the first logit from a multiple of 16 bytes, in elements."""
     vector: int
     """Elements that one load reads (16 bytes); 1 if rows of logits and gradient are aligned differently."""
     skewed: bool
     """Whether rows may begin at other addresses than multiples of 16 bytes."""
     ragged: bool
     """Whether rows may begin or end at other addresses than multiples of 16 bytes."""
-    grouped: bool
-    """Whether logits or gradient have more than one group of rows.
 
-    The stride of groups may be 0, for expanded tensors.
-    """
+    @property
+    def count(self) -> int:
+        """The number of rows."""
+        return self.logits.shape[:-1].numel()
+
+    @property
+    def memory(self) -> tuple[Any, ...]:
+        """The kernel arguments for logits and gradient."""
+        return self.logits, *self.rows, self.skew, self.grad, *self.places
 
     def constants(self) -> dict[str, Any]:
-        """Return members of `xent.backends.triton.groups.Way`."""
-        return {"grouped": self.grouped, "skewed": self.skewed, "ragged": self.ragged, "vector": self.vector}
+        """Return members of `xent.backends.triton.launches.Way`."""
+        grouped = min(self.rows[0], self.places[0]) < self.count
+        return {"grouped": grouped, "skewed": self.skewed, "ragged": self.ragged, "vector": self.vector}
 
     def options(self) -> dict[str, bool]:
         """Return launch options: no fused multiply-add if rows may begin anywhere.
@@ -48,8 +65,20 @@ class Geometry(NamedTuple):
         return {"enable_fp_fusion": not self.skewed}
 
 
-def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
-    """Return (rows in a group, stride of groups, stride of rows) of a (..., V) tensor; None for other layouts."""
+def placed(block: Block) -> Iterator[Placed]:
+    """Yield the rows of a block: all at once if a single launch can address them."""
+    found = _placed(block.logits, block.grad, block.start)
+    if found is not None:
+        yield found
+        return
+    for start, logits, grad in logit_blocks(block.logits, block.grad):
+        found = _placed(logits, grad, block.start + start)
+        assert found is not None
+        yield found
+
+
+def rows_of(tensor: Tensor) -> Strides | None:
+    """Return the strides of a (..., V) tensor; None if it has more than two strides of rows."""
     groups: list[tuple[int, int]] = []
     if tensor.dim() == 2:
         return (tensor.shape[0] or 1, 0, tensor.stride(0))
@@ -68,85 +97,34 @@ def rows_of(tensor: Tensor) -> tuple[int, int, int] | None:
     return (inner, groups[0][1] if len(groups) == 2 else 0, stride)
 
 
-def geometry(logits: Tensor, grad: Tensor | None) -> Geometry | None:
-    """Return the layout of logits (..., V) and their gradient; None if a kernel cannot address it."""
-    rows = rows_of(logits)
-    places = rows if grad is None or rows is None else rows_of(grad)
-    if rows is None or places is None or (logits.shape[-1] > 1 and logits.stride(-1) != 1):
+def _placed(logits: Tensor, grad: Tensor | None, start: int) -> Placed | None:
+    """Return where logits (..., V) and their gradient are; None if a kernel cannot address them."""
+    made = logits if grad is None else grad
+    rows, places, vocabulary = rows_of(logits), rows_of(made), logits.shape[-1]
+    if rows is None or places is None or (vocabulary > 1 and (logits.stride(-1) != 1 or made.stride(-1) != 1)):
         return None
-    if grad is not None and grad.shape[-1] > 1 and grad.stride(-1) != 1:
-        return None
-    size, vocabulary = logits.itemsize, logits.shape[-1]
-    vector = 16 // size
-    grouped = min(rows[0], places[0]) < logits.shape[:-1].numel()
-    skew = logits.data_ptr() // size % vector
+    vector = 16 // logits.itemsize
+    skew = logits.data_ptr() // logits.itemsize % vector
     skewed = skew != 0 or rows[1] % vector != 0 or rows[2] % vector != 0
     ragged = skewed or vocabulary % vector != 0
-    if (ragged and not is_padded(logits)) or (grad is not None and not _lie_alike(rows, places, skew, grad, logits)):
-        return Geometry(rows, places, 0, 1, False, True, grouped)
-    return Geometry(rows, places, skew if skewed else 0, vector, skewed, ragged, grouped)
+    if skewed:  # each row of the gradient must have the same offset from a boundary as the row of logits
+        alike = rows == places and logits.dtype == made.dtype and (made.data_ptr() - logits.data_ptr()) % 16 == 0
+    else:
+        alike = not any(place % 16 for place in (made.data_ptr(), *(made.itemsize * step for step in places[1:])))
+    if not alike or (ragged and not is_padded(logits)):
+        return Placed(logits, grad, start, rows, places, 0, 1, False, True)
+    return Placed(logits, grad, start, rows, places, skew, vector, skewed, ragged)
 
 
-def _lie_alike(
-    rows: tuple[int, int, int], places: tuple[int, int, int], skew: int, grad: Tensor, logits: Tensor
-) -> bool:
-    """Return whether each row of the gradient has the same offset from a vector boundary as the row of logits."""
-    if grad is logits:
-        return True
-    vector = 16 // logits.itemsize
-    if grad.itemsize != logits.itemsize:
-        apart = (skew, *(stride % vector for stride in rows[1:]))
-        return not any((*apart, grad.data_ptr() % 16, *(stride * grad.itemsize % 16 for stride in places[1:])))
-    if grad.data_ptr() // grad.itemsize % vector != skew or (places[2] - rows[2]) % vector:
-        return False
-    count = logits.shape[:-1].numel()
-    grouped = [shape[0] for shape in (rows, places) if shape[0] < count]
-    if not grouped:
-        return True
-    if grouped[0] != grouped[-1]:
-        return False
-    outer = [shape[1] if shape[0] < count else grouped[0] * shape[2] for shape in (rows, places)]
-    return (outer[0] - outer[1]) % vector == 0
+Sized = tuple[Way, int, dict[str, Any]]
+"""A way with block sizes, the number of classes of a program (the last one may have fewer), and launch options."""
 
 
-class Sizes(NamedTuple):
-    """The block sizes and launch options of `rows_kernel` for rows of one length."""
+def sizes(vocabulary: int, some: Placed, way: Way, writes: bool, shares: bool) -> Sized:
+    """Return the sizes of `rows_kernel` and `fold_kernel` for rows of `vocabulary` classes.
 
-    block: int
-    lanes: int
-    blocks: int
-    whole: bool
-    parts: int
-    """Programs that share a row."""
-    share: int
-    """Classes of a program; the last one may have fewer."""
-    options: dict[str, int]
-
-    def constants(self) -> dict[str, Any]:
-        """Return members of `xent.backends.triton.groups.Way`."""
-        return {
-            "whole": self.whole,
-            "block": self.block,
-            "lanes": self.lanes,
-            "blocks": self.blocks,
-            "parts": self.parts,
-        }
-
-
-def sizes(
-    vocabulary: int,
-    itemsize: int,
-    place: Geometry,
-    writes: bool,
-    predicts: bool,
-    capped: bool,
-    shares: bool,
-) -> Sizes:
-    """Return the sizes for rows of `vocabulary` classes.
-
-    `writes`: whether the kernel writes their gradient. `predicts`, `capped`: whether it predicts classes or caps
-    logits, which takes many instructions. `shares`: whether programs may share a row. They do not
-    if logits and gradient are aligned differently.
+    `writes`: whether the kernel writes their gradient. `shares`: whether programs may share a row. They do not if
+    logits and gradient are aligned differently. To predict classes or to cap logits takes many instructions.
 
     A second pass over a row, which writes the gradient, should find the row in the L1 or L2 cache. Short rows: several
     programs run on a multiprocessor, each with its own row. Longer rows: one program per multiprocessor. Rows of more
@@ -156,19 +134,19 @@ def sizes(
     Measured on an H200 (benchmarks/NOTES.md). Rows of up to 16 KiB are one block, whose largest logit is the best
     reference of sums.
     """
-    row, parts = vocabulary * itemsize, 1
-    is_odd = place.skewed or place.vector == 1
+    itemsize, parts = some.logits.itemsize, 1
+    row, is_odd = vocabulary * itemsize, some.skewed or some.vector == 1
     if row <= 8 * _KIB:
         block, warps, registers = next_power_of_2(vocabulary), 0, 0
-    elif capped and writes and itemsize == 2 and row > 16 * _KIB:
+    elif way.capped and writes and itemsize == 2 and row > 16 * _KIB:
         block, warps, registers = 8 * _KIB // itemsize, 8, 64
-    elif shares and writes and place.vector > 1 and row > (120 if is_odd else 176) * _KIB:
-        parts, block, warps, registers = _shared(row, itemsize, is_odd, predicts)
+    elif shares and writes and some.vector > 1 and row > (120 if is_odd else 176) * _KIB:
+        parts, block, warps, registers = _shared(row, itemsize, is_odd, way.predicted)
     elif is_odd and (row <= 16 * _KIB or (writes and row > 88 * _KIB)):
         block, warps, registers = 16 * _KIB // itemsize, 16, 64
     elif not writes or is_odd or row <= 48 * _KIB:
         block, warps, registers = (8 if is_odd else 16) * _KIB // itemsize, 8, 64
-    elif predicts or capped:
+    elif way.predicted or way.capped:
         block, warps, registers = 32 * _KIB // itemsize, 16, 64
     elif row <= 200 * _KIB:
         block, warps, registers = 32 * _KIB // itemsize, 8, 128
@@ -176,22 +154,25 @@ def sizes(
         block, warps, registers = 64 * _KIB // itemsize, 16, 128
     # A block has at least two vectors: the reference of a skewed row is found without the last vector of its first
     # block.
-    block = max(block, 2 * place.vector)
+    block = max(block, 2 * some.vector)
     warps = warps or max(min(block * itemsize // _KIB, 8), 1)
-    return in_blocks(
-        vocabulary, place, block, parts, _LINE, {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
-    )
+    return in_blocks(vocabulary, some, way, block, warps, registers, parts)
 
 
-def in_blocks(vocabulary: int, place: Geometry, block: int, parts: int, unit: int, options: dict[str, int]) -> Sizes:
-    """Return the sizes for rows in blocks of `block` classes, cut for `parts` programs at multiples of `unit` classes.
+def in_blocks(
+    vocabulary: int, some: Placed, way: Way, block: int, warps: int, registers: int = 0, parts: int = 1
+) -> Sized:
+    """Return the sizes for rows in blocks of `block` classes, cut for `parts` programs at multiples of a cache line.
 
-    `unit` is a multiple of the vector. Each part must have a class. If one part is longer than a block, all must be.
+    Each part must have a class. If one part is longer than a block, all must be.
     """
-    lanes = block if place.skewed or place.vector == 1 else block // place.vector
-    share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), unit) * unit
-    whole = share % block == 0 and vocabulary % share == 0 and not place.skewed
-    return Sizes(block, lanes, next_power_of_2(cdiv(share, block)), whole, parts, share, options)
+    lanes = block if some.skewed or some.vector == 1 else block // some.vector
+    share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _LINE) * _LINE
+    whole = share % block == 0 and vocabulary % share == 0 and not some.skewed
+    blocks = next_power_of_2(cdiv(share, block))
+    way = way._replace(block=block, lanes=lanes, blocks=blocks, whole=whole, parts=parts, **some.constants())
+    limit = {"maxnreg": registers} if registers else {}
+    return way, share, {"num_warps": warps, **limit, **some.options()}
 
 
 def _shared(row: int, itemsize: int, is_odd: bool, predicts: bool) -> tuple[int, int, int, int]:

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Setting, smooths
+from xent.backends.torch.contract import Part, Setting, columns, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.facts import check_targets, weights_of
-from xent.backends.triton.groups import Columns, Rows, Upstreams
-from xent.backends.triton.kernels.facts_kernels import divisor_kernel
-from xent.backends.triton.kernels.sums import column_numbers
-from xent.backends.triton.prepared import launch, next_power_of_2
+from xent.backends.triton.kernels.beside import divisor_kernel
+from xent.backends.triton.launches import Columns, Numbers, Rows, Upstreams, Way, launch, next_power_of_2
 from xent.core.call import Allowed, Classes, Probabilities
 
 __all__ = ["Inputs"]
@@ -31,10 +29,9 @@ class Inputs:
     """The rows of a call: argument groups, numbers and constants of kernels."""
 
     def __init__(self, setting: Setting) -> None:
-        call = setting.call
+        call, upstream = setting.call, setting.upstream
         options, target, (scale, softcap, temperature) = call.options, call.target, call.activation
-        self.setting, self.options, self.device = setting, options, setting.device
-        self.count, self.vocabulary = setting.count, setting.vocabulary
+        self.setting, self.options, self.device, self.count = setting, options, setting.device, setting.count
         ids: Tensor | None = None
         self.ignore_index, self.limit = -1, _NO_LIMIT
         """Which `rows.target` is ignored, and from which number on it is invalid."""
@@ -42,65 +39,59 @@ class Inputs:
             ids, self.ignore_index, self.limit = target.ids, options.ignore_index, setting.vocabulary
         elif isinstance(target, Probabilities):
             ids = target.order
-        smoothing, z_loss = options.label_smoothing, options.z_loss
-        self.smoothed = smooths(smoothing)
-        weight = options.weight
-        if weight is not None:
-            weight = weight.float().contiguous()
+        values = options.label_smoothing, options.z_loss, softcap, scale
+        smoothing, z_loss, *activation = (
+            0.0 if one is None or isinstance(one, Tensor) else float(one) for one in values
+        )
+        self.numbers = Numbers(1 - smoothing, smoothing / setting.vocabulary, z_loss, *activation)
+        statistics = upstream is not None and upstream[1:] != (None, None, None)
+        self.way = Way(
+            capped=softcap is not None,
+            scaled=isinstance(scale, Tensor) or scale != 1 or temperature is not None,
+            smoothed=smooths(values[0]) or isinstance(target, Probabilities),
+            z_loss=isinstance(values[1], Tensor) or z_loss != 0,
+            all_rows=bool(options.stats) or statistics,
+            statistics=statistics,
+            tilted=upstream is not None and upstream.entropy is not None,
+        )
+        """What all launches of a call share."""
+        weight = None if options.weight is None else options.weight.float().contiguous()
         self.plain_rows = Rows(
             _contiguous(ids),
             _contiguous(options.sample_weight),
             weight,
-            weight.sum() if weight is not None and self.smoothed else None,
+            weight.sum() if weight is not None and self.way.smoothed else None,
             None,
             _contiguous(temperature),
-            self._values(smoothing, z_loss, softcap, scale),
+            self._in_one(values) if any(isinstance(one, Tensor) for one in values) else None,
         )
         """`rows` without the divisor."""
-        number = [0.0 if one is None or isinstance(one, Tensor) else float(one) for one in (smoothing, z_loss, softcap)]
-        self.weights = 1 - number[0], number[0] / self.vocabulary, number[1]
-        """The kernel arguments keep, spread and z_loss."""
-        self.scales = number[2], 1.0 if isinstance(scale, Tensor) else float(scale)
-        """The kernel arguments softcap and logit_scale."""
-        self.capped = softcap is not None
-        self.scaled = isinstance(scale, Tensor) or scale != 1 or temperature is not None
-        self.z_loss = isinstance(z_loss, Tensor) or z_loss != 0
         self.mean = options.reduction == "mean"
-        upstream = setting.upstream
         if upstream is None and looks_at_targets(self.device):
             self._check(temperature)
-        self.statistics = upstream is not None and upstream[1:] != (None, None, None)
-        """Whether there are upstream gradients of statistics, which also apply to rows with weight 0."""
-        self.all_rows = bool(options.stats) or self.statistics
-        """Whether rows with weight 0 must be computed, for their statistics or for gradients of these."""
         counts = "count" in options.stats or "accuracy" in options.stats
         self._counted = torch.empty((), dtype=torch.int64, device=self.device) if counts else None
-        if setting.call.shards is not None:
+        if call.shards is not None:
             _ = self.rows  # now, because ranks without classes skip kernels, and this may be a collective
 
     @cached_property
     def rows(self) -> Rows:
         """The group of what rows have, with the divisor if a kernel needs it."""
         if self.mean or self.setting.narrow:
-            return self.plain_rows._replace(divisor=self._divided)
+            return self.plain_rows._replace(divisor=self.divided)
         return self.plain_rows
 
     @cached_property
     def upstreams(self) -> Upstreams:
-        """The group of upstream gradients."""
+        """The upstream gradients of a backward pass."""
         given = self.setting.upstream or ()
         return Upstreams(*(None if one is None else one.expand(self.count).contiguous() for one in given))
 
     @property
     def counted(self) -> Tensor | None:
         """() int64: the number of rows with a target; None if no statistic needs it."""
-        _ = self._counted is None or self._divided
+        _ = self._counted is None or self.divided
         return self._counted
-
-    @property
-    def deferred(self) -> Tensor | None:
-        """0-d, see `xent.backends.torch.contract.Steps.deferred`."""
-        return self._divided[2] if self.setting.narrow else None
 
     def rows_of(self, part: Part, start: int = 0) -> tuple[Rows, int]:
         """Return the group of rows for a launch on rows of a part from `start` on, and the index of the first one.
@@ -114,21 +105,8 @@ class Inputs:
     @cached_property
     def columns(self) -> Columns:
         """The columns of packed sums."""
-        return column_numbers(self.setting)
-
-    @cached_property
-    def way(self) -> dict[str, bool]:
-        """The members of `Way` that all launches of a call share."""
-        upstream = self.setting.upstream
-        return {
-            "capped": self.capped,
-            "scaled": self.scaled,
-            "smoothed": self.smoothed,
-            "z_loss": self.z_loss,
-            "all_rows": self.all_rows,
-            "statistics": self.statistics,
-            "tilted": upstream is not None and upstream.entropy is not None,
-        }
+        names = columns(self.setting)
+        return Columns(*(names.index(name) if name in names else -1 for name in Columns._fields))
 
     def quick(self, half: bool) -> bool:
         """Return whether capped logits may have an error of softcap / (3 * 10^6), which is faster to compute.
@@ -136,49 +114,48 @@ class Inputs:
         This is so for 16-bit logits of many classes, unless the softcap is large, unknown or differs by row.
         """
         known = self.plain_rows.numbers is None and self.plain_rows.temperature is None
-        return half and self.vocabulary >= _MANY and (not self.capped or (known and self.scales[0] <= _LARGEST_SOFTCAP))
+        exact = self.way.capped and not (known and self.numbers.softcap <= _LARGEST_SOFTCAP)
+        return half and self.setting.vocabulary >= _MANY and not exact
 
     def _check(self, temperature: Tensor | None) -> None:
         """Raise IndexError or ValueError for the first target or temperature that is invalid."""
-        ids = self.plain_rows.target
         if self.limit != _NO_LIMIT:
-            check_targets(cast(ids, torch.int64), self.vocabulary, self.ignore_index)
+            check_targets(cast(self.plain_rows.target, torch.int64), self.limit, self.ignore_index)
         if temperature is not None and bool(temperature.isnan().any()):
             place = int(temperature.isnan().nonzero()[0])
             raise ValueError(f"temperature must be > 0 in every row, got {float(temperature[place])} at [{place}]")
 
-    def _values(self, *numbers: Any) -> Tensor | None:
-        """Return the numbers as a tensor if one of them is a tensor."""
-        if not any(isinstance(one, Tensor) for one in numbers):
-            return None
+    def _in_one(self, values: tuple[Any, ...]) -> Tensor:
+        """Return `Rows.numbers`."""
         made = torch.zeros(4, dtype=torch.float32, device=self.device)
-        for place, one in zip(made, numbers, strict=True):
+        for place, one in zip(made, values, strict=True):
             place.copy_(one) if isinstance(one, Tensor) else place.fill_(one or 0.0)
         return made
 
     @cached_property
-    def _divided(self) -> Tensor:
+    def divided(self) -> Tensor:
         """`Rows.divisor`. The same launch writes `_counted`."""
         made = torch.empty(3, dtype=torch.float32, device=self.device)
-        normalizer, narrow = self.options.normalizer, self.setting.narrow
-        is_number = self.mean and normalizer is not None and not isinstance(normalizer, Tensor)
+        narrow, normalizer = self.setting.narrow, self.options.normalizer if self.mean else 1.0
+        if not (normalizer is None or isinstance(normalizer, Tensor)):
+            normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=self.device)
+        weight, row_weight = self.plain_rows.class_weight, None
+        if self.setting.call.shards is not None and weight is not None and (narrow or normalizer is None):
+            row_weight = weights_of(weight, cast(self.plain_rows.target, torch.int64), self.setting.call.shards)
         launch(
             divisor_kernel,
             1,
             (
                 self.plain_rows,
-                self._row_weight(narrow),
-                normalizer if isinstance(normalizer, Tensor) and self.mean else None,
+                row_weight,
+                normalizer,
                 made,
                 self._counted,
-                float(normalizer) if is_number else 0.0,
                 self.count,
                 self.ignore_index,
                 self.limit,
             ),
             {
-                "MEAN": self.mean,
-                "NUMBER": is_number,
                 "NARROW": narrow,
                 "WEIGHTED": self.limit != _NO_LIMIT and self.setting.call.shards is None,
                 "BLOCK": min(next_power_of_2(max(self.count, 16)), 4096),
@@ -186,14 +163,6 @@ class Inputs:
             num_warps=4 if self.count <= 1024 else 16,
         )
         return made
-
-    def _row_weight(self, narrow: bool) -> Tensor | None:
-        """Return the class weight of each row's target, (N,), if classes are in shards and it is needed, or None."""
-        rows, shards = self.plain_rows, self.setting.call.shards
-        averages = self.mean and self.options.normalizer is None
-        if shards is None or rows.class_weight is None or not (averages or narrow):
-            return None
-        return weights_of(rows.class_weight, cast(rows.target, torch.int64), shards)
 
 
 def _contiguous(values: Tensor | None) -> Tensor | None:

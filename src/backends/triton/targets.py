@@ -1,4 +1,4 @@
-"""Launches for targets other than class indices: class probabilities, supports, and the teachers of divergences."""
+"""Launches for targets that have their own kernels: supports, and the teachers of divergences."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,16 +10,13 @@ from xent.backends.torch.contract import Block, Part, Setting
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.torch.portable.facts import impossible, tolerance
-from xent.backends.triton.geometry import rows_of
-from xent.backends.triton.groups import Way
+from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
 from xent.backends.triton.kernels.divergence_shard_kernel import divergence_shard_kernel
-from xent.backends.triton.kernels.probabilities_kernel import probabilities_kernel
 from xent.backends.triton.kernels.support_kernel import support_kernel
 from xent.backends.triton.kernels.top_k_kernel import top_k_kernel
-from xent.backends.triton.prepared import launch, next_power_of_2
-from xent.backends.triton.whole import Placed, placed
-from xent.core.call import Allowed, Classes, Dense, Given, Probabilities, TopK
+from xent.backends.triton.launches import launch, next_power_of_2
+from xent.core.call import Allowed, Classes, Dense, Given, TopK
 from xent.core.chunks import rows_per_block
 
 __all__ = ["serves", "shard", "whole_rows"]
@@ -33,14 +30,14 @@ def serves(setting: Setting) -> bool:
     return call.shards is None and not isinstance(call.target, Classes) and not isinstance(call.options.beta, Tensor)
 
 
-def whole_rows(steps: Any, block: Block, part: Part, saved: Tensor | None) -> None:
-    """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None; save no sums.
+def whole_rows(steps: Any, block: Block, part: Part) -> None:
+    """Fold and finish the rows of a block. Write their gradient if `block.grad` is not None.
 
     `steps` are `xent.backends.triton.steps.TritonSteps`.
     """
     setting: Setting = steps.setting
     call, target = setting.call, setting.call.target
-    runs: dict[Any, Any] = {Probabilities: _probabilities, Allowed: _allowed, Dense: _from_logits, TopK: _from_top_k}
+    runs: dict[Any, Any] = {Allowed: _allowed, Dense: _from_logits, TopK: _from_top_k}
     if isinstance(target, TopK):
         if setting.upstream is None and part.start + block.start == 0 and looks_at_targets(setting.device):
             weight = call.options.sample_weight
@@ -64,36 +61,31 @@ def _copied(block: Block) -> Iterator[Placed]:
 
 def _launch(
     kernel: Any, steps: Any, some: Placed, part: Part, most: int, more: tuple[Any, ...], constants: dict[str, Any],
-    teacher: Tensor | None = None, **options: Any,
+    teacher: tuple[Tensor, bool, bool] | None = None, **options: Any,
 ) -> None:  # fmt: skip
-    """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments."""
-    inputs, place, vocabulary = steps.inputs, some.place, steps.setting.width
-    rows, start = inputs.rows_of(part, some.start)
-    aligned = vocabulary % 8 == 0 and not place.ragged
+    """Launch a kernel, with one program per row and blocks of up to `most` classes. `more`: its own arguments.
+
+    `teacher` has a teacher's logits, and whether they have a softcap and a scale.
+    """
+    vocabulary, (rows, start) = steps.setting.width, steps.rows_of(part, some.start)
+    aligned = vocabulary % 8 == 0 and not some.ragged
     if teacher is not None:
-        aligned = aligned and (teacher.stride(0) * teacher.itemsize | teacher.data_ptr()) % 16 == 0
+        aligned = aligned and (teacher[0].stride(0) * teacher[0].itemsize | teacher[0].data_ptr()) % 16 == 0
     block = min(next_power_of_2(vocabulary), most)
+    way = steps.way._replace(**some.constants())._replace(ragged=not aligned, block=block)
+    if teacher is not None:
+        constants = {"their_way": way._replace(capped=teacher[1], scaled=teacher[2]), **constants}
     launch(
         kernel,
         some.count,
         (
-            *(some.logits, *place.logits, some.grad, *place.grad, rows, steps.upstreams, steps.recorded, start),
-            *(vocabulary, *inputs.scales, *more),
+            *(some.logits, *some.rows, some.grad, *some.places, rows, steps.upstreams, steps.recorded),
+            *(steps.numbers, start, vocabulary, *more),
         ),
-        {"way": Way(**inputs.way, grouped=place.grouped, ragged=not aligned, block=block), **constants},
+        {"way": way, **constants},
         num_warps=max(min(block // _ELEMENTS_PER_WARP, 16), 1),
         **options,
     )
-
-
-def _probabilities(steps: Any, block: Block, some: Placed, part: Part) -> None:
-    """Compute rows for class probabilities."""
-    inputs, given = steps.inputs, steps.setting.call.target.values
-    given = given if rows_of(given) is not None else given.contiguous()
-    rows = rows_of(given)
-    assert rows is not None
-    more = given, *rows, given.stride(-1), inputs.limit, *inputs.weights
-    _launch(probabilities_kernel, steps, some, part, 1024, more, {}, enable_fp_fusion=True)
 
 
 def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
@@ -107,7 +99,7 @@ def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
     more = block.target_logits, ids, target.begin.contiguous(), target.end.contiguous(), target.broken, held, len(ids)
     # Without fused multiply-add, log-probabilities have the same bits with and without a gradient.
     _launch(
-        support_kernel, steps, some, part, 1024, (*more, steps.inputs.ignore_index), {"FILLED": filled},
+        support_kernel, steps, some, part, 1024, (*more, steps.ignore_index), {"FILLED": filled},
         enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -129,19 +121,21 @@ def _from_logits(
         )
     exact = some.logits.itemsize == 4
     constants = {
-        "TEACHER_CAPPED": cap is not None,
-        "TEACHER_SCALED": values is not None or scale != 1,
         "FORWARD": beta == 0 and not varies,
         "REVERSE": beta == 1,
         "VARIATION": varies,
         "FROM_P": beta <= 0.5,
         **(step or {"EXACT": exact}),
     }
+    scaled = values is not None or scale != 1
     known = (0.0, 1.0) if values is not None else map(float, numbers)
     more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta), *others
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
-    _launch(kernel, steps, some, part, 4096, more, constants, teacher, maxnreg=64, enable_fp_fusion=not exact)
+    _launch(
+        kernel, steps, some, part, 4096, more, constants, (teacher, cap is not None, scaled), maxnreg=64,
+        enable_fp_fusion=not exact,
+    )  # fmt: skip
 
 
 def shard(steps: Any, block: Block, part: Part, step: Any, sums: Tensor | None, merged: Tensor | None) -> None:

@@ -14,8 +14,8 @@ from unittest.mock import patch
 import torch
 
 import xent
-from xent.backends.triton import TritonBackend, machine, prepared
-from xent.backends.triton.hopper import probe
+from xent.backends.triton import TritonBackend, launches, machine
+from xent.backends.triton.hopper import products
 from xent.command.check.case import Case, make_inputs, placed
 from xent.command.check.run import FUNCTIONS, cases_of
 
@@ -57,7 +57,7 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             except Exception as error:
                 failed.append(f"{case}: {type(error).__name__}: {error}")
         _call_hopper()
-        with patch.object(probe, "is_on", lambda device: True):  # the kernel that joins the products' sums
+        with patch.object(products, "is_on", lambda device: True):  # the kernel that joins the products' sums
             _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
     return list(found), failed
 
@@ -65,24 +65,21 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
 @contextmanager
 def _recording(found: dict[Launch, None]) -> Iterator[None]:
     """Let backend "triton" serve CPU tensors, and add its launches to `found` instead of running them."""
-    import xent.backends.triton.hopper.launches
-    import xent.backends.triton.steps  # noqa: F401
+    from xent.backends.triton import steps
 
     def launch(function: Any, programs: int, arguments: Any, constants: dict[str, Any], **options: Any) -> None:
         options.setdefault("enable_fp_fusion", True)
         name = function.__name__
-        if name == "partition_kernel":  # what follows depends on its results: every row is computed
-            arguments[1].copy_(torch.arange(len(arguments[1])))
-            arguments[2].fill_(len(arguments[1]))
         kinds = tuple(map(_kind, arguments))
         found[Launch(function.fn.__module__, name, kinds, tuple(constants.items()), tuple(options.items()))] = None
 
     replaced = _PATCHED | {"launch": launch, "multiprocessors": lambda device: _MULTIPROCESSORS}
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(machine, MISSING=None, DEVICES=("cpu",)))
+        stack.enter_context(patch.object(steps.TritonSteps, "partition", lambda self, several: (None, self.count)))
         # A case may skip rows by their targets, in code that all backends of PyTorch share.
         for module in [one for name, one in sys.modules.items() if name.startswith("xent.backends.t")]:
-            if module is not prepared:
+            if module is not launches:
                 for name, value in replaced.items():
                     if name in vars(module):
                         stack.enter_context(patch.object(module, name, value))
@@ -108,7 +105,7 @@ def rebuilt(kind: Any) -> Any:
         return first(*map(rebuilt, second))
     if what == "tensor":
         return torch.empty(64, dtype=first)[0 if second else 1 :]
-    from xent.backends.triton.hopper.launches import _descriptor
+    from xent.backends.triton.hopper.products import _descriptor
 
     return _descriptor(torch.empty(second, dtype=first), list(second))
 
@@ -142,7 +139,7 @@ def _call(case: Case) -> None:
 
 def _call_hopper() -> None:
     """Launch both products for Hopper GPUs with all their constants."""
-    from xent.backends.triton.hopper.launches import fold_chunks, write_gradient
+    from xent.backends.triton.hopper.products import fold_chunks, write_gradient
 
     for dtype in (torch.bfloat16, torch.float16):
         hidden, weight = torch.zeros(128, 64, dtype=dtype), torch.zeros(256, 64, dtype=dtype)

@@ -1,3 +1,3 @@
-"""Kernels for Hopper GPUs only, in Gluon. `probe` decides whether they run. Everything works without them."""
+"""Kernels for Hopper GPUs only, in Gluon. `products` decides whether they run. Everything works without them."""
 
 __all__: list[str] = []

@@ -9,14 +9,20 @@ only the gradients. For a class c other than the target,
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from xent.backends.triton.hopper.arithmetic import LOG2E, barriers, bent, exp2
-from xent.backends.triton.hopper.product_parts import accumulator, multiply, place, produce, slots_of
+from xent.backends.triton.hopper.product_kernel import (
+    FLOOR,
+    LOG2E,
+    accumulator,
+    bent,
+    exp2,
+    multiply,
+    place,
+    produce,
+    slots_of,
+)
 
 __all__ = ["gradient_product_kernel"]
-
-FLOOR = gl.constexpr(-300.0)
 
 
 @gluon.constexpr_function
@@ -118,10 +124,7 @@ def gradient_product_kernel(
     REGISTERS: gl.constexpr,
 ):
     """Write the gradients of all rows; see the module's docstring."""
-    upper, lower, columns = slots_of(hidden, classifier, SLOTS)
-    full, empty = barriers(SLOTS, 2)
-    fence_async_shared()
-    slots = (upper, lower, columns, full, empty)
+    slots = slots_of(hidden, classifier, SLOTS)
     walk = (units, group, chunks, tiles_per_chunk, class_tiles, steps)
     bend = (logit_scale, softcap)
     rest = (target, coefficients, grad, rows, vocabulary, pitch8)

@@ -6,7 +6,7 @@ row relative to a reference m are::
     rest  = sum_{c != y} e^(x_c - m)        total = rest + e^(x_y - m)        lse = m + log total
     mixed = sum_{c != y} e^(x_c - m) (x_c - m)        below = sum_c w_c (m - x_c)
 
-The gradient follows from them (`coefficients`)::
+The gradient follows from them::
 
     dl/dx_c = p_c (gamma + excess + beta log p_c) - gamma [c == y] - delta w_c
     gamma = r (1-e) w_y        excess = r ((e/V) W + 2 zeta lse)        delta = r e/V        beta = 0
@@ -16,25 +16,20 @@ cancellation. Upstream gradients u of lse, n of nll and v of the entropy H add n
 beta, also for rows with sample weight 0.
 
 `row` is the index of a row in the call, or a block of indices. `inside` is the mask of a block, None for one row.
-`rows`, `upstreams` and `results` are the groups of `xent.backends.triton.groups`.
+`rows`, `upstreams` and `results` are the groups of `xent.backends.triton.launches`.
 """
 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.maths import FLOOR, LN2, log1p, times
+from xent.backends.triton.kernels.maths import FLOOR, LN2, log1p, slope, times
 
 __all__ = [
     "activation_of",
-    "coefficients",
-    "entropy_of",
     "finish",
     "gradient_factor",
     "load",
-    "log_of_squares",
-    "losses",
     "numbers_of",
-    "of_row",
     "position",
     "record",
     "record_nothing",
@@ -111,8 +106,9 @@ def target_weight(rows, y):
 
 
 @triton.jit
-def numbers_of(rows, vocabulary, keep, spread, z_loss):
+def numbers_of(rows, vocabulary, numbers):
     """Return 1-e, e/V and z-loss: the numbers, or those of `rows.numbers`."""
+    keep, spread, z_loss = numbers.keep, numbers.spread, numbers.z_loss
     if rows.numbers is not None:
         smoothing = tl.load(rows.numbers)
         keep = 1 - smoothing
@@ -122,8 +118,9 @@ def numbers_of(rows, vocabulary, keep, spread, z_loss):
 
 
 @triton.jit
-def activation_of(row, inside, rows, softcap, logit_scale):
-    """Return softcap and logit scale of a row, divided by its temperature: the numbers, or those of `rows.numbers`."""
+def activation_of(row, inside, rows, numbers):
+    """Return logit scale and softcap of a row, divided by its temperature: the numbers, or those of `rows.numbers`."""
+    softcap, logit_scale = numbers.softcap, numbers.logit_scale
     if rows.numbers is not None:
         softcap = tl.load(rows.numbers + 2)
         logit_scale = tl.load(rows.numbers + 3)
@@ -131,7 +128,7 @@ def activation_of(row, inside, rows, softcap, logit_scale):
         temperature = of_row(rows.temperature, row, inside, 1.0)
         softcap = tl.div_rn(temperature * 0 + softcap, temperature)
         logit_scale = tl.div_rn(temperature * 0 + logit_scale, temperature)
-    return softcap, logit_scale
+    return logit_scale, softcap
 
 
 @triton.jit
@@ -159,25 +156,7 @@ def gradient_factor(row, inside, a, invalid, rows, upstreams):
 
 
 @triton.jit
-def losses(rest, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTHED: tl.constexpr):
-    """Return -log p_y, log(total), and the row's loss without z-loss and sample weight.
-
-    `log2_e_y` is the base-2 exponent of e_y. `below` is the sum over all classes.
-    """
-    sure = (e_y >= rest) & (e_y > 0)
-    above = log1p(rest / tl.where(e_y > 0, e_y, 1.0))
-    logged = tl.log(rest + e_y)
-    x_y = log2_e_y * LN2
-    nll = tl.where(sure, above, logged - x_y)
-    log_sum = tl.where(sure, x_y + above, logged)
-    cost = times(keep * w_y, nll)
-    if SMOOTHED:
-        cost += times(spread, total_weight * log_sum + below)  # a tensor may be 0
-    return nll, log_sum, cost
-
-
-@triton.jit
-def entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum):
+def _entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum):
     """Return -sum_c p_c log p_c with full precision, also if the target has nearly all probability.
 
     `mixed` and `log2_e_y` are in units of log2.
@@ -189,7 +168,7 @@ def entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum):
 
 
 @triton.jit
-def log_of_squares(squares, rest, e_y, nll, log_sum):
+def _log_of_squares(squares, rest, e_y, nll, log_sum):
     """Return log sum_c p_c^2 with full precision, also if the target has nearly all probability.
 
     `squares` is the sum of e^(2 (x_c - m)) over all classes except the target.
@@ -205,35 +184,56 @@ def log_of_squares(squares, rest, e_y, nll, log_sum):
 
 @triton.jit
 def finish(
-    row, inside, facts, dead, w_y, m, rest, log2_e_y, below, total_weight, mixed, squares, mean_logit, found, results,
-    numbers, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr, ENTROPY: tl.constexpr,
+    row, inside, facts, dead, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams, numbers, bend,
+    way: tl.constexpr, ENTROPY: tl.constexpr, BARRED: tl.constexpr = False,
 ):  # fmt: skip
-    """Record the results of rows from their sums. Return nll, log(total) and, with ENTROPY, the entropy.
+    """Record the results of rows. Return factor, tilt, delta, the gradient of the target's raw logit, and gamma.
 
-    `below` is the sum over all classes, W their total weight, `mixed` and `log2_e_y` are in units of log2. `found` is
-    the class of the largest x. Sums that no result needs may be 0. `facts` are those of `row_facts`, `numbers` those of
-    `numbers_of`.
+    The gradient of another class is (e^(x - m) (factor + tilt log2(e) (x - m)) - delta w) dx/dz.
+
+    `sums` are rest, below, W, mixed and squares; `below` and W over all classes; those that no result needs may be 0.
+    `mixed` and `e2_y`, the target's exponent, are in units of log2. `found` is the class of the largest x. `facts` are
+    those of `row_facts`, `numbers` those of `numbers_of`. BARRED: a target without probability has no gradient.
+
+    With class probabilities q, the loss is a [sum_c w'_c (lse - x_c) + zeta lse^2] for shares w' = w ((1-e) q + e/V).
+    So no class is the target, 1-e is 0, and the shares are the class weights of a smoothing with e/V = 1. `given` are
+    sum q (m - x) and sum q, for nll, of which gamma is the upstream gradient: gamma q is left to subtract; or None.
     """
     y, a, ignored, invalid = facts
+    rest, below, total_weight, mixed, squares = sums
     keep, spread, z_loss = numbers
-    e_y = tl.math.exp2(log2_e_y)
-    nll, log_sum, cost = losses(rest, e_y, log2_e_y, below, total_weight, w_y, keep, spread, SMOOTHED)
+    e_y = tl.math.exp2(e2_y)
+    total = rest + e_y
+    sure = (e_y >= rest) & (e_y > 0)
+    above = log1p(rest / tl.where(e_y > 0, e_y, 1.0))
+    logged = tl.log(total)
+    x_y = e2_y * LN2
+    nll = tl.where(sure, above, logged - x_y)
+    log_sum = tl.where(sure, x_y + above, logged)
+    cost = times(keep * w_y, nll)
+    if way.smoothed:
+        cost += times(spread, total_weight * log_sum + below)  # a tensor may be 0
     a = tl.where(invalid, float("nan"), a)
     lse = m + log_sum
     squared = 0.0
-    if Z_LOSS:
+    if way.z_loss:
         squared = z_loss * lse * lse
         cost += squared
     entropy = 0.0
     if ENTROPY:
-        entropy = entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum)
+        entropy = _entropy_of(mixed, rest, e_y, e2_y, nll, log_sum)
     squared_probabilities = 0.0
     if results.log_sum_sq_probs is not None:
-        squared_probabilities = log_of_squares(squares, rest, e_y, nll, log_sum)
+        squared_probabilities = _log_of_squares(squares, rest, e_y, nll, log_sum)
+    all_q = 1.0
+    surprise = nll
+    if given is not None:
+        all_q = given[1]
+        surprise = all_q * log_sum + given[0]
     made = (
         tl.where(dead, 0.0, a * cost),
         tl.where(ignored, 0.0, lse),
-        tl.where(ignored, 0.0, tl.where(invalid, float("nan"), nll)),
+        tl.where(ignored, 0.0, tl.where(invalid, float("nan"), surprise)),
         tl.where(ignored, 0.0, entropy),
         tl.where(ignored, -1, found).to(tl.int64),
         tl.where((found == y) & ~(ignored | invalid), 1.0, 0.0),
@@ -242,7 +242,35 @@ def finish(
         tl.where(ignored, 0.0, mean_logit),
     )
     _record_all(row, inside, results, made)
-    return nll, log_sum, entropy
+
+    gamma = r * keep * w_y
+    excess = r * 0
+    delta = r * spread
+    if way.smoothed:
+        excess += r * spread * total_weight
+    if way.z_loss:
+        excess += 2 * r * z_loss * lse
+    if upstreams.lse is not None:
+        excess += of_row(upstreams.lse, row, inside, 0.0)
+    if upstreams.nll is not None:
+        gamma += of_row(upstreams.nll, row, inside, 0.0)
+    if BARRED:
+        gamma = tl.where(nll == float("inf"), 0.0, gamma)
+    beta = 0.0
+    if way.tilted:
+        v = of_row(upstreams.entropy, row, inside, 0.0)
+        excess -= v * entropy
+        beta = -v
+    factor = (gamma * all_q + excess) / total
+    g_y = times(excess, e_y / total) - gamma * (rest / total) - delta * w_y
+    tilt = 0.0
+    if way.tilted:
+        factor -= beta * log_sum / total
+        tilt = LN2 * beta / total
+        g_y -= beta * times(e_y / total, nll)
+    if way.scaled or way.capped:
+        g_y *= slope(z_y, bend, way, True)
+    return factor, tilt, delta, g_y, gamma
 
 
 @triton.jit
@@ -257,7 +285,7 @@ def record(place, row, inside, value):
 
 @triton.jit
 def _record_all(row, inside, results, made):
-    """Store results in the order of `xent.backends.triton.groups.Results`."""
+    """Store results in the order of `xent.backends.triton.launches.Results`."""
     for index in tl.static_range(9):
         record(results[index], row, inside, made[index])
 
@@ -266,27 +294,3 @@ def _record_all(row, inside, results, made):
 def record_nothing(row, results):
     """Store the results of an ignored row."""
     _record_all(row, None, results, (0.0, 0.0, 0.0, 0.0, -1, 0.0, 0.0, 0.0, 0.0))
-
-
-@triton.jit
-def coefficients(
-    row, inside, r, w_y, total_weight, lse, entropy, upstreams, numbers, SMOOTHED: tl.constexpr, Z_LOSS: tl.constexpr
-):  # fmt: skip
-    """Return gamma, excess, beta and delta of a row's gradient. Without an upstream of the entropy, beta is 0."""
-    keep, spread, z_loss = numbers
-    gamma = r * keep * w_y
-    excess = r * 0
-    beta = 0.0
-    if SMOOTHED:
-        excess += r * spread * total_weight
-    if Z_LOSS:
-        excess += 2 * r * z_loss * lse
-    if upstreams.lse is not None:
-        excess += of_row(upstreams.lse, row, inside, 0.0)
-    if upstreams.nll is not None:
-        gamma += of_row(upstreams.nll, row, inside, 0.0)
-    if upstreams.entropy is not None:
-        v = of_row(upstreams.entropy, row, inside, 0.0)
-        excess -= v * entropy
-        beta = -v
-    return gamma, excess, beta, r * spread

@@ -6,11 +6,10 @@
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.divergence_kernel import sums_of
-from xent.backends.triton.kernels.divergence_maths import gap, is_near, pulled
+from xent.backends.triton.kernels.divergence_kernel import gap, is_near, pulled, sums_of
 from xent.backends.triton.kernels.maths import exp, finite, times
-from xent.backends.triton.kernels.sides import begin, fill_row, peak, read, write
-from xent.backends.triton.prepared import kernel
+from xent.backends.triton.kernels.memory import begin, fill_row, peak, read, write
+from xent.backends.triton.launches import kernel
 
 __all__ = ["FOLD", "GRADIENT", "REFOLD", "divergence_shard_kernel"]
 
@@ -47,10 +46,9 @@ def divergence_shard_kernel(
     rows,
     upstreams,
     results,
+    numbers,
     start: "i64",
     vocabulary: "i32",  # classes of this rank
-    softcap: "fp32",
-    logit_scale: "fp32",
     teacher,
     teacher_row: "i64",
     teacher_values,
@@ -63,8 +61,7 @@ def divergence_shard_kernel(
     merged,  # (6, R) of all ranks: peak and rest of the student, of the teacher, its x of the top class, the pull
     merged_row: "i64",
     way: tl.constexpr,
-    TEACHER_CAPPED: tl.constexpr,
-    TEACHER_SCALED: tl.constexpr,
+    their_way: tl.constexpr,
     FORWARD: tl.constexpr,
     REVERSE: tl.constexpr,
     VARIATION: tl.constexpr,
@@ -74,33 +71,34 @@ def divergence_shard_kernel(
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
-    here, _row, z_row, vocabulary, logit_scale, softcap, place, _facts, dead, factor = begin(
-        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, way,
+    here, _row, ours, place, _facts, dead, factor = begin(
+        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
+        numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
-    ours = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
+    vocabulary = ours[1]
     if teacher_values is not None:
         teacher_softcap, teacher_scale = tl.load(teacher_values), tl.load(teacher_values + 1)
     source = teacher + here * teacher_row
     source = source if way.ragged else tl.multiple_of(source, 16)
-    bend = teacher_scale if TEACHER_SCALED else None, teacher_softcap if TEACHER_CAPPED else None
-    theirs = source, vocabulary, bend
+    theirs = source, vocabulary, (teacher_scale, teacher_softcap)
     last = (vocabulary - 1) // BLOCK * BLOCK
     if STEP == FOLD:
-        _z, x = read(ours, 0, BLOCK)
-        _t, t = read(theirs, 0, BLOCK)
+        _z, x = read(ours, 0, way)
+        _t, t = read(theirs, 0, their_way)
         m_p, m_q = finite(tl.max(x, 0)), finite(tl.max(t, 0))
-        z_p, z_q, _mean, highest, top = sums_of(ours, theirs, m_p, m_q, 0.0, last, BLOCK, False, True, True)
+        z_p, z_q, _mean, highest, top = sums_of(ours, theirs, m_p, m_q, 0.0, last, way, their_way, False, True, True)
         if (is_near(z_p) & is_near(z_q)) == 0:
-            m_p, m_q = peak(ours, BLOCK), peak(theirs, BLOCK)
-            z_p, z_q, _mean, highest, top = sums_of(ours, theirs, m_p, m_q, 0.0, last, BLOCK, False, True, True)
+            m_p, m_q = peak(ours, way), peak(theirs, their_way)
+            z_p, z_q, _mean, highest, top = sums_of(
+                ours, theirs, m_p, m_q, 0.0, last, way, their_way, False, True, True
+            )
         m = tl.where(highest == -float("inf"), LOWEST, highest)
         tl.store(sums + here, m)
         tl.store(sums + sums_row + here, times(z_p, exp(m_p - m)))
         if ENTROPY:
             mixed = tl.zeros([BLOCK], tl.float32)
             for first in range(0, last + 1, BLOCK):
-                _z, x = read(ours, first, BLOCK)
+                _z, x = read(ours, first, way)
                 mixed += times(exp(x - m), x - m)
             tl.store(sums + 2 * sums_row + here, tl.sum(mixed, 0))
             sums += sums_row
@@ -119,8 +117,8 @@ def divergence_shard_kernel(
             found = tl.zeros([BLOCK], tl.float32)
             pull = found
             for first in range(0, last + 1, BLOCK):
-                _z, x = read(ours, first, BLOCK)
-                _t, t = read(theirs, first, BLOCK)
+                _z, x = read(ours, first, way)
+                _t, t = read(theirs, first, their_way)
                 p, q = exp(x - m_p) * share_p, exp(t - m_q) * share_q
                 apart = (t - m_q) - (x - m_p) - shift
                 cost, v = _of_class(apart, p, q, alpha, beta, FORWARD, REVERSE, VARIATION, FROM_P)
@@ -137,8 +135,8 @@ def divergence_shard_kernel(
                 factor *= alpha
             for back in range(0, last + 1, BLOCK):
                 first = last - back
-                z, x = read(ours, first, BLOCK)
-                _t, t = read(theirs, first, BLOCK)
+                z, x = read(ours, first, way)
+                _t, t = read(theirs, first, their_way)
                 p = exp(x - m_p) * share_p
                 if FORWARD:
                     g = p - exp(t - m_q) * share_q + unknown
@@ -146,4 +144,4 @@ def divergence_shard_kernel(
                     apart = (t - m_q) - (x - m_p) - shift
                     _c, v = _of_class(apart, apart, apart, alpha, beta, FORWARD, REVERSE, VARIATION, FROM_P)
                     g = times(p, pull - (v - offset))
-                write(place, first, ours, z, g * factor, BLOCK)
+                write(place, first, ours, z, g * factor, way)

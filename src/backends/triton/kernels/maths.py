@@ -1,4 +1,4 @@
-"""Arithmetic that all kernels share: activation of logits and its slope, exponents, pairs (largest, sum).
+"""Arithmetic that all kernels share: activation of logits and its slope, exponents.
 
 Multiply-adds that must round once are written as `tl.fma`. What the compiler fuses by itself depends on the surrounding
 code, so that copies of the same lines (a loop and its last block) could round differently.
@@ -19,7 +19,6 @@ __all__ = [
     "exponent",
     "finite",
     "log1p",
-    "merge",
     "order",
     "quick_exponent",
     "rounding",
@@ -86,15 +85,15 @@ def _below(x, softcap):
 
 
 @triton.jit
-def activate(z, bend, QUICK: tl.constexpr):
-    """Return x = k tanh(s z / k) for bend = (s, k), or s z if k is None. If s is None, it is 1.
+def activate(z, bend, way: tl.constexpr, EXACT: tl.constexpr = False):
+    """Return x = k tanh(s z / k) for bend = (s, k), or s z without a softcap; s is 1 without a scale.
 
-    QUICK computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is enough
-    for 16-bit logits.
+    `Way.quick` computes the softcap as k - 2k / (1 + e^(2 s z / k)), with an error of up to k / (3 * 10^6), which is
+    enough for 16-bit logits, unless EXACT.
     """
-    x = z if bend[0] is None else z * bend[0]
-    if bend[1] is not None:
-        if QUICK:
+    x = z * bend[0] if way.scaled else z
+    if way.capped:
+        if way.quick and not EXACT:
             x = tl.fma(_below(x, bend[1]), -2 * bend[1], bend[1])
         else:
             x = bend[1] * tanh(x / bend[1])
@@ -102,12 +101,12 @@ def activate(z, bend, QUICK: tl.constexpr):
 
 
 @triton.jit
-def slope(z, bend, QUICK: tl.constexpr):
+def slope(z, bend, way: tl.constexpr, EXACT: tl.constexpr = False):
     """Return dx/dz of `activate`: s (1 - tanh(s z / k)^2), computed without cancellation, or s without a softcap."""
-    found = tl.zeros_like(z) + (1.0 if bend[0] is None else bend[0])
-    if bend[1] is not None:
-        x = z if bend[0] is None else z * bend[0]
-        if QUICK:
+    found = tl.zeros_like(z) + (bend[0] if way.scaled else 1.0)
+    if way.capped:
+        x = z * bend[0] if way.scaled else z
+        if way.quick and not EXACT:
             below = _below(x, bend[1])
             found *= 4 * tl.fma(-below, below, below)
         else:
@@ -126,12 +125,12 @@ def quick_exponent(x, reference):
 
 
 @triton.jit
-def capped_exponent(z, bend, reference):
-    """Return log2 of e^(x - reference) for a QUICK softcap, by one multiply-add after `_below`.
+def capped_exponent(z, bend, reference, way: tl.constexpr):
+    """Return log2 of e^(x - reference) for a quick softcap, by one multiply-add after `_below`.
 
     `reference` is in units of log2, as a factor in the exponent makes it.
     """
-    below = _below(z if bend[0] is None else z * bend[0], bend[1])
+    below = _below(z * bend[0] if way.scaled else z, bend[1])
     return tl.fma(below, bend[1] * (-2 * LOG2E), -(reference - bend[1] * LOG2E))
 
 
@@ -164,18 +163,10 @@ def log1p(r):
 
 
 @triton.jit
-def order(z, inside, bend):
+def order(z, inside, bend, way: tl.constexpr):
     """Return a key with the order of x, computed from raw logits: scale and softcap preserve or reverse it.
 
     NaN is largest.
     """
-    key = z if bend[0] is None else tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z))
+    key = tl.where(bend[0] < 0, -z, tl.where(bend[0] == 0, 0.0, z)) if way.scaled else z
     return tl.where(inside, tl.where(z != z, float("inf"), key), -float("inf"))
-
-
-@triton.jit
-def merge(peak, total, other_peak, other_total):
-    """Merge two pairs (largest, sum of exponentials)."""
-    largest = tl.maximum(peak, other_peak)
-    shift = finite(largest)
-    return largest, total * exp(peak - shift) + other_total * exp(other_peak - shift)

@@ -6,14 +6,33 @@ elements earlier.
 Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both to float32 takes
 one instruction each. Blocks that are loaded ahead are float32 too. If they were kept as pairs, the compiler would load
 them into the registers of the block before, and so not before that block is used.
+
+Kernels of supports and divergences, with one program per row, read and write sides in simple blocks. A side is (row of
+raw logits, V, (logit scale, softcap)).
 """
 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import position
+from xent.backends.triton.kernels.algebra import activation_of, gradient_factor, position, row_at, row_facts
+from xent.backends.triton.kernels.maths import activate, slope
 
-__all__ = ["aligned", "edges", "fetch", "fill", "offset", "store"]
+__all__ = [
+    "HIDDEN",
+    "aligned",
+    "begin",
+    "edges",
+    "fetch",
+    "fill",
+    "fill_row",
+    "offset",
+    "peak",
+    "read",
+    "slope_of",
+    "store",
+    "write",
+    "x_of",
+]
 
 NO_BFLOAT16 = tl.constexpr(-0x007F0080)  # a pair of -inf
 NO_FLOAT16 = tl.constexpr(-0x03FF0400)
@@ -72,6 +91,20 @@ def store(row, first, g, skew, vocabulary, way: tl.constexpr, MASKED: tl.constex
 
 
 @triton.jit
+def shares_of(weights, classes, inside):
+    """Return q and w ((1-e) q + e/V) of classes with probabilities; w twice without.
+
+    `weights` are the class weights or None, and the probabilities of a row or None, their stride, 1-e and e/V.
+    """
+    share = 1.0 if weights[0] is None else tl.load(weights[0] + classes, mask=inside, other=0.0)
+    q = share
+    if weights[1] is not None:
+        q = tl.load(weights[1] + classes.to(tl.int64) * weights[2], mask=inside, other=0.0).to(tl.float32)
+        share = tl.where(inside, (weights[3] * q + weights[4]) * share, 0.0)
+    return q, share
+
+
+@triton.jit
 def edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
     """Return 2 VECTOR places of a ragged row, and which of them are in its partial vectors and in [start, stop).
 
@@ -96,3 +129,88 @@ def fill(row, value, off, start, last, vocabulary, way: tl.constexpr):
         places, inside = edges(start, last + BLOCK, off, vocabulary, VECTOR)
         few = tl.full([2 * VECTOR], 0.0, tl.float32) + value
         tl.store(row + places, few.to(row.dtype.element_ty), mask=inside)
+
+
+HIDDEN = tl.constexpr(-2)  # the bits of a hidden logit as an integer: a NaN that no computation returns
+
+
+@triton.jit
+def begin(
+    logits, inner, outer, stride, grad, grad_inner, grad_outer, grad_stride, rows, upstreams, numbers, start,
+    vocabulary, ignore_index, limit, way: tl.constexpr,
+):  # fmt: skip
+    """Return the program, its row, its side, the row of the gradient, `row_facts`, `dead` and factor r.
+
+    The row of the gradient is that of the logits if there is no gradient.
+    """
+    here = tl.program_id(0).to(tl.int64)
+    row = row_at(start + here, None, rows)
+    facts = row_facts(row, None, rows, ignore_index, limit)
+    dead, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams)
+    source = logits + position(here, inner, outer, stride, way.grouped)
+    place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
+    if not way.ragged:
+        source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
+        vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
+    return here, row, (source, vocabulary, activation_of(row, None, rows, numbers)), place, facts, dead, r
+
+
+@triton.jit
+def x_of(z, side, way: tl.constexpr):
+    """Return x of raw logits."""
+    return activate(z, side[2], way)
+
+
+@triton.jit
+def slope_of(z, side, way: tl.constexpr):
+    """Return dx/dz at raw logits."""
+    return slope(z, side[2], way)
+
+
+@triton.jit
+def read(side, first, way: tl.constexpr, HIDES: tl.constexpr = False):
+    """Return a block of raw logits and its x, which is -inf beyond the end of the row and, if HIDES, where HIDDEN."""
+    classes = first + tl.arange(0, way.block)
+    inside = classes < side[1]
+    stored = tl.load(side[0] + classes, mask=inside, other=-float("inf"))
+    z = stored.to(tl.float32)
+    x = x_of(z, side, way)
+    if HIDES:
+        inside = inside & (stored.to(tl.int32 if stored.dtype == tl.float32 else tl.int16, bitcast=True) != HIDDEN)
+    return z, tl.where(inside, x, -float("inf"))
+
+
+@triton.jit
+def peak(side, way: tl.constexpr, HIDES: tl.constexpr = False):
+    """Return the largest x of a row, or 0 if it is -inf."""
+    BLOCK: tl.constexpr = way.block
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, side[1], BLOCK):
+        _z, x = read(side, first, way, HIDES)
+        best = tl.maximum(best, x)
+    largest = tl.max(best, 0)
+    return tl.where(largest == -float("inf"), 0.0, largest)
+
+
+@triton.jit
+def write(place, first, side, z, g, way: tl.constexpr):
+    """Store the gradient of a block of raw logits from dl/dx.
+
+    A gradient of another dtype may be the second half of the row of logits. Then that of a class is written over the
+    logits of this class and later ones, when all threads have read them.
+    """
+    if place.dtype != side[0].dtype:
+        tl.debug_barrier()
+    classes = first + tl.arange(0, way.block)
+    tl.store(place + classes, (g * slope_of(z, side, way)).to(place.dtype.element_ty), mask=classes < side[1])
+
+
+@triton.jit
+def fill_row(place, vocabulary, value, BLOCK: tl.constexpr):
+    """Store one number to a row, when all threads have done what they did before."""
+    tl.debug_barrier()
+    for first in range(0, vocabulary, BLOCK):
+        classes = first + tl.arange(0, BLOCK)
+        values = tl.zeros([BLOCK], tl.float32) + value
+        tl.store(place + classes, values.to(place.dtype.element_ty), mask=classes < vocabulary)
+    tl.debug_barrier()

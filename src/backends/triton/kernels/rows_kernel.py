@@ -8,8 +8,17 @@ Rows that do not begin at multiples of 16 bytes (skewed) are read from the last 
 stores keep their width.
 
 Several programs share a long row (parts), so that fewer rows are in flight and the second pass finds them in the L2
-cache. Each computes the sums and the gradient of its part of the classes (`exchange`), and all store the same results.
-Rows with label smoothing are not shared; `xent.backends.triton.geometry.sizes` has the other conditions.
+cache. Each computes the sums and the gradient of its part of the classes, and all store the same results. Rows with
+label smoothing are not shared; `xent.backends.triton.geometry.sizes` has the other conditions. Each program publishes
+its sums as 64-bit words, a tag and a float32 in one word, and reads the words of the other programs until all have
+tags. So no order of memory accesses is assumed between words. The sums of a part are relative to its own reference,
+those of the row to the largest reference.
+
+A program that waits stays on its multiprocessor, so programs must not wait for others that may start after they end.
+A program's number is therefore not that of the launch, but counts the programs that started before it (`_numbered`).
+Programs of a row have adjacent numbers. So only the row that was started last can have programs that have not started,
+and at most PARTS - 1 programs wait for them. A launch finishes if the GPU can hold PARTS of its programs at a time,
+also while other launches run.
 """
 
 import triton
@@ -17,32 +26,100 @@ import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import (
     activation_of,
-    coefficients,
     finish,
     gradient_factor,
     numbers_of,
+    position,
     record_nothing,
     row_at,
     row_facts,
     target_weight,
 )
-from xent.backends.triton.kernels.exchange import SUMS as _SUMS
-from xent.backends.triton.kernels.exchange import WORDS as _WORDS
-from xent.backends.triton.kernels.exchange import exchanged, numbered
 from xent.backends.triton.kernels.fold import lane_of_target, row_sums
-from xent.backends.triton.kernels.gradient import row_factors, write_gradient
-from xent.backends.triton.kernels.maths import LN2, LOG2E, activate, exponent, rounding, times
+from xent.backends.triton.kernels.gradient import write_gradient
+from xent.backends.triton.kernels.maths import LN2, LOG2E, NOWHERE, activate, exponent, finite, rounding, times
 from xent.backends.triton.kernels.memory import aligned, fetch, fill, offset
 from xent.backends.triton.kernels.sums import put
-from xent.backends.triton.prepared import kernel
+from xent.backends.triton.launches import kernel
 
-__all__ = ["rows_kernel"]
+__all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "rows_kernel"]
+
+WORDS = 8
+"""The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
+
+# BOTH: one launch, in which programs wait for each other. Triton's interpreter runs programs one after the other, so it
+# takes two launches. SUMS publishes the sums of all parts. GRADIENTS computes those of its part again, reads the others
+# without waiting, and writes results and gradient.
+BOTH, SUMS, GRADIENTS = 0, 1, 2
+
+_WORDS = tl.constexpr(WORDS)
+_BOTH = tl.constexpr(BOTH)
+_SUMS = tl.constexpr(SUMS)
+_TAG = tl.constexpr(1 << 32)
+
+
+@triton.jit
+def _numbered(counter, PHASE: tl.constexpr):
+    """Return the number of this program in the order in which programs start."""
+    if PHASE == _BOTH:
+        return tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
+    else:
+        return tl.program_id(0)
+
+
+@triton.jit
+def _of_parts(values, index: tl.constexpr):
+    """Return one value of each part, (PARTS,), from those of all (PARTS, WORDS)."""
+    return tl.sum(tl.where(tl.arange(0, _WORDS)[None, :] == index, values, 0), 1)
+
+
+@triton.jit
+def _exchanged(
+    words, part, has_target, z_y, x_y, m, others, mixed, squares, level, top, found,
+    way: tl.constexpr,
+):  # fmt: skip
+    """Return the target's raw logit, the row's m, and the sums of the row, from those of a part.
+
+    `words` (parts, WORDS) belongs to the row. The part's sums do not contain the target, but m may be its x. Only the
+    part that has the target knows `z_y`: the gradient may overwrite it before other programs could load it.
+    """
+    PARTS: tl.constexpr = way.parts
+    possible = (others != 0) | (has_target & (x_y != -float("inf")))
+    m = tl.where(possible, m, -float("inf"))
+    k = tl.arange(0, _WORDS)
+    own = tl.where(k == 0, m, tl.where(k == 1, others, tl.where(k == 2, mixed, tl.where(k == 3, squares, level))))
+    own = tl.where(k == 5, top, tl.where(k == 6, tl.where(has_target, z_y, 0.0), own))
+    bits = own.to(tl.int32, bitcast=True)
+    bits = tl.where(k == 7, found, bits)
+    word = _TAG + (bits.to(tl.int64) & 0xFFFFFFFF)
+    tl.atomic_xchg(words + part * _WORDS + k, word, sem="relaxed")
+    places = words + tl.arange(0, PARTS * _WORDS)
+    if way.phase == _BOTH:
+        while tl.min((tl.load(places, volatile=True) >> 32).to(tl.int32), 0) == 0:
+            pass
+    # Again, because each warp reads for itself: some may have left the loop with words from before they were written.
+    all_bits = tl.reshape(tl.load(places, volatile=True).to(tl.int32), [PARTS, _WORDS])
+    values = all_bits.to(tl.float32, bitcast=True)
+    each_m = _of_parts(values, 0)
+    m = finite(tl.max(each_m, 0))
+    # Exponents of a part are relative to its m. If its m was multiplied by log2(e) first, they contain that rounding.
+    change = (each_m - m) * LOG2E + rounding(m, way.exact) - rounding(each_m, way.exact)
+    factor = tl.math.exp2(change)
+    each = _of_parts(values, 1)
+    others = tl.sum(times(factor, each), 0)
+    mixed = tl.sum(times(factor, _of_parts(values, 2) + times(each, change)), 0)
+    squares = tl.sum(times(factor * factor, _of_parts(values, 3)), 0)
+    level = tl.sum(_of_parts(values, 4), 0)
+    each_top = _of_parts(values, 5)
+    top = tl.max(each_top, 0)
+    found = tl.min(tl.where(each_top == top, _of_parts(all_bits, 7), NOWHERE), 0)
+    return tl.sum(_of_parts(values, 6), 0), m, others, mixed, squares, level, found
+
 
 # Up to this reference, the gradient's factor can be moved into the exponent for 16-bit logits.
 NEAR = tl.constexpr(512.0)
 LARGEST_FACTOR = tl.constexpr(1e18)
-SUMS = tl.constexpr(_SUMS)
-WORDS = tl.constexpr(_WORDS)
+UNLIMITED = tl.constexpr(2**62)
 
 
 @triton.jit
@@ -52,13 +129,9 @@ def _save(
     """Write the sums of a row that its gradient needs, as if exponents had subtracted m before they multiplied."""
     change = -rounding(m, EXACT)
     factor = tl.math.exp2(change)
-    place = saved + row
-    put(place, count, None, m, 0)
-    put(place, count, None, factor * rest, 1)
-    put(place, count, None, z_y, 2)
-    put(place, count, None, w_y, columns.row_weight)
-    put(place, count, None, total_weight - w_y, columns.weights)
-    put(place, count, None, factor * (mixed + times(rest, change)) * LN2, columns.mixed)
+    mixed = factor * (mixed + times(rest, change)) * LN2
+    sums = factor * rest, 0.0, total_weight - w_y, mixed, 0.0, 0.0, 0.0
+    put(saved + row, count, None, sums, (m, z_y, w_y, 0.0, 0.0), columns)
 
 
 @kernel
@@ -78,33 +151,47 @@ def rows_kernel(
     rows,
     upstreams,
     results,
+    numbers,
     start: "i64",  # index of the first row in the order
     count: "i64",  # N
     ignore_index: "i64",
     vocabulary: "i32",
-    keep: "fp32",  # 1 - e
-    spread: "fp32",  # e / V
-    z_loss: "fp32",
-    softcap: "fp32",
-    logit_scale: "fp32",
     share: "i32",  # classes of a program: all, or a multiple of VECTOR; the last program has the rest
+    probabilities,  # rows at position(row, inner, outer, row stride), classes `given_class` apart; None for classes
+    given_inner: "i64",
+    given_outer: "i64",
+    given_row: "i64",
+    given_class: "i64",
+    likeliest,  # the most probable class of each row of `probabilities`, or None
     columns: tl.constexpr,  # of `saved`, see `Columns`
     way: tl.constexpr,  # see `Way`
 ):
-    """See the module's docstring."""
+    """See the module's docstring. With probabilities, `rows.target` is the row of these that each row has, or None."""
     tl.static_assert(way.parts == 1 or not way.smoothed)  # the sum `below` is not exchanged
     if way.parts > 1:
-        program = numbered(words + tl.num_programs(0).to(tl.int64) * WORDS, way.phase)
+        program = _numbered(words + tl.num_programs(0).to(tl.int64) * _WORDS, way.phase)
     else:
         program = tl.program_id(0)
     here = (program // way.parts).to(tl.int64)
     row = row_at(start + here, None, rows)
-    y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, vocabulary)
-    w_y = target_weight(rows, y_long)
+    GIVEN: tl.constexpr = probabilities is not None
+    y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
+    keep, spread, z_loss = numbers_of(rows, vocabulary, numbers)
     y = y_long.to(tl.int32)
-    numbers = numbers_of(rows, vocabulary, keep, spread, z_loss)
-    softcap, logit_scale = activation_of(row, None, rows, softcap, logit_scale)
-    bend = logit_scale if way.scaled else None, softcap if way.capped else None
+    weights = (rows.class_weight, None)
+    if GIVEN:
+        shared = row if rows.target is None else y_long
+        given = probabilities + position(shared, given_inner, given_outer, given_row, True)
+        weights = rows.class_weight, given, given_class, keep, spread  # type: ignore[assignment]
+        options = 0.0, 1.0, z_loss
+        w_y = 0.0
+        true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
+        y = y * 0 - 1
+    else:
+        options = keep, spread, z_loss
+        w_y = target_weight(rows, y_long)
+        true = y
+    bend = activation_of(row, None, rows, numbers)
     dead, r = gradient_factor(row, None, a, invalid, rows, upstreams)
     # The classes of this program, and the target among them.
     part = program % way.parts
@@ -132,29 +219,33 @@ def rows_kernel(
         if grad is not None:
             fill(place, 0.0, off, 0, last, size, way)
     else:
-        x_y = activate(z_y, bend, False)
+        x_y = activate(z_y, bend, way, True)
         line = source, off, last, whole, size
-        m, rest, mixed, below, squares, level, top, found = row_sums(
-            line, z, ahead, y_here, x_y, has_target, target_lane, rows.class_weight, bend, way
+        m, sums, top, found = row_sums(
+            line, z, ahead, y_here, None if GIVEN else x_y, has_target, target_lane, weights, bend, way
         )
+        rest, below, mixed, squares, level, surprise, all_shares, all_q = sums
         found += cut
         if way.parts > 1:
-            z_y, m, rest, mixed, squares, level, found = exchanged(
-                words + here * way.parts * WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
+            z_y, m, rest, mixed, squares, level, found = _exchanged(
+                words + here * way.parts * _WORDS, part, has_target, z_y, x_y, m, rest, mixed, squares, level, top,
                 found, way,
             )  # fmt: skip
-            x_y = activate(z_y, bend, False)
-        e2_y = exponent(x_y, m, way.exact)
+            x_y = activate(z_y, bend, way, True)
+        e2_y = tl.full((), -float("inf"), tl.float32) if GIVEN else exponent(x_y, m, way.exact)
 
-        if way.phase != SUMS:
+        if way.phase != _SUMS:
             total_weight = vocabulary * 1.0
-            if way.smoothed:
+            if GIVEN:
+                total_weight = all_shares
+            elif way.smoothed:
                 below -= times(w_y, e2_y)
                 if rows.class_weight is not None:
                     total_weight = tl.load(rows.total_weight)
-            nll, log_sum, entropy = finish(
-                row, None, (y, a, ignored, invalid), dead, w_y, m, rest, e2_y, below * LN2, total_weight, mixed,
-                squares, (level + x_y) / vocabulary, found, results, numbers, way.smoothed, way.z_loss, way.entropy,
+            factor, tilt, delta, g_y, gamma = finish(
+                row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
+                (rest, below * LN2, total_weight, mixed, squares), e2_y, (level + x_y) / vocabulary, found,
+                (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way, way.entropy,
             )  # fmt: skip
             if saved is not None:
                 _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
@@ -162,20 +253,13 @@ def rows_kernel(
                 if ignored if way.statistics else dead:
                     fill(place, 0.0, off, 0, last, size, way)
                 else:
-                    gamma, excess, beta, delta = coefficients(
-                        row, None, r, w_y, total_weight, m + log_sum, entropy, upstreams, numbers, way.smoothed,
-                        way.z_loss,
-                    )  # fmt: skip
-                    factor, tilt, g_y = row_factors(
-                        gamma, excess, beta, delta, z_y, w_y, rest, e2_y, nll, log_sum, bend, way.tilted
-                    )
                     m2 = m * LOG2E
                     foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
                     if way.folds and foldable:
-                        terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta
-                        write_gradient(line, place, 0, terms, rows.class_weight, bend, way, True)
+                        terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta, gamma
+                        write_gradient(line, place, 0, terms, weights, bend, way, True)
                     else:
-                        terms = m, factor, tilt, delta
-                        write_gradient(line, place, 0, terms, rows.class_weight, bend, way, False)
-                    tl.debug_barrier()
-                    tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)
+                        write_gradient(line, place, 0, (m, factor, tilt, delta, gamma), weights, bend, way, False)
+                    if not GIVEN:
+                        tl.debug_barrier()
+                        tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

@@ -11,11 +11,10 @@ If the target is not in the support, the loss is infinite, and the loss and nll 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import coefficients, finish, record, record_nothing
-from xent.backends.triton.kernels.gradient import row_factors
+from xent.backends.triton.kernels.algebra import finish, record, record_nothing
 from xent.backends.triton.kernels.maths import FLOOR, LOG2E, NOWHERE, finite, order
-from xent.backends.triton.kernels.sides import begin, fill_row, slope_of, x_of
-from xent.backends.triton.prepared import kernel
+from xent.backends.triton.kernels.memory import begin, fill_row, slope_of, x_of
+from xent.backends.triton.launches import kernel
 
 __all__ = ["support_kernel"]
 
@@ -42,10 +41,9 @@ def support_kernel(
     rows,
     upstreams,
     results,
+    numbers,
     start: "i64",
     vocabulary: "i32",
-    softcap: "fp32",
-    logit_scale: "fp32",
     target_logits,
     ids,  # (M,) integers
     begins,  # (N,) integers
@@ -59,12 +57,12 @@ def support_kernel(
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
-    here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, r = begin(
-        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, ignore_index, vocabulary, way,
+    here, row, side, place, facts, dead, r = begin(
+        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
+        numbers, start, vocabulary, ignore_index, vocabulary, way,
     )  # fmt: skip
     y, _a, ignored, invalid = facts
-    side = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
+    vocabulary = side[1]
     if ignored:
         record_nothing(row, results)
         if grad is not None and not FILLED:
@@ -89,9 +87,9 @@ def support_kernel(
             tl.store(held + own + entry, z, mask=known)
             present |= (known & (classes == y)).to(tl.int32)
             strange |= (inside & ~known).to(tl.int32)
-            peaks = tl.maximum(peaks, tl.where(known, x_of(z, side), -float("inf")))
+            peaks = tl.maximum(peaks, tl.where(known, x_of(z, side, way), -float("inf")))
             if (results.predictions is not None) or (results.hits is not None):
-                key = order(z, known, side[2])
+                key = order(z, known, side[2], way)
                 largest = tl.max(key, 0)
                 lowest = tl.min(tl.where(known & (key == largest), classes, NOWHERE), 0)
                 ties = (largest == top) & (top > -float("inf"))
@@ -107,7 +105,7 @@ def support_kernel(
         t, q, v = s, s, s
         for first in range(0, size, BLOCK):
             entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
-            x = x_of(tl.load(held + own + entry, mask=known, other=0.0), side)
+            x = x_of(tl.load(held + own + entry, mask=known, other=0.0), side, way)
             e2 = tl.where(known & (classes != y), (x - m) * LOG2E, -float("inf"))
             e = tl.math.exp2(e2)
             s += e
@@ -116,11 +114,11 @@ def support_kernel(
             v += tl.where(known, x, 0.0)
         nan = float("nan")
         rest = tl.where(wrong, nan, tl.sum(s, 0))  # and with it all results
-        e2_y = tl.where(has_target, (x_of(z_y, side) - m) * LOG2E, -float("inf"))
+        e2_y = tl.where(has_target, (x_of(z_y, side, way) - m) * LOG2E, -float("inf"))
         level = tl.where(wrong, nan, tl.sum(v, 0) / tl.maximum(size, 1))
-        nll, log_sum, entropy = finish(
-            row, None, facts, dead, 1.0, m, rest, e2_y, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0), level,
-            found, results, (1.0, 0.0, 0.0), False, False, True,
+        factor, tilt, _delta, g_y, _gamma = finish(
+            row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0)), e2_y, level, found,
+            None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))
@@ -130,20 +128,13 @@ def support_kernel(
             record(results.log_sum_sq_probs, row, None, -float("inf"))
 
         if grad is not None:
-            gamma, excess, beta, _delta = coefficients(
-                row, None, r, 1.0, 0.0, 0.0, entropy, upstreams, (1.0, 0.0, 0.0), False, False
-            )
-            gamma = tl.where(nll == float("inf"), 0.0, gamma)
-            factor, tilt, g_y = row_factors(
-                gamma, excess, beta, 0.0, z_y, 1.0, rest, e2_y, nll, log_sum, side[2], way.tilted
-            )
             blank = tl.where(wrong | invalid, nan, 0.0)
             if (blank != 0) | (not FILLED):
                 fill_row(place, vocabulary, blank, BLOCK)
             for first in range(0, size, BLOCK):
                 entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
                 z = tl.load(held + own + entry, mask=known, other=0.0)
-                e2 = (x_of(z, side) - m) * LOG2E
+                e2 = (x_of(z, side, way) - m) * LOG2E
                 g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
-                g = tl.where(classes == y, g_y, g * slope_of(z, side)) + blank
+                g = tl.where(classes == y, g_y, g * slope_of(z, side, way)) + blank
                 tl.store(place + classes, g.to(place.dtype.element_ty), mask=known)

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import record
-from xent.backends.triton.kernels.divergence_maths import exact_exp, gap, is_near, sign
+from xent.backends.triton.kernels.divergence_kernel import exact_exp, gap, is_near, sign
 from xent.backends.triton.kernels.maths import exp, finite, times
-from xent.backends.triton.kernels.sides import HIDDEN, begin, fill_row, peak, read, slope_of, write, x_of
-from xent.backends.triton.prepared import kernel
+from xent.backends.triton.kernels.memory import HIDDEN, begin, fill_row, peak, read, slope_of, write, x_of
+from xent.backends.triton.launches import kernel
 
 __all__ = ["top_k_kernel"]
 
@@ -35,12 +35,13 @@ def _put(cells, numbers, known):
 
 
 @triton.jit
-def _sums(ours, m, last, BLOCK: tl.constexpr, ENTROPY: tl.constexpr):
+def _sums(ours, m, last, way: tl.constexpr, ENTROPY: tl.constexpr):
     """Return the sums of e = e^(x - m) and, with ENTROPY, of e (m - x), over classes that are not hidden."""
+    BLOCK: tl.constexpr = way.block
     sums = tl.zeros([BLOCK], tl.float32)
     below = sums
     for first in range(0, last + 1, BLOCK):
-        _z, x = read(ours, first, BLOCK, True)
+        _z, x = read(ours, first, way, True)
         e = exp(x - m)
         sums += e
         if ENTROPY:
@@ -61,10 +62,9 @@ def top_k_kernel(
     rows,
     upstreams,
     results,
+    numbers,
     start: "i64",
     vocabulary: "i32",
-    softcap: "fp32",
-    logit_scale: "fp32",
     ids,  # (N, K) integers
     log_probs,  # (N, K), -inf for padding
     classes: "i32",  # K
@@ -78,13 +78,12 @@ def top_k_kernel(
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
     ENTROPY: tl.constexpr = results.entropy is not None
-    _here, row, z_row, vocabulary, logit_scale, softcap, place, facts, dead, factor = begin(
-        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams, start,
-        vocabulary, softcap, logit_scale, 0, 0, way,
+    _here, row, ours, place, facts, dead, factor = begin(
+        logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
+        numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a = facts[1]
-    ours = z_row, vocabulary, (logit_scale if way.scaled else None, softcap if way.capped else None)
-    source = z_row
+    source, vocabulary, _bend = ours
     last = (vocabulary - 1) // BLOCK * BLOCK
     if a == 0 if ENTROPY else dead:
         record(results.entropy, row, None, 0.0)
@@ -96,7 +95,7 @@ def top_k_kernel(
         given = log_q != -float("inf")
         known = given & (y >= 0) & (y < vocabulary)
         z_k = tl.load(source + y, mask=known, other=0.0).to(tl.float32)
-        x_k = tl.where(known, x_of(z_k, ours), -float("inf"))
+        x_k = tl.where(known, x_of(z_k, ours, way), -float("inf"))
         # If a class is there twice, two entries write their numbers to it, and one of them reads a wrong number.
         cells = (source + y).to(tl.pointer_type(tl.int32 if source.dtype.element_ty == tl.float32 else tl.int16))
         _put(cells, k, known)
@@ -113,12 +112,12 @@ def top_k_kernel(
         q = tl.where(known, exact_exp(log_q), 0.0)
         mass = tl.sum(q, 0)
         # The sum is relative to the largest logit of the first block, unless that is far from the largest of all.
-        _z, x = read(ours, 0, BLOCK, True)
+        _z, x = read(ours, 0, way, True)
         m_others = finite(tl.max(x, 0))
-        s, below = _sums(ours, m_others, last, BLOCK, ENTROPY)
+        s, below = _sums(ours, m_others, last, way, ENTROPY)
         if is_near(s) == 0:
-            m_others = peak(ours, BLOCK, True)
-            s, below = _sums(ours, m_others, last, BLOCK, ENTROPY)
+            m_others = peak(ours, way, True)
+            s, below = _sums(ours, m_others, last, way, ENTROPY)
         # Without other classes any finite value works, as long as exp(m_others - m) does not overflow.
         m = tl.max(x_k, 0)
         m = finite(tl.where(s == 0, m, tl.maximum(m_others, m)))
@@ -161,9 +160,9 @@ def top_k_kernel(
                 each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)
                 g_k = (mass + left) * p_k - q
             for back in range(0, last + 1, BLOCK):
-                z, x = read(ours, last - back, BLOCK, True)
-                write(place, last - back, ours, z, exp(x - m_others) * each * factor, BLOCK)
-            g_k *= factor * slope_of(z_k, ours)
+                z, x = read(ours, last - back, way, True)
+                write(place, last - back, ours, z, exp(x - m_others) * each * factor, way)
+            g_k *= factor * slope_of(z_k, ours, way)
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
     if dead:

@@ -1,12 +1,62 @@
-"""Kernels beside the logits: hidden states and target logits, the sums of all rows' results, the scale of gradients."""
+"""Kernels beside those of logits: the divisor of a mean, hidden states, sums of results, the scale of gradients."""
 
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import position, row_at, row_facts
-from xent.backends.triton.prepared import kernel
+from xent.backends.triton.kernels.algebra import position, row_at, row_facts, target_weight
+from xent.backends.triton.launches import kernel
 
-__all__ = ["scale_kernel", "sums_kernel", "take_kernel"]
+__all__ = ["divisor_kernel", "scale_kernel", "sums_kernel", "take_kernel"]
+
+
+@kernel
+def divisor_kernel(
+    rows,  # without a divisor
+    row_weight,  # (N,) float32: the class weights of the targets, of a vocabulary in shards; or None
+    normalizer,  # (): the divisor; None for the sum of the row weights
+    divisor,  # see `Rows.divisor`
+    counted,  # () int64: number of rows with a target; or None
+    count: "i64",
+    ignore_index: "i64",
+    limit: "i64",
+    NARROW: tl.constexpr,  # gradients of the forward pass are float16
+    WEIGHTED: tl.constexpr,  # rows count with the class weights of their targets
+    BLOCK: tl.constexpr,
+):
+    """Compute the divisor and the count. One program sums all rows in a fixed order."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    sizes = tl.zeros([BLOCK], tl.float32)
+    rows_counted = tl.zeros([BLOCK], tl.int64)
+    NEEDED: tl.constexpr = (normalizer is None or NARROW) or counted is not None
+    if NEEDED:
+        for first in range(0, count, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            y, weighted, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
+            if WEIGHTED:
+                weighted *= target_weight(rows, y)
+            if row_weight is not None:
+                weighted *= tl.load(row_weight + row, mask=row < count, other=0.0)
+            sums += tl.where(wrong, 0.0, weighted)
+            size = tl.abs(weighted)
+            sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
+            rows_counted += tl.where(ignored, 0, 1)
+    d = tl.sum(sums, 0)
+    if normalizer is not None:
+        d = tl.load(normalizer).to(tl.float32)
+    of_rows = d
+    rest = tl.full((), 1.0, tl.float32)
+    if NARROW:
+        # In float16, gradients divided by D could underflow before a loss scale is applied, and weights could make
+        # them overflow. So gradients are stored with row factors of at most 1, and `rest` is the remaining factor.
+        largest = tl.max(sizes, 0)
+        largest = tl.where(largest == 0, 1.0, largest)
+        rest = tl.where(d == 0, 0.0, tl.div_rn(largest, tl.where(d == 0, 1.0, d)))
+        of_rows = tl.where(d == 0, 0.0, largest)
+    tl.store(divisor, d)
+    tl.store(divisor + 1, of_rows)
+    tl.store(divisor + 2, rest)
+    if counted is not None:
+        tl.store(counted, tl.sum(rows_counted, 0))
 
 
 @kernel
@@ -80,23 +130,20 @@ def _reduced(values, count, divisor, BLOCK: tl.constexpr):
 @kernel
 def sums_kernel(
     results,
+    sums,  # of the results: () float32 each, or None; for hits their share of the rows with a target
     divisor,  # D, or None
     counted,  # () int64 or None
-    total_loss,  # () or None
-    total_z,
-    accuracy,
     count: "i64",
     BLOCK: tl.constexpr,
 ):
     """Reduce per-row results. Launched with one program."""
-    if total_loss is not None:
-        tl.store(total_loss, _reduced(results.loss, count, divisor, BLOCK))
-    if total_z is not None:
-        tl.store(total_z, _reduced(results.z_term, count, divisor, BLOCK))
-    if accuracy is not None:
+    if sums.loss is not None:
+        tl.store(sums.loss, _reduced(results.loss, count, divisor, BLOCK))
+    if sums.z_term is not None:
+        tl.store(sums.z_term, _reduced(results.z_term, count, divisor, BLOCK))
+    if sums.hits is not None:
         found = _reduced(results.hits, count, None, BLOCK)
-        rows = tl.maximum(tl.load(counted), 1).to(tl.float32)
-        tl.store(accuracy, tl.div_rn(found, rows))
+        tl.store(sums.hits, tl.div_rn(found, tl.maximum(tl.load(counted), 1).to(tl.float32)))
 
 
 @kernel
@@ -106,17 +153,15 @@ def scale_kernel(
     outer_stride: "i64",
     row_stride: "i64",
     out,  # like `grad`; may be the same tensor
-    other,  # a second gradient, without gaps, which is overwritten; or None
     upstream,  # ()
     deferred,  # () or None
     rows: "i64",
     length: "i64",  # elements of a row
-    count: "i64",  # elements of `other`
     GROUPED: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply gradients by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
+    """Multiply a gradient by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
     blocks = tl.cdiv(length, BLOCK)
     factor = tl.load(upstream).to(tl.float32)
     if deferred is not None:
@@ -128,8 +173,3 @@ def scale_kernel(
             inside = places < length
             scaled = tl.load(grad + begin + places, mask=inside, other=0.0).to(tl.float32) * factor
             tl.store(out + begin + places, scaled.to(out.dtype.element_ty), mask=inside)
-        if other is not None:
-            for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(count, BLOCK), tl.num_programs(0)):
-                places = block * BLOCK + tl.arange(0, BLOCK)
-                scaled = tl.load(other + places, mask=places < count, other=0.0).to(tl.float32) * factor
-                tl.store(other + places, scaled.to(other.dtype.element_ty), mask=places < count)
