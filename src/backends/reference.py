@@ -14,6 +14,7 @@ from xent.backends.reference_divergence import divergence, student_entropy
 from xent.backends.reference_logits import Array, activated, float64, gradients, raw, reduced, scaled
 from xent.core.call import Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
 from xent.core.spec import ROW_STATS, BackendInfo, Stats
+from xent.core.values import check_support, check_targets, check_temperature
 
 __all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
 
@@ -144,7 +145,8 @@ class _Rows:
         target, activation, options = call.target, call.activation, call.options
         assert isinstance(target, Classes | Allowed | Probabilities)
         self.options, shift, z = options, _shift(options), raw(call.source)
-        _check_temperature(activation.temperature, shift)
+        if activation.temperature is not None:
+            check_temperature(np.asarray(activation.temperature), shift)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
         count, length = int(np.prod(self.shape)), self.shape[-1] if shift else 0
         here = np.arange(length) + shift
@@ -169,7 +171,7 @@ class _Rows:
             ids = moved(target.ids)
             ignored = ignored | (ids == options.ignore_index)
             self.truth = np.where(ignored, 0, ids)
-            _check_targets(self.truth, vocabulary, self.shape, options.ignore_index, shift)
+            check_targets(np.asarray(target.ids), vocabulary, options.ignore_index, shift)
             self.q = (self.truth[:, None] == np.arange(vocabulary)).astype(np.float64)
             row_weight = self.class_weight[self.truth]
             if isinstance(target, Allowed):
@@ -281,31 +283,6 @@ def _masked(values: Array, mask: Array) -> Array:
     return np.where(mask, 0.0, values)
 
 
-def _check_targets(target: Array, vocabulary: int, shape: tuple[int, ...], ignore_index: int, shift: int) -> None:
-    wrong = np.flatnonzero((target < 0) | (target >= vocabulary))
-    if wrong.size:
-        position = [int(i) for i in np.unravel_index(wrong[0], shape)]
-        if shift:
-            position[-1] += shift
-        raise IndexError(
-            f"target{position or ''} is {target[wrong[0]]}; classes are 0 to {vocabulary - 1}, or "
-            f"ignore_index={ignore_index}"
-        )
-
-
-def _check_temperature(temperature: Array | None, shift: int) -> None:
-    if temperature is None:
-        return
-    wrong = ~(temperature > 0)
-    if shift:
-        wrong[..., :shift] = False
-    if wrong.any():
-        position = [int(i) for i in np.argwhere(wrong)[0]]
-        raise ValueError(
-            f"temperature must be > 0 in every row, got {temperature[tuple(position)]} at {position or 'its row'}"
-        )
-
-
 def _shift(options: Options) -> int:
     """Return the shift of a call with one head."""
     assert isinstance(options.shift, int)
@@ -315,21 +292,8 @@ def _shift(options: Options) -> int:
 def _outside(support: Allowed, count: int, vocabulary: int) -> Array:
     """Return the mask (N, V) of the classes that are not in each row's support; raise for an invalid support."""
     ids, begin, end = (np.asarray(part, np.int64) for part in (support.classes, support.begin, support.end))
-    sizes = end - begin
-    first, last = (begin[0], end[-1]) if count else (0, 0)
-    if first != 0 or (sizes < 0).any() or last != len(ids):
-        raise ValueError(
-            f"support.offsets must be non-decreasing from 0 to {len(ids)}, the number of ids; got {first} to {last}"
-            + (" and a decrease between" if (sizes < 0).any() else "")
-        )
-    wrong = np.flatnonzero((ids < 0) | (ids >= vocabulary))
-    if wrong.size:
-        raise IndexError(f"support.ids[{wrong[0]}] is {ids[wrong[0]]}; classes are 0 to {vocabulary - 1}")
-    rows = np.repeat(np.arange(count), sizes)
-    found, times = np.unique(rows * vocabulary + ids, return_counts=True)
-    if (times > 1).any():
-        row, again = divmod(int(found[times > 1][0]), vocabulary)
-        raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
+    check_support(ids, begin, end, vocabulary)
+    rows = np.repeat(np.arange(count), end - begin)
     outside = np.ones((count, vocabulary), bool)
     outside[rows, ids] = False
     return outside

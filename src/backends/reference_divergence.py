@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from xent.backends.reference_logits import Array, activated, float64, gradients, raw, reduced, scaled
+from xent.core.arrays import dtype_name
 from xent.core.call import Activation, Call, Dense, TopK
 from xent.core.spec import mass_tolerance
+from xent.core.values import check_top_k
 
 __all__ = ["divergence", "divergence_gradients", "student_entropy"]
 
@@ -98,14 +100,16 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
     vocabulary = log_p.shape[-1]
     ids = np.asarray(teacher.ids, np.int64).reshape(len(log_p), teacher.ids.shape[-1])
     log_q = float64(teacher.log_probs).reshape(ids.shape)
+    each_row, dtype = (*shape, ids.shape[1]), dtype_name(teacher.log_probs)
+    used = ~dead.reshape(shape)
+    check_top_k(ids.reshape(each_row), log_q.reshape(each_row), used, teacher.tail, dtype, vocabulary)
     log_q = np.where(dead[:, None], -np.inf, log_q)
     loss, derivative = np.zeros(len(log_p)), np.exp(log_p)
-    tolerance = mass_tolerance(str(teacher.log_probs.dtype))
+    tolerance = mass_tolerance(dtype)
     for row in np.flatnonzero(~dead):
         known = log_q[row] != -np.inf
         chosen, each = ids[row, known], log_q[row, known]
         q = np.exp(each)
-        _check_row(chosen, q, vocabulary, tolerance, teacher.tail, [int(i) for i in np.unravel_index(row, shape)])
         p = np.exp(log_p[row])
         if teacher.tail == "renormalize":
             each = each - np.log(q.sum())
@@ -130,21 +134,6 @@ def _from_top_k(log_p: Array, teacher: TopK, shape: tuple[int, ...], dead: Array
             loss[row] += mass * (np.log(mass) - log_p_left)
             derivative[row, left] -= mass * np.exp(log_p[row, left] - log_p_left)
     return loss, derivative
-
-
-def _check_row(chosen: Array, q: Array, vocabulary: int, tolerance: float, tail: str, position: list[int]) -> None:
-    """Raise for invalid classes and probabilities of a top-k teacher."""
-    outside = np.flatnonzero((chosen < 0) | (chosen >= vocabulary))
-    if outside.size:
-        raise IndexError(f"teacher.ids of row {position} holds {chosen[outside[0]]}; classes are 0 to {vocabulary - 1}")
-    if len(np.unique(chosen)) < len(chosen):
-        raise ValueError(f"teacher.ids of row {position} holds a class more than once")
-    if not q.sum() <= 1 + tolerance:
-        raise ValueError(
-            f"teacher.log_probs of row {position} have a mass of {q.sum():.6g}, more than 1 by more than rounding"
-        )
-    if tail == "renormalize" and q.sum() == 0:
-        raise ValueError(f"teacher.log_probs of row {position} have no mass that could be renormalised")
 
 
 def _log_softmax(x: Array) -> Array:

@@ -109,8 +109,16 @@ class CrossEntropyLoss(nn.Module):  # type: ignore[misc]
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        self._options = _options(
-            weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
+        self._options = _Options(
+            weight,
+            backend,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            stats=stats,
         )
         self.axis = axis
 
@@ -174,8 +182,16 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         if weight is not None and tuple(weight.shape) != (output_dims,):
             raise ValueError(f"weight must have shape ({output_dims},), one per class; got {tuple(weight.shape)}")
         self.linear = nn.Linear(input_dims, output_dims, bias=bias)
-        self._options = _options(
-            weight, ignore_index, reduction, label_smoothing, z_loss, softcap, logit_scale, stats, backend
+        self._options = _Options(
+            weight,
+            backend,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            stats=stats,
         )
         shifts, _ = shift_and_workspace(shift, workspace)
         head_weights("mlx", shifts, head_weight, reduction)
@@ -208,33 +224,10 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
 class _Options:
     """The options of both modules, in a separate object, because MLX treats a module's own arrays as parameters."""
 
-    def __init__(self, named: dict[str, Any]) -> None:
-        self.named = named
+    def __init__(self, weight: mx.array | None, backend: str, **named: Any) -> None:
+        """Validate the options, so that the module's constructor raises errors and not the first batch."""
+        loss_options("mlx", **named)
+        self.named = named | {"weight": weight, "backend": backend}
 
     def __repr__(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self.named.items() if name != "weight")
-
-
-def _options(
-    weight: mx.array | None,
-    ignore_index: int,
-    reduction: str,
-    label_smoothing: float,
-    z_loss: float,
-    softcap: float | None,
-    logit_scale: float,
-    stats: Collection[str],
-    backend: str,
-) -> _Options:
-    """Return the options. Validate them, so that the constructor raises errors and not the first batch."""
-    named = {
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "label_smoothing": label_smoothing,
-        "z_loss": z_loss,
-        "softcap": softcap,
-        "logit_scale": logit_scale,
-        "stats": stats,
-    }
-    loss_options("mlx", **named)
-    return _Options(named | {"weight": weight, "backend": backend})

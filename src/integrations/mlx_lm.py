@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from xent.backends.mlx.tracing import is_differentiated
+from xent.backends.mlx.autograd import is_differentiated
 from xent.core.api import linear_cross_entropy
 from xent.core.log_probs import linear_log_probs
 from xent.integrations.mlx import FUSE_FIRST, classifier, is_adapted

@@ -15,7 +15,7 @@ from tests.cases import FUNCTIONS, LOG_PROBS, all_cases, log_prob_cases, paired_
 from tests.mlx import test_log_probs as log_probs
 from tests.mlx import test_statistics as statistics
 from tests.targets import Target
-from xent.backends.mlx import autograd, block, devices, fused, plain, weight_gradient
+from xent.backends.mlx import autograd, block, devices, plain, sources
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 
@@ -55,11 +55,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if devices.device_type() == "gpu":
         return
     monkeypatch.setattr(mx.fast, "cross_entropy", cross_entropy, raising=False)  # MLX before 0.32.2 has none
-    monkeypatch.setattr(fused, "has_fused_loss", lambda: True)
-    for module in (autograd, block, plain):
+    monkeypatch.setattr(block, "has_fused_loss", lambda: True)
+    for module in (autograd, block, devices, plain):
         monkeypatch.setattr(module, "device_type", lambda: "gpu")
-    monkeypatch.setattr(weight_gradient, "chunk_device", lambda: "mlx-cuda")
-    monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
+    monkeypatch.setattr(sources, "chunk_device", lambda: "mlx-cuda")
+    monkeypatch.setattr(sources, "_SLICE_BYTES", 2048)
 
 
 @pytest.mark.parametrize("case", CASES + ROWS + PAIRS, ids=str)
@@ -91,7 +91,7 @@ def test_entropy_counts_the_target(target: Target) -> None:
 @pytest.mark.parametrize("workspace", [67 * 2 * 3, 67 * 2 * 20])
 @pytest.mark.parametrize("device", ["metal", "mlx-cuda"])
 def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_gradient, "chunk_device", lambda: device)
+    monkeypatch.setattr(sources, "chunk_device", lambda: device)
     for case in CASES:
         if case.name in ("plain", "all") and case.function == "linear_cross_entropy" and case.reduction != "sum":
             for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
@@ -118,9 +118,9 @@ def test_float32_does_not_use_inexact_exponentials(target: Target, monkeypatch: 
 def test_pieces_of_the_classifier_gradient(
     target: Target, device: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_gradient, "chunk_device", lambda: device)
-    monkeypatch.setattr(weight_gradient, "_SLICE_BYTES", 2048)
-    sums = weight_gradient.WeightGradient((5000, 64), mx.bfloat16, chunks=2)
+    monkeypatch.setattr(sources, "chunk_device", lambda: device)
+    monkeypatch.setattr(sources, "_SLICE_BYTES", 2048)
+    sums = sources.WeightGradient(5000, 64, mx.bfloat16, chunks=2)
     sums.add(mx.ones((3, 5000), mx.bfloat16), mx.ones((3, 64), mx.bfloat16))
     assert len(sums.sums) == pieces
     assert mx.array_equal(sums.result(), mx.full((5000, 64), 3, mx.bfloat16))

@@ -13,7 +13,7 @@ from tests.mlx.quantized import expect_right_products
 from tests.mlx.test_quantized import FORMS
 from tests.mlx.test_work import peak
 from tests.targets import Target
-from xent.backends.mlx import classifier
+from xent.backends.mlx import sources
 from xent.backends.reference import linear_cross_entropy_gradients
 from xent.core.describe import linear_log_probs_call
 from xent.core.spec import LOG_PROB_STATS
@@ -127,8 +127,8 @@ def test_logits_are_never_rounded_to_16_bits(
     target: Target, dtype: mx.Dtype, converted: int, bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any number of classes converted at a time. The gradient comes from the same logits."""
-    monkeypatch.setattr(classifier, "_CONVERTED_BYTES", converted)
-    monkeypatch.setattr(classifier, "_MOST_RANGES", 100)
+    monkeypatch.setattr(sources, "_CONVERTED_BYTES", converted)
+    monkeypatch.setattr(sources, "_MOST_RANGES", 100)
     x, w, b = arrays(dtype)
     given = (x, w, b) if bias else (x, w)
     (upstream,) = target.arrays(RNG.normal(size=N))
@@ -570,8 +570,8 @@ def test_support_takes_no_memory_of_the_logits_size(target: Target) -> None:
 def test_classifier_is_never_converted_as_a_whole(
     target: Target, supported: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(classifier, "_CONVERTED_BYTES", 2**16)
-    monkeypatch.setattr(classifier, "_MOST_RANGES", 1000)
+    monkeypatch.setattr(sources, "_CONVERTED_BYTES", 2**16)
+    monkeypatch.setattr(sources, "_MOST_RANGES", 1000)
     rows, width, vocabulary = 64, 512, 8192
     x, w = (
         mx.random.normal((rows, width)).astype(mx.bfloat16),

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from xent.backends.mlx.tracing import is_differentiated, is_one, is_traced, is_zero
+from xent.backends.mlx.autograd import is_differentiated, is_one, is_traced, is_zero
 
 X, W = mx.ones((3, 4)), mx.ones((5, 4))
 

@@ -22,7 +22,7 @@ u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for upstream gradients u of lse
 a temperature per row, scale and softcap differ by row.
 
 Rows with a support (the classes that a sampler allowed) have no kernel. The frameworks' own operations compute them
-(`xent.backends.mlx.supported`, `xent.backends.torch.portable`) from gathered logits.
+(`xent.backends.mlx.support`, `xent.backends.torch.portable`) from gathered logits.
 
 A loss without gradient reads the logits once. A loss with gradient reads them once and writes the gradient once, if a
 row fits into the registers of the threadgroup, 64 KiB: 32768 classes of 16 bits, 16384 of float32. The rest of a longer

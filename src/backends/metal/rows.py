@@ -6,7 +6,7 @@ does a source that does not compile. Therefore each kernel is launched once, wit
 per axis, and evaluated at once, before a launch is part of a graph.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,7 +24,7 @@ from xent.backends.metal.sources import (
 )
 from xent.backends.mlx import plain
 from xent.backends.mlx.facts import gather_facts
-from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts
+from xent.backends.mlx.kernels import KERNELS, Kernels, Results, RowFacts
 from xent.backends.mlx.prepare import prepare
 from xent.core.call import Call, Classes, Given
 
@@ -87,7 +87,7 @@ def _small(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(size, _SMALL) for size in shape)
 
 
-def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
+def forward(logits: mx.array, facts: RowFacts, asked: Collection[str]) -> Results:
     """Compute a block: see `xent.backends.mlx.kernels.Kernels.forward`."""
     count, vocabulary = logits.shape
     try:
@@ -97,7 +97,7 @@ def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
         return plain.forward(logits, facts, asked)
     made = launch.run(count, threads_and_held(vocabulary, logits.dtype.size, limit)[0])
     named = zip(FORWARD_OUTPUTS, made, _wanted(asked), strict=True)
-    return Found(**{name: array for name, array, wanted in named if wanted})
+    return {name: array for name, array, wanted in named if wanted}
 
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
@@ -119,9 +119,9 @@ KERNELS["metal"] = Kernels(forward, backward)
 @cache
 def problem(dtype: mx.Dtype) -> str | None:
     """Return why the kernel of a plain loss with gradient cannot run on this GPU, and warn; None if it can run."""
-    logits, asked = mx.zeros((8, 8), dtype), Asked(grad=True, norm=True)
+    logits, asked = mx.zeros((8, 8), dtype), {"loss", "norm", "grad"}
     call = Call(Given(logits, 1), Classes(mx.zeros((8,), mx.int32)))
-    facts = gather_facts(prepare(call), (8,)).rows
+    facts = gather_facts(prepare(call)).rows
     try:
         fitting(lambda limit: _forward_launch(logits, facts, asked, limit), Launch.allows)
     except KernelError as error:
@@ -130,25 +130,25 @@ def problem(dtype: mx.Dtype) -> str | None:
     return None
 
 
-def _wanted(asked: Asked) -> tuple[bool, ...]:
+def _wanted(asked: Collection[str]) -> tuple[bool, ...]:
     """Return which of `FORWARD_OUTPUTS` are requested."""
-    return (True, *(getattr(asked, name) for name in FORWARD_OUTPUTS[1:]))
+    return tuple(name in asked for name in FORWARD_OUTPUTS)
 
 
-def _forward_launch(logits: mx.array, facts: RowFacts, asked: Asked, limit: int) -> Launch:
+def _forward_launch(logits: mx.array, facts: RowFacts, asked: Collection[str], limit: int) -> Launch:
     count, vocabulary = logits.shape
     _, held = threads_and_held(vocabulary, logits.dtype.size, limit)
     template = [
         *_template(logits, facts),
-        ("ENTROPY", asked.entropy),
-        ("NLL", asked.nll),
-        ("PREDICTIONS", asked.predictions),
-        ("SQUARES", asked.log_sum_sq_probs),
-        ("LEVEL", asked.mean_logit),
-        ("NORM", asked.norm),
-        ("GRAD", asked.grad),
-        ("SKIPS_DEAD", not asked.dead),
-        ("HELD", held if asked.grad else 1),
+        ("ENTROPY", "entropy" in asked),
+        ("NLL", "nll" in asked),
+        ("PREDICTIONS", "predictions" in asked),
+        ("SQUARES", "log_sum_sq_probs" in asked),
+        ("LEVEL", "mean_logit" in asked),
+        ("NORM", "norm" in asked),
+        ("GRAD", "grad" in asked),
+        ("SKIPS_DEAD", "dead" not in asked),
+        ("HELD", held if "grad" in asked else 1),
     ]
     each_row: dict[str, tuple[tuple[int, ...], mx.Dtype]] = {
         "norm": ((count, 2), mx.float32),

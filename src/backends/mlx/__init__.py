@@ -1,13 +1,14 @@
 """The MLX driver: calls on MLX arrays on any device of MLX, with the row kernel of that device.
 
-Data flow of a call: `driver` -> `prepare` (flatten to rows) -> `facts` (the data of each row) -> `loop`, which takes
-parts of rows: `sources` (logits of a part, and the sums of gradients), `steps` (its results and gradient) -> `results`
-(loss and statistics). `autograd` attaches gradients, and `tracing` finds out which may be needed.
+Data flow of a call: `driver` -> `prepare` (flatten to rows) -> `facts` (the data of each row) -> the loop of `driver`
+over parts of rows: `sources` (logits of a part, and the sums of gradients), the steps (its results and gradient) ->
+`finish` (loss and statistics). `autograd` attaches gradients, and finds out which may be needed.
 
 The steps of a loss call a row kernel with a block of logits (`kernels` defines its interface). The row kernel of this
-backend is `plain`. It splits a block into smaller ones. `block`, or on a GPU `fused`, folds a block into sums. `finish`
-computes results and gradient coefficients from the sums; only this step handles options. `block` computes the gradient
-from the coefficients.
+backend is `plain`. It splits a block into smaller ones. `block` folds a block into sums. `finish` computes results and
+gradient coefficients from the sums; only this step handles options. `block` computes the gradient from the
+coefficients. `support` has the steps of rows with a support, in terms of a block too, and `divergence` those of
+divergences.
 """
 
 from typing import TYPE_CHECKING

@@ -3,24 +3,40 @@
 The loss is computed outside of the custom function, from arrays that MLX does not differentiate. The custom function
 only returns it and defines its gradients. All results of a call are computed from `guarded` arrays, so that forward
 mode and mx.vmap raise a clear error.
+
+`is_differentiated` finds out from MLX's graph which arrays of a call are differentiated.
+
+MLX does not tell a function whether `mx.grad` is active, or for which arrays; it simply does not evaluate results that
+are not needed. This is not enough here: to keep only one chunk in memory, each chunk must depend on the gradients of
+the chunk before, but not on gradients that are not needed. So the graph is inspected. `mx.grad` and similar functions
+pass copies of the differentiated arrays. An array is differentiated if it is traced and depends on such a copy, other
+than through `mx.stop_gradient`.
+
+A wrong answer costs time, but no gradient is missing: gradients that were not expected are computed when needed.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import is_dataclass, replace
+import io
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar, cast
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import device_type
-from xent.backends.mlx.tracing import is_one, is_zero
+from xent.core.spec import QuantizedWeight
 
-__all__ = ["Gradients", "guarded", "scaled", "with_gradients"]
+__all__ = ["guarded", "is_differentiated", "is_one", "is_traced", "is_zero", "scaled", "with_gradients"]
 
 _Tree = TypeVar("_Tree")
-Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
+_Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
 """Maps upstream gradients of outputs, by name, to gradients of inputs."""
 _Multiply = Callable[[mx.array, mx.array], mx.array]
+
+_PRIMITIVE = re.compile(r'^\{ (\d+) \[label ="([^"]*)"', re.MULTILINE)
+_INPUT = re.compile(r'^"([^"]*)" -> (\d+)$', re.MULTILINE)
+_OUTPUT = re.compile(r'^(\d+) -> "([^"]*)"$', re.MULTILINE)
 
 _NO_SECOND = (
     "xent computes no second derivatives: its gradients cannot be differentiated again. Use the plain framework loss "
@@ -34,7 +50,7 @@ _NO_VMAP = (
 
 
 def guarded(tree: _Tree) -> _Tree:
-    """Return an array, or a tuple or dataclass of arrays, with the same values and without gradient.
+    """Return an array, or a NamedTuple of arrays, with the same values and without gradient.
 
     mx.jvp and mx.vmap raise. MLX transforms a graph from its inputs on, so the first operation determines the error.
     """
@@ -52,31 +68,32 @@ def guarded(tree: _Tree) -> _Tree:
 @cache
 def _guard() -> Any:
     """Return a function that returns its arrays, and raises in forward mode and under mx.vmap."""
+    return _custom(lambda *same: list(same))
 
-    @mx.custom_function
-    def guard(*same: mx.array) -> list[mx.array]:
-        return list(same)
 
-    guard.jvp(_refuse(NotImplementedError, _NO_FORWARD))
-    guard.vmap(_refuse(NotImplementedError, _NO_VMAP))
-    return guard
+def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
+    """Return a function for MLX to transform with `vjp` alone, unless `jvp` raises another error."""
+    made: Any = mx.custom_function(function)
+    if vjp is not None:
+        made.vjp(vjp)
+    made.jvp(jvp or _refuse(NotImplementedError, _NO_FORWARD))
+    made.vmap(_refuse(NotImplementedError, _NO_VMAP))
+    return made
 
 
 def _mapped(tree: Any, change: Callable[[mx.array], mx.array]) -> Any:
     """Return a copy of `tree` with `change` applied to every array in it."""
     if isinstance(tree, mx.array):
         return change(tree)
+    if isinstance(tree, QuantizedWeight):
+        return replace(tree, **{name: _mapped(value, change) for name, value in vars(tree).items()})
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
         return type(tree)(*(_mapped(value, change) for value in tree))
-    if not is_dataclass(tree) or isinstance(tree, type):
-        return tree
-    made = {name: _mapped(value, change) for name, value in vars(tree).items()}
-    changed = {name: value for name, value in made.items() if value is not getattr(tree, name)}
-    return replace(tree, **changed) if changed else tree
+    return tree
 
 
 def with_gradients(
-    outputs: dict[str, mx.array], inputs: Sequence[mx.array], gradients: Gradients
+    outputs: dict[str, mx.array], inputs: Sequence[mx.array], gradients: _Gradients
 ) -> dict[str, mx.array]:
     """Return `outputs` with gradients with respect to `inputs`: `gradients` returns them for upstream gradients.
 
@@ -85,20 +102,13 @@ def with_gradients(
     only if something needs them.
     """
 
-    @mx.custom_function
-    def given(*_: mx.array) -> list[mx.array]:
-        return list(outputs.values())
-
     def vjp(primals: Any, upstream: Any, _: Any) -> Any:
         arrays, given = _as_list(primals), _as_list(upstream)
         known = [(is_one if name == "loss" else is_zero)(one) for name, one in zip(outputs, given, strict=True)]
         constant = [None if skips else guarded(one) for skips, one in zip(known, given, strict=True)]
         return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*given, *arrays])
 
-    given.vjp(vjp)
-    given.jvp(_refuse(NotImplementedError, _NO_FORWARD))
-    given.vmap(_refuse(NotImplementedError, _NO_VMAP))
-    made: Any = given(*inputs)
+    made = _custom(lambda *_: list(outputs.values()), vjp)(*inputs)
     return dict(zip(outputs, _as_list(made), strict=True))
 
 
@@ -127,16 +137,9 @@ def _multiply_as(dtype: mx.Dtype, device: str) -> _Multiply:
 
 def _first_order(made: list[mx.array], sources: list[mx.array]) -> tuple[mx.array, ...] | mx.array:
     """Return the gradients; differentiating them with respect to any of `sources` raises."""
-    guarded: list[Any] = []
-    for grad in made:
-        # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
-        @mx.custom_function
-        def given(*_: mx.array, grad: mx.array = grad) -> mx.array:
-            return grad
-
-        given.vjp(_refuse(RuntimeError, _NO_SECOND))
-        given.jvp(_refuse(RuntimeError, _NO_SECOND))
-        guarded.append(given(*sources))
+    refuse = _refuse(RuntimeError, _NO_SECOND)
+    # One function per gradient, so that MLX does not evaluate all gradients if only one is needed.
+    guarded = [_custom(lambda *_, grad=grad: grad, refuse, refuse)(*sources) for grad in made]
     return tuple(guarded) if len(guarded) > 1 else guarded[0]
 
 
@@ -145,3 +148,85 @@ def _refuse(error: type[Exception], message: str) -> Callable[..., Any]:
         raise error(message)
 
     return refuse
+
+
+def is_traced(array: mx.array) -> bool:
+    """Whether a transformation traces this array: only then does `mx.compile` run the Python of a compiled function."""
+    runs, probe = _probe()
+    # If the probe was compiled inside of a transformation, its Python runs once for the first array outside of one.
+    for _ in range(2):
+        runs.clear()
+        probe(array.reshape(-1)[:0].astype(mx.float32))
+        if not runs:
+            return False
+    runs.clear()
+    return True
+
+
+def is_differentiated(array: mx.array) -> bool:
+    """Whether a gradient with respect to this array may be needed."""
+    if not is_traced(array):
+        return False
+    text = _drawing(array)
+    copied = 'label ="Copy"' in text  # parsing the whole graph of a large model takes several times as long
+    return copied and ('label ="StopGradient"' not in text or "Copy" in _ancestors(text))
+
+
+def is_one(scalar: mx.array) -> bool:
+    """Whether a 0-d array is known to be 1 without evaluation, as the upstream gradient of the loss itself is."""
+    if _PRIMITIVE.search(_drawing(scalar)):
+        return False
+    try:
+        return bool(scalar.item() == 1)
+    except (RuntimeError, ValueError):  # an argument of a traced function has no value yet
+        return False
+
+
+def is_zero(array: mx.array) -> bool:
+    """Whether an array is known to be 0 everywhere, as the upstream gradient of an unused result is."""
+    if not {name for _, name in _PRIMITIVE.findall(_drawing(array))} <= {"Broadcast", "ExpandDims", "Full"}:
+        return False
+    try:
+        return not array.any().item()
+    except (RuntimeError, ValueError):
+        return False
+
+
+@cache
+def _probe() -> tuple[list[None], Callable[[mx.array], mx.array]]:
+    """Return (list, compiled function). The list grows whenever a call runs the function's Python code."""
+    runs: list[None] = []
+
+    def run(array: mx.array) -> mx.array:
+        runs.append(None)
+        return array
+
+    probe = mx.compile(run)
+    probe(mx.zeros((0,)))
+    return runs, probe
+
+
+def _drawing(array: mx.array) -> str:
+    """Return MLX's text of the graph that computes an array; the array is named "array" in it."""
+    drawing = io.StringIO()
+    mx.export_to_dot(drawing, array=array)
+    return drawing.getvalue()
+
+
+def _ancestors(text: str) -> Iterable[str]:
+    """Yield the operations that "array" depends on, not those behind `mx.stop_gradient`."""
+    names = dict(_PRIMITIVE.findall(text))
+    makers = {output: maker for maker, output in _OUTPUT.findall(text)}
+    inputs: dict[str, list[str]] = {}
+    for source, maker in _INPUT.findall(text):
+        inputs.setdefault(maker, []).append(source)
+    waiting, seen = ["array"], {"array"}
+    while waiting:
+        maker = makers.get(waiting.pop())
+        if maker is None:
+            continue
+        yield names[maker]
+        if names[maker] != "StopGradient":
+            new = [source for source in inputs.get(maker, []) if source not in seen]
+            seen.update(new)
+            waiting += new

@@ -1,35 +1,45 @@
-"""A block of rows in MLX's own operations, for every device; on a GPU `fused` is faster for class indices.
+"""A block of rows: sums over their classes, and their gradient, in MLX's own operations.
 
-`fold` computes sums over the classes. `xent.backends.mlx.finish` computes losses and coefficients from them, and
-`gradient` computes, from the coefficients::
+`fold` computes the sums. `xent.backends.mlx.finish` computes losses and coefficients from them, and `gradient`
+computes, from the coefficients::
 
     p     = softmax(x)     one operation, the only pass with exponentials
     dL/dz = [ p_c (alpha + beta log p_c) - gamma t_c - delta w_c ] dx/dz
     dx/dz = s / cosh(s z / k)^2   with softcap k,   s   without;   the coefficients include s
 
 For a class index, the target's element p_y alpha - gamma is computed as gamma (p_y - 1) + (alpha - gamma) p_y.
+
+`FusedBlock` is faster for class indices on a GPU. It uses `mlx.core.fast.cross_entropy`, which returns the loss
+b = lse - x_y; its gradient for an upstream gradient alpha is alpha (p - [c==y]). So::
+
+    lse   = b + x_y
+    dL/dx = alpha (p - [c==y]) + (alpha - gamma) [c==y] - delta w_c
+
+If the target's logit is also given before rounding, b and the target's p are corrected for the difference.
 """
+
+from collections.abc import Collection
 
 import mlx.core as mx
 
-from xent.backends.mlx.devices import device_type
-from xent.backends.mlx.elementwise import exp, expm1
-from xent.backends.mlx.finish import Coefficients, Gap, Sums, product
-from xent.backends.mlx.kernels import Asked, RowFacts
+from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
+from xent.backends.mlx.finish import Coefficients, Gap, Sums, coefficients
+from xent.backends.mlx.kernels import RowFacts
 
-__all__ = ["Block"]
+__all__ = ["Block", "FusedBlock", "fuses", "needs_memory"]
 
-_ADDED = 4096  # classes that are added one after the other
-_TOGETHER = 64  # values of a node of the tree that adds more classes
+_ADDED = 4096  # classes that MLX's softmax adds accurately
 
 
 class Block:
     """R rows of raw logits z (R, V)."""
 
     def __init__(self, z: mx.array, facts: RowFacts) -> None:
-        self.z, self.facts = z, facts
-        self.acc = facts.weight.dtype
-        self.target = None if facts.target is None else facts.target[:, None]
+        self.z, self.facts, self.acc = z, facts, facts.weight.dtype
+        self.fast = self.acc != mx.float64 and device_type() == "cpu"
+        """Whether MLX's softmax is accurate. It is not on a GPU."""
+        self.apart = facts.target is not None and self.acc != mx.float64 and not self.fast
+        """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
         self.x, self._slope = self._activations()
         self._given = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
         self._shares = self._given
@@ -39,55 +49,108 @@ class Block:
         self._sum_of_p: mx.array | None = None
         """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
-    def fold(self, asked: Asked) -> Sums:
+    def fold(self, asked: Collection[str]) -> Sums:
         """Return the sums of the rows."""
-        facts, x = self.facts, self.x
-        peak = x.max(-1)
-        below = peak[:, None] - x
+        facts, peak, plain = self.facts, self.most(self.x), None
+        below = self.over(peak) - self.x
         self._p, log_sum = self._softmax(peak)
-        plain = None
+        p = self._with_all(self._p, peak, log_sum)
         if self._shares is None:
-            target = Gap(self._below_target(peak))
+            target = Gap(self.below_target(peak))
         else:
-            target = _gap(self._shares, below)
-            if asked.nll and self._given is not None and self._given is not self._shares:
-                plain = _gap(self._given, below)
+            target = self._gap(self._shares, below)
+            if "nll" in asked and self._given is not None and self._given is not self._shares:
+                plain = self._gap(self._given, below)
         return Sums(
             peak=peak,
             log_sum=log_sum,
             target=target,
             classes=self._classes(below) if facts.terms.smoothing else None,
             plain=plain,
-            expected=self._expected(self._p, below, log_sum, peak) if asked.entropy else None,
-            best=self._best() if asked.predictions else None,
-            squares=self._squares(self._p, log_sum, peak) if asked.log_sum_sq_probs else None,
-            level=self._level(below, peak) if asked.mean_logit else None,
+            expected=self.total(product(p, below)) if "entropy" in asked else None,
+            best=self.best() if "predictions" in asked else None,
+            squares=self.total(mx.square(p)) if "log_sum_sq_probs" in asked else None,
+            mean=self.mean(below, peak) if "mean_logit" in asked else None,
         )
 
-    def total(self) -> mx.array | float:
+    def _with_all(self, p: mx.array, peak: mx.array, log_sum: mx.array) -> mx.array:
+        """Return p (R, V) with the target, each row with the sum 1."""
+        if self.apart:
+            return self.with_target(p, exp(-(self.below_target(peak) + log_sum)))
+        return p if self._sum_of_p is None else p / self.over(self._sum_of_p)
+
+    def shares(self) -> mx.array | float:
         """Return sum_c t_c."""
-        return 1 if self._shares is None else _class_sum(self._shares)
+        return 1 if self._shares is None else class_sum(self._shares)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        exact = self._p is None or self._target_apart()
-        log_p = (self.x - peak[:, None]) - log_sum[:, None] if self._p is None or given.beta is not None else None
+        exact, log_p = self._p is None or self.apart, None
+        if self._p is None or given.beta is not None:
+            log_p = (self.x - self.over(peak)) - self.over(log_sum)
         p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
         if self._shares is None and given.rest is None and given.beta is None and not exact:
             # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded.
-            grad = p.at[self._place()].add(-1) * given.gamma[:, None]
+            return self.finished(p.at[self._place()].add(-1) * given.gamma[:, None], given.delta)
+        grad = p * self.over(given.alpha)
+        if given.beta is not None and log_p is not None:
+            grad = grad + product(p, self.over(given.beta) * log_p)
+        if self._shares is not None:
+            grad = grad - given.gamma[:, None] * self._shares
         else:
-            grad = p * given.alpha[:, None]
-            if given.beta is not None and log_p is not None:
-                grad = grad + product(p, given.beta[:, None] * log_p)
-            if self._shares is not None:
-                grad = grad - given.gamma[:, None] * self._shares
-            else:
-                grad = mx.put_along_axis(grad, self._index(), self._bracket(given, peak, log_sum)[:, None], -1)
-        return self._finished(grad, given.delta)
+            grad = self.with_target(grad, self._bracket(given, peak, log_sum))
+        return self.finished(grad, given.delta)
 
-    def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
+    def target_gradient(self, norm: mx.array) -> mx.array:
+        """Return the gradient with respect to class probabilities, in which the loss is linear.
+
+        With the upstream gradients r of l / a and n of the nll: (r (1-e) w_c + n) (-log p_c), exactly 0 if the first
+        factor is 0.
+        """
+        facts, log_p = self.facts, (self.x - norm[:, :1]) - norm[:, 1:]
+        factor = (facts.scale * (1 - facts.number("label_smoothing")))[:, None]
+        if facts.class_weight is not None:
+            factor = factor * facts.class_weight
+        if "nll" in facts.upstream:
+            factor = factor + facts.upstream["nll"][:, None]
+        return product(mx.where(facts.dead[:, None], 0, -factor), log_p)
+
+    def over(self, values: mx.array) -> mx.array:
+        """Repeat values (R,) for each class."""
+        return values[:, None]
+
+    def total(self, values: mx.array) -> mx.array:
+        """Return the sum (R,) over classes."""
+        return class_sum(values)
+
+    def most(self, values: mx.array) -> mx.array:
+        """Return the largest value (R,) over classes."""
+        return values.max(-1)
+
+    def with_target(self, values: mx.array, new: mx.array) -> mx.array:
+        """Return values (R, V) with new ones (R,) for the target."""
+        return mx.put_along_axis(values, self._index(), new[:, None], -1)
+
+    def below_target(self, peak: mx.array) -> mx.array:
+        """Return peak - x_y (R,)."""
+        return peak - self._at_target(self.x)
+
+    def best(self) -> mx.array:
+        """Return the class of the largest scaled logit. A softcap is not applied, because rounding could make ties."""
+        return mx.argmax(self.signed(), axis=-1).astype(mx.int32)
+
+    def signed(self) -> mx.array:
+        """Return raw logits in the order of x."""
+        if not self.facts.terms.scale:
+            return self.z
+        return mx.sign(self.facts.number("logit_scale")).astype(self.z.dtype) * self.z
+
+    def mean(self, below: mx.array, peak: mx.array) -> mx.array:
+        """Return the mean of x (R,)."""
+        return mx.where(peak == -mx.inf, -mx.inf, peak - self.total(below) / float(below.shape[-1]))
+
+    def finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
         """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
         if delta is not None:
             weight = self.facts.class_weight
@@ -95,12 +158,12 @@ class Block:
         if self._slope is not None:
             grad = grad * self._slope
         if not self.facts.finite:
-            grad = mx.where(self.facts.dead[:, None], 0, grad)
+            grad = mx.where(self.over(self.facts.dead), 0, grad)
         return grad.astype(self.z.dtype)
 
     def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the target's element of the gradient (R,), without the delta term."""
-        log_p = -(self._below_target(peak) + log_sum)
+        log_p = -(self.below_target(peak) + log_sum)
         p = exp(log_p)
         found = given.gamma * expm1(log_p)
         if given.rest is not None:
@@ -110,14 +173,14 @@ class Block:
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
         x, known = self.z.astype(self.acc), self.facts.target_logits
-        if known is not None and self.target is not None:
-            x = mx.put_along_axis(x, self.target, known[:, None], -1)
-        return self.facts.activate(x)
+        if known is not None and self.facts.target is not None:
+            x = self.with_target(x, known)
+        return self.facts.activate(x, self.over)
 
     def _index(self) -> mx.array:
         """Return the class indices (R, 1) of the targets."""
-        assert self.target is not None
-        return self.target
+        assert self.facts.target is not None
+        return self.facts.target[:, None]
 
     def _place(self) -> tuple[mx.array, mx.array]:
         """Return the indices of the targets in (R, V)."""
@@ -127,78 +190,106 @@ class Block:
         """Return the target's element (R,) of values (R, V)."""
         return mx.take_along_axis(values, self._index(), -1)[:, 0]
 
-    def _below_target(self, peak: mx.array) -> mx.array:
-        """Return m - x_y (R,)."""
-        return peak - self._at_target(self.x)
+    def _gap(self, weight: mx.array, below: mx.array) -> Gap:
+        """Return the gap of classes with these weights, (V,) or (R, V)."""
+        return Gap(class_sum(product(weight, below)), class_sum(weight))
 
     def _classes(self, below: mx.array) -> Gap:
         """Return the gap of all classes, with class weights."""
         weight = self.facts.class_weight
-        return Gap(_class_sum(below), float(below.shape[-1])) if weight is None else _gap(weight, below)
-
-    def _best(self) -> tuple[mx.array, mx.array]:
-        """Return the largest scaled logit and its class. A softcap is not applied, because rounding could make ties."""
-        z = self.z
-        if self.facts.terms.scale:
-            z = mx.sign(self.facts.number("logit_scale")).astype(z.dtype) * z
-        return z.max(-1), mx.argmax(z, axis=-1).astype(mx.int32)
-
-    def _target_apart(self) -> bool:
-        """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
-        return self.target is not None and self.acc != mx.float64 and device_type() == "gpu"
+        return Gap(class_sum(below), float(below.shape[-1])) if weight is None else self._gap(weight, below)
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
-        """Return p (R, V), with 0 for the target if `_target_apart`, and log sum_c exp(x_c - peak) (R,)."""
-        if self.acc != mx.float64 and device_type() == "cpu":
+        """Return p, with 0 for the target if it is `apart`, and log sum_c exp(x_c - peak) (R,)."""
+        if self.fast:
             p = mx.softmax(self.x, axis=-1, precise=True)
             log_sum = -mx.log(p.max(-1))
             if p.shape[-1] <= _ADDED:
                 return p, log_sum
             # MLX's softmax divided by an inaccurate long sum. The sum of p shows the error.
-            self._sum_of_p = _class_sum(p)
+            self._sum_of_p = class_sum(p)
             return p, log_sum + mx.log(self._sum_of_p)
-        powers = exp(self.x - peak[:, None])  # MLX's softmax is less accurate on a GPU
-        if not self._target_apart():
-            total = powers.sum(-1)
-            return powers / total[:, None], mx.log(total)
+        powers = exp(self.x - self.over(peak))
+        if not self.apart:
+            total = self.total(powers)
+            return powers / self.over(total), mx.log(total)
         # Sum the other classes separately: beside the target's 1, small probabilities would be rounded away.
-        power = exp(-self._below_target(peak))
-        powers = powers.at[self._place()].multiply(0)
-        rest = powers.sum(-1)
+        power, powers = exp(-self.below_target(peak)), self.with_target(powers, mx.zeros_like(peak))
+        rest = self.total(powers)
         total = rest + power
-        return powers / total[:, None], mx.where(power == 1, mx.log1p(rest), mx.log(total))
-
-    def _expected(self, p: mx.array, below: mx.array, log_sum: mx.array, peak: mx.array) -> mx.array:
-        """Return sum_c p_c (peak - x_c) (R,)."""
-        found = _class_sum(product(p, below))
-        if not self._target_apart():
-            return found if self._sum_of_p is None else found / self._sum_of_p
-        below_y = self._below_target(peak)
-        return found + product(mx.exp(-(below_y + log_sum)), below_y)
-
-    def _squares(self, p: mx.array, log_sum: mx.array, peak: mx.array) -> mx.array:
-        """Return sum_c p_c^2 (R,)."""
-        found = _class_sum(mx.square(p))
-        if not self._target_apart():
-            return found if self._sum_of_p is None else found / mx.square(self._sum_of_p)
-        return found + mx.square(mx.exp(-(self._below_target(peak) + log_sum)))
-
-    def _level(self, below: mx.array, peak: mx.array) -> Gap:
-        """Return the gap of all classes, each with weight 1."""
-        return Gap(mx.where(peak == -mx.inf, mx.inf, _class_sum(below)), float(below.shape[-1]))
+        log_sum = mx.log(total)
+        if self.acc != mx.float64:
+            log_sum = mx.where(power == 1, mx.log1p(rest), log_sum)
+        return powers / self.over(total), log_sum
 
 
-def _class_sum(values: mx.array) -> mx.array:
-    """Return the sum over the last axis. On a CPU sum a tree, because MLX's sequential sum loses precision."""
-    if values.shape[-1] <= _ADDED or device_type() != "cpu":
-        return values.sum(-1)
-    while (count := values.shape[-1]) > _TOGETHER:
-        whole = count // _TOGETHER * _TOGETHER
-        parts = values[..., :whole].reshape(*values.shape[:-1], -1, _TOGETHER).sum(-1)
-        values = parts if whole == count else mx.concatenate([parts, values[..., whole:].sum(-1, keepdims=True)], -1)
-    return values.sum(-1)
+def fuses(z: mx.array, facts: RowFacts) -> bool:
+    """Whether the fused operations can compute these rows. For float32 their exponentials are not accurate enough."""
+    served = facts.target is not None and "entropy" not in facts.upstream
+    return served and z.dtype.size < 4 and has_fused_loss()
 
 
-def _gap(weight: mx.array, below: mx.array) -> Gap:
-    """Return the gap of classes with these weights, (C,) or (R, V)."""
-    return Gap(_class_sum(product(weight, below)), _class_sum(weight))
+def needs_memory(facts: RowFacts) -> bool:
+    """Whether a float32 copy of the logits is needed: only if scale, softcap or temperature change them."""
+    return facts.terms.smoothing or facts.terms.softcap or facts.terms.scale
+
+
+class FusedBlock(Block):
+    """R rows of raw logits z with class indices."""
+
+    _passed: tuple[mx.array, mx.array] | None = None
+    _surprise: mx.array
+
+    def fold(self, asked: Collection[str]) -> Sums:
+        """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
+        self.apart = False
+        if "grad" in asked and not self.facts.terms.z_loss:
+            self._surprise = self._pass(coefficients(self.facts, None, 1.0))[0]
+        else:
+            self._surprise = self._loss(self.x)
+        return super().fold(asked)
+
+    def most(self, values: mx.array) -> mx.array:
+        """Return lse in place of the largest x."""
+        return self._surprise + self._at_target(self.x).astype(self.acc)
+
+    def below_target(self, peak: mx.array) -> mx.array:
+        """Return lse - x_y (R,)."""
+        return self._exact(self._surprise)
+
+    def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
+        return mx.exp(self.x - self.over(peak)), mx.zeros_like(peak)
+
+    def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
+        """Return the gradient with respect to z."""
+        surprise, grad = self._pass(given)
+        more = given.rest
+        if self.facts.target_logits is not None and not needs_memory(self.facts):
+            taken = given.alpha * (mx.expm1(-self._exact(surprise)) - mx.expm1(-surprise))
+            more = taken if more is None else taken + more
+        if more is not None:
+            grad = grad.at[self._place()].add(more.astype(grad.dtype))
+        return self.finished(grad, given.delta)
+
+    def _activations(self) -> tuple[mx.array, mx.array | None]:
+        return super()._activations() if needs_memory(self.facts) else (self.z, None)
+
+    def _loss(self, x: mx.array) -> mx.array:
+        """Return lse - x_y (R,), accumulated in float32."""
+        made: mx.array = mx.fast.cross_entropy(x, self._index()[:, 0])
+        return made
+
+    def _exact(self, surprise: mx.array) -> mx.array:
+        """Return lse - x_y (R,), corrected for the rounding of the target logits x_y."""
+        target_logits = self.facts.target_logits
+        if target_logits is None or needs_memory(self.facts):
+            return surprise
+        above = target_logits - self._at_target(self.x).astype(self.acc)
+        return surprise - above + mx.log1p(mx.exp(-surprise) * mx.expm1(above))
+
+    def _pass(self, given: Coefficients) -> tuple[mx.array, mx.array]:
+        """Return lse - x_y (R,) and the gradient alpha (p - [c==y]) (R, V), computed once."""
+        if self._passed is None:
+            (surprise,), (grad,) = mx.vjp(self._loss, [self.x], [given.alpha])
+            self._passed = surprise, grad
+        return self._passed

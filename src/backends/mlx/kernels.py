@@ -14,9 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.mlx.elementwise import activate
-
-__all__ = ["KERNELS", "Asked", "Found", "Kernels", "RowFacts", "Terms", "joined"]
+__all__ = ["KERNELS", "Kernels", "Results", "RowFacts", "Terms", "activate", "asked", "joined"]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
 
@@ -56,11 +54,11 @@ class RowFacts:
     """(R,) bool: rows whose loss and gradient are exactly 0, even if their logits are NaN."""
     class_weight: mx.array | None
     """(V,)"""
-    target_logits: mx.array | None
+    target_logits: mx.array | None = None
     """(R,) raw logits of the targets, which replace those in the block, because these were rounded to its dtype."""
-    finite: bool
+    finite: bool = False
     """Whether the logits of dead rows are known to be finite, so that a gradient factor of 0 makes their gradient 0."""
-    alone: bool
+    alone: bool = False
     """Whether the block is the whole call. Its gradient should then be the only array of its size."""
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
     """In backward passes: (R,) upstream gradients of "lse", "nll" and "entropy", and with the latter "H", the entropy
@@ -79,99 +77,81 @@ class RowFacts:
         return self.numbers[place : place + 1].reshape(())
 
     def activate(
-        self, z: mx.array, placed: Callable[[mx.array], mx.array] = lambda values: values[:, None]
+        self, z: mx.array, over: Callable[[mx.array], mx.array] = lambda values: values[:, None]
     ) -> tuple[mx.array, mx.array | None]:
-        """Return x and the softcap's slope, as `xent.backends.mlx.elementwise.activate` does, in the dtype of `weight`.
+        """Return `activate` of logits in the dtype of `weight`. `over` reshapes values (R,) for broadcasting with z."""
+        wanted = {"logit_scale": self.terms.scale, "softcap": self.terms.softcap}
+        values = [self.of_rows(name) if present else None for name, present in wanted.items()]
+        bends = [over(value) if value is not None and value.ndim else value for value in values]
+        return activate(z.astype(self.weight.dtype), *bends)
 
-        `placed` reshapes values (R,) for broadcasting with z.
-        """
-
-        def given(name: str) -> mx.array:
-            values = self.of_rows(name)
-            return placed(values) if values.ndim else values
-
-        scale, softcap = self.terms.scale, self.terms.softcap
-        z = z.astype(self.weight.dtype)
-        return activate(z, given("logit_scale") if scale else None, given("softcap") if softcap else None)
-
-    def part(self, start: int, stop: int) -> RowFacts:
-        """Return the facts of rows [start, stop)."""
+    def part(self, rows: slice) -> RowFacts:
+        """Return the facts of some rows."""
         whole = ("numbers", "class_weight")
         named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array) and name not in whole}
-        cut: dict[str, Any] = {name: value[start:stop] for name, value in named.items()}
-        return replace(self, **cut, upstream={name: value[start:stop] for name, value in self.upstream.items()})
+        cut: dict[str, Any] = {name: value[rows] for name, value in named.items()}
+        return replace(self, **cut, upstream={name: value[rows] for name, value in self.upstream.items()})
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The results that the driver needs from a forward pass besides the loss."""
+Results = dict[str, mx.array]
+"""The results of a forward pass for R rows by name, in the dtype of `RowFacts.weight`:
 
-    grad: bool = False
-    norm: bool = False
-    nll: bool = False
-    entropy: bool = False
-    predictions: bool = False
-    log_sum_sq_probs: bool = False
-    mean_logit: bool = False
-    dead: bool = False
-    """Whether results other than loss and gradient are needed for dead rows too."""
+- loss: (R,) l_i, including the z-loss.
+- grad: (R, V), the logits' dtype: the gradient with respect to the raw logits, with factor `scale` instead of a_i.
+- norm: (R, 2): the largest x, and log sum_c exp(x_c - largest). Their sum, lse, would be rounded.
+- nll: (R,) lse - x_y; for class probabilities q, without smoothing, sum_c q_c (lse - x_c).
+- entropy: (R,) -sum_c p_c log p_c.
+- predictions: (R,) int32: the class of the largest logit_scale * z, before the softcap; among equals the lowest.
+- log_sum_sq_probs: (R,) log sum_c p_c^2.
+- mean_logit: (R,) the mean of x_c over classes.
 
-    @classmethod
-    def of(cls, stats: Collection[str], grad: bool) -> Asked:
-        """Return the results that these statistics and the gradient need. The norm is for gradients computed later."""
-        named = {name: name in stats for name in ("nll", "entropy", "log_sum_sq_probs", "mean_logit")}
-        predictions = "predictions" in stats or "accuracy" in stats
-        return cls(grad, norm=True, predictions=predictions, dead=bool(stats), **named)
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """The results of a forward pass for R rows, in the dtype of `RowFacts.weight`. Those not requested are None.
-
-    Only `loss` and `grad` must be 0 in dead rows; the driver masks the others.
-    """
-
-    loss: mx.array
-    """(R,) l_i, including the z-loss."""
-    grad: mx.array | None = None
-    """(R, V), the logits' dtype: the gradient with respect to the raw logits, with factor `scale` instead of a_i."""
-    norm: mx.array | None = None
-    """(R, 2): the largest x, and log sum_c exp(x_c - largest). Their sum, lse, would be rounded."""
-    nll: mx.array | None = None
-    """(R,) lse - x_y; for class probabilities q, without smoothing, sum_c q_c (lse - x_c)."""
-    entropy: mx.array | None = None
-    """(R,) -sum_c p_c log p_c."""
-    predictions: mx.array | None = None
-    """(R,) int32: the class of the largest logit_scale * z, before the softcap; among equals the lowest."""
-    log_sum_sq_probs: mx.array | None = None
-    """(R,) log sum_c p_c^2."""
-    mean_logit: mx.array | None = None
-    """(R,) the mean of x_c over classes."""
-
-    def arrays(self) -> list[mx.array]:
-        """Return all results, for the next block to depend on."""
-        return [value for value in vars(self).values() if value is not None]
+Only loss and grad must be 0 in dead rows; the driver masks the others.
+"""
 
 
 @dataclass(frozen=True)
 class Kernels:
     """The row kernel of a device, as two functions of an (R, V) block of raw logits with R, V >= 1, of any strides."""
 
-    forward: Callable[[mx.array, RowFacts, Asked], Found]
-    """Compute the losses and the requested results of a block."""
+    forward: Callable[[mx.array, RowFacts, Collection[str]], Results]
+    """Compute the results that the third argument names: "loss" and others. It has "dead" too, if results other than
+    loss and gradient are needed for dead rows; other names have no meaning."""
     backward: Callable[[mx.array, RowFacts, mx.array], mx.array]
-    """Compute the gradient (R, V) of a block from `Found.norm` (R, 2), for the present `scale` of the facts."""
+    """Compute the gradient (R, V) of a block from the result norm (R, 2), for the present `scale` of the facts."""
 
 
 KERNELS: dict[str, Kernels] = {}
 """Backend -> its row kernel. The module of the kernel registers it, and the backend imports that module."""
 
 
-def joined(parts: Sequence[Found]) -> Found:
-    """Concatenate the per-row results of blocks, without gradients."""
-    named = {}
-    for name in vars(parts[0]):
-        values = [getattr(part, name) for part in parts]
-        if name != "grad" and values[0] is not None:
-            named[name] = values[0] if len(values) == 1 else mx.concatenate(values)
-    return Found(**named)
+def asked(stats: Collection[str], grad: bool) -> set[str]:
+    """Return the names of the results that these statistics and the gradient need.
+
+    The norm is for statistics, and for gradients that are computed later.
+    """
+    found = {"loss", "norm", *stats}
+    if stats:
+        found.add("dead")
+    if "accuracy" in stats:
+        found.add("predictions")
+    return found | {"grad"} if grad else found
+
+
+def joined(parts: Sequence[Results]) -> Results:
+    """Concatenate the results of blocks."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: mx.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array | None]:
+    """Return x = k tanh(s z / k), or s z without softcap k, and the softcap's slope, None without softcap.
+
+    The slope does not include the factor s. It is not computed as 1 - tanh^2, which would cancel. `scale` and `softcap`
+    are numbers, or arrays that are broadcast with z; None for neither.
+    """
+    x = z if scale is None or (isinstance(scale, (int, float)) and scale == 1) else z * scale
+    if softcap is None:
+        return x, None
+    inside = x / softcap
+    return softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))

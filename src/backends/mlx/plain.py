@@ -1,38 +1,37 @@
 """The row kernel made of MLX's own operations, in blocks that are small, so that intermediate arrays are too.
 
 On a GPU MLX has a fused operation for the loss of class indices and one for its gradient, which reuses the logits'
-memory: see `fused`. All other cases, and the CPU, use `block`.
+memory: see `xent.backends.mlx.block.FusedBlock`. All other cases, and the CPU, use `xent.backends.mlx.block.Block`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import mlx.core as mx
 
-from xent.backends.mlx.block import Block
+from xent.backends.mlx.block import Block, FusedBlock, fuses, needs_memory
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.finish import coefficients, finish
-from xent.backends.mlx.fused import FusedBlock, fuses, needs_memory
-from xent.backends.mlx.kernels import KERNELS, Asked, Found, Kernels, RowFacts, joined
+from xent.backends.mlx.kernels import KERNELS, Kernels, Results, RowFacts, joined
 from xent.core.chunks import rows_per_block
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "forward", "target_gradient"]
 
 
-def forward(logits: mx.array, facts: RowFacts, asked: Asked) -> Found:
+def forward(logits: mx.array, facts: RowFacts, asked: Collection[str]) -> Results:
     """Compute a block of rows: see `xent.backends.mlx.kernels.Kernels.forward`."""
-    parts, grad, tie = [], None, list[mx.array]()
-    for start, z, some in _parts(logits, facts, asked.grad and not asked.entropy):
-        block = _block(z, some, tie)
-        sums = block.fold(asked)
-        found = finish(sums, some, asked)
-        if asked.grad:
-            given = coefficients(some, sums.peak + sums.log_sum, sums.target.total)
-            found = replace(found, grad=block.gradient(given, sums.peak, sums.log_sum))
-        tie = found.arrays()
-        grad = _placed(grad, found.grad, start, logits)
-        parts.append(replace(found, grad=None))
-    return replace(joined(parts), grad=grad)
+    parts: list[Results] = []
+
+    def compute(block: Block, rows: slice) -> tuple[list[mx.array], mx.array | None]:
+        sums, grad = block.fold(asked), None
+        parts.append(finish(sums, block.facts, asked))
+        if "grad" in asked:
+            given = coefficients(block.facts, sums.peak + sums.log_sum, sums.target.total)
+            grad = block.gradient(given, sums.peak, sums.log_sum)
+        return list(parts[-1].values()), grad
+
+    grad = _each(logits, facts, "grad" in asked and "entropy" not in asked, compute)
+    return joined(parts) if grad is None else joined(parts) | {"grad": grad}
 
 
 def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
@@ -43,13 +42,20 @@ def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
         alone = {"nll": upstream.pop("nll")}
         plain = replace(facts, scale=mx.zeros_like(facts.scale), class_weight=None, upstream=alone)
         return backward(logits, plain, norm) + backward(logits, replace(facts, upstream=upstream), norm)
-    grad, tie = None, list[mx.array]()
-    for start, z, some in _parts(logits, facts, True):
-        peak, log_sum = norm[start : start + len(z), 0], norm[start : start + len(z), 1]
-        block = _block(z, some, tie)
-        made = block.gradient(coefficients(some, peak + log_sum, block.total()), peak, log_sum)
-        tie = [made]
-        grad = _placed(grad, made, start, logits)
+
+    def compute(block: Block, rows: slice) -> tuple[list[mx.array], mx.array]:
+        peak, log_sum = norm[rows, 0], norm[rows, 1]
+        given = coefficients(block.facts, peak + log_sum, block.shares())
+        return [], block.gradient(given, peak, log_sum)
+
+    grad = _each(logits, facts, True, compute)
+    assert grad is not None
+    return grad
+
+
+def target_gradient(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
+    """Return the gradient (R, V) of a block's class probabilities, from the logits and the result norm (R, 2)."""
+    grad = _each(logits, facts, True, lambda block, rows: ([], block.target_gradient(norm[rows])))
     assert grad is not None
     return grad
 
@@ -57,8 +63,35 @@ def backward(logits: mx.array, facts: RowFacts, norm: mx.array) -> mx.array:
 KERNELS["mlx"] = Kernels(forward, backward)
 
 
-def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple[int, mx.array, RowFacts]]:
-    """Yield (first row, logits, facts) of parts that are so small that intermediate arrays take little memory.
+def _each(
+    logits: mx.array,
+    facts: RowFacts,
+    grad_only: bool,
+    compute: Callable[[Block, slice], tuple[list[mx.array], mx.array | None]],
+) -> mx.array | None:
+    """Call `compute` for each part of the rows, which returns (results, gradient). Return the gradient of all rows.
+
+    MLX writes a part of it in place if nothing else refers to it. So each part depends on the one before.
+    """
+    whole, tie = None, list[mx.array]()
+    for rows in _parts(logits, facts, grad_only):
+        alone = rows.stop - rows.start == len(logits)
+        z, some = (logits, facts) if alone else (logits[rows], facts.part(rows))
+        kind = FusedBlock if fuses(z, some) else Block
+        results, grad = compute(kind(mx.depends(z, tie) if tie else z, some), rows)
+        if grad is None:
+            tie = results
+            continue
+        tie = [*results, grad]
+        if alone:
+            return grad
+        whole = mx.zeros(logits.shape, grad.dtype) if whole is None else whole
+        whole[rows] = grad
+    return whole
+
+
+def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[slice]:
+    """Yield parts of the rows that are so small that intermediate arrays take little memory.
 
     A block is not split if it is small, or if it is the whole call and has no intermediate arrays: then the pieces of
     the gradient and their concatenation would take twice the memory.
@@ -67,26 +100,7 @@ def _parts(logits: mx.array, facts: RowFacts, grad_only: bool) -> Iterator[tuple
     step = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1)
     fused = fuses(logits, facts)
     as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
-    if count <= step or (as_they_are and (fused or (facts.alone and grad_only))):
-        yield 0, logits, facts
-        return
+    if as_they_are and (fused or (facts.alone and grad_only)):
+        step = count
     for start in range(0, count, step):
-        yield start, logits[start : start + step], facts.part(start, start + step)
-
-
-def _placed(grad: mx.array | None, block: mx.array | None, start: int, like: mx.array) -> mx.array | None:
-    """Return the gradient with a block's rows written to it.
-
-    MLX does so in place if nothing else refers to the gradient; blocks are made to depend on each other for that.
-    """
-    if block is None or block.shape == like.shape:
-        return block
-    place = mx.zeros(like.shape, like.dtype) if grad is None else grad
-    place[start : start + len(block)] = block
-    return place
-
-
-def _block(z: mx.array, facts: RowFacts, tie: list[mx.array]) -> Block:
-    """Return a block of rows that is computed after `tie`."""
-    kind = FusedBlock if fuses(z, facts) else Block
-    return kind(mx.depends(z, tie) if tie else z, facts)
+        yield slice(start, min(start + step, count))

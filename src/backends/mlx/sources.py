@@ -1,27 +1,207 @@
-"""Where the logits of a call come from, in parts of rows, and where their gradient goes.
+"""Where the logits of a call come from, in parts of rows, and the sums of gradients: all matrix products of a call.
 
 MLX chooses the order of evaluation. To keep only one part in memory, the rows of each part are made to depend
 (`mx.depends`) on all results of the part before.
+
+MLX rounds products of 16-bit arrays to 16 bits. For float32 products the arrays are converted to float32: of a dense
+weight a range of classes at a time, of a quantized weight only the scales. MLX may multiply float32 arrays in TF32 on
+NVIDIA GPUs. TF32 represents bfloat16 and float16 numbers exactly.
 """
 
-from collections.abc import Collection
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from xent.backends.mlx.classifier import Classifier
-from xent.backends.mlx.devices import chunk_device
+from xent.backends.mlx.devices import accumulation_dtype, chunk_device
 from xent.backends.mlx.facts import Facts
-from xent.backends.mlx.gradients import GradientSums
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Product, TopK, vocabulary_of
-from xent.core.chunks import rows_per_chunk
-from xent.core.spec import DIFFERENTIABLE
+from xent.core.call import Dense, Given, Source, TopK
+from xent.core.chunks import MOST_ROUNDED_SUMS_MLX, rows_per_chunk
+from xent.core.spec import DIFFERENTIABLE, QuantizedWeight
 
-__all__ = ["Collected", "Computed", "Loaded", "Source", "Stored", "Sums", "source_of"]
+__all__ = ["Classifier", "Gradients", "Loaded", "Logits", "WeightGradient", "cut", "is_exact"]
 
 _WORKSPACE = {"mlx-cpu": 64 * 2**20, "metal": 512 * 2**20, "mlx-cuda": 1280 * 2**20}
 _FEWEST_ROWS = 64
 _PASSES = 4  # arrays of a part's size that a divergence needs beside its logits
+_SLICE_BYTES = 32 * 2**20
+# On a CPU, MLX allocates memory for about 16 ranges ahead of the one that it computes.
+_CONVERTED_BYTES = 8 * 2**20
+_MOST_RANGES = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Classifier:
+    """Weight (V, D), dense or quantized, and bias (V,) or None. MLX does not differentiate these products."""
+
+    weight: mx.array | QuantizedWeight
+    bias: mx.array | None
+    exact: bool
+    """Whether logits are computed in float32 or float64."""
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Return logits (R, V) for hidden states (R, D)."""
+        weight, bias = self.weight, self.bias
+        widens = self.exact and hidden.dtype.size < 4
+        if widens:
+            hidden, bias = hidden.astype(mx.float32), None if bias is None else bias.astype(mx.float32)
+        if isinstance(weight, QuantizedWeight):
+            made = _quantized(weight, hidden, True)
+            return made if bias is None else made + bias
+        if not widens:
+            return _product(hidden, weight.T, bias)
+        vocabulary, width = weight.shape
+        step = min(max(_CONVERTED_BYTES // (4 * width), -(-vocabulary // _MOST_RANGES)), vocabulary)
+        joined, tie = None, list[mx.array]()
+        for first in range(0, vocabulary, step):
+            some = slice(first, first + step)
+            part = mx.depends(weight[some], tie) if tie else weight[some]
+            tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[some])]
+            if step == vocabulary:
+                return tie[0]
+            joined = mx.zeros((len(hidden), vocabulary)) if joined is None else joined
+            joined[:, some] = tie[0]
+        assert joined is not None
+        return joined
+
+    def input_gradient(self, grad_logits: mx.array) -> mx.array:
+        """Return the gradient of hidden states (R, D) for the gradient of the logits (R, V)."""
+        if isinstance(self.weight, QuantizedWeight):
+            return _quantized(self.weight, grad_logits, False)
+        return grad_logits @ self.weight
+
+    def target_logits(self, hidden: mx.array, target: mx.array) -> mx.array:
+        """Return the float32 logits (R,) of each row's target class."""
+        weight = self.weight
+        if isinstance(weight, QuantizedWeight):
+            biases = None if weight.biases is None else weight.biases[target]
+            rows: Any = mx.dequantize(
+                weight.packed[target], weight.scales[target], biases, weight.group_size, weight.bits, weight.mode
+            )
+        else:
+            rows = weight[target]
+        found: mx.array = (hidden.astype(mx.float32) * rows.astype(mx.float32)).sum(-1)
+        return found if self.bias is None else found + self.bias[target].astype(mx.float32)
+
+
+def _product(hidden: mx.array, columns: mx.array, bias: mx.array | None) -> mx.array:
+    return hidden @ columns if bias is None else mx.addmm(bias, hidden, columns)
+
+
+def _quantized(weight: QuantizedWeight, values: mx.array, transpose: bool) -> mx.array:
+    """Return the product of values with the transposed weight, or with the weight."""
+    given = (weight.packed, weight.scales, weight.biases, transpose, weight.group_size, weight.bits, weight.mode)
+    made: mx.array = mx.quantized_matmul(values, *given).astype(values.dtype)
+    return made
+
+
+class Gradients:
+    """The gradients of "input", "weight" and "bias" that `needs` names; without a classifier that of the first name.
+
+    Those of rows are (N, D) or (N, V).
+    """
+
+    def __init__(
+        self, needs: Sequence[str], classifier: Classifier | None = None, dtype: mx.Dtype = mx.float32, parts: int = 1
+    ) -> None:
+        """`dtype` is that of the hidden states."""
+        self._classifier, self._needs = classifier, needs
+        self._rows: list[mx.array] = []
+        self._bias: mx.array | None = None
+        self._weight: WeightGradient | None = None
+        if classifier is not None and "weight" in needs:
+            vocabulary, width = classifier.weight.shape
+            self._weight = WeightGradient(vocabulary, width, dtype, parts)
+
+    def add(self, grad: mx.array, rows: mx.array, dead: mx.array) -> list[mx.array]:
+        """Add a part: gradient of logits (R, V), hidden states (R, D), dead rows (R,). Return the computed arrays."""
+        if self._classifier is None:
+            self._rows.append(grad)
+            return [grad]
+        made, grad = [], grad.astype(rows.dtype)
+        if "input" in self._needs:
+            part = mx.where(dead[:, None], 0, self._classifier.input_gradient(grad))
+            # Before the upstream gradient is multiplied in, float16 could overflow.
+            self._rows.append(part.astype(mx.float32) if part.dtype == mx.float16 else part)
+            made.append(self._rows[-1])
+        if self._weight is not None:
+            # NaN in hidden states of dead rows must not reach the gradient of the weight as 0 * NaN.
+            self._weight.add(grad, mx.where(dead[:, None], 0, rows))
+            made += self._weight.sums
+        if "bias" in self._needs:
+            part = grad.astype(accumulation_dtype(rows.dtype)).sum(0)
+            self._bias = part if self._bias is None else self._bias + part
+            made.append(self._bias)
+        return made
+
+    def result(self) -> dict[str, mx.array]:
+        """Return the gradients by name, in the dtypes that they have until the upstream gradient is multiplied in.
+
+        It may be called once, so that MLX can reuse the memory of the parts.
+        """
+        made, rows = {}, self._rows
+        self._rows = []
+        if rows:
+            made["input" if self._classifier else self._needs[0]] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+        rows.clear()
+        if self._weight is not None:
+            made["weight"] = self._weight.result()
+        if self._bias is not None:
+            made["bias"] = self._bias
+        return made
+
+
+class WeightGradient:
+    """The sum of grad_logits^T @ hidden over chunks.
+
+    `mx.addmm` rounds a sum once. On the CPU it accumulates in place, in float32 or float64. On a GPU it always writes a
+    new sum. There a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory and has up
+    to twice the error. On Apple GPUs the sum is in slices of the vocabulary, which are concatenated at the end, so that
+    only a slice exists twice. Not on NVIDIA GPUs: there MLX would copy and transpose a slice of the logits' columns
+    before the product, which takes longer than the product. There the sum is hidden^T @ grad_logits, as in MLX's own
+    gradient, and its transpose is returned.
+    """
+
+    def __init__(self, vocabulary: int, width: int, dtype: mx.Dtype, chunks: int) -> None:
+        device = chunk_device()
+        on_cpu = device == "mlx-cpu"
+        rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= MOST_ROUNDED_SUMS_MLX
+        self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
+        self._casts = on_cpu and dtype != self._wide
+        self._transposed = device == "mlx-cuda"
+        step = vocabulary if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
+        self._parts = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
+        self.sums: list[mx.array] = []
+
+    def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
+        """Add a chunk's (R, V)^T @ (R, D)."""
+        if self._casts:
+            grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
+        factor = _overflow(hidden) if hidden.dtype == mx.float16 and hidden.size else None
+        if factor is not None:
+            hidden = (hidden / factor).astype(mx.float16)
+        pairs = [(hidden.T, grad_logits)]
+        if not self._transposed:
+            pairs = [(grad_logits[:, part].T, hidden) for part in self._parts]
+        if self.sums and hidden.dtype == self._wide:
+            self.sums = [mx.addmm(total, *pair) for total, pair in zip(self.sums, pairs, strict=True)]
+            return
+        made = [(one @ other).astype(self._wide) for one, other in pairs]
+        if factor is not None:
+            made = [part * factor for part in made]
+        self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
+
+    def result(self) -> mx.array:
+        """Return the sum (V, D), not yet rounded: that is done after the upstream gradient is multiplied in."""
+        made = self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
+        return made.T if self._transposed else made
+
+
+def _overflow(hidden: mx.array) -> mx.array:
+    """Return the power of two, usually 1, by which float16 (R, D) is divided so that its sum does not overflow."""
+    largest = mx.abs(hidden).max().astype(mx.float32)
+    return mx.power(2.0, mx.ceil(mx.log2(mx.maximum(largest * len(hidden) / 2**14, 1))))
 
 
 class Loaded(NamedTuple):
@@ -35,122 +215,47 @@ class Loaded(NamedTuple):
     """(R,) the targets' logits in float32, if the others are rounded to 16 bits."""
 
 
-class Sums(Protocol):
-    """Gradients that are accumulated over parts."""
-
-    def add(self, grad_logits: mx.array, hidden: mx.array, dead: mx.array) -> list[mx.array]:
-        """Add a part: gradient of logits (R, V), `Loaded.rows`, dead rows (R,). Return the computed arrays."""
-
-    def result(self) -> dict[str, mx.array]:
-        """Return the gradients by name, before they are multiplied by the upstream gradient."""
-
-
-class Collected:
-    """The gradient of given logits, or of class probabilities: the gradients of all parts, joined."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        self._name, self._shape, self._parts = name, shape, list[mx.array]()
-
-    def add(self, grad_logits: mx.array, hidden: mx.array, dead: mx.array) -> list[mx.array]:
-        """See `Sums`."""
-        self._parts.append(grad_logits)
-        return [grad_logits]
-
-    def result(self) -> dict[str, mx.array]:
-        """See `Sums`; may be called once, so that MLX can reuse the memory of the parts."""
-        parts, self._parts = self._parts, []
-        if not parts:
-            return {}
-        joined = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-        return {self._name: joined.reshape(self._shape)}
-
-
-class Source(Protocol):
+class Logits:
     """The logits of N rows."""
 
-    parts: list[slice]
+    def __init__(self, source: Source, idle: mx.array | None, exact: bool, target: mx.array | None) -> None:
+        """`idle` rows (N,) are read as 0; None if all are read. `target` has the classes of the rows, if there are any.
+
+        `exact` says whether products are float32 or float64.
+        """
+        given = isinstance(source, Given)
+        array: mx.array = source.logits if isinstance(source, Given) else source.input
+        self._rows, self._idle = array.reshape(-1, array.shape[-1]), idle
+        self._classifier = None if isinstance(source, Given) else Classifier(source.weight, source.bias, exact)
+        # The rounding of the target's logit would be most of the error of the loss.
+        self._target = None if given or exact or array.dtype.size >= 4 else target
 
     def load(self, part: slice, tie: list[mx.array]) -> Loaded:
         """Return the logits of some rows, computed after `tie`. Rows of which nothing is computed may be 0."""
-
-    def sums(self, needs: Collection[str]) -> Sums:
-        """Return the sums for the gradients that `needs` names."""
-
-
-class Stored:
-    """Given logits. `idle` rows (N,) are read as 0; None if all are read as they are."""
-
-    def __init__(self, given: Given, parts: list[slice], idle: mx.array | None) -> None:
-        self._shape, self._idle, self.parts = given.logits.shape, idle, parts
-        self._rows = given.logits.reshape(-1, self._shape[-1])
-
-    def load(self, part: slice, tie: list[mx.array]) -> Loaded:
-        """See `Source`."""
-        rows = _part(self._rows, part, tie)
+        # All rows are the array itself, whose memory MLX can reuse then.
+        rows = self._rows if part.stop - part.start == len(self._rows) else self._rows[part]
+        rows = mx.depends(rows, tie) if tie else rows
         rows = rows if self._idle is None else mx.where(self._idle[part, None], 0, rows)
-        return Loaded(rows, rows)
+        if self._classifier is None:
+            return Loaded(rows, rows)
+        found = None if self._target is None else self._classifier.target_logits(rows, self._target[part])
+        return Loaded(rows, self._classifier.logits(rows), found)
 
-    def sums(self, needs: Collection[str]) -> Sums:
-        """See `Source`."""
-        return Collected("logits", self._shape)
-
-
-class Computed:
-    """Logits that are computed from hidden states and a classifier. `target` has the classes of the rows or is None."""
-
-    def __init__(
-        self, product: Product, parts: list[slice], idle: mx.array, exact: bool, target: mx.array | None
-    ) -> None:
-        self._input, self._idle, self._exact, self.parts = product.input, idle, exact, parts
-        self._hidden = product.input.reshape(-1, product.input.shape[-1])
-        self._classifier = Classifier(product.weight, product.bias, vocabulary_of(product), exact)
-        # The rounding of the target's logit would be most of the error of the loss.
-        self._target = None if exact or product.input.dtype.size >= 4 else target
-
-    def load(self, part: slice, tie: list[mx.array]) -> Loaded:
-        """See `Source`."""
-        hidden = mx.where(self._idle[part, None], 0, _part(self._hidden, part, tie))
-        found = None if self._target is None else self._classifier.target_logits(hidden, self._target[part])
-        return Loaded(hidden, self._classifier.logits(hidden), found)
-
-    def sums(self, needs: Collection[str]) -> Sums:
-        """See `Source`."""
-        return GradientSums(needs, self._classifier, self._input, len(self.parts))
+    def gradients(self, needs: Sequence[str], parts: int) -> Gradients:
+        """Return the sums for the gradients that `needs` names."""
+        return Gradients(needs, self._classifier, self._rows.dtype, parts)
 
 
-def _part(rows: mx.array, part: slice, tie: list[mx.array]) -> mx.array:
-    """Return some rows, computed after `tie`. All rows are the array itself, whose memory MLX can reuse then."""
-    some = rows if part.stop - part.start == len(rows) else rows[part]
-    return mx.depends(some, tie) if tie else some
+def is_exact(facts: Facts) -> bool:
+    """Whether logits that the call computes must be float32 or float64."""
+    options = facts.call.options
+    wanted = options.exact or not set(DIFFERENTIABLE).isdisjoint(options.stats)
+    return wanted or isinstance(facts.call.target, (Dense, TopK))
 
 
-def source_of(call: Call, facts: Facts, trained: bool) -> tuple[Source, Source | None]:
-    """Return the source of a prepared call's logits, and that of its teacher's if these are dense.
-
-    `trained` says whether the classifier is expected to need a gradient.
-    """
-    source, target, idle = call.source, call.target, facts.idle
-    diverges = isinstance(target, (Dense, TopK))
-    options = call.options
-    exact = diverges or options.exact or not set(DIFFERENTIABLE).isdisjoint(options.stats)
-    parts = _parts(call, facts, exact, trained)
-    made: Source
-    if isinstance(source, Given):
-        made = Stored(source, parts, idle if diverges else None)
-    else:
-        of_classes = facts.rows.target if isinstance(target, (Classes, Allowed)) else None
-        made = Computed(source, parts, idle, exact, of_classes)
-    if not isinstance(target, Dense):
-        return made, None
-    teacher = target.source
-    if isinstance(teacher, Given):
-        return made, Stored(teacher, parts, idle)
-    return made, Computed(teacher, parts, idle, True, None)
-
-
-def _parts(call: Call, facts: Facts, exact: bool, trained: bool) -> list[slice]:
-    """Return the rows of each part."""
-    source, target, count, vocabulary = call.source, call.target, facts.count, facts.vocabulary
+def cut(facts: Facts, trained: bool) -> list[slice]:
+    """Return the rows of each part. `trained`: whether the classifier is expected to need a gradient."""
+    source, target, count, vocabulary = facts.call.source, facts.call.target, facts.count, facts.vocabulary
     device = chunk_device()
     workspace = None if isinstance(source, Given) else source.workspace
     if isinstance(target, (Dense, TopK)):
@@ -160,6 +265,7 @@ def _parts(call: Call, facts: Facts, exact: bool, trained: bool) -> list[slice]:
     elif isinstance(source, Given):
         step = count
     else:
+        exact = is_exact(facts)
         itemsize = max(source.input.dtype.size, 4 * exact)
         # The bits of an exact call must not depend on which gradients are needed.
         step = rows_per_chunk(count, vocabulary, itemsize, workspace, device, trained and not exact)
