@@ -32,7 +32,7 @@ smartquotes = False
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(mlx|numpy|torch|typing)\..*")]
 
-autodoc_mock_imports = ["transformers"]
+autodoc_mock_imports = ["axolotl", "transformers"]
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
 numpydoc_show_class_members = False

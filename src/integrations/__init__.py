@@ -1,3 +1,3 @@
-"""xent in the APIs of other libraries: modules for PyTorch and MLX, transformers, TRL, verl, Megatron and mlx-lm."""
+"""xent in the APIs of others: modules of PyTorch and MLX, transformers, TRL, axolotl, verl, Megatron, mlx-lm."""
 
 __all__: list[str] = []

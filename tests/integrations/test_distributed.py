@@ -30,6 +30,8 @@ RECIPES: dict[str, tuple[int, list[str]]] = {
     "ddp as the Trainer sets it up": (2, ["ddp.py", "--find-unused"]),
     "fsdp2": (2, ["fsdp2.py"]),
     "fsdp2, head sharded alone, patched last": (2, ["fsdp2.py", "--shard-head", "--patch-last"]),
+    "Lightning": (2, ["lightning_module.py"]),
+    "accelerate, two micro-batches": (2, ["accelerate_loop.py"]),
     "tensor parallelism": (2, ["tp.py"]),
     "tensor parallelism with fsdp2": (4, ["tp_fsdp2.py"]),
 }
@@ -85,10 +87,12 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> OneProcess:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains_like_one_process(recipe: str, tmp_path: Path, one_process: OneProcess) -> None:
     processes, (script, *options) = RECIPES[recipe]
+    if recipe == "Lightning":
+        pytest.importorskip("lightning")
     gpus = processes <= GPUS
     expected, expected_losses = one_process(gpus)
     weights, losses, fused = torchrun(processes, tmp_path, EXAMPLES / script, *options, gpus=gpus)
-    assert fused == [STEPS] * processes
+    assert fused == [STEPS * (2 if "two micro-batches" in recipe else 1)] * processes
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     assert weights.keys() == expected.keys()
     for name, value in expected.items():
