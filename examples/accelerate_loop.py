@@ -33,7 +33,7 @@ def main() -> None:
 
     for step, batch in enumerate(batches(options.steps)):
         tokens, labels = (part[rank::processes].to(accelerator.device) for part in batch)
-        count = accelerator.reduce((labels[:, 1:] != -100).sum())
+        count = accelerator.reduce((labels[:, 1:] != -100).sum(), reduction="sum")
         total = torch.zeros((), device=accelerator.device)
         for ids, targets in zip(tokens.chunk(PARTS), labels.chunk(PARTS), strict=True):
             with accelerator.accumulate(model):
@@ -42,7 +42,8 @@ def main() -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 total += loss.detach()
-        accelerator.print(f"step {step}: {accelerator.reduce(total):.6f}", flush=True)
+        total = accelerator.reduce(total, reduction="sum")
+        accelerator.print(f"step {step}: {total:.6f}", flush=True)
 
     if accelerator.is_main_process and options.save:
         torch.save(accelerator.unwrap_model(model).state_dict(), options.save)
