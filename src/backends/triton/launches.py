@@ -199,6 +199,8 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
         made, values = found
         made[(programs, 1, 1)](*arguments, *values)
         return
+    if torch.version.hip:  # AMD's compiler has no limit of registers
+        options.pop("maxnreg", None)
     made = function[(programs,)](*arguments, **constants, **options)
     if isinstance(made, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
         if len(_compiled) >= _MOST:

@@ -1,6 +1,6 @@
 """Compile every kernel of `xent check triton --full` for GPUs that need not be there, and print what they use.
 
-    python -m tests.triton.compile --each 4 --targets sm_80 gfx942
+    python -m tests.triton.compile --each 4 --seed 1 --targets sm_80 gfx942
     python -m tests.triton.compile --all
 
 Nothing runs: that a kernel compiles does not show that its results are right.
@@ -8,6 +8,7 @@ Nothing runs: that a kernel compiles does not show that its results are right.
 
 import argparse
 import os
+import random
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -21,15 +22,16 @@ from xent.command.show import table
 __all__ = ["main", "some_of"]
 
 
-def some_of(launches: Sequence[Launch], each: int | None) -> list[Launch]:
-    """Return up to `each` launches of every kernel, evenly spaced in the order of their calls; all if None."""
+def some_of(launches: Sequence[Launch], each: int | None, seed: int | None = None) -> list[Launch]:
+    """Return up to `each` launches of every kernel, evenly spaced in the order of calls, or drawn; all if None."""
     kernels: dict[str, list[Launch]] = defaultdict(list)
     for launch in launches:
         kernels[launch.name].append(launch)
     chosen = []
     for same in kernels.values():
         count = len(same) if each is None else min(each, len(same))
-        chosen += [same[at * len(same) // count] for at in range(count)]
+        even = [same[at * len(same) // count] for at in range(count)]
+        chosen += even if seed is None else random.Random(seed).sample(same, count)
     return chosen
 
 
@@ -37,12 +39,13 @@ def main(arguments: Sequence[str]) -> int:
     """Compile, print the table and the failures, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.triton.compile", description=__doc__)
     parser.add_argument("--each", type=int, default=8, help="the most signatures of a kernel (8)")
+    parser.add_argument("--seed", type=int, help="draw the signatures, in place of evenly spaced ones")
     parser.add_argument("--all", action="store_true", help="all signatures, which takes hours on a few cores")
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     launches, broken = record(check_cases(full=True))
-    chosen = some_of(launches, None if options.all else options.each)
+    chosen = some_of(launches, None if options.all else options.each, options.seed)
     print(f"{len(launches)} signatures of {len({one.name for one in launches})} kernels; {len(chosen)} are compiled.")
     work = [(one, name) for one in chosen for name in options.targets if name == "sm_90" or not hopper(one)]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
