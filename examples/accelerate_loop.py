@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--save", help="file for the trained weights")
     options = parser.parse_args()
 
-    accelerator = Accelerator(gradient_accumulation_steps=PARTS)
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), gradient_accumulation_steps=PARTS)
     rank, processes = accelerator.process_index, accelerator.num_processes
     model = make_model()
     patch(model)
