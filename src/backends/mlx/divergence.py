@@ -117,7 +117,9 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
     others = _put(x, ids, mx.full(ids.shape, -mx.inf, x.dtype))
     empty = mx.max(others, axis=-1) == -mx.inf
     others = mx.where(empty[:, None], 0, others)
-    log_p_left = mx.where(empty, -mx.inf, _log_sum_exp(others) - _log_sum_exp(x))
+    log_shares, shares = _softmax(others)
+    log_sum_left, log_sum = others.max(-1) - log_shares.max(-1), x.max(-1) - log_p.max(-1)
+    log_p_left = mx.where(empty, -mx.inf, log_sum_left - log_sum)
     left = mx.maximum(1 - mass, 0) if tail == "bucket" else mx.zeros_like(mass)
     # The remaining mass is only rounding if no other class can have it.
     left = mx.where(empty & (left <= _tolerance(teacher)), 0, left)
@@ -128,7 +130,7 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
         apart = _cells(mx.where(known, log_p_k - log_q, 0), log_p_left - mx.log(left))
         found = class_sum(_gaps(q, p, apart)) + (mass + left - 1)
         derivative = p * (mass + left)[:, None] - q
-    return found, _put(derivative[:, -1:] * _softmax(others)[1], ids, derivative[:, :-1])
+    return found, _put(derivative[:, -1:] * shares, ids, derivative[:, :-1])
 
 
 def _cells(of_ids: mx.array, left: mx.array) -> mx.array:
