@@ -4,20 +4,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import xent
-from tests.options import LOG_PROB_OPTIONS
-from tests.targets import Target
-from xent.command.check.case import Case, Inputs, placed
+import numpy as np
 
-__all__ = ["OPTIONS", "call_of", "log_prob_case", "results_of", "upstream_of"]
+import xent
+from tests.options import LOG_PROB_OPTIONS, option_cases
+from tests.targets import Target
+from xent.command.check.case import LOSSES, Case, Inputs, placed
+
+__all__ = ["OPTIONS", "PROMISED", "call_of", "log_prob_case", "results_of", "upstream_of"]
 
 WITHOUT_SUPPORT = {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8}
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "rows": WITHOUT_SUPPORT, "support": LOG_PROB_OPTIONS["all"]}
+OPTIONS = {"plain": {}, "rows": WITHOUT_SUPPORT, "support": LOG_PROB_OPTIONS["all"]}
 
 
 def call_of(target: Target, case: Case, inputs: Inputs, /, **more: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return a function of the differentiable arrays, and these arrays on the device; `more` overrides options."""
-    options = placed(target.harness, inputs.options | {"target": inputs.target}, "float32") | case.keywords | more
+    options = placed(target.harness, inputs.options | {case.target: inputs.target}, "float32") | case.keywords | more
     names = tuple(inputs.differentiable)
 
     def call(*arrays: Any) -> Any:
@@ -33,12 +35,27 @@ def log_prob_case(function: str, options: str, dtype: str = "float32", **more: A
     return replace(case, **(shifted | more))
 
 
+def _promised() -> list[Case]:
+    """Return a case of every function for each kind of argument that its rows have."""
+    names = ("plain", "all", "probabilities, all")
+    losses = [case for function in LOSSES for case in option_cases(function, "float32") if case.name in names]
+    rows = [log_prob_case(function, options) for function in ("log_probs", "linear_log_probs") for options in OPTIONS]
+    weighted = Case("divergence", (2, 6), 67, "float32", "", {"sample_weight": True}, "none")
+    dense = replace(weighted, options=weighted.options | {"beta": 0.3})
+    taught = [dense, replace(dense, teacher="linear"), replace(weighted, teacher="bucket")]
+    linear = [replace(case, function="linear_divergence", bias=True, workspace=67 * 8 * 5) for case in taught]
+    return losses + rows + taught + linear
+
+
+PROMISED = _promised()
+
+
 def upstream_of(target: Target, inputs: Inputs) -> tuple[Any, ...]:
-    return target.arrays(inputs.upstream, *inputs.others.values())
+    return target.arrays(np.asarray(inputs.upstream), *inputs.others.values())
 
 
 def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...] | None = None) -> list[Any]:
-    """Return log-probabilities, entropy, lse, and the gradients of all differentiable arrays, or of those in `only`."""
+    """Return the results of a case, and the gradients of all differentiable arrays, or of those in `only`."""
     call, arrays = call_of(target, case, inputs)
     chosen = range(len(arrays)) if only is None else only
 

@@ -24,7 +24,7 @@ def prepare() -> None:
     interpreter._convert_float = _round_to_nearest(interpreter._convert_float)
     interpreter._get_np_dtype = _remembered(interpreter._get_np_dtype)
     prepare_types()
-    patched: set[int] = set()
+    patched = set()
     interpreter._patch_lang = _patch_once(interpreter._patch_lang, patched)
     run = interpreter.GridExecutor.__call__
 
@@ -67,7 +67,7 @@ def _patch_once(patch: Any, patched: set[int]) -> Any:
     import triton.language as tl
 
     languages = (tl, tl.core)
-    seen_by: dict[Any, set[int]] = {}
+    seen_by = {}
 
     def once(function: Any) -> Any:
         if function not in seen_by:

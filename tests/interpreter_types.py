@@ -40,9 +40,9 @@ def _check_no_overflow(builder: Any) -> None:
 def _remember_shapes(core: Any) -> None:
     """Keep one object per shape of blocks, with its number of elements and the shape of values."""
     make_type, make_value = core.block_type.__init__, core.tensor.__init__
-    by_sizes: dict[tuple[int, ...], tuple[Any, int, str]] = {}
-    by_shape: dict[int, tuple[Any, int, str]] = {}
-    of_values: dict[int, tuple[Any, Any]] = {}
+    by_sizes = {}
+    by_shape = {}
+    of_values = {}
 
     def initialize_type(self: Any, element_ty: Any, shape: Any) -> None:
         known = by_shape.get(id(shape))
@@ -125,7 +125,7 @@ def _called_directly(patch: Function) -> Function:
 
 def _promoted(promote: Function) -> Function:
     """Return `computation_type_impl` with a cache."""
-    known: dict[tuple[Any, ...], Any] = {}
+    known = {}
 
     @wraps(promote)
     def remembered(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:

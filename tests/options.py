@@ -1,14 +1,13 @@
 """The named options of the matrix: every option alone, and combinations of options that interact."""
 
 from dataclasses import replace
-from typing import Any
 
 from xent.command.check.case import LOSSES, Case
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = ["LOG_PROB_OPTIONS", "OPTIONS", "option_cases"]
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "weight": {"weight": True},
     "smoothing": {"label_smoothing": 0.1},
@@ -48,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
-LOG_PROB_OPTIONS: dict[str, dict[str, Any]] = {
+LOG_PROB_OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "temperature of each row": {"temperature": "rows"},

@@ -405,7 +405,7 @@ FAULTS = [
     Fault(
         "kernel: ignore_index is always -100", KERNELS + "algebra.py",
         "ignored = ignored | (y == ignore_index)", "ignored = ignored | (y == -100)",
-        ("tests/triton/test_means.py", "-k", "ignore_index"), "triton",
+        (MATRIX, "-k", "ignore_index"), "triton",
     ),
     Fault(
         "kernel: NaN in rows of weight 0", KERNELS + "algebra.py",
@@ -465,7 +465,7 @@ FAULTS = [
     Fault(
         "kernel: divisor without class weights", KERNELS + "beside.py",
         "            if WEIGHTED:", "            if WEIGHTED and False:",
-        ("tests/triton/test_means.py", "-k", "weights"), "triton",
+        (MATRIX, "-k", "weight and mean"), "triton",
     ),
     Fault(
         "kernel: shares without smoothing", KERNELS + "memory.py",

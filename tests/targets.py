@@ -6,9 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from xent.backends import TABLE
 from xent.backends.protocol import Backend, Harness
 from xent.command.check.case import Case
+from xent.command.check.judge import judge_case
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,24 @@ class Target:
     def arrays(self, *values: Any, dtype: str = "float32") -> tuple[Any, ...]:
         """Return NumPy arrays as arrays on the device, floats as `dtype`."""
         return tuple(self.harness.array(value, dtype if value.dtype.kind == "f" else None) for value in values)
+
+    def judge(self, case: Case, seed: int = 0, workspace: int | None = None) -> None:
+        """Expect results and gradients of a case within their bounds, compared with the reference."""
+        for comparison in judge_case(self.backend, self.harness, case, seed, workspace):
+            assert comparison.passed, comparison
+
+    def numbers(self, values: Any) -> Any:
+        """Return an array of the framework as a NumPy array, and anything else as it is."""
+        is_placed = hasattr(values, "dtype") and not isinstance(values, np.ndarray | np.generic)
+        return self.harness.numpy(values) if is_placed else values
+
+    def close(self, found: Any, expected: Any, **close: Any) -> None:
+        """Compare arrays of the framework or of NumPy, with the tolerances of NumPy's assert_allclose."""
+        np.testing.assert_allclose(self.numbers(found), self.numbers(expected), **close)
+
+    def same(self, found: Any, expected: Any, **more: Any) -> None:
+        """Expect equal arrays of the framework or of NumPy."""
+        np.testing.assert_array_equal(self.numbers(found), self.numbers(expected), **more)
 
     @contextmanager
     def poisoned(self) -> Iterator[None]:

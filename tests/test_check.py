@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.divergence.named import divergence_cases
+from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
 from tests.targets import Target
 from xent.__main__ import main
@@ -86,7 +86,7 @@ class Watched:
 
     @contextmanager
     def watched(self) -> Iterator[set[str]]:
-        seen: set[str] = set()
+        seen = set()
         yield seen
         seen.add("first with 512 threads")
 
@@ -98,7 +98,7 @@ class Watched:
 
 
 def work(harness: Any) -> Work:
-    backend: Any = type("Backend", (), {"name": "some"})()
+    backend = type("Backend", (), {"name": "some"})()
     made = {
         function: [*option_cases(function, "float64")[:2], Case(function, (2,), 40_000, "float64", "long")]
         for function in FUNCTIONS[:2]
@@ -107,7 +107,7 @@ def work(harness: Any) -> Work:
 
 
 def test_summary_names_the_kernels_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    told = []
     harness = Watched()
     planned_work = work(harness)
     monkeypatch.setattr(run, "judge_case", lambda *_: [Comparison("loss", 0.0, 1.0)])
@@ -160,7 +160,7 @@ def test_a_fast_path_that_is_off_is_a_note(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def few_cases() -> dict[Any, Any]:
-    cases: dict[Any, Any] = {}
+    cases = {}
     for function in FUNCTIONS[:2]:
         every = option_cases(function, "float32")
         cases[function, "float32"] = every[:14:4] + every[1:4]
@@ -178,7 +178,7 @@ def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPat
         harness = backend.harness("cpu")
         monkeypatch.setattr(harness, "processes", processes)
         work = Work(backend, "cpu", harness, few_cases())
-        heard: list[str] = []
+        heard = []
         lines.append(list(check_all([work], heard.append)))
         told.append(sorted(heard))
         sentences.append(summary([work], lines[-1]))
@@ -194,7 +194,7 @@ def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     harness = backend.harness("cpu")
     monkeypatch.setattr(harness, "processes", 2)
     good = option_cases("cross_entropy", "float32")[0]
-    cases: Any = {("cross_entropy", "float32"): [good, replace(good, dtype="float31")]}
+    cases = {("cross_entropy", "float32"): [good, replace(good, dtype="float31")]}
     (line,) = check_all([Work(backend, "cpu", harness, cases)])
     assert line.cases == 2
     assert len(line.failed) == 1

@@ -9,7 +9,7 @@ import pytest
 
 import xent
 from tests.covering import FULL
-from tests.divergence.named import divergence_cases
+from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
 from tests.targets import Target
 from xent.__main__ import main

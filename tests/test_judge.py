@@ -112,7 +112,7 @@ def test_gradient_without_one_of_the_options_fails(
         return call(**{name: value for name, value in options.items() if name != left_out})
 
     monkeypatch.setattr(xent, function, forgetful)
-    found: set[str] = set()
+    found = set()
     cases = covering_cases(function, "float32") if function in FUNCTIONS else paired_cases(function, ("float32",))
     for case in cases:
         for left_out in case.options.keys() - {"probabilities", "ignore_index"} | ({"shift"} if case.shift else set()):
@@ -153,14 +153,14 @@ def test_error_beyond_the_rounding_of_the_dtype_fails(output: str, dtype: str, e
 def test_several_draws_decide_if_one_fails(
     errors: list[float], bounds: list[float], draws: int, passes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seeds: list[int] = []
+    seeds = []
 
     def draw(backend: Any, harness: Any, case: Any, seed: int, workspace: Any) -> list[Comparison]:
         seeds.append(seed)
         return [Comparison("logits", errors[seed], bounds[seed])]
 
     monkeypatch.setattr(judge, "_judge_draw", draw)
-    nobody: Any = None
+    nobody = None
     (comparison,) = judge_case(nobody, nobody, Case("cross_entropy", (2,), 3, "float32", ""))
     assert comparison.passed == passes
     assert seeds == list(range(draws))

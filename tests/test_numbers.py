@@ -1,4 +1,4 @@
-"""Options may be NumPy numbers, which schedules and configurations often contain."""
+"""Numbers as arguments: NumPy's, at the edges of a dtype, and a z-loss of 0 where lse is infinite."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,8 +7,12 @@ import numpy as np
 import pytest
 
 import xent
+from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.targets import Target
 
+RNG = np.random.default_rng(0)
+LOGITS, CLASSES = RNG.normal(size=(4, 7)), np.array([0, 2, 6, 2])
+HIDDEN, CLASSIFIER = RNG.normal(size=(4, 5)), RNG.normal(size=(7, 5))
 OPTIONS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer")
 KINDS: dict[str, Callable[[float], Any]] = {
     "float64": np.float64,
@@ -16,27 +20,36 @@ KINDS: dict[str, Callable[[float], Any]] = {
     "float16": np.float16,
     "0-d": np.array,
 }
+PLACES = [(function, option) for function in FUNCTIONS for option in OPTIONS]
+PLACES += [(function, option) for function in LOG_PROBS for option in ("temperature", "softcap", "logit_scale")]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("function", "option"), PLACES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers(target: Target, option: str, kind: str) -> None:
-    logits, classes = target.arrays(np.random.default_rng(0).normal(size=(4, 8)), np.arange(4))
-    expected = xent.cross_entropy(logits, classes, backend=target.name, **{option: 0.5})
-    found = xent.cross_entropy(logits, classes, backend=target.name, **{option: KINDS[kind](0.5)})
-    assert float(found) == float(expected)
-    weight = target.arrays(np.random.default_rng(1).normal(size=(8, 8)))[0]
-    expected = xent.linear_cross_entropy(logits, weight, classes, backend=target.name, **{option: 0.5})
-    found = xent.linear_cross_entropy(logits, weight, classes, backend=target.name, **{option: KINDS[kind](0.5)})
-    assert float(found) == float(expected)
+def test_numpy_numbers(target: Target, function: str, option: str, kind: str) -> None:
+    drawn = (HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)
+    calls = [
+        (target.harness.numpy, *target.arrays(*drawn, CLASSES), {"backend": target.name}),
+        (np.asarray, *drawn, CLASSES, {}),
+    ]
+    for to_numpy, *arrays, more in calls:
+        found, expected = (getattr(xent, function)(*arrays, **{option: n}, **more) for n in (KINDS[kind](0.5), 0.5))
+        np.testing.assert_array_equal(to_numpy(found), to_numpy(expected))
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers_with_numpy_arrays(option: str, kind: str) -> None:
-    logits, classes = np.random.default_rng(0).normal(size=(4, 8)), np.arange(4)
-    found = xent.cross_entropy(logits, classes, **{option: KINDS[kind](0.5)})
-    assert found == xent.cross_entropy(logits, classes, **{option: 0.5})
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("option", ["logit_scale", "softcap"])
+@pytest.mark.parametrize("function", LOG_PROBS)
+def test_scales_of_16_bits_are_divided_by_a_temperature_without_rounding(
+    target: Target, function: str, option: str, dtype: str
+) -> None:
+    arrays = target.arrays(*((HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)), CLASSES)
+    (value,) = target.arrays(np.array(1.3), dtype=dtype)
+    found, expected = (
+        getattr(xent, function)(*arrays, temperature=0.7, backend=target.name, **{option: one})
+        for one in (value, float(target.harness.numpy(value)))
+    )
+    target.close(found, expected, rtol=1e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("option", OPTIONS)
@@ -49,12 +62,98 @@ def test_numpy_numbers_are_validated(target: Target, option: str) -> None:
         xent.cross_entropy(logits, classes, backend=target.name, **{option: np.bool_(True)})
 
 
-@pytest.mark.parametrize("option", ["temperature", "softcap", "logit_scale"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_numpy_numbers_in_log_probabilities(target: Target, option: str, kind: str) -> None:
-    logits, classes = target.arrays(np.random.default_rng(0).normal(size=(4, 8)), np.arange(4))
-    (weight,) = target.arrays(np.random.default_rng(1).normal(size=(8, 8)))
-    for function, arrays in ((xent.log_probs, (logits,)), (xent.linear_log_probs, (logits, weight))):
-        expected = function(*arrays, classes, backend=target.name, **{option: 0.5})
-        found = function(*arrays, classes, backend=target.name, **{option: KINDS[kind](0.5)})
-        np.testing.assert_array_equal(target.harness.numpy(found), target.harness.numpy(expected))
+def mean_of(target: Target, function: str, dtype: str, weights: Any = None, **options: Any) -> float:
+    arrays = (LOGITS,) if function == "cross_entropy" else (HIDDEN, CLASSIFIER)
+    given = target.arrays(*arrays, dtype=dtype)
+    if weights is not None:
+        options["sample_weight"] = target.harness.array(weights, dtype)
+    loss = getattr(xent, function)(*given, target.harness.array(CLASSES), backend=target.name, **options)
+    return float(target.harness.numpy(loss))
+
+
+def gradient_of(target: Target, dtype: str, weights: Any = None, **options: Any) -> Any:
+    if weights is not None:
+        options["sample_weight"] = target.harness.array(weights, dtype)
+    classes = target.harness.array(CLASSES)
+
+    def call(logits: Any) -> Any:
+        return xent.cross_entropy(logits, classes, backend=target.name, **options)
+
+    _, (gradient,) = target.harness.gradients(call, target.arrays(LOGITS, dtype=dtype), None)
+    return target.harness.numpy(gradient)
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy", "log_probs", "linear_log_probs"])
+def test_integers_of_numpy(target: Target, function: str) -> None:
+    arrays = (HIDDEN, CLASSIFIER) if function.startswith("linear") else (LOGITS,)
+    given, classes = target.arrays(*arrays), target.harness.array(CLASSES)
+    found = []
+    for kind in (int, np.int64, np.int32):
+        options = {"ignore_index": kind(2), "backend": target.name}
+        if function.startswith("linear"):
+            options["shift"] = kind(1)
+        else:
+            options["axis"] = kind(1)
+        found.append(target.harness.numpy(getattr(xent, function)(*given, classes, **options)))
+    np.testing.assert_array_equal(found[1], found[0])
+    np.testing.assert_array_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1e-36), ("float32", 1e-38), ("float64", 1e-300)])
+def test_small_divisors(target: Target, function: str, dtype: str, size: float) -> None:
+    """Weights and normalizer of one size give the loss and the gradient of weights and a normalizer of 1."""
+    if not target.takes(dtype):
+        return
+    expected = mean_of(target, function, dtype, np.ones(4), normalizer=3.0)
+    found = mean_of(target, function, dtype, np.full(4, size), normalizer=3 * size)
+    assert found == pytest.approx(expected, rel=1e-4)
+    gradients = [gradient_of(target, dtype, np.full(4, one), normalizer=3 * one) for one in (1.0, size)]
+    np.testing.assert_allclose(gradients[1], gradients[0], rtol=1e-4, atol=1e-7)
+
+
+def expected_error(error: ValueError) -> None:
+    """Fail if the message does not name the argument."""
+    if "normalizer" not in str(error):
+        raise error
+
+
+@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
+def test_divisors_below_the_normal_numbers_work_or_are_an_error(target: Target, function: str) -> None:
+    """1 / 1e-39 is infinite in float32. Weights of that size have few digits, and some devices take them for 0."""
+    expected = mean_of(target, function, "float32", np.ones(4), normalizer=3.0)
+    for weights, normalizer in ((np.full(4, 1e-39 / 3), 1e-39), (np.full(4, 2.5e-41), None)):
+        wanted = expected if normalizer else mean_of(target, function, "float32", np.ones(4))
+        try:
+            found = mean_of(target, function, "float32", weights, normalizer=normalizer)
+            gradient = gradient_of(target, "float32", weights, normalizer=normalizer)
+        except ValueError as error:
+            expected_error(error)
+            continue
+        assert found == pytest.approx(wanted, rel=1e-3) or found == 0
+        assert np.isfinite(gradient).all()
+
+
+def test_a_normalizer_below_the_normal_numbers_gives_no_nan(target: Target) -> None:
+    for normalizer in (1e-39, 1e-45):
+        try:
+            gradient = gradient_of(target, "float32", np.zeros(4), normalizer=normalizer)
+        except ValueError as error:
+            expected_error(error)
+            continue
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_statistic_of_a_z_loss_of_0_is_0(target: Target, value: float, reduction: str) -> None:
+    logits = LOGITS.copy()
+    logits[1] = value
+    given, classes = target.arrays(logits)[0], target.harness.array(CLASSES)
+    _, stats = xent.cross_entropy(given, classes, reduction=reduction, stats=("z_loss",), backend=target.name)
+    assert not target.harness.numpy(stats.z_loss).any()
+    hidden, classifier = target.arrays(HIDDEN, CLASSIFIER)
+    bias = target.arrays(np.where(np.arange(7) == 3, np.inf, 0.0))[0]
+    options = {"reduction": reduction, "stats": ("z_loss",), "backend": target.name}
+    _, stats = xent.linear_cross_entropy(hidden, classifier, classes, linear_bias=bias, **options)
+    assert not target.harness.numpy(stats.z_loss).any()

@@ -1,75 +1,116 @@
 """One test per promise of the documentation, on every backend."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 import xent
-from tests.calls import call_of
-from tests.cases import FUNCTIONS
+from tests.calls import OPTIONS, PROMISED, call_of, results_of, upstream_of
+from tests.cases import FUNCTIONS, LOG_PROBS
 from tests.covering import crossed
-from tests.options import option_cases
+from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
 from xent.command.check.case import Case, make_inputs
-
-RNG = np.random.default_rng(0)
-
-
-def results(target: Target, case: Case, seed: int = 0, **more: Any) -> list[Any]:
-    """Return loss and gradients as NumPy arrays."""
-    inputs = make_inputs(case, seed)
-    call, arrays = call_of(target, case, inputs, **more)
-    loss, gradients = target.harness.gradients(call, arrays, target.arrays(np.asarray(inputs.upstream))[0])
-    return [target.harness.numpy(array) for array in (loss, *gradients)]
+from xent.core.spec import LOG_PROB_STATS
 
 
-def some_cases(function: str) -> list[Case]:
-    return [case for case in option_cases(function, "float32") if case.name in ("plain", "all", "probabilities, all")]
-
-
-SOME = [case for function in FUNCTIONS for case in some_cases(function)]
-
-
-@pytest.mark.parametrize("case", SOME, ids=str)
+@pytest.mark.parametrize("case", PROMISED, ids=str)
 def test_inputs_are_never_written_to(target: Target, case: Case) -> None:
-    case = target.sized(case)
-    inputs = make_inputs(case)
-    call, arrays = call_of(target, case, inputs)
-    before = [target.harness.numpy(array).copy() for array in arrays]
-    target.harness.gradients(call, arrays, target.arrays(np.asarray(inputs.upstream))[0])
-    for array, values in zip(arrays, before, strict=True):
-        np.testing.assert_array_equal(target.harness.numpy(array), values)
+    inputs = make_inputs(target.sized(case))
+    placed = []
+
+    class Recording:
+        def array(self, values: Any, dtype: str | None = None) -> Any:
+            placed.append(target.harness.array(values, dtype))
+            return placed[-1]
+
+    recorded = replace(target)
+    recorded.__dict__["harness"] = Recording()
+    call, arrays = call_of(recorded, case, inputs)
+    before = [target.harness.numpy(array).copy() for array in placed]
+    assert len(placed) > len(arrays)
+    target.harness.gradients(
+        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(target, inputs)
+    )
+    for array, values in zip(placed, before, strict=True):
+        target.same(array, values)
 
 
-@pytest.mark.parametrize("case", SOME, ids=str)
-def test_bitwise_the_same_run_after_run(target: Target, case: Case) -> None:
-    case = target.sized(case)
-    first, second = results(target, case), results(target, case)
-    for one, other in zip(first, second, strict=True):
+@pytest.mark.parametrize("case", PROMISED, ids=str)
+def test_bitwise_the_same_run_after_run(target: Target, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if valid values are checked."""
+    inputs = make_inputs(target.sized(case))
+    first = results_of(target, case, inputs)
+    monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
+    for one, other in zip(first, results_of(target, case, inputs), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("case", PROMISED, ids=str)
+def test_gradients_exist_only_for_inputs_that_require_one(target: Target, case: Case) -> None:
+    inputs = make_inputs(target.sized(case))
+    results, count = len(case.results), len(inputs.differentiable)
+    every = results_of(target, case, inputs)[results:]
+    for only in [(number,) for number in range(count)] + ([(0, 1)] if count == 3 else []):
+        some = results_of(target, case, inputs, only)[results:]
+        for number, gradient in zip(only, some, strict=True):
+            np.testing.assert_allclose(gradient, every[number], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("case", PROMISED, ids=str)
+def test_second_backward_gives_the_same_gradients(target: Target, case: Case) -> None:
+    if target.backend.framework != "torch":
+        return  # other frameworks have no retained graph
+    import torch
+
+    inputs = make_inputs(target.sized(case))
+    call, arrays = call_of(target, case, inputs)
+    leaves = [array.requires_grad_() for array in arrays]
+    found = tuple(case.found_in(call(*leaves)).values())
+    upstream = upstream_of(target, inputs)
+    first, second = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert torch.equal(one, other)
+    # Backward passes of single results, in any order, give the gradients of that result.
+    order = [*range(2, len(found)), *range(len(found))][: len(found)]
+    apart = [torch.autograd.grad(found[i], leaves, upstream[i], retain_graph=True) for i in order]
+    for whole, *parts in zip(first, *apart, strict=True):
+        torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-6)
+    grads = torch.autograd.grad(found, leaves, upstream, create_graph=True)
+    with pytest.raises(RuntimeError, match="second"):
+        torch.autograd.grad(grads[0].sum(), leaves)
 
 
 @pytest.mark.parametrize(
     *crossed(
+        function=["cross_entropy", "log_probs"],
         vocabulary=[1, 2, 67, 4099, 33_003, 70_001],
         dtype=["float32", "bfloat16"],
-        options=[{}, {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0}],
+        plain=[True, False],
     )
 )
-def test_row_does_not_depend_on_its_batch(target: Target, vocabulary: int, dtype: str, options: dict[str, Any]) -> None:
-    logits, classes = target.arrays(RNG.normal(size=(9, vocabulary)), RNG.integers(0, vocabulary, 9), dtype=dtype)
-    options = options | {"reduction": "none", "backend": target.name, "stats": ("lse", "nll", "entropy")}
-    loss, stats = xent.cross_entropy(logits, classes, **options)
+def test_row_does_not_depend_on_its_batch(
+    target: Target, function: str, vocabulary: int, dtype: str, plain: bool
+) -> None:
+    is_loss = function == "cross_entropy"
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "softcap": 3.0} if is_loss else OPTIONS["rows"]
+    case = Case(function, (9,), vocabulary, dtype, "", {} if plain else options, "none", ignored=0.0, entropy=True)
+    inputs, names = make_inputs(case), ("lse", "nll", "entropy") if is_loss else LOG_PROB_STATS
+    given = {"target": inputs.target, "temperature": inputs.options.get("temperature")}
+    placed = {name: target.arrays(values)[0] for name, values in given.items() if values is not None}
+
+    def results(rows: slice) -> list[Any]:
+        some = {name: values[rows] for name, values in placed.items()}
+        call, (logits,) = call_of(target, case, inputs, stats=names, **some)
+        *first, stats = call(logits[rows])
+        return [*first, *(getattr(stats, name) for name in names)]
+
+    whole = results(slice(0, 9))
     for rows in (slice(4, 5), slice(3, 6), slice(0, 8)):
-        some, some_stats = xent.cross_entropy(logits[rows], classes[rows], **options)
-        for whole, part in (
-            (loss, some),
-            (stats.lse, some_stats.lse),
-            (stats.nll, some_stats.nll),
-            (stats.entropy, some_stats.entropy),
-        ):
-            np.testing.assert_array_equal(target.harness.numpy(whole[rows]), target.harness.numpy(part))
+        for one, other in zip(whole, results(rows), strict=True):
+            target.same(one[rows], other)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +158,7 @@ def test_values_of_ignored_rows_have_no_effect(
         {"rows": (0,)},
         {"rows": (2, 0)},
         {"options": {"normalizer": 0.0}},
+        {"options": {"normalizer": "zero"}},
         {"options": {"weight": "zero"}},
         {"options": {"sample_weight": "zero"}},
     ],
@@ -130,10 +172,10 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
     case = Case(
         function, **({"rows": (4,), "vocabulary": 5, "dtype": "float32", "name": "", "reduction": reduction} | nothing)
     )
-    if "weight" in str(nothing):
+    if "zero" in str(nothing):
         name = next(iter(case.options))
         drawn = make_inputs(Case(function, (4,), 5, "float32", "", reduction=reduction))
-        drawn.options[name] = np.zeros(5 if name == "weight" else 4)
+        drawn.options[name] = np.zeros({"weight": (5,), "sample_weight": (4,), "normalizer": ()}[name])
     else:
         drawn = make_inputs(case)
     if reduction == "mean" or nothing != {"options": {"weight": "zero"}}:
@@ -149,17 +191,24 @@ def test_nothing_to_average_is_zero_with_zero_gradients(
         assert (target.harness.numpy(gradient) == 0).all()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"z_loss": 0.1}, {"weight": True}, {"weight": True, "label_smoothing": 0.1}, {"probabilities": True}],
-    ids=str,
-)
+WITH_COLUMNS = [
+    *(("cross_entropy", options) for options in ({}, {"z_loss": 0.1}, {"weight": True}, {"probabilities": True})),
+    ("cross_entropy", {"weight": True, "label_smoothing": 0.1}),
+    *((name, LOG_PROB_OPTIONS[options]) for name in LOG_PROBS for options in ("plain", "temperature", "support")),
+]
+
+
+@pytest.mark.parametrize(("function", "options"), WITH_COLUMNS, ids=str)
 @pytest.mark.parametrize("columns", [1, 3, 8])
-def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, Any], columns: int) -> None:
-    """Classes with a logit of -inf (a padded or masked vocabulary) have probability 0 and gradient 0."""
-    case = Case("cross_entropy", (6,), 11, "float32", "", options, ignored=0.0)
+def test_leading_columns_of_minus_infinity(
+    target: Target, function: str, options: dict[str, Any], columns: int
+) -> None:
+    """Classes with a logit or a bias of -inf (a padded or masked vocabulary) have probability 0 and gradient 0."""
+    is_loss, linear = function in FUNCTIONS, function == "linear_log_probs"
+    case = Case(function, (6,), 11, "float32", "", options, "none", entropy=True, ignored=0.0, bias=linear)
     inputs = make_inputs(case)
-    inputs.differentiable["logits"][:, :columns] = -np.inf
+    *_, last = inputs.differentiable.values()
+    last[..., :columns] = -np.inf
     if "probabilities" in options:
         inputs.target[:, :columns] = 0.0
     else:
@@ -167,14 +216,26 @@ def test_leading_columns_of_minus_infinity(target: Target, options: dict[str, An
     if "weight" in inputs.options:
         inputs.options["weight"] += 0.1
         inputs.options["weight"][:columns] = 0.0
-    call, arrays = call_of(target, case, inputs)
-    loss, (gradient,) = target.harness.gradients(call, arrays, None)
-    expected = xent.cross_entropy(target.harness.numpy(arrays[0]), inputs.target, **inputs.options)
-    np.testing.assert_allclose(target.harness.numpy(loss), expected, rtol=1e-6)
-    gradient = target.harness.numpy(gradient)
-    assert (gradient[:, :columns] == 0).all()
-    assert np.isfinite(gradient).all()
-    assert np.abs(gradient[:, columns:]).sum() > 0
+    if "support" in inputs.options:  # all classes but the last
+        inputs.options["support"] = xent.Support(np.tile(np.arange(10), 6), np.arange(7) * 10)
+    if not is_loss:
+        inputs.target[0] = 0  # -inf: an impossible target
+    stats = ("lse", "log_sum_sq_probs", "mean_logit")
+    call, arrays = call_of(target, case, inputs, stats=stats)
+    numbers = dict(zip(inputs.differentiable, map(target.harness.numpy, arrays), strict=True))
+    keywords = case.keywords | {"stats": stats} | inputs.options
+    *expected, truth = getattr(xent, function)(**numbers, target=inputs.target, **keywords)
+    *found, reported = call(*arrays)
+    pairs = [*zip(found, expected, strict=True), *((getattr(reported, n), getattr(truth, n)) for n in stats)]
+    for one, other in pairs:
+        target.close(one, other, rtol=3e-6, atol=3e-6)
+    for upstream in [(1,)] if is_loss else [(1, 0), (0, 1), (1, 1)]:
+        given = target.arrays(*(np.full(6, float(factor)) for factor in upstream))
+        _, gradients = target.harness.gradients(lambda *some: call(*some)[:-1], arrays, given)
+        gradients = [target.harness.numpy(gradient) for gradient in gradients]
+        assert all(np.isfinite(gradient).all() for gradient in gradients)
+        assert linear or (gradients[-1][not is_loss :, :columns] == 0).all()
+        assert np.abs(gradients[-1][..., columns:]).sum() > 0
 
 
 def test_row_of_minus_infinity(target: Target) -> None:
@@ -201,7 +262,11 @@ def test_impossible_target_has_infinite_loss_and_finite_gradient(target: Target)
     np.testing.assert_allclose(target.harness.numpy(gradient)[0, 1], -1.0)
 
 
-@pytest.mark.parametrize("case", [case for case in SOME if case.reduction == "none" and not case.shift], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [case for case in PROMISED if case.function in FUNCTIONS and case.reduction == "none" and not case.shift],
+    ids=str,
+)
 def test_masked_spans_with_reduction_none(target: Target, case: Case) -> None:
     """Rows with an upstream gradient of 0 have a gradient of exactly 0, and do not affect other rows."""
     case = target.sized(case)
@@ -222,11 +287,20 @@ def test_shift_equals_slicing(target: Target) -> None:
     rng = np.random.default_rng(3)
     hidden, classifier = target.arrays(rng.normal(size=(3, 9, 8)), rng.normal(size=(21, 8)))
     (labels,) = target.arrays(np.where(rng.random((3, 9)) < 0.3, -100, rng.integers(0, 21, (3, 9))))
-    for shift in (0, 1, 2, 8, 9, 10, 20):
+    (weights,) = target.arrays(rng.random((3, 9)))
+    options = {"stats": ("count",), "backend": target.name}
+    for shift in (0, 1, 2, 8, 9, 10, 1499):
         kept = max(9 - shift, 0)
-        shifted = xent.linear_cross_entropy(hidden, classifier, labels, shift=shift, backend=target.name)
-        sliced = xent.linear_cross_entropy(hidden[:, :kept], classifier, labels[:, shift:], backend=target.name)
-        np.testing.assert_allclose(target.harness.numpy(shifted), target.harness.numpy(sliced), rtol=1e-6)
+        for of in (None, weights):
+            moved = None if of is None else of[:, shift:]
+            shifted, stats = xent.linear_cross_entropy(
+                hidden, classifier, labels, shift=shift, sample_weight=of, **options
+            )
+            sliced, expected = xent.linear_cross_entropy(
+                hidden[:, :kept], classifier, labels[:, shift:], sample_weight=moved, **options
+            )
+            target.close(shifted, sliced, rtol=1e-6)
+            assert int(stats.count) == int(expected.count)
         rows = xent.linear_cross_entropy(hidden, classifier, labels, shift=shift, reduction="none", backend=target.name)
         assert tuple(rows.shape) == (3, 9)
         assert (target.harness.numpy(rows)[:, kept:] == 0).all()

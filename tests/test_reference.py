@@ -1,6 +1,7 @@
 """Verify the reference by finite differences and by definitions (see also torch/test_pytorch_agrees.py)."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +36,21 @@ CASES = [
 ]
 
 
+def slopes(total: Callable[..., Any], arrays: dict[str, Any]) -> dict[str, Any]:
+    """Return the derivative of a number by each element of each array."""
+    found = {}
+    for name, values in arrays.items():
+        found[name] = np.empty_like(values)
+        for index in np.ndindex(values.shape):
+            ends = []
+            for sign in (1, -1):
+                moved = values.copy()
+                moved[index] += sign * STEP
+                ends.append(total(**(arrays | {name: moved})))
+            found[name][index] = (ends[0] - ends[1]) / (2 * STEP)
+    return found
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_equals_finite_differences(case: Case) -> None:
     inputs = make_inputs(case)
@@ -57,19 +73,11 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
     first = np.zeros(case.rows) if inputs.upstream is None else inputs.upstream
     first = first if case.function in FUNCTIONS else -first
     if isinstance(call.source, Given):
-        analytic: Any = (cross_entropy_gradient(call, first, **given),)
+        analytic = (cross_entropy_gradient(call, first, **given),)
     else:
         analytic = linear_cross_entropy_gradients(call, first, **given)
-    for (name, values), gradient in zip(inputs.differentiable.items(), analytic, strict=False):
-        numeric = np.empty_like(values)
-        for index in np.ndindex(values.shape):
-            ends = []
-            for sign in (1, -1):
-                moved = values.copy()
-                moved[index] += sign * STEP
-                ends.append(total(**(inputs.differentiable | {name: moved})))
-            numeric[index] = (ends[0] - ends[1]) / (2 * STEP)
-        assert np.abs(gradient).sum() > 0
+    for (name, numeric), gradient in zip(slopes(total, inputs.differentiable).items(), analytic, strict=False):
+        assert np.abs(gradient).sum() > 0, name
         np.testing.assert_allclose(gradient, numeric, rtol=1e-6, atol=2e-8)
 
 

@@ -1,14 +1,13 @@
 """Every statistic on every backend equals the reference's; requesting one does not change other results."""
 
 from dataclasses import fields, replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 import xent
 from tests.calls import call_of
-from tests.cases import FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
+from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS, SHAPES, covering_cases
 from tests.covering import FULL, crossed
 from tests.options import LOG_PROB_OPTIONS, option_cases
 from tests.targets import Target
@@ -42,7 +41,7 @@ def test_statistics_equal_the_reference(target: Target, case: Case) -> None:
         **numbers, target=inputs.target, reduction=case.reduction, stats=STAT_NAMES, **inputs.options, **shift
     )
     plain_call, _ = call_of(target, case, inputs)
-    np.testing.assert_array_equal(target.harness.numpy(loss), target.harness.numpy(plain_call(*arrays)))
+    target.same(loss, plain_call(*arrays))
     for name in STAT_NAMES:
         found, truth = target.harness.numpy(getattr(stats, name)), np.asarray(getattr(expected, name))
         assert found.shape == truth.shape, name
@@ -70,7 +69,7 @@ def test_only_requested_statistics_are_returned(target: Target, function: str, n
 def test_ties_of_logits_or_of_the_softcap_go_to_the_lowest_class(target: Target) -> None:
     logits, classes = target.arrays(np.array([[1.0, 3.0, 3.0], [400.0, 900.0, 100.0]]), np.array([1, 1]))
     _, stats = xent.cross_entropy(logits, classes, softcap=2.0, stats=("predictions",), backend=target.name)
-    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 1])
+    target.same(stats.predictions, [1, 1])
 
 
 @pytest.mark.parametrize("vocabulary", [20_000, 20_001])
@@ -81,7 +80,7 @@ def test_ties_far_apart_go_to_the_lowest_class(target: Target, vocabulary: int) 
     values[1, [7, 100, 16384]] = -1.0
     logits, classes = target.arrays(values, np.array([5, 8197]))
     _, stats = xent.cross_entropy(logits, classes, stats=("predictions", "accuracy"), backend=target.name)
-    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [5, 0])
+    target.same(stats.predictions, [5, 0])
     assert float(stats.accuracy) == 0.5
 
 
@@ -91,7 +90,7 @@ def test_scale_orders_predictions(target: Target, function: str, logit_scale: fl
     logits, unit, classes = target.arrays(np.array([[1.0, 0.0, 3.0], [4.0, 2.0, 1.0]]), np.eye(3), np.array([1, 1]))
     arrays = (logits, classes) if function == "cross_entropy" else (logits, unit, classes)
     _, stats = getattr(xent, function)(*arrays, logit_scale=logit_scale, stats=("predictions",), backend=target.name)
-    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), expected)
+    target.same(stats.predictions, expected)
 
 
 @pytest.mark.parametrize(("dtype", "largest"), [("bfloat16", 256.0), ("float16", 2048.0), ("float32", 256.0)])
@@ -111,8 +110,8 @@ def test_rounding_of_a_probable_target_does_not_affect_the_entropy(target: Targe
 
     loss, _ = target.harness.gradients(call, (hidden,), None)
     for values in found[:2]:
-        np.testing.assert_allclose(target.harness.numpy(values), 0, atol=1e-6)
-    np.testing.assert_allclose(target.harness.numpy(loss), weight[4].sum() * 0.5 * 8 / 9, rtol=1e-4)
+        target.close(values, 0, atol=1e-6)
+    target.close(loss, weight[4].sum() * 0.5 * 8 / 9, rtol=1e-4)
 
 
 @pytest.mark.parametrize(*crossed(dtype=["bfloat16", "float16"], reduction=["mean", "none"], trained=[True, False]))
@@ -136,7 +135,7 @@ def test_reported_numbers_come_from_unrounded_logits(
     reported = []
 
     def call(*sources: object) -> object:
-        named: dict[str, Any] = dict(zip(names, sources, strict=False))
+        named = dict(zip(names, sources, strict=False))
         loss, found = xent.linear_cross_entropy(
             **named, target=placed, reduction=reduction, stats=stats, backend=target.name
         )
@@ -175,28 +174,44 @@ def test_other_statistics_carry_no_gradient(target: Target, function: str, reduc
     (upstream,) = target.arrays(np.ones(6)) if reduction == "none" else (None,)
     plain, leaked = (target.harness.gradients(some, arrays, upstream)[1] for some in (call, leaky))
     for one, other in zip(plain, leaked, strict=True):
-        np.testing.assert_array_equal(target.harness.numpy(one), target.harness.numpy(other))
+        target.same(one, other)
 
 
-@pytest.mark.parametrize("options", LOG_PROB_OPTIONS)
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_statistics_of_log_probabilities_equal_the_reference(target: Target, function: str, options: str) -> None:
-    loop = {"bias": True, "shift": 2} if function == "linear_log_probs" else {}
-    case = Case(function, (4, 5), 67, "float32", "", LOG_PROB_OPTIONS[options], "none", entropy=True, **loop)
+def compare_rows(case: Case, target: Target, close: float = 3e-6) -> None:
+    """Compare log-probabilities, entropy and all statistics with the reference."""
     inputs = make_inputs(case)
     call, arrays = call_of(target, case, inputs, stats=LOG_PROB_STATS)
-    *_, stats = call(*arrays)
+    *made, stats = call(*arrays)
     numbers = {name: target.harness.numpy(array) for name, array in zip(inputs.differentiable, arrays, strict=True)}
-    *_, expected = getattr(xent, function)(
+    *right, expected = getattr(xent, case.function)(
         **numbers, target=inputs.target, **inputs.options, **(case.keywords | {"stats": LOG_PROB_STATS})
     )
+    for one, other in zip(made, right, strict=True):
+        target.close(one, other, rtol=5e-6, atol=5e-6)
     assert [field.name for field in fields(stats) if getattr(stats, field.name) is not None] == [
         field.name for field in fields(stats) if field.name in LOG_PROB_STATS
     ]
     for name in LOG_PROB_STATS:
         found, truth = target.harness.numpy(getattr(stats, name)), getattr(expected, name)
         assert found.shape == case.rows
-        np.testing.assert_allclose(found, truth, rtol=3e-6, atol=3e-6 * max(1, np.abs(truth).max()), err_msg=name)
+        np.testing.assert_allclose(found, truth, rtol=close, atol=close * max(1, np.abs(truth).max()), err_msg=name)
+
+
+@pytest.mark.parametrize(
+    *crossed(
+        function=LOG_PROBS,
+        options=LOG_PROB_OPTIONS,
+        dtype=EVERYWHERE,
+        vocabulary=[1, 67, 33_003],
+        workspace=[None, 67 * 4 * 5],
+    )
+)
+def test_results_of_log_probabilities_equal_the_reference(
+    target: Target, function: str, options: str, dtype: str, vocabulary: int, workspace: int | None
+) -> None:
+    loop = {"bias": True, "shift": 2, "workspace": workspace} if function == "linear_log_probs" else {}
+    case = Case(function, (4, 5), vocabulary, dtype, "", LOG_PROB_OPTIONS[options], "none", entropy=True, **loop)
+    compare_rows(target.sized(case), target)
 
 
 def test_ties_among_the_classes_of_a_support(target: Target) -> None:
@@ -210,5 +225,5 @@ def test_ties_among_the_classes_of_a_support(target: Target) -> None:
         stats=("predictions", "accuracy"),
         backend=target.name,
     )
-    np.testing.assert_array_equal(target.harness.numpy(stats.predictions), [1, 0])
-    np.testing.assert_array_equal(target.harness.numpy(stats.accuracy), [1.0, 0.0])
+    target.same(stats.predictions, [1, 0])
+    target.same(stats.accuracy, [1.0, 0.0])

@@ -1,9 +1,13 @@
 """Targets outside [0, V) never cause accesses out of bounds: an error where values are checked, otherwise NaN."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 import xent
+from tests.cases import FUNCTIONS
+from tests.covering import crossed
 from tests.targets import Target
 
 LOGITS = np.random.default_rng(0).normal(size=(2, 3, 5))
@@ -53,6 +57,24 @@ def test_narrow_integer_targets_are_not_wrapped(
         xent.cross_entropy(logits, wrong, backend=target.name)
 
 
+@pytest.mark.parametrize("ignore_index", [-100, 0, 5, 37, 255])
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "int32", "int64"])
+def test_any_number_is_ignored_in_any_dtype(target: Target, dtype: str, ignore_index: int) -> None:
+    """Also one that the dtype cannot hold."""
+    rng = np.random.default_rng(1)
+    values, classes = rng.normal(size=(3, 5, 37)), rng.integers(0, 37, (3, 5)).astype(dtype)
+    if np.iinfo(dtype).min <= ignore_index <= np.iinfo(dtype).max:
+        classes[1:, ::2] = ignore_index
+    logits, placed = target.arrays(values, classes)
+    loss, (gradient,) = target.harness.gradients(
+        lambda z: xent.cross_entropy(z, placed, ignore_index=ignore_index, backend=target.name), (logits,), None
+    )
+    expected = xent.cross_entropy(values, classes, ignore_index=ignore_index)
+    target.close(loss, expected, rtol=1e-6)
+    left = np.abs(target.harness.numpy(gradient)).sum(-1) > 0
+    np.testing.assert_array_equal(left, classes.astype(int) != ignore_index)
+
+
 def test_index_error_of_a_single_row(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     for arrays in (target.arrays(LOGITS[0, 0], np.array(-1)), (LOGITS[0, 0], np.array(-1))):
@@ -65,31 +87,49 @@ def test_reference_raises_the_same(target: Target) -> None:
         xent.cross_entropy(LOGITS, np.array([[0, 1, 2], [-100, 7, 3]]))
 
 
-@pytest.mark.parametrize("value", [5, -1, 2**31 - 1, 2**40, -(2**40)])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    *crossed(
+        function=FUNCTIONS,
+        value=[5, -1, 2**31 - 1, 2**40, -(2**40)],
+        reduction=["mean", "sum", "none"],
+        options=[{}, {"weight": np.linspace(0.5, 1, 5)}, {"sample_weight": np.array([[1, 2, 3], [1, 0, 1]]) / 2}],
+        workspace=[None, 5 * 4 * 2],
+    )
+)
 def test_unchecked_invalid_targets_give_nan_in_their_row(
-    target: Target, value: int, reduction: str, weighted: bool
+    target: Target, function: str, value: int, reduction: str, options: dict[str, Any], workspace: int | None
 ) -> None:
-    classes = np.array([[0, 1, 2], [-100, value, 3]])
-    options = {"weight": target.arrays(np.linspace(0.5, 1, 5))[0]} if weighted else {}
+    """A weight of 0 does not hide them. They change neither the gradients of other rows nor what needs no target."""
+    classes, bad = np.array([[0, 1, 2], [-100, value, 3]]), np.zeros((2, 3), bool)
+    bad[1, 1] = True
+    placed = {name: target.arrays(array)[0] for name, array in options.items()}
     if target.looks_at_targets:
-        for loss in losses(target, classes, **options):
+        for loss in losses(target, classes, **placed):
             with pytest.raises(IndexError):
                 loss()
         return
-    (logits, wrong) = target.arrays(LOGITS, classes)
-    (ones,) = target.arrays(np.ones((2, 3)) if reduction == "none" else np.array(1.0))
-    loss, (gradient,) = target.harness.gradients(
-        lambda z: xent.cross_entropy(z, wrong, reduction=reduction, backend=target.name, **options), (logits,), ones
+    *sources, wrong, right = target.arrays(
+        *((LOGITS,) if function == "cross_entropy" else (HIDDEN, CLASSIFIER)), classes, np.where(bad, 1, classes)
     )
-    gradient = target.harness.numpy(gradient)
-    bad = np.zeros((2, 3), bool)
-    bad[1, 1] = True
-    assert np.isnan(gradient[bad]).all()
+    chunks = {"workspace": workspace} if function == "linear_cross_entropy" else {}
+    kinds = {"reduction": reduction, "backend": target.name} | placed | chunks
+    (ones,) = target.arrays(np.ones((2, 3)) if reduction == "none" else np.array(1.0))
+    (loss, (gradient, *_)), (_, (expected, *_)) = (
+        target.harness.gradients(lambda *z, y=y: getattr(xent, function)(*z, y, **kinds), tuple(sources), ones)
+        for y in (wrong, right)
+    )
+    gradient, expected = target.harness.numpy(gradient), target.harness.numpy(expected)
+    np.testing.assert_array_equal(np.isnan(gradient).all(-1), bad)
     assert np.isfinite(gradient[~bad]).all()
+    if reduction != "mean" or "sample_weight" in options:
+        np.testing.assert_array_equal(gradient[~bad], expected[~bad])
     if reduction == "none":
         np.testing.assert_array_equal(np.isnan(target.harness.numpy(loss)), bad)
+    _, stats = getattr(xent, function)(*sources, wrong, stats=("nll", "lse", "entropy", "accuracy"), **kinds)
+    np.testing.assert_array_equal(np.isnan(target.harness.numpy(stats.nll)), bad)
+    assert np.isfinite(target.harness.numpy(stats.lse)).all()
+    assert np.isfinite(target.harness.numpy(stats.entropy)).all()
+    assert 0 <= float(stats.accuracy) <= 4 / 5
 
 
 @pytest.mark.parametrize("reference", [True, False])

@@ -19,7 +19,7 @@ def disagreements(ours: Run, plain: Run, exact: Run, dtype: str, has_logits: boo
     In float32 a run is compared with the plain one. In lower precision both are compared with `exact`, the plain run in
     float32: the error of xent's run may be 1.5 times that of the plain run, plus one unit in the last place.
     """
-    pairs: list[tuple[str, Any, Any, Any]] = [("losses", *(np.array(run.losses) for run in (ours, plain, exact)))]
+    pairs = [("losses", *(np.array(run.losses) for run in (ours, plain, exact)))]
     if has_logits:
         for number in range(len(plain.steps)):
             step = [run.steps[number].logits for run in (ours, plain, exact)]

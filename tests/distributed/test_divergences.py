@@ -15,8 +15,7 @@ from tests.distributed.cuts import CUTS, Cut, cut
 from tests.distributed.matrix import RANKS
 from tests.distributed.planted import replace_collective
 from tests.distributed.pool import INTERPRETED, Pool, device, group
-from tests.divergence.cases import covering_divergences
-from tests.divergence.named import divergence_cases
+from tests.divergence.cases import covering_divergences, divergence_cases
 from xent.backends import TABLE
 from xent.command.check.case import Case, make_inputs
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.cases import FACTORS, FACTORS_OF_LOG_PROBS, FACTORS_OF_STATS, FUNCTIONS, LOG_PROBS
+from tests.cases import FACTORS, FACTORS_OF_LOG_PROBS, FACTORS_OF_STATS, FUNCTIONS, LOG_PROBS, SHAPES
 from tests.covering import crossed
 from tests.distributed.calls import Way
 from tests.distributed.cuts import cut
@@ -13,7 +13,6 @@ from tests.distributed.judge import joined, judged, judged_beside_the_whole
 from tests.distributed.matrix import RANKS, cases_in_shards, saturated_cases
 from tests.distributed.pool import Pool
 from tests.options import OPTIONS
-from tests.shapes import SHAPES
 from xent.command.check.case import Case
 
 MATRIX = [

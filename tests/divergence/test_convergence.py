@@ -32,7 +32,7 @@ def drawn() -> dict[str, Any]:
 
 def ours(target: Target, kind: str, student: tuple[Any, ...], step: int) -> Any:
     wide, weight = (target.harness.array(value, "float32") for value in (drawn()["wide"][step], drawn()["teacher"]))
-    teacher: Any = xent.LinearTeacher(wide, weight)
+    teacher = xent.LinearTeacher(wide, weight)
     if kind == "bucket":
         ids, log_probs = top_k(step)
         teacher = xent.TopKTeacher(target.harness.array(ids), target.harness.array(log_probs, "float32"))

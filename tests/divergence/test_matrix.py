@@ -3,11 +3,9 @@
 import pytest
 
 from tests.cases import DTYPES
-from tests.divergence.cases import covering_divergences
-from tests.divergence.named import divergence_cases
+from tests.divergence.cases import covering_divergences, divergence_cases
 from tests.targets import Target
 from xent.command.check.case import Case
-from xent.command.check.judge import judge_case
 
 FUNCTIONS = ("divergence", "linear_divergence")
 CASES = [
@@ -22,5 +20,4 @@ CASES = [
 def test_divergence_and_gradients(target: Target, case: Case) -> None:
     if not target.takes(case.dtype):
         return
-    for comparison in judge_case(target.backend, target.harness, target.sized(case)):
-        assert comparison.passed, comparison
+    target.judge(target.sized(case))

@@ -1,6 +1,5 @@
 """Verify the reference of divergences by finite differences and known values."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,12 +7,12 @@ import numpy as np
 import pytest
 
 import xent
-from tests.divergence.named import TEACHERS
-from xent.backends.reference import Reference
+from tests.divergence.cases import TEACHERS
+from tests.test_reference import slopes
 from xent.backends.reference_divergence import divergence_gradients
 from xent.command.check.case import Case, make_inputs
+from xent.command.check.judge import call_of
 
-STEP = 1e-6
 BASE = Case(
     "",
     (2, 3),
@@ -27,7 +26,7 @@ BASE = Case(
     teacher_softcap=4.0,
     teacher_scale=0.7,
 )
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 2.5},
     "softcap, scale": {"softcap": 3.0, "logit_scale": -1.5},
@@ -51,16 +50,6 @@ CASES = [
 ]
 
 
-def described(function: Callable[[], Any]) -> Any:
-    """Return the description of the call that the reference receives in `function`."""
-    seen: list[Any] = []
-    run = Reference.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reference, "run", lambda self, call: seen.append(call) or run(self, call))
-        function()
-    return seen[0]
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradient_equals_finite_differences(case: Case) -> None:
     inputs = make_inputs(case)
@@ -71,16 +60,9 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
             call(**differentiable, teacher=inputs.target, reduction=case.reduction, **inputs.options) * inputs.upstream
         ).sum()
 
-    analytic = divergence_gradients(described(lambda: total(**inputs.differentiable)), inputs.upstream)
-    for name, values in inputs.differentiable.items():
-        numeric = np.empty_like(values)
-        for index in np.ndindex(values.shape):
-            ends = []
-            for sign in (1, -1):
-                moved = values.copy()
-                moved[index] += sign * STEP
-                ends.append(total(**(inputs.differentiable | {name: moved})))
-            numeric[index] = (ends[0] - ends[1]) / (2 * STEP)
+    call = call_of(case, inputs.differentiable, inputs.options | {"teacher": inputs.target})
+    analytic = divergence_gradients(call, inputs.upstream)
+    for name, numeric in slopes(total, inputs.differentiable).items():
         np.testing.assert_allclose(analytic[name], numeric, rtol=1e-6, atol=2e-8)
 
 

@@ -37,7 +37,7 @@ def test_labels_select_the_positions_that_predict_them(target: Target, kind: str
     hidden, weight, taught, head = drawn()
     h, w, mask = target.arrays(hidden, weight, LABELS != -100)
     part, w_part = target.arrays(hidden[:, PREDICTING], weight)
-    options: dict[str, Any] = {"reduction": reduction, "backend": target.name}
+    options = {"reduction": reduction, "backend": target.name}
 
     def shifted(h: Any, w: Any) -> Any:
         teacher = teachers(target, taught, head)[kind]
@@ -56,26 +56,24 @@ def test_labels_select_the_positions_that_predict_them(target: Target, kind: str
     if reduction == "none":
         padded = np.zeros((1, 6))
         padded[:, PREDICTING] = target.harness.numpy(expected)
-        np.testing.assert_allclose(target.harness.numpy(found), padded, rtol=1e-5, atol=1e-6)
+        target.close(found, padded, rtol=1e-5, atol=1e-6)
     else:
-        np.testing.assert_allclose(target.harness.numpy(found), target.harness.numpy(expected), rtol=1e-5)
+        target.close(found, expected, rtol=1e-5)
     whole = np.zeros_like(hidden)
     whole[:, PREDICTING] = target.harness.numpy(of_hidden_part)
-    np.testing.assert_allclose(target.harness.numpy(of_hidden), whole, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(
-        target.harness.numpy(of_weight), target.harness.numpy(of_weight_part), rtol=1e-4, atol=1e-6
-    )
+    target.close(of_hidden, whole, rtol=1e-4, atol=1e-6)
+    target.close(of_weight, of_weight_part, rtol=1e-4, atol=1e-6)
 
 
 def test_rows_without_a_later_token_have_weight_0(target: Target) -> None:
     """Also without sample weights: the mean is over the rows that predict a token."""
     hidden, weight, taught, head = drawn()
     h, w, cut = target.arrays(hidden, weight, hidden[:, :-2])
-    options: dict[str, Any] = {"backend": target.name}
+    options = {"backend": target.name}
     teacher, of_cut = (teachers(target, values, head)["linear"] for values in (taught, taught[:, :-2]))
     found = xent.linear_divergence(h, w, teacher, shift=2, **options)
     expected = xent.linear_divergence(cut, w, of_cut, **options)
-    np.testing.assert_allclose(target.harness.numpy(found), target.harness.numpy(expected), rtol=1e-5)
+    target.close(found, expected, rtol=1e-5)
     none = xent.linear_divergence(h, w, teacher, shift=6, **options)
     assert float(target.harness.numpy(none)) == 0.0
 

@@ -49,7 +49,7 @@ def float32_products() -> Iterator[None]:
 @pytest.fixture
 def fused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Return a list to which the shapes of hidden states with a fused loss are appended."""
-    shapes: list[tuple[int, ...]] = []
+    shapes = []
     function = xent.linear_cross_entropy
 
     def watched(input: Any, *args: Any, **kwargs: Any) -> Any:

@@ -149,8 +149,7 @@ def test_every_use_equals_that_of_logits(use: str, bias: bool, fused: list[tuple
     assert len(fused) == (use in FUSED)
     assert type(loss) is Tensor
     torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, wanted, rtol=1e-05, atol=1e-06)
 
 
 @pytest.mark.parametrize("use", FUSED)
@@ -169,8 +168,7 @@ def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
     numbers = NUMBERS.clone().requires_grad_()
     ours, theirs = ((mean(head(hidden) + numbers), numbers, hidden, *head.parameters()) for head in (deferring, plain))
     assert len(fused) == 1
-    for found, expected in zip(*[torch.autograd.grad(loss, of) for loss, *of in (ours, theirs)], strict=True):
-        torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*[torch.autograd.grad(loss, of) for loss, *of in (ours, theirs)])
     logits = deferring(hidden) + numbers
     torch.testing.assert_close((deferring(hidden) + numbers).detach(), plain(hidden) + numbers)
     numbers.data.mul_(2)
@@ -187,8 +185,7 @@ def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:
         loss = mean(head(hidden) + other(hidden.flip(-1)) * 0.5)
         parts.append((loss, *torch.autograd.grad(loss, (hidden, *head.parameters(), other.weight))))
     assert fused == [(10, 16)]
-    for ours, theirs in zip(*parts, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*parts, rtol=1e-05, atol=1e-06)
 
 
 @pytest.mark.parametrize(
@@ -356,8 +353,7 @@ def test_logits_passed_on_by_another_function() -> None:
     assert isinstance(handed, DeferredLogits)
     wanted = torch.autograd.grad(mean(plain(hidden)), (hidden, plain.weight))
     found = torch.autograd.grad(mean(handed), (hidden, deferring.weight))
-    for ours, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found, wanted)
 
 
 class _Tagged(Tensor):
@@ -450,8 +446,7 @@ def test_values_of_other_shapes(reshaped: Callable[[Tensor], Tensor]) -> None:
     for head in (plain, deferring):
         read = reshaped(head(hidden)) * 2
         gradients.append([read, *gradients_of(read.square().sum(), head, hidden)])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -466,8 +461,7 @@ def test_values_read_in_inference_mode_are_used_outside_of_it(grad: bool) -> Non
             assert logits.argmax(-1).is_inference()
         loss = mean(logits * 1) + mean(head(hidden)) + (logits.logsumexp(-1) * hidden.sum(-1)).mean()
         gradients.append(gradients_of(loss, head, hidden))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -481,22 +475,7 @@ def test_values_read_in_a_checkpoint(inside: Callable[[Tensor], Tensor], reentra
         hidden.grad = None
         loss.backward()
         gradients.append([hidden.grad, head.weight.grad, head.bias.grad])
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-class Square(torch.autograd.Function):
-    """A Function of the caller's, whose second derivative PyTorch computes."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        ctx.save_for_backward(values)
-        return values.square().sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        (values,) = ctx.saved_tensors
-        return 2 * gradient * values
+    torch.testing.assert_close(*gradients)
 
 
 def test_second_derivatives_of_values() -> None:
@@ -504,14 +483,13 @@ def test_second_derivatives_of_values() -> None:
     gradients = []
     for head in (plain, deferring):
         parameters = [*head.parameters(), hidden]
-        first = torch.autograd.grad(Square.apply(head(hidden)), parameters, create_graph=True)
+        first = torch.autograd.grad(_Square.apply(head(hidden)).sum(), parameters, create_graph=True)
         gradients.append(torch.autograd.grad(sum(each.square().sum() for each in first), parameters))
-    for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_parametrized_weight_is_computed_once_per_call() -> None:
-    calls: list[int] = []
+    calls = []
 
     class Counting(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:

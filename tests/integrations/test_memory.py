@@ -81,7 +81,7 @@ def train(folder: Path, fuse: bool, settings: dict[str, Any]) -> None:
     trainer.evaluate()
 
 
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "float32": {},
     "autocast": {"bf16": True},
     "smoothing": {"label_smoothing_factor": 0.1},

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.lora_bias=True. was passed",
 )
 
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "frozen head": {"target_modules": ["q_proj"]},
     "adapter on the head": {"target_modules": ["q_proj", "lm_head"]},
     "adapter with bias": {"target_modules": ["lm_head"], "lora_bias": True, "bias": "lora_only"},

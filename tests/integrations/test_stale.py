@@ -120,8 +120,8 @@ def test_compiled(compiled: str, fused_step: bool) -> None:
     model = make("llama")
     patch(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=fused_step)
-    call: Any = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled == "model" else model
-    step: Any = torch.compile(optimizer.step, backend="aot_eager") if compiled == "step" else optimizer.step
+    call = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled == "model" else model
+    step = torch.compile(optimizer.step, backend="aot_eager") if compiled == "step" else optimizer.step
     for _ in range(3):
         kept = call(**batch())
         torch.testing.assert_close(call(**batch()).logits.detach(), model(**batch()).logits.detach())
@@ -170,7 +170,7 @@ def test_unchanged_weights(how: str) -> None:
     logits = head(hidden)
     head.weight.data = head.weight.data
     torch.zeros(3).add_(1)
-    found: Tensor = logits.detach() if how == "sum" else torch.relu(logits + 0)
+    found = logits.detach() if how == "sum" else torch.relu(logits + 0)
     expected = plain(hidden).detach() if how == "sum" else plain(hidden).relu()
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=0, atol=0)
 

@@ -93,8 +93,7 @@ def test_length_without_enough_memory_is_not_the_longest() -> None:
         def loss_of(tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
             if tokens.numel() > 200:
                 raise torch.OutOfMemoryError("much text")
-            loss: torch.Tensor = model(tokens, labels=labels).loss
-            return loss
+            return model(tokens, labels=labels).loss
 
         yield loss_of
 

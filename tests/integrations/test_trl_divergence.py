@@ -12,7 +12,7 @@ from tests.integrations.models import device
 from xent.integrations.trl import ChunkedDivergenceFunction
 
 ROWS, VOCABULARY = 9, 33
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "scales and softcaps": {"scales": (0.5, 1.5), "softcaps": (2.0, 3.0), "temperature": 1.2},
@@ -23,9 +23,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def inputs(bias: bool = False, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Return hidden states, classifier and bias of student and teacher, of different widths."""
     generator = torch.Generator().manual_seed(0)
-    made: list[Any] = []
+    made = []
     for width in (16, 24):
-        sizes: list[tuple[int, ...]] = [(ROWS, width), (VOCABULARY, width), *([(VOCABULARY,)] if bias else [])]
+        sizes = [(ROWS, width), (VOCABULARY, width), *([(VOCABULARY,)] if bias else [])]
         sides = [torch.randn(size, generator=generator).to(device, dtype).requires_grad_() for size in sizes]
         made += sides if bias else [*sides, None]
     return made

@@ -14,7 +14,7 @@ from tests.integrations.models import device
 from xent.integrations.trl import ChunkedLogProbFunction, selective_log_softmax_and_entropy
 
 NAMES = ("log_probs", *OPTIONAL_OUTPUTS)
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
     "softcap": {"softcap": 2.0},
@@ -29,15 +29,14 @@ def inputs(rows: int = 9, dtype: torch.dtype = torch.float32, bias: bool = False
     made = {"hidden": torch.randn(rows, 16, generator=generator), "weight": torch.randn(33, 16, generator=generator)}
     if bias:
         made["bias"] = torch.randn(33, generator=generator)
-    moved: dict[str, Any] = {name: each.to(device, dtype).requires_grad_() for name, each in made.items()}
+    moved = {name: each.to(device, dtype).requires_grad_() for name, each in made.items()}
     return {"bias": None, **moved, "targets": torch.randint(33, (rows,), generator=generator).to(device)}
 
 
 def apply(function: Any, given: dict[str, Any], outputs: Any = OPTIONAL_OUTPUTS, **options: Any) -> tuple[Any, ...]:
     arguments = [given[name] for name in ("hidden", "weight", "bias", "targets")]
     rest = options.get("temperature", 1.0), options.get("chunk", 32768), options.get("softcap"), options.get("scale", 1)
-    results: tuple[Any, ...] = function.apply(*arguments, *rest, outputs)
-    return results
+    return function.apply(*arguments, *rest, outputs)
 
 
 def gradients(results: tuple[Any, ...], given: dict[str, Any], upstream: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -102,7 +101,7 @@ def test_no_rounded_logits(dtype: torch.dtype) -> None:
     given, upstream = inputs(64, dtype), upstreams(64)
     truth = definition(given)
     true = gradients(truth, given, {name: each.double() for name, each in upstream.items()})
-    errors: list[dict[str, float]] = []
+    errors = []
     for function in (ChunkedLogProbFunction, Theirs):
         results = apply(function, given)
         found = gradients(results, given, upstream)

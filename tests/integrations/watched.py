@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import xent
 
-__all__: list[str] = []
+__all__ = []
 
 
 def main() -> None:

@@ -1,6 +1,8 @@
 """Fixtures of the tests of the Metal kernels, which are collected if XENT_TEST_BACKENDS names backend "metal"."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,3 +26,27 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def kernel_folder(pytestconfig: pytest.Config) -> Path:
     """Return the folder of compiled kernels, which processes and later runs share."""
     return Path(pytestconfig.cache.mkdir("metal"))
+
+
+def _forget() -> None:
+    from xent.backends.metal import rows, sources, tensors
+
+    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
+        found.cache_clear()
+    for remembered in (rows._tried, sources._warned, tensors._compiled):
+        remembered.clear()
+
+
+@pytest.fixture
+def emulator(kernel_folder: Path) -> Iterator[Any]:
+    """Return a new emulator, so that all kernels are built again."""
+    import mlx.core as mx
+    import torch
+
+    from tests.metal.emulator import install
+
+    before = mx.fast.metal_kernel, torch.mps.compile_shader
+    _forget()
+    yield install.install(kernel_folder)
+    mx.fast.metal_kernel, torch.mps.compile_shader = before
+    _forget()

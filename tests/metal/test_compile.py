@@ -42,7 +42,7 @@ def launches(function: Callable[..., Any], *arrays: mx.array) -> list[set[str]]:
     mx.export_function(lambda node: None, trace, *arrays)
     names = dict(re.findall(r'^\{ (\d+) \[label ="([^"]*)"', drawing.getvalue(), re.MULTILINE))
     makers = {output: maker for maker, output in re.findall(r'^(\d+) -> "([^"]*)"$', drawing.getvalue(), re.MULTILINE)}
-    before: dict[str, set[str]] = {name: set() for name in names}
+    before = {name: set() for name in names}
     for array, user in re.findall(r'^"([^"]*)" -> (\d+)$', drawing.getvalue(), re.MULTILINE):
         if array in makers:
             before[user].add(makers[array])

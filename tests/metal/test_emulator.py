@@ -251,8 +251,7 @@ def computed(emulator: Emulator, expression: str, *values: float) -> list[float]
     (out,) = kernel(
         inputs=[x], output_shapes=[x.shape], output_dtypes=[mx.float32], grid=(x.size, 1, 1), threadgroup=(32, 1, 1)
     )
-    found: list[float] = np.array(out)[: len(values)].tolist()
-    return found
+    return np.array(out)[: len(values)].tolist()
 
 
 def test_fast_functions_outside_of_their_range(emulator: Emulator) -> None:

@@ -1,7 +1,5 @@
 """Kernels whose pipelines allow few threads, and kernels that Apple's compiler rejects."""
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -9,32 +7,13 @@ import numpy as np
 import pytest
 
 import xent
-from tests.metal.emulator import install
 from tests.metal.emulator.capture import Source
 from tests.metal.emulator.kernels import Emulator
 from tests.options import OPTIONS
 from tests.targets import Target
-from xent.backends.metal import rows, sources
 from xent.command.check.case import Case
-from xent.command.check.judge import judge_case
 
 RNG = np.random.default_rng(0)
-
-
-@pytest.fixture
-def emulator(kernel_folder: Path) -> Iterator[Emulator]:
-    before = mx.fast.metal_kernel
-    _forget()
-    yield install.install(kernel_folder)
-    mx.fast.metal_kernel = before
-    _forget()
-
-
-def _forget() -> None:
-    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
-        found.cache_clear()
-    rows._tried.clear()
-    sources._warned.clear()
 
 
 @pytest.mark.parametrize("limit", [500, 384, 96, 32])
@@ -45,12 +24,11 @@ def test_fewer_threads_if_the_pipeline_has_a_limit(
 ) -> None:
     emulator.limit = lambda source: limit
     case = Case("cross_entropy", (3,), vocabulary, "float32", "all", OPTIONS["all"], reduction=reduction, ignored=0.0)
-    for comparison in judge_case(target.backend, target.harness, case):
-        assert comparison.passed, comparison
+    target.judge(case)
 
 
 def test_limit_is_found_once_and_before_evaluation(emulator: Emulator) -> None:
-    asked: list[int] = []
+    asked = []
 
     def limit(source: Source) -> int:
         asked.append(1)

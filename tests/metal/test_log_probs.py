@@ -11,27 +11,12 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.mlx import test_statistics as statistics
+from tests.covering import crossed
 from tests.mlx.test_log_probs import (  # noqa: F401
-    test_every_target_ignored,
-    test_invalid_class_in_a_support,
-    test_invalid_offsets,
+    test_invalid_offsets_give_nan_in_every_row,
     test_logits_are_never_rounded_to_16_bits,
-    test_logits_of_a_quantized_classifier_are_float32,
-    test_logits_of_minus_infinity,
-    test_no_rows,
-    test_one_class,
-    test_row_statistics_equal_the_reference,
-    test_same_bits_with_and_without_gradients_and_statistics,
-    test_second_derivatives_raise_and_temperature_has_none,
-    test_support_with_a_shift_and_leading_axes,
-    test_target_outside_its_support,
-    test_temperature_that_is_not_positive,
-    test_temperatures_that_are_huge_or_tiny,
-    test_vmap_and_forward_mode_raise,
 )
-from tests.mlx.test_statistics import test_low_precision  # noqa: F401
-from tests.targets import Target
+from tests.mlx.test_quantized import test_results_of_rows_are_those_of_the_unpacked_weight  # noqa: F401
 from xent.backends.metal import sources as metal_sources
 from xent.backends.metal import tensors, torch_machine
 from xent.backends.metal.sources import KernelError
@@ -47,13 +32,6 @@ GIVEN = RNG.dirichlet(np.full(V, 0.3), N)
 UPSTREAM = {name: RNG.normal(size=N) for name in ("loss", *DIFFERENTIABLE)}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 FUNCTIONS = ("log_probs", "linear_log_probs")
-
-
-@pytest.mark.parametrize("names", statistics.CHOSEN, ids=str)
-@pytest.mark.parametrize("options", statistics.OPTIONS)
-@pytest.mark.parametrize("kind", ["TARGET", "GIVEN"])
-def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options: str, kind: str) -> None:
-    statistics.test_gradients_of_statistics(target, names, options, getattr(statistics, kind), lambda step: step)
 
 
 def place(values: Any, dtype: torch.dtype | None = None) -> Tensor:
@@ -73,10 +51,7 @@ def call(function: str, given: list[Tensor], **options: Any) -> Any:
 TEMPERATURES = {"one": 0.7, "rows": place(T, torch.float32), "rows, float64": place(T)}
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("softcap", [None, 3.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(*crossed(temperature=TEMPERATURES, softcap=[None, 3.0], dtype=DTYPES, function=FUNCTIONS))
 def test_rows_of_tensors_equal_the_reference(
     function: str, dtype: torch.dtype, softcap: float | None, temperature: str
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS
-from tests.divergence.named import divergence_cases
+from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
 from tests.targets import Target
 from xent.backends import TABLE

@@ -1,13 +1,8 @@
 """Kernels on PyTorch tensors in the emulator: limits, refusals, faults, and the number of built kernels."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import mlx.core as mx
 import pytest
 import torch
 
-from tests.metal.emulator import install
 from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError
@@ -25,14 +20,7 @@ def several_launches() -> None:
         outcome(*draw(vocabulary=5001), **METAL)
 
 
-@pytest.fixture(autouse=True)
-def emulator(kernel_folder: Path) -> Iterator[Emulator]:
-    before = mx.fast.metal_kernel, torch.mps.compile_shader
-    tensors._compiled.clear()
-    yield install.install(kernel_folder)
-    mx.fast.metal_kernel, torch.mps.compile_shader = before
-    for remembered in (tensors._compiled, sources._warned):
-        remembered.clear()
+pytestmark = pytest.mark.usefixtures("emulator")
 
 
 @pytest.mark.parametrize("limit", [500, 40])

@@ -1,14 +1,12 @@
 """The Metal sources: what makes MLX build another kernel, and that planted faults are detected."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import xent
-from tests.metal.emulator import install
 from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError, launch
@@ -20,26 +18,12 @@ from xent.backends.mlx.kernels import RowFacts, Terms
 RNG = np.random.default_rng(0)
 
 
-@pytest.fixture
-def emulator(kernel_folder: Path) -> Iterator[Emulator]:
-    """Return a new emulator, so that all kernels are built again."""
-    before = mx.fast.metal_kernel
-    _forget()
-    installed = install.install(kernel_folder)
+@pytest.fixture(autouse=True)
+def only_new_kernels(emulator: Emulator) -> None:
     assert rows.problem(mx.float32) is None
     assert rows.problem(mx.float16) is None
     sources.forward_kernel.cache_clear()
-    installed.sources.clear()
-    yield installed
-    mx.fast.metal_kernel = before
-    _forget()
-
-
-def _forget() -> None:
-    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
-        found.cache_clear()
-    rows._tried.clear()
-    sources._warned.clear()
+    emulator.sources.clear()
 
 
 def loss_and_gradient(
@@ -153,7 +137,7 @@ def test_rows_beyond_2_to_the_31_and_32(emulator: Emulator, row: int) -> None:
         "scale": ones,
         "dead": np.zeros(count, np.bool_),
     }
-    buffers: dict[str, Buffer] = {}
+    buffers = {}
     for name in (parameter.name for parameter in source.parameters if parameter.attribute.startswith("buffer")):
         if name in ("logits", "grad"):
             buffers[name] = Buffer(name, 2 * count * vocabulary, poisoned=False)

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.cases import LOG_PROBS, log_prob_cases, paired_cases
-from tests.divergence.named import divergence_cases
+from tests.cases import LOG_PROBS, SHAPES, log_prob_cases, paired_cases
+from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
-from tests.shapes import SHAPES
 from xent.backends import ALSO
 from xent.backends.metal import torch_machine
 from xent.command.check.case import Case
@@ -128,7 +127,7 @@ def test_statistics_equal_backend_torch(probabilities: bool, sample_weight: bool
     logits, target = draw()
     if probabilities:
         target = torch.rand(logits.shape, device=DEVICE).softmax(-1)
-    options: dict[str, Any] = {"z_loss": 0.1, "stats": STAT_NAMES}
+    options = {"z_loss": 0.1, "stats": STAT_NAMES}
     if sample_weight:
         options["sample_weight"] = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 1.0], device=DEVICE)
     _, found = xent.cross_entropy(logits, target, **options, **METAL)
@@ -168,7 +167,7 @@ def one_case(_: object, function: str, dtype: str, full: bool) -> Sequence[Case]
 
 
 def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
+    ran = []
     backend = ALSO["metal"]()
     run = backend.run
     monkeypatch.setattr(backend, "run", lambda call: [ran.append("metal"), run(call)][1])

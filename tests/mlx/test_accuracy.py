@@ -17,7 +17,7 @@ def test_loss_is_more_exact_than_rounded_logits(target: Target, dtype: mx.Dtype,
     rng = np.random.default_rng(0)
     x, w = mx.array(rng.normal(size=(40, 64)), dtype), mx.array(rng.normal(size=(500, 64)) / 8, dtype)
     y = mx.array(rng.integers(0, 500, 40))
-    weight: Any = w
+    weight = w
     if quantized:
         weight = xent.QuantizedWeight(*mx.quantize(w, group_size=64, bits=8), bits=8)
         expect_right_products(x, weight, group_size=64, bits=8)

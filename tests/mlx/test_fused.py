@@ -12,9 +12,11 @@ import pytest
 
 import xent
 from tests.cases import FUNCTIONS, LOG_PROBS, all_cases, log_prob_cases, paired_cases
-from tests.mlx import test_log_probs as log_probs
-from tests.mlx import test_statistics as statistics
+from tests.covering import crossed
+from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
+from tests.test_log_probs import test_same_bits_with_and_without_gradients_and_statistics  # noqa: F401
+from tests.test_stats import compare_rows
 from xent.backends.mlx import autograd, block, devices, plain, sources
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
@@ -66,8 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_loss_and_gradients(target: Target, case: Case) -> None:
     if target.name != "mlx":
         return
-    for comparison in judge_case(target.backend, target.harness, case):
-        assert comparison.passed, comparison
+    target.judge(case)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -94,8 +95,7 @@ def test_sum_over_chunks(target: Target, workspace: int, device: str, monkeypatc
     monkeypatch.setattr(sources, "chunk_device", lambda: device)
     for case in CASES:
         if case.name in ("plain", "all") and case.function == "linear_cross_entropy" and case.reduction != "sum":
-            for comparison in judge_case(target.backend, target.harness, case, workspace=workspace):
-                assert comparison.passed, comparison
+            target.judge(case, workspace=workspace)
 
 
 def test_float16_gradient_of_a_frequent_class_does_not_overflow(target: Target) -> None:
@@ -160,29 +160,8 @@ def test_fused_loss_is_used_if_it_is_one_kernel(
     assert devices.has_fused_loss() == expected
 
 
-@pytest.mark.parametrize("names", statistics.CHOSEN, ids=str)
-@pytest.mark.parametrize("options", statistics.OPTIONS)
-def test_gradients_of_statistics(target: Target, names: tuple[str, ...], options: str) -> None:
-    logits = (statistics.X @ statistics.W.T).astype(mx.bfloat16)
-    call = statistics.fused(target, names, "cross_entropy", **statistics.OPTIONS[options])
-    found = mx.grad(lambda z: call(z, statistics.TARGET))(logits)
-    expected = mx.grad(
-        lambda z: statistics.weighed(statistics.plain(z, statistics.TARGET, **statistics.OPTIONS[options]), names)
-    )(logits.astype(mx.float32))
-    statistics.close([found.astype(mx.float32)], [expected], 2.0**-7)
-
-
-@pytest.mark.parametrize("name", log_probs.ASKED)
-@pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
-@pytest.mark.parametrize("function", log_probs.FUNCTIONS)
-def test_statistics_of_log_probs(target: Target, function: str, dtype: mx.Dtype, name: str) -> None:
-    log_probs.test_row_statistics_equal_the_reference(target, function, dtype, name)
-
-
-@pytest.mark.parametrize("name", log_probs.ASKED)
-@pytest.mark.parametrize("dtype", log_probs.DTYPES, ids=str)
-@pytest.mark.parametrize("function", log_probs.FUNCTIONS)
-def test_same_bits_with_and_without_gradients_and_statistics(
-    target: Target, function: str, dtype: mx.Dtype, name: str
-) -> None:
-    log_probs.test_same_bits_with_and_without_gradients_and_statistics(target, function, dtype, name)
+@pytest.mark.parametrize(*crossed(function=LOG_PROBS, options=LOG_PROB_OPTIONS, dtype=DTYPES))
+def test_statistics_of_log_probabilities(target: Target, function: str, options: str, dtype: str) -> None:
+    workspace = 67 * 4 * 5 if function == "linear_log_probs" else None
+    case = Case(function, (4, 5), 67, dtype, "", LOG_PROB_OPTIONS[options], "none", entropy=True, workspace=workspace)
+    compare_rows(case, target, close=1e-5)

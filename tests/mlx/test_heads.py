@@ -1,7 +1,4 @@
-"""Several heads under MLX's transformations, and their memory."""
-
-from collections.abc import Callable
-from typing import Any
+"""Several heads in compiled functions of MLX, and their memory."""
 
 import mlx.core as mx
 import numpy as np
@@ -23,17 +20,6 @@ ARRAYS = {
 }
 
 
-def of_array(target: Target, name: str, stat: str | None = None) -> Callable[[mx.array], Any]:
-    """Return the loss, or a statistic, as a function of one array of the call."""
-
-    def function(array: mx.array) -> Any:
-        stats = {"stats": (stat,)} if stat else {}
-        found = xent.linear_cross_entropy(**ARRAYS | {name: array}, **stats, shift=(1, 2), backend=target.name)
-        return getattr(found[1], stat) if stat else found
-
-    return function
-
-
 def test_compiled_gradients_are_the_same_and_a_new_normalizer_retraces_nothing(target: Target) -> None:
     traces = []
 
@@ -50,19 +36,6 @@ def test_compiled_gradients_are_the_same_and_a_new_normalizer_retraces_nothing(t
         for one, other in zip((value, *found), (expected_value, *expected), strict=True):
             np.testing.assert_allclose(np.array(one), np.array(other), rtol=1e-5, atol=1e-7)
     assert len(traces) == 4
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-@pytest.mark.parametrize("stat", [None, "nll", "z_loss", "accuracy", "count"])
-def test_vmap_raises(target: Target, name: str, stat: str | None) -> None:
-    with pytest.raises(NotImplementedError, match=r"mx\.vmap cannot vectorise xent.* pass all leading axes"):
-        mx.eval(mx.vmap(of_array(target, name, stat))(mx.stack([ARRAYS[name]] * 2)))
-
-
-@pytest.mark.parametrize("name", ["input", "linear_weight", "weight", "sample_weight", "normalizer"])
-def test_forward_mode_raises(target: Target, name: str) -> None:
-    with pytest.raises((NotImplementedError, RuntimeError, ValueError), match="xent"):
-        mx.eval(mx.jvp(of_array(target, name), [ARRAYS[name]], [mx.ones_like(ARRAYS[name])]))
 
 
 @pytest.mark.parametrize("compiled", [False, True])

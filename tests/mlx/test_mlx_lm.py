@@ -20,7 +20,7 @@ from xent.integrations.mlx import classifier
 from xent.integrations.mlx_lm import log_probs, loss
 
 V = 96
-CONFIG: dict[str, Any] = {
+CONFIG = {
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "intermediate_size": 128,
@@ -33,7 +33,7 @@ CONFIG: dict[str, Any] = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 128,
 }
-MODELS: dict[str, dict[str, Any]] = {
+MODELS = {
     "llama": {},
     "llama, tied": {"tie_word_embeddings": True},
     "llama, biases": {"attention_bias": True, "mlp_bias": True},
@@ -267,7 +267,7 @@ def test_head_with_lora_is_refused_until_it_is_fused(name: str) -> None:
 
 class Curve(TrainingCallback):
     def __init__(self) -> None:
-        self.losses: list[float] = []
+        self.losses = []
 
     def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
         self.losses.append(train_info["train_loss"])

@@ -27,8 +27,10 @@ FORMS = [
 ]
 
 
-def packed(form: dict[str, Any], dtype: mx.Dtype = mx.float32) -> tuple[xent.QuantizedWeight, mx.array]:
-    parts = mx.quantize(W.astype(dtype), **form)
+def packed(
+    form: dict[str, Any], dtype: mx.Dtype = mx.float32, weight: mx.array = W
+) -> tuple[xent.QuantizedWeight, mx.array]:
+    parts = mx.quantize(weight.astype(dtype), **form)
     return xent.QuantizedWeight(*parts, **({"biases": None} if len(parts) == 2 else {}), **form), mx.dequantize(
         *parts, **form
     ).astype(dtype)
@@ -67,6 +69,41 @@ def test_loss_equals_that_of_the_unpacked_weight(
         size = np.abs(right).max()
         allowed = 1.5 * np.abs(theirs - right).max() / size + 2 * {4: 2.0**-23, 2: 2.0**-8}[dtype.size]
         assert np.abs(ours - right).max() / size <= allowed
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize("function", ["linear_log_probs", "linear_divergence"])
+def test_results_of_rows_are_those_of_the_unpacked_weight(
+    target: Target, function: str, form: dict[str, Any], dtype: mx.Dtype
+) -> None:
+    """Its scales are not converted, and the unpacked weight is not rounded. A teacher may have one too."""
+    packed_weights = [packed(form, dtype, weight)[0] for weight in (W, W[::-1])]
+    x, b = X.astype(dtype), B.astype(dtype)
+
+    def unpacked(given: xent.QuantizedWeight) -> mx.array:
+        parts = [part for part in (given.scales, given.biases) if part is not None]
+        wide = [part if part.dtype == mx.uint8 else part.astype(mx.float32) for part in parts]
+        return mx.dequantize(given.packed, *wide, **form).astype(mx.float32)
+
+    def results(x: mx.array, weight: Any, teacher: Any, b: mx.array) -> list[mx.array]:
+        options = {"linear_bias": b, "workspace": 5 * V * 4, "backend": target.name}
+        if function == "linear_log_probs":
+            return list(xent.linear_log_probs(x, weight, Y, entropy=True, **options))
+        source = xent.LinearTeacher(x[::-1], teacher, b)
+        return [xent.linear_divergence(x, weight, source, reduction="none", **options)]
+
+    for weight in packed_weights:
+        expect_right_products(x, weight, **form)
+    wide = x.astype(mx.float32), *map(unpacked, packed_weights), b.astype(mx.float32)
+    found, expected = (
+        [*results(*given), mx.grad(lambda x, rest=given[1:]: sum(map(mx.sum, results(x, *rest))))(given[0])]
+        for given in ((x, *packed_weights, b), wide)
+    )
+    closes = [1e-5] * (len(found) - 1) + [{4: 1e-5, 2: 2.0**-6}[dtype.size]]
+    for one, other, close in zip(found, expected, closes, strict=True):
+        difference = mx.linalg.norm(one.astype(mx.float32) - other)
+        assert difference.item() <= close * mx.linalg.norm(other).item()
 
 
 def flat(made: Any) -> list[np.ndarray]:

@@ -123,25 +123,31 @@ def products(array: mx.array | list[mx.array]) -> int:
     [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2), ((False,) * 3, 1)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_number_of_matrix_products(target: Target, asks: tuple[bool, ...], expected: int, reduction: str) -> None:
+@pytest.mark.parametrize("stopped", [False, True])
+def test_number_of_matrix_products(
+    target: Target, asks: tuple[bool, ...], expected: int, reduction: str, stopped: bool
+) -> None:
+    """`stopped`: what needs no gradient is an argument of the transformation, behind `mx.stop_gradient`."""
     arrays = [mx.ones((6, 8)), mx.ones((11, 8)), mx.ones((11,))]
     mx.eval(arrays)
     y = mx.zeros((6,), mx.int32)
-    chosen = [array for array, asked in zip(arrays, asks, strict=True) if asked]
+    chosen = [array for array, asked in zip(arrays, asks, strict=True) if asked or stopped]
 
     def loss(given: list[mx.array]) -> mx.array:
         taken = iter(given)
-        x, w, b = (next(taken) if asked else array for array, asked in zip(arrays, asks, strict=True))
+        whole = (next(taken) if asked or stopped else array for array, asked in zip(arrays, asks, strict=True))
+        x, w, b = (array if asked else mx.stop_gradient(array) for array, asked in zip(whole, asks, strict=True))
         options = {"linear_bias": b, "workspace": 2 * 11 * 4, "reduction": reduction, "backend": target.name}
         return xent.linear_cross_entropy(x, w, y, **options).sum()
 
     if not any(asks):
-        assert products(loss([])) == 3
+        assert products(loss(chosen)) == 3
         return
     value, gradients = mx.value_and_grad(loss)(chosen)
     chunks = 3
     again = chunks if reduction == "none" else 0
-    assert products([value, *gradients]) == chunks * expected + again
+    made = [gradient for gradient, asked in zip(gradients, asks, strict=True) if asked] if stopped else gradients
+    assert products([value, *made]) == chunks * expected + again
 
 
 @pytest.mark.parametrize(("trained", "sums"), [((), False), (("input",), False), (("input", "linear_weight"), True)])

@@ -49,7 +49,7 @@ def circle(imports: Imports) -> list[str]:
 
 @pytest.mark.parametrize("unit", [str, _folder], ids=["files", "folders"])
 def test_there_are_no_import_cycles(unit: Callable[[str], str]) -> None:
-    graph: Imports = {}
+    graph = {}
     for name in MODULES:
         graph.setdefault(unit(name), set()).update(map(unit, _imports(name)))
     assert circle({name: imported - {name} for name, imported in graph.items()}) == []

@@ -10,7 +10,7 @@ from tests.packaging.tree import MODULES, ROOT, SOURCE
 
 def _names(body: list[ast.stmt]) -> dict[str, list[ast.stmt]]:
     """Return the names that statements define, each with its own body."""
-    found: dict[str, list[ast.stmt]] = {}
+    found = {}
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             found[node.name] = node.body

@@ -9,7 +9,7 @@ import torch.fx.experimental.symbolic_shapes  # noqa: F401
 
 import xent.backends.torch
 
-__all__: list[str] = []
+__all__ = []
 
 _package = xent.backends.torch  # type: ignore[attr-defined]
 for _found in pkgutil.walk_packages(_package.__path__, f"{_package.__name__}."):

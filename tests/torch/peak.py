@@ -4,7 +4,6 @@ import multiprocessing
 import sys
 import traceback
 from multiprocessing.connection import Connection
-from typing import Any
 
 import torch
 
@@ -19,7 +18,7 @@ def peak(setup: str, call: str) -> int:
 
     On Linux, the process is forked from one that has imported PyTorch, which takes longer than most calls.
     """
-    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
     if sys.platform == "linux":
         context.set_forkserver_preload([__name__, "tests.torch.loaded"])
     ours, theirs = context.Pipe(duplex=False)
@@ -40,7 +39,7 @@ def _measure(pipe: Connection, setup: str, call: str) -> None:
         for few_or_many in (warm, torch.randn(4, 5000, requires_grad=True)):  # each touches code of PyTorch
             xent.cross_entropy(few_or_many, classes).backward()
         xent.linear_cross_entropy(warm, torch.randn(50, 8, requires_grad=True), classes).backward()
-        names: dict[str, Any] = {"torch": torch, "xent": xent}
+        names = {"torch": torch, "xent": xent}
         exec(setup, names)
         code = compile(call, "call", "exec")
         pipe.send(resident_peak(lambda: exec(code, names)))

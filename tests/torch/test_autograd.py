@@ -1,6 +1,7 @@
 """Autograd: gradients exist where they are required, again with a retained graph, and second derivatives raise."""
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,24 +16,12 @@ from tests.targets import Target
 REDUCTIONS = ("mean", "sum", "none")
 
 
-@pytest.fixture
-def tensors(target: Target) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = {
-        "input": torch.randn(6, 8, generator=generator),
-        "weight": torch.randn(11, 8, generator=generator),
-        "bias": torch.randn(11, generator=generator),
-        "target": torch.randint(11, (6,), generator=generator),
-    }
-    return {name: tensor.to(target.device) for name, tensor in drawn.items()}
-
-
 def linear_loss(tensors: dict[str, Tensor], target: Target, **options: Any) -> Tensor:
-    loss: Tensor = xent.linear_cross_entropy(
+    loss = xent.linear_cross_entropy(
         tensors["input"],
-        tensors["weight"],
+        tensors["linear_weight"],
         tensors["target"],
-        linear_bias=tensors["bias"],
+        linear_bias=tensors["linear_bias"],
         backend=target.name,
         **options,
     )
@@ -40,61 +29,15 @@ def linear_loss(tensors: dict[str, Tensor], target: Target, **options: Any) -> T
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize(
-    "asking", [("input",), ("weight",), ("bias",), ("input", "bias"), ("input", "weight", "bias"), ()]
-)
-def test_gradients_exist_exactly_where_required(
-    target: Target, tensors: dict[str, Tensor], reduction: str, asking: tuple[str, ...]
-) -> None:
-    every = {name: tensor.clone().requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
-    linear_loss(every, target, reduction=reduction).backward()
-    some = {name: tensor.clone().requires_grad_(name in asking) for name, tensor in tensors.items()}
-    loss = linear_loss(some, target, reduction=reduction)
-    assert loss.requires_grad == bool(asking)
-    if asking:
-        loss.backward()
-    for name in ("input", "weight", "bias"):
-        if name in asking:
-            torch.testing.assert_close(some[name].grad, every[name].grad, rtol=0, atol=0)
-        else:
-            assert some[name].grad is None
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_no_gradient_work_without_grad_mode(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
-    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
-    with torch.no_grad():
-        assert not linear_loss(asking, target, reduction=reduction).requires_grad
-        assert not xent.cross_entropy(asking["weight"], asking["weight"].argmax(-1), reduction=reduction).requires_grad
-    with torch.inference_mode():
-        assert not linear_loss(asking, target, reduction=reduction).requires_grad
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("inplace", [False, True])
-def test_second_backward_through_a_retained_graph(
-    target: Target, tensors: dict[str, Tensor], reduction: str, inplace: bool
-) -> None:
-    logits = tensors["weight"].requires_grad_()
+def test_second_backward_in_place(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
+    logits = tensors["linear_weight"].requires_grad_()
     classes = torch.arange(11, device=target.device) % 8
-    loss = xent.cross_entropy(logits * 1, classes, reduction=reduction, inplace=inplace, backend=target.name)
+    loss = xent.cross_entropy(logits * 1, classes, reduction=reduction, inplace=True, backend=target.name)
     upstream = torch.rand_like(loss)
     passes = [torch.autograd.grad(loss, logits, upstream, retain_graph=True)[0] for _ in range(2)]
     torch.testing.assert_close(passes[0], passes[1], rtol=0, atol=0)
     (last,) = torch.autograd.grad(loss, logits, upstream)
     torch.testing.assert_close(passes[0], last, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_second_backward_of_the_linear_loss(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
-    asking = {name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in tensors.items()}
-    leaves = [asking[name] for name in ("input", "weight", "bias")]
-    loss = linear_loss(asking, target, reduction=reduction)
-    upstream = torch.tensor(-1.7, device=target.device)
-    passes = [torch.autograd.grad(loss, leaves, upstream, retain_graph=keep) for keep in (True, True, False)]
-    for one, other, last in zip(*passes, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
-        torch.testing.assert_close(one, last, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -108,7 +51,7 @@ def test_second_derivative_raises(
     def loss(source: Tensor) -> Tensor:
         options = {"reduction": reduction, "backend": target.name}
         if linear:
-            return xent.linear_cross_entropy(source, tensors["weight"], classes, **options).sum()
+            return xent.linear_cross_entropy(source, tensors["linear_weight"], classes, **options).sum()
         return xent.cross_entropy(source, classes % 8, **options).sum()
 
     def again(source: Tensor) -> None:
@@ -146,13 +89,12 @@ def test_second_derivative_raises_if_the_upstream_gradient_is_differentiable(
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_func_grad_equals_autograd(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
     def loss(source: Tensor, weight: Tensor) -> Tensor:
-        return linear_loss(tensors | {"input": source, "weight": weight}, target, reduction=reduction)
+        return linear_loss(tensors | {"input": source, "linear_weight": weight}, target, reduction=reduction)
 
-    leaves = [tensors[name].clone().requires_grad_() for name in ("input", "weight")]
+    leaves = [tensors[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     expected = torch.autograd.grad(loss(*leaves), leaves)
-    found = torch.func.grad(loss, argnums=(0, 1))(tensors["input"], tensors["weight"])
-    for one, other in zip(expected, found, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0)
+    found = torch.func.grad(loss, argnums=(0, 1))(tensors["input"], tensors["linear_weight"])
+    torch.testing.assert_close(expected, found, rtol=0, atol=0)
 
 
 def test_inplace_under_func_raises(target: Target, tensors: dict[str, Tensor]) -> None:
@@ -215,7 +157,7 @@ def test_gradients_do_not_keep_the_graph_alive(
     loss = linear_loss(asking, target, reduction=reduction)
     options = {"reduction": reduction, "inplace": inplace, "backend": target.name}
     loss = loss + xent.cross_entropy(logits, tensors["target"] % 8, **options).sum()
-    leaves = [asking["input"], asking["weight"], logits]
+    leaves = [asking["input"], asking["linear_weight"], logits]
     for gradient in torch.autograd.grad(loss, leaves, retain_graph=retain):
         assert not gradient.requires_grad
 
@@ -260,18 +202,44 @@ def test_float16_mean_does_not_depend_on_the_size_of_row_weights(
     torch.testing.assert_close(gradient[0], expected.half())
 
 
-@pytest.mark.parametrize("retain", [False, True])
-@pytest.mark.parametrize("func", [False, True])
-def test_batched_backward(target: Target, tensors: dict[str, Tensor], retain: bool, func: bool) -> None:
-    logits = tensors["input"].requires_grad_()
-    loss = xent.cross_entropy(logits, tensors["target"] % 8, backend=target.name)
-    upstream = torch.tensor([1.0, 2.0], device=target.device)
-    (single,) = torch.autograd.grad(loss, logits, retain_graph=True)
-    if func:
-        batched = torch.func.vmap(lambda one: torch.autograd.grad(loss, logits, one, retain_graph=retain)[0])(upstream)
+def functions_of(target: Target) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
+    classes = torch.tensor([0, 3, -100, 10, 7, 7], device=target.device)
+    teacher = torch.randn(6, 11, generator=torch.Generator().manual_seed(1)).to(target.device)
+    top = teacher.log_softmax(-1).topk(4)
+    known = xent.TopKTeacher(top.indices, top.values)
+    ids = torch.arange(11, device=target.device).repeat(6)
+    support = xent.Support(ids, torch.arange(0, 67, 11, device=target.device))
+    given = {"backend": target.name}
+    none = given | {"reduction": "none"}
+    return {
+        "cross_entropy": lambda x, w: xent.cross_entropy(x @ w.t(), classes, **none),
+        "cross_entropy, mean": lambda x, w: xent.cross_entropy(x @ w.t(), classes, **given)[None],
+        "linear_cross_entropy": lambda x, w: xent.linear_cross_entropy(x, w, classes, workspace=99, **none),
+        "linear_cross_entropy, mean": lambda x, w: xent.linear_cross_entropy(x, w, classes, **given)[None],
+        "log_probs": lambda x, w: xent.log_probs(x @ w.t(), classes, **given),
+        "linear_log_probs": lambda x, w: xent.linear_log_probs(x, w, classes, **given),
+        "linear_log_probs, entropy": lambda x, w: xent.linear_log_probs(x, w, classes, entropy=True, **given)[1],
+        "log_probs, support": lambda x, w: xent.log_probs(x @ w.t(), classes, support=support, **given),
+        "divergence": lambda x, w: xent.divergence(x @ w.t(), teacher, beta=0.3, **none),
+        "linear_divergence": lambda x, w: xent.linear_divergence(x, w, teacher, **none),
+        "linear_divergence, mean": lambda x, w: xent.linear_divergence(x, w, teacher, beta=1.0, **given)[None],
+        "linear_divergence, top k": lambda x, w: xent.linear_divergence(x, w, known, **none),
+    }
+
+
+@pytest.mark.parametrize("name", functions_of(Target("torch", "cpu")))
+@pytest.mark.parametrize("vmap", [False, True])
+def test_batched_gradients(target: Target, tensors: dict[str, Tensor], name: str, vmap: bool) -> None:
+    function, leaves = functions_of(target)[name], [tensors[one].requires_grad_() for one in ("input", "linear_weight")]
+    loss = function(*leaves)
+    upstreams = torch.randn(3, *loss.shape, generator=torch.Generator().manual_seed(2)).to(loss)
+    each = [torch.autograd.grad(loss, leaves, one, retain_graph=True) for one in upstreams]
+    if vmap:
+        found = torch.func.vmap(lambda one: torch.autograd.grad(loss, leaves, one, retain_graph=True))(upstreams)
     else:
-        (batched,) = torch.autograd.grad(loss, logits, upstream, is_grads_batched=True, retain_graph=retain)
-    torch.testing.assert_close(batched[1], 2 * single)
+        found = torch.autograd.grad(loss, leaves, upstreams, is_grads_batched=True)
+    for number, grad in enumerate(found):
+        torch.testing.assert_close(grad, torch.stack([one[number] for one in each]))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -283,7 +251,7 @@ def test_statistics_require_a_gradient_with_reduction_none_only(
     source = tensors["input"].requires_grad_()
     for loss, stats in (
         xent.cross_entropy(source * 1, tensors["target"] % 8, inplace=inplace, **options),
-        xent.linear_cross_entropy(source, tensors["weight"], tensors["target"], **options),
+        xent.linear_cross_entropy(source, tensors["linear_weight"], tensors["target"], **options),
     ):
         assert loss.requires_grad
         assert stats.lse.requires_grad == (reduction == "none")
@@ -328,7 +296,7 @@ def test_checkpoints(target: Target, call: str, reentrant: bool, watched: bool, 
     classes = torch.randint(11, (6,), generator=generator).to(target.device)
 
     def loss(source: Tensor) -> Tensor:
-        options: dict[str, Any] = {"backend": target.name}
+        options = {"backend": target.name}
         if call == "log_probs":
             return xent.log_probs(source, classes, **options).sum()
         if call == "linear none":
@@ -357,11 +325,9 @@ def test_losses_of_rows_can_be_written_to(target: Target, function: str, vocabul
     mask = torch.tensor([1.0, 0.0, 2.0, 1.0, 0.0, 3.0], device=target.device)
 
     def losses() -> Tensor:
-        made: Tensor = getattr(xent, function)(*leaves, classes, reduction="none", backend=target.name)
-        return made
+        return getattr(xent, function)(*leaves, classes, reduction="none", backend=target.name)
 
     written = losses()
     written *= mask
     gradients = [torch.autograd.grad(made.sum(), leaves) for made in (written, losses() * mask)]
-    for found, expected in zip(*gradients, strict=True):
-        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

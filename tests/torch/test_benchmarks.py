@@ -212,7 +212,7 @@ def test_contenders_of_a_gpu_compute_the_same_loss(case: Case) -> None:
 
 def test_products_have_a_vocabulary_that_is_a_multiple_of_64() -> None:
     problem = make_problem(replace(SMALL, backward=False))
-    logits: Any = find_contender("linear", "products").make(SMALL)(*problem.set_up())
+    logits = find_contender("linear", "products").make(SMALL)(*problem.set_up())
     assert logits.shape == (96, 128)
     assert not logits[:, 100:].any()
 
@@ -288,7 +288,7 @@ def test_a_run_that_is_out_of_time_can_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(OutOfTime):
         measure(SMALL, deadline=time.monotonic() - 1)
     cases = [replace(SMALL, device="cuda"), replace(SMALL, device="cuda", tokens=64)]
-    done: list[Case] = []
+    done = []
 
     def measure_one(case: Case, progress: object) -> list[Record]:
         if done:

@@ -34,17 +34,16 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor, target: Tensor, normalizer: Tensor | None) -> Tensor:
         hidden = torch.tanh(self.layer(self.embedding(tokens)))
-        loss: Tensor = xent.linear_cross_entropy(
+        return xent.linear_cross_entropy(
             hidden, self.classifier.weight, target, linear_bias=self.classifier.bias, normalizer=normalizer
         )
-        return loss
 
 
 def train(kind: str, rank: int, processes: int, share: bool = True) -> dict[str, Tensor]:
     device = torch.device("cuda", rank) if GPUS else torch.device("cpu")
     torch.manual_seed(0)
     model = Model().to(device)
-    wrapped: nn.Module = model
+    wrapped = model
     factor = processes if share else 1
     if kind == "ddp":
         wrapped = DistributedDataParallel(model)

@@ -35,8 +35,7 @@ def test_compiles_whole_and_recompiles_for_weights_and_for_sizes_once_at_most(ta
         for weights in ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2), (1.0, 0.3, 0.1)):
             found, expected = compiled(x, w, y, weights), loss(x, w, y, weights)
             torch.testing.assert_close(found, expected)
-            for one, other in zip(*(torch.autograd.grad(made, (x, w)) for made in (found, expected)), strict=True):
-                torch.testing.assert_close(one, other)
+            torch.testing.assert_close(*(torch.autograd.grad(made, (x, w)) for made in (found, expected)))
     assert counters["stats"]["unique_graphs"] <= 3
 
 
@@ -52,8 +51,7 @@ def test_statistics_of_rows_have_gradients_in_a_compiled_graph_too(target: Targe
         )
         return rows, stats.accuracy, stats.count
 
-    for one, other in zip(loss(x, w), torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w), strict=True):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(loss(x, w), torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w))
 
 
 def test_second_backward_and_transforms_give_the_same_gradients(target: Target) -> None:
@@ -65,8 +63,7 @@ def test_second_backward_and_transforms_give_the_same_gradients(target: Target) 
     value = loss(x, w)
     first = torch.autograd.grad(value, (x, w), retain_graph=True)
     for again in (torch.autograd.grad(value, (x, w)), torch.func.grad(loss, argnums=(0, 1))(x.detach(), w.detach())):
-        for one, other in zip(first, again, strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=0)
+        torch.testing.assert_close(first, again, rtol=0, atol=0)
 
 
 def test_autocast(target: Target) -> None:

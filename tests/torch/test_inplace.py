@@ -11,7 +11,7 @@ from tests.targets import Target
 def test_gradient_is_in_the_logits_memory(target: Target, reduction: str) -> None:
     source = torch.randn(6, 9, device=target.device, requires_grad=True)
     logits = source * 1
-    seen: list[torch.Tensor] = []
+    seen = []
     logits.register_hook(seen.append)
     version = logits._version
     loss = xent.cross_entropy(logits, torch.arange(6, device=target.device), reduction=reduction, inplace=True)
@@ -56,3 +56,18 @@ def test_without_inplace_an_operation_may_have_saved_the_logits(target: Target) 
     source = torch.randn(6, 9, device=target.device, requires_grad=True)
     xent.cross_entropy(source.exp(), torch.arange(6, device=target.device)).backward()
     assert source.grad is not None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_inplace_without_rows(target: Target, reduction: str) -> None:
+    for empty in (
+        torch.zeros(5, device=target.device).expand(0, 5),
+        torch.zeros(1, 5, device=target.device).expand(3, 5)[:0],
+        torch.zeros(2, 1, 5, device=target.device).expand(2, 4, 5)[:, :0],
+    ):
+        leaf = empty.detach().requires_grad_()
+        classes = torch.zeros(empty.shape[:-1], dtype=torch.int64, device=target.device)
+        loss = xent.cross_entropy(leaf, classes, reduction=reduction, inplace=True, backend=target.name)
+        (grad,) = torch.autograd.grad(loss.sum(), leaf)
+        assert grad.shape == empty.shape
+        assert float(loss.detach().sum()) == 0

@@ -17,19 +17,6 @@ from xent.integrations.torch import LinearCrossEntropyLoss
 NO_FORWARD_MODE = "{} carries a tangent, and xent computes no forward-mode derivatives"
 
 
-@pytest.fixture
-def tensors(target: Target) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    drawn = {
-        "logits": torch.randn(6, 11, generator=generator),
-        "input": torch.randn(6, 8, generator=generator),
-        "linear_weight": torch.randn(11, 8, generator=generator),
-        "target": torch.randint(11, (6,), generator=generator),
-        "sample_weight": torch.rand(6, generator=generator),
-    }
-    return {name: tensor.to(target.device) for name, tensor in drawn.items()}
-
-
 def loss_of(tensors: dict[str, Tensor], target: Target, name: str) -> Callable[[Tensor], Any]:
     """Return the loss as a function of one of its tensors."""
     if name in ("input", "linear_weight"):
@@ -60,7 +47,15 @@ def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "how", ["hessian", "vmap of grad", "grad of vmap", "functionalize of grad", "grad of functionalize"]
+    "how",
+    [
+        "hessian",
+        "vmap of grad",
+        "vmap of grad of grad",
+        "grad of vmap",
+        "functionalize of grad",
+        "grad of functionalize",
+    ],
 )
 def test_nested_transforms_raise(
     target: Target, tensors: dict[str, Tensor], name: str, compiled: bool, how: str
@@ -74,6 +69,7 @@ def test_nested_transforms_raise(
     function, argument, message = {
         "hessian": (torch.func.hessian(loss), tensors[name], NO_FORWARD_MODE.format(name)),
         "vmap of grad": (torch.vmap(torch.func.grad(loss)), batch, no_vmap),
+        "vmap of grad of grad": (torch.vmap(torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())), batch, no_vmap),
         "grad of vmap": (torch.func.grad(lambda x: torch.vmap(loss)(x).sum()), batch, no_vmap),
         "functionalize of grad": (torch.func.functionalize(torch.func.grad(loss)), tensors[name], no_functionalize),
         "grad of functionalize": (torch.func.grad(torch.func.functionalize(loss)), tensors[name], no_functionalize),
@@ -99,8 +95,7 @@ def test_transforms_of_arguments_without_gradient_raise(
     arguments = {"linear_cross_entropy": (x, w, y), "divergence": (z, z * 2)}.get(name, (z, y))
 
     def loss(weights: Tensor) -> Tensor:
-        found: Tensor = getattr(xent, name)(*arguments, backend=target.name, **{option: weights}).sum()
-        return found
+        return getattr(xent, name)(*arguments, backend=target.name, **{option: weights}).sum()
 
     transformed = torch.func.grad(loss)
     with pytest.raises(Exception, match=f"{option} requires a gradient, which (xent|a divergence) does not"):
@@ -115,7 +110,7 @@ def test_jacrev(target: Target, tensors: dict[str, Tensor], reduction: str, name
     def loss(tensor: Tensor) -> Tensor:
         options = {"reduction": reduction, "backend": target.name}
         if name == "logits":
-            found: Tensor = xent.cross_entropy(tensor, tensors["target"], **options)
+            found = xent.cross_entropy(tensor, tensors["target"], **options)
         else:
             found = xent.linear_cross_entropy(tensor, tensors["linear_weight"], tensors["target"], **options)
         return found
@@ -155,14 +150,6 @@ def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str, comp
     mapped = torch.vmap(loss_of(tensors, target, name))
     with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
         (torch.compile(mapped, backend="aot_eager") if compiled else mapped)(tensors[name].expand(3, -1, -1))
-
-
-@pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
-def test_vmap_of_gradients_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:
-    loss = loss_of(tensors, target, name)
-    for gradient in (torch.func.grad(loss), torch.func.grad(lambda tensor: torch.func.grad(loss)(tensor).sum())):
-        with pytest.raises(NotImplementedError, match=f"{name} is batched by torch.vmap, which xent does not support"):
-            torch.vmap(gradient)(tensors[name].expand(3, -1, -1))
 
 
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight", "target", "sample_weight"])
@@ -223,8 +210,8 @@ def test_module_instead_of_its_weight(tensors: dict[str, Tensor]) -> None:
 def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor], name: str, autocast: bool) -> None:
     """Autocast does not convert float64, so the error must not advise it."""
     source, weight = tensors["input"], tensors["linear_weight"]
-    arguments: tuple[Any, ...] = (source, weight.double(), tensors["target"])
-    function: Callable[..., Any] = xent.linear_cross_entropy
+    arguments = (source, weight.double(), tensors["target"])
+    function = xent.linear_cross_entropy
     if name == "teacher.weight":
         function, arguments = xent.linear_divergence, (source, weight, xent.LinearTeacher(source, weight.double()))
     advice = "; torch.autocast does not convert float64" if autocast else ", or call under torch.autocast"
@@ -232,3 +219,7 @@ def test_a_classifier_of_another_dtype(target: Target, tensors: dict[str, Tensor
     # The backend whose kernels compute in float64; others refuse the call before.
     with torch.autocast(target.device, torch.bfloat16, enabled=autocast), pytest.raises(TypeError, match=expected):
         function(*arguments, backend="torch")
+    if not autocast:
+        bias = torch.zeros(11, device=target.device).double()
+        with pytest.raises(TypeError, match=r"linear_bias must have the dtype of input, torch.float32"):
+            xent.linear_cross_entropy(source, weight, tensors["target"], linear_bias=bias)

@@ -12,7 +12,7 @@ import xent
 from tests.targets import Target
 
 FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES = {
     "rows": {"rows": 4},
     "classes": {"vocabulary": 11},
     "dtype": {"dtype": torch.bfloat16},

@@ -1,76 +1,18 @@
-"""Work and memory in PyTorch: results that are not needed are not computed, and unneeded memory is not kept."""
+"""Memory and host work in PyTorch: unneeded memory is not kept, and sums over chunks are rounded once."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import xent
 from tests.torch.peak import peak
-from tests.torch.products import flops_of
 
 N, D, V = 64, 16, 40
-PRODUCT = 2 * N * D * V
-
-
-def flops(
-    needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: float = 0.0, stats: tuple[str, ...] = ()
-) -> int:
-    """Count the multiplications and additions of matrix products, forward and backward."""
-    torch.manual_seed(0)
-    target = torch.randint(V, (N,))
-    target[: int(ignored * N)] = -100
-    leaves = [torch.randn(size) for size in ((N, D), (V, D), (V,))]
-    options: dict[str, Any] = {"reduction": reduction, "stats": stats, "workspace": V * 4 * 10, "backend": "torch"}
-
-    def call() -> None:
-        given = [leaf.requires_grad_(need) for leaf, need in zip(leaves, needs, strict=True)]
-        made = xent.linear_cross_entropy(*given[:2], target, linear_bias=given[2], **options)
-        loss = made[0] if stats else made
-        if any(needs):
-            loss.backward(torch.ones_like(loss))
-        assert [leaf.grad is not None for leaf in given] == list(needs)
-
-    return flops_of(call)
-
-
-@pytest.mark.parametrize(
-    ("needs", "products"),
-    [
-        ((True, True, True), 3),
-        ((True, True, False), 3),
-        ((True, False, False), 2),
-        ((False, True, False), 2),
-        ((False, False, True), 1),
-        ((False, False, False), 1),
-    ],
-)
-def test_number_of_matrix_products(needs: tuple[bool, bool, bool], products: int) -> None:
-    assert flops(needs) == products * PRODUCT
-    assert flops(needs, reduction="none") == (products + any(needs)) * PRODUCT
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_ignored_rows_are_not_multiplied(reduction: str) -> None:
-    some, every = (flops((True, True, True), reduction, ignored) for ignored in (0.75, 0.0))
-    assert some == every // 4
-    assert flops((True, True, True), reduction, ignored=1.0) == 0
-    assert flops((True, True, True), reduction, ignored=0.75, stats=("lse", "predictions")) == every // 4
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("how", ["no_grad", "inference_mode", "frozen"])
-def test_no_gradient_without_grad_mode(reduction: str, how: str) -> None:
-    """One product makes the logits; no memory of a gradient's size is taken, see also below."""
-    x, w, y = torch.randn(N, D), torch.randn(V, D), torch.randint(V, (N,))
-    modes = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "frozen": torch.enable_grad}
-    leaves = [leaf.requires_grad_(how != "frozen") for leaf in (x, w)]
-    with modes[how]():
-        made: list[torch.Tensor] = []
-        used = flops_of(lambda: made.append(xent.linear_cross_entropy(*leaves, y, reduction=reduction)))
-    assert used == PRODUCT
-    assert not made[0].requires_grad
-    assert bool(made[0].isfinite().all())
 
 
 def test_sums_over_chunks_are_rounded_once() -> None:
@@ -87,6 +29,63 @@ def test_sums_over_chunks_are_rounded_once() -> None:
     truth = gradients(None, w.double(), b.double())
     for whole, chunked, true in zip(gradients(None, w, b), gradients(V * 2 * 4, w, b), truth, strict=True):
         assert (chunked - true).norm() <= 1.15 * (whole - true).norm()
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Count the calls of Python functions and of functions in C."""
+    count = 0
+
+    def seen(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    function()
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+LAYOUTS: dict[str, tuple[Callable[[int], Tensor], int]] = {
+    "axis 1": (lambda n: torch.randn(n, 3, 2), 1),
+    "all but the last token": (lambda n: torch.randn(n, 3, 2)[:, :-1], -1),
+    "all but the first class": (lambda n: torch.randn(n, 3, 4)[..., 1:], -1),
+    "transposed": (lambda n: torch.randn(2, 3, n).permute(2, 1, 0), 1),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_calls_of_python_do_not_grow_with_the_batch(layout: str, reduction: str) -> None:
+    make, axis = LAYOUTS[layout]
+    counts = []
+    for number in (20, 20_000):
+        logits = make(number).requires_grad_()
+        rows = list(logits.shape)
+        rows.pop(axis)
+        target = torch.zeros(rows, dtype=torch.int64)
+
+        def call(logits: Tensor = logits, target: Tensor = target) -> None:
+            loss = xent.cross_entropy(logits, target, axis=axis, reduction=reduction, backend="torch")
+            torch.autograd.grad(loss.sum(), logits)
+
+        counts.append(calls_of(call))
+    assert counts[1] <= counts[0] + 300, counts
+
+
+def test_bfloat16_gradient_of_a_classifier_in_64_chunks() -> None:
+    torch.manual_seed(0)
+    rows, width, vocabulary = 512, 64, 1000
+    x, w = torch.randn(rows, width).bfloat16(), (torch.randn(vocabulary, width) / 8).bfloat16().requires_grad_()
+    target = torch.randint(vocabulary, (rows,))
+    wide = w.detach().double().requires_grad_()
+    (truth,) = torch.autograd.grad(F.cross_entropy(x.double() @ wide.t(), target), wide)
+    (plain,) = torch.autograd.grad(F.cross_entropy(F.linear(x, w).float(), target), w)
+    chunked = xent.linear_cross_entropy(x, w, target, workspace=rows // 64 * vocabulary * 2, backend="torch")
+    (found,) = torch.autograd.grad(chunked, w)
+    assert (found.double() - truth).norm() <= 1.5 * (plain.double() - truth).norm()
 
 
 LOGITS = "x = torch.randn(1024, 32000).requires_grad_(); y = torch.randint(32000, (1024,))"

@@ -1,18 +1,15 @@
-"""Rows of logits through a public function and in the float64 reference, on the same inputs: results and gradients."""
+"""Rows of logits through a public function, and with backend "torch" in float64: results and gradients."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import xent
-from xent.backends.reference import Reference, cross_entropy_gradient
-from xent.core.call import Activation, Call, Classes, Given, Options
 from xent.core.spec import LOG_PROB_STATS
 
-__all__ = ["CLOSE", "DTYPES", "Rows", "Upstream", "compare"]
+__all__ = ["CLOSE", "DTYPES", "Rows", "Upstream", "compare", "compare_results"]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -83,28 +80,17 @@ class Rows:
             (found[way],) = torch.autograd.grad([one for one, _ in pairs], leaf, [one for _, one in pairs])
         return found
 
-    def reference(self) -> tuple[dict[str, Any], Any]:
-        """Return the same results and the gradient in float64."""
+    def exact(self) -> "Rows":
+        """Return the same rows for backend "torch" on the CPU in float64."""
 
-        def numpy(values: Tensor | None) -> Any:
+        def wide(values: Tensor | None) -> Any:
             if values is None:
                 return None
-            return (values.double() if values.is_floating_point() else values).cpu().numpy()
+            return values.cpu().double() if values.is_floating_point() else values.cpu()
 
-        logits, target, weight, sample_weight, temperature = map(
-            numpy, (self.logits, self.target, self.weight, self.sample_weight, self.temperature)
-        )
-        more = dict(self.options)
-        bends = {name: more.pop(name) for name in ("logit_scale", "softcap") if name in more}
-        options = Options("none", weight=weight, sample_weight=sample_weight, stats=self.stats, **more)
-        source = Given(logits, logits.ndim - 1)
-        call = Call(source, Classes(target), Activation(**bends, temperature=temperature), options)
-        with np.errstate(all="ignore"):
-            loss, stats = Reference().run(call)
-            of_loss, *others = (None if one is None else numpy(one).reshape(loss.shape) for one in self.upstream)
-            named = {name: one for name, one in zip(Upstream._fields[1:], others, strict=True) if one is not None}
-            grad = cross_entropy_gradient(call, np.zeros(loss.shape) if of_loss is None else of_loss, **named)
-        return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}, grad
+        named = {name: wide(getattr(self, name)) for name in ("logits", "target", "weight", "sample_weight")}
+        upstream = Upstream(*map(wide, self.upstream))
+        return replace(self, **named, temperature=wide(self.temperature), upstream=upstream, backend="torch")
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -113,16 +99,20 @@ def _overlaps(tensor: Tensor) -> bool:
 
 def compare(rows: Rows, **close: Any) -> None:
     """Compare results and gradients; `close` overrides the tolerance of gradients."""
-    expected, right = rows.reference()
-    for name, value in rows.forward().items():
-        torch.testing.assert_close(
-            value.double().cpu().reshape(-1), torch.from_numpy(np.asarray(expected[name], np.float64)).reshape(-1),
-            rtol=4e-6, atol=4e-6, equal_nan=True, msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
-    dtype = rows.logits.dtype
+    compare_results(rows)
+    right, dtype = rows.exact().gradients()["beside"], rows.logits.dtype
     given = {"rtol": CLOSE[dtype], "atol": _SMALLEST[dtype]} | close
     for way, grad in rows.gradients().items():
         torch.testing.assert_close(
-            grad.double().cpu(), torch.from_numpy(right), **given, equal_nan=True,
-            msg=lambda text, way=way: f"gradient, {way}: {text}",
+            grad.double().cpu(), right, **given, equal_nan=True, msg=lambda text, way=way: f"gradient, {way}: {text}"
+        )
+
+
+def compare_results(rows: Rows) -> None:
+    """Compare the results of a call without gradients."""
+    expected = rows.exact().forward()
+    for name, value in rows.forward().items():
+        torch.testing.assert_close(
+            value.double().cpu(), expected[name].double(), rtol=4e-6, atol=4e-6, equal_nan=True,
+            msg=lambda text, name=name: f"{name}: {text}",
         )  # fmt: skip

@@ -85,7 +85,7 @@ def judge(result: Any, leaf: torch.Tensor, wrong: Any = WRONG) -> None:
 
 def judge_rows(result: Any, wrong: Any) -> torch.Tensor:
     """Return the loss after checking that it is NaN for rows with an invalid target, and for no others."""
-    loss: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    loss = result[0] if isinstance(result, tuple) else result
     assert bool(loss.isnan().any()) == bool(wrong)
     assert not loss.ndim or loss.isnan().nonzero()[:, 0].tolist() == sorted(wrong)
     return loss

@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 import xent
+from tests.covering import crossed
 from tests.targets import Target
+from tests.triton.judged import Rows, Upstream, compare
 
 INF = float("inf")
 CLOSE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}
 STATS = ("lse", "nll", "entropy", "predictions", "z_loss", "accuracy", "count")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "smoothing, weight": {"label_smoothing": 0.1, "weight": True},
     "sample_weight, z_loss": {"sample_weight": True, "z_loss": 0.1},
@@ -29,48 +31,30 @@ def draw(target: Target, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, T
     return logits.to(target.device, dtype), given.to(target.device)
 
 
-def results(
-    logits: Tensor, given: Tensor, backend: str, reduction: str, stats: bool, **options: Any
-) -> dict[str, Tensor]:
+def results(logits: Tensor, given: Tensor, backend: str) -> dict[str, Tensor]:
     leaf = logits.detach().requires_grad_()
-    names = STATS if stats else ()
-    made = xent.cross_entropy(leaf, given, reduction=reduction, stats=names, backend=backend, **options)
-    loss = made[0] if stats else made
-    upstream = torch.linspace(-1, 2, loss.numel(), device=leaf.device).view(loss.shape).to(loss.dtype)
-    found = {name: getattr(made[1], name) for name in names}
+    loss, stats = xent.cross_entropy(leaf, given, reduction="none", stats=STATS, backend=backend)
+    upstream = torch.linspace(-1, 2, loss.numel(), device=leaf.device).view(loss.shape)
+    found = {name: getattr(stats, name) for name in STATS}
     return found | {"loss": loss.detach(), "gradient": torch.autograd.grad(loss, leaf, upstream)[0]}
 
 
-def compare(
-    target: Target, logits: Tensor, given: Tensor, reduction: str = "none", **options: Any
-) -> dict[str, Tensor]:
-    """Compare with and without statistics. Return the results."""
-    wide = {name: value.cpu().double() if isinstance(value, Tensor) else value for name, value in options.items()}
-    for stats in (False, True):
-        found = results(logits, given, target.name, reduction, stats, **options)
-        expected = results(logits.cpu().double(), given.cpu(), "torch", reduction, stats, **wide)
-        for name, right in expected.items():
-            close = CLOSE[logits.dtype] if name == "gradient" else 5e-6
-            smallest = 2.0**-24 if logits.dtype == torch.float16 else 1e-6
-            torch.testing.assert_close(
-                found[name].cpu().to(right.dtype), right, rtol=close, atol=smallest, equal_nan=True,
-                msg=lambda text, name=name: f"{name}: {text}",
-            )  # fmt: skip
-    return found
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 33, 1500])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_sizes(target: Target, name: str, dtype: torch.dtype, vocabulary: int, reduction: str) -> None:
+@pytest.mark.parametrize(*crossed(name=OPTIONS, dtype=[torch.float32, torch.float16], vocabulary=[1, 33, 1500]))
+def test_sizes(target: Target, name: str, dtype: torch.dtype, vocabulary: int) -> None:
     logits, given = draw(target, vocabulary, dtype)
-    options = dict(OPTIONS[name])
+    options, arrays = dict(OPTIONS[name]), {}
     if options.pop("weight", False):
-        options["weight"] = torch.linspace(0, 2, vocabulary, device=target.device)
+        arrays["weight"] = torch.linspace(0, 2, vocabulary, device=target.device)
     if options.pop("sample_weight", False):
-        options["sample_weight"] = torch.tensor([1.0, 0.0, 0.5, 2.0], device=target.device)
-    compare(target, logits, given, reduction, **options)
+        arrays["sample_weight"] = torch.tensor([1.0, 0.0, 0.5, 2.0], device=target.device)
+    for stats in ((), STATS):
+        judge(logits, given, stats, **arrays, options=options)
+
+
+def judge(logits: Tensor, given: Tensor, stats: tuple[str, ...], **more: Any) -> None:
+    upstream = Upstream(torch.linspace(-1, 2, 4, device=logits.device))
+    rows = Rows(logits, given, stats=stats, upstream=upstream, **more)
+    compare(rows, rtol=CLOSE[logits.dtype], atol=2.0**-24 if logits.dtype == torch.float16 else 1e-6)
 
 
 KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
@@ -90,9 +74,10 @@ KINDS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 def test_hard_rows(target: Target, kind: str, vocabulary: int) -> None:
     """In one row. The other rows must be unchanged."""
     logits, given = draw(target, vocabulary, torch.float32)
-    before = results(logits, given, target.name, "none", True)
+    before = results(logits, given, target.name)
     KINDS[kind](logits[2], given[2])
-    found = compare(target, logits, given)
+    judge(logits, given, STATS)
+    found = results(logits, given, target.name)
     others = torch.tensor([0, 1, 3], device=target.device)
     for name in ("loss", "gradient", "lse", "nll", "entropy"):
         assert torch.equal(found[name][others], before[name][others])
@@ -111,7 +96,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_probabilities_of_any_layout(target: Target, layout: str) -> None:
     logits, given = draw(target, 33, torch.float32)
     given = given.bfloat16().float()
-    one, other = (results(logits, q, target.name, "none", True) for q in (LAYOUTS[layout](given), given))
+    one, other = (results(logits, q, target.name) for q in (LAYOUTS[layout](given), given))
     for name, value in other.items():
         assert torch.equal(one[name], value), name
 
@@ -122,8 +107,8 @@ def test_rows_in_groups_of_groups(target: Target) -> None:
     wide = [torch.rand(2, 4, 3, 33, device=target.device) for _ in range(2)]
     cut = [tensor[:, :3, :2] for tensor in wide]
     for logits, given in ((cut[0], cut[1]), (cut[0].contiguous(), cut[1]), (cut[0], cut[1].contiguous())):
-        found = results(logits, given, target.name, "none", True)
-        expected = results(cut[0].contiguous(), cut[1].contiguous(), target.name, "none", True)
+        found = results(logits, given, target.name)
+        expected = results(cut[0].contiguous(), cut[1].contiguous(), target.name)
         for name, value in expected.items():
             assert torch.equal(found[name], value), name
 

@@ -52,7 +52,7 @@ def compare(logits: Tensor, classes: Tensor, backend: str, **options: Any) -> No
         torch.testing.assert_close(one.cpu().double(), other, rtol=near, atol=smallest)
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "smoothing": {"label_smoothing": 0.1},
     "weight, z_loss": {"weight": True, "z_loss": 0.1},
@@ -88,14 +88,6 @@ def test_sizes(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
 def test_rows_off_boundaries(target: Target, name: str, dtype: torch.dtype, vocabulary: int, start: int) -> None:
     values, classes = draw(target, vocabulary, dtype, rows=4)
     compare(padded(values, start), classes, target.name, **given(target, name, vocabulary))
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [4099, 8200])
-def test_gradients_of_several_blocks(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    """As on a GPU, where the backward pass has one program per block."""
-    logits, classes = draw(target, vocabulary, dtype, rows=3)
-    compare(padded(logits), classes, target.name, label_smoothing=0.1)
 
 
 def bits(target: Target, logits: Tensor, classes: Tensor, **options: Any) -> Tensor:
@@ -181,32 +173,6 @@ def test_hard_rows(target: Target, dtype: torch.dtype, vocabulary: int, y: int) 
             )
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [31, 8200])
-def test_statistics_of_hard_rows(target: Target, vocabulary: int, dtype: torch.dtype) -> None:
-    logits = 2 * torch.randn(len(KINDS), vocabulary, generator=torch.Generator().manual_seed(0))
-    logits, y = logits.to(target.device, dtype), vocabulary - 11
-    for row, kind in zip(logits, KINDS.values(), strict=True):
-        kind(row, y)
-    classes = torch.full((len(KINDS),), y, device=target.device)
-    options = {"reduction": "none", "stats": ("lse", "nll", "entropy", "predictions"), "label_smoothing": 0.1}
-    found, expected = (
-        xent.cross_entropy(z, classes.to(z.device), backend=name, **options)
-        for z, name in ((logits, target.name), (logits.cpu().double(), "torch"))
-    )
-    for name in ("lse", "nll", "entropy", "predictions"):
-        ones, others = (getattr(stats, name).cpu().double() for stats in (found[1], expected[1]))
-        for kind, one, other in zip(KINDS, ones, others, strict=True):
-            torch.testing.assert_close(
-                one, other, rtol=3e-6, atol=1e-5, equal_nan=True,
-                msg=lambda text, kind=kind, name=name: f"{kind} {name}: {text}",
-            )  # fmt: skip
-    for kind, one, other in zip(KINDS, found[0].cpu().double(), expected[0], strict=True):
-        torch.testing.assert_close(
-            one, other, rtol=3e-6, atol=3e-6, equal_nan=True, msg=lambda text, kind=kind: f"{kind}: {text}"
-        )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("options", [{}, {"logit_scale": -0.7}, {"label_smoothing": 0.1}, {"z_loss": 0.1}], ids=str)
 @pytest.mark.parametrize("vocabulary", [2048, 2051])
@@ -262,28 +228,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "groups of groups": lambda t: t.view(3, 2, 2, -1)[:, :1, :1],
     "classes first": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
 }
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.parametrize("vocabulary", [40, 37])
-@pytest.mark.parametrize("start", [0, 3])
-def test_layouts(target: Target, layout: str, dtype: torch.dtype, vocabulary: int, start: int) -> None:
-    """The same as contiguous rows."""
-    torch.manual_seed(0)
-    memory = torch.full((start + 12 * vocabulary + 8,), 7, dtype=dtype, device=target.device)
-    whole = memory[start : start + 12 * vocabulary].view(3, 4, vocabulary)
-    whole.copy_(3 * torch.randn(3, 4, vocabulary))
-    view = LAYOUTS[layout](whole)
-    classes = torch.arange(view.shape[:-1].numel(), device=target.device).view(view.shape[:-1]) % view.shape[-1]
-    for reduction in ("mean", "none"):
-        outcome = []
-        for logits in (view, view.contiguous().clone()):
-            leaf = logits.detach().requires_grad_()
-            loss = xent.cross_entropy(leaf, classes, reduction=reduction, backend=target.name)
-            outcome.append((loss.detach(), *torch.autograd.grad(1.5 * loss.sum(), leaf)))
-        torch.testing.assert_close(outcome[0][0], outcome[1][0], rtol=3e-6, atol=0)
-        torch.testing.assert_close(outcome[0][1], outcome[1][1], rtol=CLOSE[dtype], atol=1e-7)
 
 
 GAPS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -16,7 +16,6 @@ dispatch = sys.modules[xent.backends.__module__]
 """The module that selects a backend."""
 
 BACKEND = TABLE["triton"]()
-REASON = "the moon is full"
 FLOAT64 = "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
 
 
@@ -35,26 +34,6 @@ def losses(target: Target, dtype: torch.dtype) -> list[Callable[..., Tensor]]:
         lambda **options: xent.cross_entropy(hidden, classes, **options),
         lambda **options: xent.linear_cross_entropy(hidden, weight, classes, **options),
     ]
-
-
-@pytest.mark.usefixtures("native")
-def test_auto_falls_back_to_torch_with_one_warning(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BACKEND, "missing", lambda: REASON)
-    first, second = losses(target, torch.float32)
-    with pytest.warns(RuntimeWarning, match=f"does not use its triton backend, .*{target.device}: {REASON}") as caught:
-        served = first()
-    assert len(caught) == 1
-    assert torch.equal(served, first(backend="torch"))
-    assert torch.equal(second(), second(backend="torch"))
-
-
-def test_named_backend_that_cannot_serve_raises_with_the_reason(
-    target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(BACKEND, "missing", lambda: REASON)
-    for loss in losses(target, torch.float32):
-        with pytest.raises(xent.BackendError, match=f"backend 'triton' cannot serve this call: {REASON}"):
-            loss(backend="triton")
 
 
 def test_float64_is_refused_by_name(target: Target) -> None:
@@ -79,7 +58,7 @@ def test_float64_goes_to_torch_without_warning_if_triton_is_not_native() -> None
 
 
 def test_auto_takes_triton(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    served: list[str] = []
+    served = []
     run = type(BACKEND).run
 
     def noted(self: object, call: object) -> object:

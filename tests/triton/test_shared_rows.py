@@ -7,6 +7,8 @@ import torch
 
 import xent
 from tests.targets import Target
+from tests.triton import judged
+from tests.triton.judged import Rows, Upstream
 from tests.triton.test_rows import DTYPES, OPTIONS, compare, draw, given, padded
 
 STATS = ("lse", "nll", "entropy", "predictions", "accuracy", "log_sum_sq_probs", "mean_logit", "z_loss", "count")
@@ -32,18 +34,7 @@ def test_statistics(target: Target, dtype: torch.dtype, options: dict[str, Any],
     logits[4, third + 5] = 200
     logits[5, :] = 1  # the first of equal classes is the prediction
     classes[5] = third
-    found = []
-    for backend, values in ((target.name, padded(logits)), ("torch", logits.cpu().double())):
-        leaf = values.detach().requires_grad_()
-        loss, stats = xent.cross_entropy(leaf, classes.to(leaf.device), stats=STATS, backend=backend, **options)
-        (grad,) = torch.autograd.grad(loss, leaf)
-        found.append([loss.detach(), *(getattr(stats, name) for name in STATS), grad])
-    for name, one, other in zip(("loss", *STATS), *(each[:-1] for each in found), strict=True):
-        torch.testing.assert_close(
-            one.cpu().double(), other.double(), rtol=4e-6, atol=4e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
-    near = 2e-5 if dtype == torch.float32 else 2.0**-8
-    torch.testing.assert_close(found[0][-1].cpu().double(), found[1][-1], rtol=near, atol=1e-8)
+    judge(padded(logits), classes, ("loss", "lse", "nll", "entropy"), options=options)
 
 
 @pytest.mark.parametrize("dtype", LONG, ids=str)
@@ -52,15 +43,14 @@ def test_gradients_of_statistics(target: Target, dtype: torch.dtype, which: str)
     """Also of rows without a weight."""
     logits, classes = draw(target, LONG[dtype][0], dtype, rows=4)
     weights = torch.tensor([1.0, 0.0, 2.0, 0.5], device=target.device)
-    found = []
-    for backend, values in ((target.name, padded(logits)), ("torch", logits.cpu().double())):
-        leaf, device = values.detach().requires_grad_(), values.device
-        rows, stats = xent.cross_entropy(
-            leaf, classes.to(device), stats=(which,), reduction="none", sample_weight=weights.to(leaf), backend=backend
-        )
-        found.append(torch.autograd.grad(rows.sum() + getattr(stats, which).sum() / 7, leaf)[0])
-    near = 2e-5 if dtype == torch.float32 else 2.0**-7
-    torch.testing.assert_close(found[0].cpu().double(), found[1], rtol=near, atol=1e-7)
+    judge(padded(logits), classes, ("loss", which), sample_weight=weights)
+
+
+def judge(logits: torch.Tensor, classes: torch.Tensor, which: tuple[str, ...], **more: Any) -> None:
+    upstream = dict(zip(which, torch.linspace(-1, 2, 4 * len(logits), device=logits.device).view(4, -1), strict=False))
+    rows = Rows(logits, classes, stats=STATS, upstream=Upstream(**upstream), **more)
+    near = 2e-5 if logits.dtype == torch.float32 else 2.0**-7
+    judged.compare(rows, rtol=near, atol=1e-7)
 
 
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(128_256, torch.bfloat16), (102_405, torch.float32)])

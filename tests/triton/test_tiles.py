@@ -11,7 +11,7 @@ from tests.targets import Target
 from xent.core.spec import STAT_NAMES
 
 INF = float("inf")
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS = {
     "plain": {},
     "z_loss": {"z_loss": 0.1},
     "smoothing": {"label_smoothing": 0.1},

@@ -47,7 +47,7 @@ def main(tool: str, *vocabularies: str) -> int:
 
 def unexplained(lines: list[str]) -> list[str]:
     """Return the reports that are not ignored; each as its first line and the following places."""
-    reports: list[list[str]] = []
+    reports = []
     begun = False
     for line in (line.removeprefix("=========").strip() for line in lines if line.startswith("=========")):
         if line.startswith(("Error:", "Invalid", "Program hit", "Warning:")):

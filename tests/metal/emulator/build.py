@@ -103,7 +103,7 @@ class Workshop:
 
 def translate(source: Source) -> str:
     """Return a kernel as C++, with checked threadgroup memory, and an entry point that runs one thread."""
-    numbers: list[str] = []
+    numbers = []
 
     def declare(match: re.Match[str]) -> str:
         indent, kind, name, count = match.groups()

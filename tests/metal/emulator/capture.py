@@ -34,7 +34,7 @@ class Source:
 
 def capture(launch: Callable[..., Any], inputs: list[mx.array]) -> Source:
     """Return the source of the one kernel that `launch(*inputs)` starts; nothing is evaluated."""
-    primitives: list[Any] = []
+    primitives = []
 
     def keep(node: dict[str, Any]) -> None:
         if node["type"] == "primitive" and node["name"] == "CustomKernel":

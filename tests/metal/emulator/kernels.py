@@ -23,9 +23,9 @@ class Emulator:
 
     def __init__(self, folder: Path) -> None:
         self.workshop = Workshop(folder)
-        self.sources: list[Source] = []
+        self.sources = []
         self.seed = itertools.count()
-        self.limit: Callable[[Source], int] = lambda source: 1024
+        self.limit = lambda source: 1024
         """The number of threads that a kernel's pipeline allows; 0 simulates a source that Apple's compiler rejects."""
 
     def check_limit(self, source: Source, threads: int) -> None:
@@ -43,7 +43,7 @@ class Emulator:
     ) -> Callable[..., list[mx.array]]:
         """Return a kernel: see `mx.fast.metal_kernel`."""
         kernel = metal_kernel(name, input_names, output_names, source, *rest, **settings)
-        captured: dict[Any, Source] = {}
+        captured = {}
 
         def call(
             *,

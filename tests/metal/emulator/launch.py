@@ -43,7 +43,7 @@ def run(
     if min(grid) < 1 or min(threadgroup) < 1:
         raise EmulatorError(f"empty grid: {grid} threads in threadgroups of {threadgroup}")
     rng = np.random.default_rng(seed)
-    buffers: dict[str, Buffer] = {}
+    buffers = {}
     try:
         for parameter in source.parameters:
             if not parameter.attribute.startswith("buffer"):

@@ -66,7 +66,7 @@ class ShaderKernel:
         memory = _Memory([argument for argument in arguments if isinstance(argument, Tensor)])
         seed = next(self.emulator.seed)
         try:
-            places: dict[str, Any] = {}
+            places = {}
             for parameter, argument in zip(bound, arguments, strict=True):
                 places[parameter.name] = memory.place(parameter, argument, bool(seed % 2))
             grid, size = ((*numbers, 1, 1)[:3] for numbers in (threads, group_size))
@@ -92,15 +92,15 @@ class _Memory:
 
     def __init__(self, tensors: list[Tensor]) -> None:
         stretches = sorted({_stretch(tensor) for tensor in tensors})
-        self._stretches: list[tuple[int, int]] = []
+        self._stretches = []
         for start, stop in stretches:
             if self._stretches and start < self._stretches[-1][1]:
                 start, stop = self._stretches[-1][0], max(stop, self._stretches[-1][1])
                 self._stretches.pop()
             self._stretches.append((start, stop))
-        self._buffers: dict[int, Buffer] = {}
-        self._scalars: list[Buffer] = []
-        self._tensors: dict[int, list[tuple[Tensor, bool]]] = {}
+        self._buffers = {}
+        self._scalars = []
+        self._tensors = {}
 
     def place(self, parameter: Parameter, argument: Any, at_end: bool) -> _Place:
         """Return the address of an argument for the kernel."""

@@ -50,8 +50,8 @@ def main(arguments: Sequence[str]) -> int:
     work = [(one, name) for one in chosen for name in options.targets if name == "sm_90" or not hopper(one)]
     with ProcessPoolExecutor(options.processes, get_context("spawn")) as pool:
         results = list(pool.map(build, *zip(*work, strict=True), chunksize=4))
-    cells: dict[tuple[str, str], list[Built]] = defaultdict(list)
-    reasons: dict[tuple[str, str, str], int] = defaultdict(int)
+    cells = defaultdict(list)
+    reasons = defaultdict(int)
     for (launch, name), built in zip(work, results, strict=True):
         cells[launch.name + (" (Hopper only)" if hopper(launch) else ""), name].append(built)
         if built.failure is not None:

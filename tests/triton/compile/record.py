@@ -48,7 +48,7 @@ def check_cases(full: bool) -> list[Case]:
 
 def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
     """Return the different launches of cases and of the Hopper products, and descriptions of cases that failed."""
-    found: dict[Launch, None] = {}
+    found = {}
     failed = []
     with _recording(found):
         for case in cases:

@@ -41,8 +41,7 @@ class Call:
         *sources, target = tensors
         if self.options.get("inplace"):
             sources = [source * 1 for source in sources]
-        loss: Tensor = getattr(xent, self.function)(*sources, target, backend="triton", **self.options)
-        return loss
+        return getattr(xent, self.function)(*sources, target, backend="triton", **self.options)
 
 
 def run(call: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import xent
-from tests.triton.gpu.test_work import MIB, peak
+from tests.triton.gpu.test_memory import MIB, peak
 from xent.backends import TABLE
 
 

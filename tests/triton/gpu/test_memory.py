@@ -1,4 +1,4 @@
-"""Work and memory on a GPU: ignored rows are not multiplied, and no large buffers are held without need."""
+"""Memory on a GPU: no large buffers are held without need."""
 
 import gc
 from collections.abc import Callable
@@ -9,53 +9,8 @@ import torch
 from torch import Tensor
 
 import xent
-from tests.torch.products import flops_of
 
-N, D, V = 64, 16, 40
-PRODUCT = 2 * N * D * V
 MIB = 2**20
-
-
-def flops(needs: tuple[bool, bool, bool], reduction: str = "mean", ignored: float = 0.0) -> int:
-    """Count the multiplications and additions of matrix products, forward and (for "none") backward."""
-    torch.manual_seed(0)
-    target = torch.randint(V, (N,), device="cuda")
-    target[: int(ignored * N)] = -100
-    leaves = [torch.randn(size, device="cuda") for size in ((N, D), (V, D), (V,))]
-    options: dict[str, Any] = {"reduction": reduction, "workspace": V * 4 * 10, "backend": "triton"}
-
-    def call() -> None:
-        given = [leaf.requires_grad_(need) for leaf, need in zip(leaves, needs, strict=True)]
-        bias = given[2] if needs[2] else None
-        loss = xent.linear_cross_entropy(*given[:2], target, linear_bias=bias, **options)
-        if any(needs):
-            loss.backward(torch.ones_like(loss))
-
-    call()  # what is found out once is no work of a call
-    return flops_of(call)
-
-
-@pytest.mark.parametrize(
-    ("needs", "products"), [((True, True, True), 3), ((True, False, False), 2), ((False, True, False), 2)]
-)
-def test_ignored_rows_are_not_multiplied(needs: tuple[bool, bool, bool], products: int) -> None:
-    assert flops(needs) == products * PRODUCT
-    assert flops(needs, ignored=0.75) == products * PRODUCT // 4
-    # The first chunk starts before it is known whether any row must be computed.
-    assert flops(needs, ignored=1.0) <= products * PRODUCT // 6
-
-
-def test_ignored_rows_are_not_multiplied_again() -> None:
-    """The forward pass of "none" computes all rows.
-
-    Its backward pass computes only the logits of rows with a gradient.
-    """
-    assert flops((True, True, False), "none") == 4 * PRODUCT
-    assert flops((True, True, False), "none", ignored=0.75) <= PRODUCT + 3 * PRODUCT // 4
-
-
-def test_nothing_requires_a_gradient() -> None:
-    assert flops((False, False, False)) == PRODUCT
 
 
 def peak(call: Callable[[], Any]) -> int:
