@@ -169,17 +169,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 def _options(module: Any) -> dict[str, Any]:
-    return {
-        "weight": module.weight,
-        "ignore_index": module.ignore_index,
-        "reduction": module.reduction,
-        "label_smoothing": module.label_smoothing,
-        "z_loss": module.z_loss,
-        "softcap": module.softcap,
-        "logit_scale": module.logit_scale,
-        "stats": module.stats,
-        "backend": module.backend,
-    }
+    names = "weight ignore_index reduction label_smoothing z_loss softcap logit_scale stats backend"
+    return {name: getattr(module, name) for name in names.split()}
 
 
 def _check(module: Any) -> None:

@@ -7,9 +7,12 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from xent.integrations.transformers.heads import defer_logits
+from xent.integrations.transformers.history import History
+
 __all__ = [
     *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY"),
-    *("batch", "device", "gradients", "make", "spread_logits", "worst_difference"),
+    *("batch", "deferring", "device", "gradients", "make", "spread_logits", "worst_difference"),
 ]
 
 VOCABULARY = 96
@@ -90,6 +93,12 @@ def spread_logits(model: Any) -> None:
         head.weight.normal_(std=0.3)
         if head.bias is not None:
             head.bias.normal_()
+
+
+def deferring(head: nn.Linear) -> nn.Linear:
+    """Make a head defer its logits without a model."""
+    defer_logits(head, History("Model"))
+    return head
 
 
 def batch(masked: bool = True, rows: int = 2, length: int = 12) -> dict[str, Tensor]:

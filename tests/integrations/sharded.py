@@ -25,7 +25,7 @@ WAYS = {
     "FSDP2, one group": "deferred",
     "FSDP2, head alone": "deferred",
     "FSDP2, norm and head": "deferred",  # as accelerate does
-    "FSDP2, norm and head, taken away": "computed",
+    "FSDP2, norm and head, taken away": "deferred",
     "FSDP1, head alone": "deferred",
 }
 """What is sharded -> whether the logits are deferred or computed."""

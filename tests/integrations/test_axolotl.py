@@ -59,7 +59,7 @@ def test_patches_the_model(plugin: Any, fused: list[Any]) -> None:
     plugin.post_model_load(SimpleNamespace(rl=None), model)
     torch.testing.assert_close(model(tokens, labels=tokens).loss, expected)
     assert len(fused) == 1
-    assert not trl.patching._replaced
+    assert not trl._replaced
 
 
 def test_patches_trl_until_the_end_of_the_run(plugin: Any, monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:

@@ -15,8 +15,7 @@ import transformers
 from torch import nn
 
 from tests.integrations.models import batch, gradients, make
-from xent.integrations.transformers import explain, heads, patch, unpatch
-from xent.integrations.transformers.deferred import is_open
+from xent.integrations.transformers import explain, patch, unpatch
 
 SAYS = "training this LlamaForCausalLM takes the memory of its logits, as without xent: "
 
@@ -218,30 +217,16 @@ def test_explain_models_that_cannot_be_patched() -> None:
         explain(nn.Linear(2, 2))
 
 
-def test_compiled_before_deferred_logits_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The warning comes during compilation, before the step has run."""
-    torch.compiler.reset()
-    monkeypatch.setattr(heads, "COMPILES", False)
-    model = make("llama")
-    patch(model)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    with pytest.warns(RuntimeWarning, match=r"this compiled training step takes the memory .* from PyTorch 2\.13 on"):
-        gradients(compiled, batch())
-    gradients(compiled, batch())
-    assert not is_open(compiled(**batch()).logits)
-    torch.compiler.reset()
-
-
 def test_compiled_function_that_reads_logits() -> None:
     torch.compiler.reset()
     model = make("llama")
     patch(model)
-    with pytest.warns(RuntimeWarning, match="what is compiled looks at them"):
+    words = "this compiled training step takes the memory of its logits, as without xent: what is compiled looks at"
+    with pytest.warns(RuntimeWarning, match=words):
         torch.compile(step, fullgraph=False, backend="aot_eager")(model)
     torch.compiler.reset()
 
 
-@pytest.mark.skipif(not heads.COMPILES, reason="this PyTorch computes logits in compiled graphs")
 def test_compiled_models_are_explained() -> None:
     torch.compiler.reset()
     model = make("gemma2")

@@ -9,9 +9,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.integrations.models import batch, device, make
+from tests.integrations.models import batch, deferring, device, make
 from xent.integrations.transformers import patch
-from xent.integrations.transformers.heads import DeferringLinear
 
 REFUSED = "never computed, and cannot be computed now: "
 
@@ -81,7 +80,7 @@ def test_optimizers(name: str, frozen: bool) -> None:
         assert torch.equal(kept[0].logits.detach(), plain)
         return
     for look in (lambda z: z.sum(), lambda z: z.argmax(-1), lambda z: (z[:, :-1] * 2).tolist()):
-        with pytest.raises(RuntimeError, match=REFUSED + r"[A-Za-z]+\.step\(\) changed the weights"):
+        with pytest.raises(RuntimeError, match=REFUSED + r"the weights were changed by an optimizer's step"):
             look(kept[0].logits)
     with pytest.raises(RuntimeError, match=REFUSED):
         model.loss_function(kept[1].logits, batch()["labels"], vocab_size=96)
@@ -98,7 +97,7 @@ def test_optimizers_of_matrices(name: str) -> None:
     outputs = model(**batch())
     outputs.loss.backward()
     optimizer.step()
-    with pytest.raises(RuntimeError, match=REFUSED + name):
+    with pytest.raises(RuntimeError, match=REFUSED + "the weights were changed by an optimizer"):
         outputs.logits.sum()
 
 
@@ -138,7 +137,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
     "data of the bias": (lambda head: head.bias.data.mul_(2), r"written to through parameter\.data"),
     "data = ...": (lambda head: setattr(head.weight, "data", head.weight.data + 1), "moved or replaced"),
     "NaN": (lambda head: head.weight.data.fill_(torch.nan), r"written to through parameter\.data"),
-    "dtype": (lambda head: head.to(torch.float64), r"converted from torch\.float32 to torch\.float64"),
+    "dtype": (lambda head: head.to(torch.float64), "converted to another dtype"),
     "in place": (lambda head: nn.init.zeros_(head.weight), "weights were written to in place"),
     "load_state_dict": (lambda head: head.load_state_dict(nn.Linear(8, 16).state_dict()), "written to in place"),
     "freed": (lambda head: head.weight.untyped_storage().resize_(0), "sharded or offloaded"),
@@ -149,7 +148,7 @@ CHANGES: dict[str, tuple[Callable[[nn.Linear], Any], str]] = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_writes(kind: str, mode: Any) -> None:
     happen, message = CHANGES[kind]
-    head = DeferringLinear(8, 16, device=device)
+    head = deferring(nn.Linear(8, 16, device=device))
     with mode():
         logits = head(torch.randn(2, 5, 8, device=device))
     happen(head)
@@ -164,8 +163,7 @@ def test_unchanged_weights(how: str) -> None:
     with torch.no_grad():
         plain.weight = nn.Parameter(torch.randn(8, 16, device=device).T)
         plain.weight[3, 3] = torch.nan
-        head = copy.deepcopy(plain)
-    head.__class__ = DeferringLinear
+        head = deferring(copy.deepcopy(plain))
     hidden = torch.randn(2, 5, 8, device=device)
     logits = head(hidden)
     head.weight.data = head.weight.data
@@ -187,7 +185,7 @@ def test_backward_of_logits_read_outside_of_python() -> None:
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
             return gradient * 2
 
-    head = DeferringLinear(8, 16, device=device)
+    head = deferring(nn.Linear(8, 16, device=device))
     doubled = Double.apply(head(torch.randn(2, 5, 8, device=device, requires_grad=True)))
     head.weight.data.mul_(2)
     with pytest.raises(RuntimeError, match=r"written to through parameter\.data"):

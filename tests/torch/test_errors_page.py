@@ -171,6 +171,10 @@ ELSEWHERE = {
         "integrations/test_stale.py",
         "never computed, and cannot be computed now: ",
     ),
+    "the logits of a patched model reached an operation that xent cannot follow, ...": (
+        "integrations/test_deferred.py",
+        "a patched model reached an operation that xent cannot follow",
+    ),
     "labels must hold one class for each of the ... rows of logits, ...": (
         "integrations/test_models.py",
         "each of the 24 rows of logits, got shape",
@@ -207,11 +211,6 @@ ELSEWHERE = {
     "the check has passed, but this cannot be remembered ...": ("metal/test_tensors.py", "this cannot be remembered"),
 }
 """Messages that need another framework, library or device -> (a test that expects them, words of it)."""
-
-NOWHERE = {
-    "the logits of a patched model reached an operation that xent cannot follow, ...",
-}
-"""Messages that no test raises yet."""
 
 
 def matches(quote: str, text: str) -> bool:
@@ -263,7 +262,7 @@ def of_tables() -> list[str]:
 
 
 def test_no_message_is_left_out() -> None:
-    covered, texts = {*RAISED, *ELSEWHERE, *NOWHERE}, of_tables()
+    covered, texts = {*RAISED, *ELSEWHERE}, of_tables()
     left = sorted({quote for quote in QUOTES if " " in quote} - covered)
     assert [quote for quote in left if not any(matches(quote, text) for text in texts)] == []
     assert sorted(covered - {*QUOTES}) == []

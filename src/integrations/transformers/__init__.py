@@ -4,7 +4,7 @@ Data flow: `patching` changes the class of the model's head to one of `heads`. T
 (`deferred`), which hold a `recipe`: the hidden states, the weight, and the scale and softcap of the logits. `steps`
 records the calls that the model may make with deferred logits. When the model computes its loss, `loss` turns the
 recipe into one call of `xent.linear_cross_entropy`. Any other operation repeats the recorded calls and gets real
-logits. `changes` raises an error if the weights have changed in between. `history` stores which of these happened, for
+logits. `changes` detects weights that have changed in between. `history` stores which of these happened, for
 `explain` and for one warning per model.
 """
 
@@ -12,7 +12,6 @@ import transformers as _transformers  # noqa: F401  # pyright: ignore[reportMiss
 
 from xent.integrations.patch import Patch
 from xent.integrations.transformers.loss import causal_lm_loss
-from xent.integrations.transformers.patching import patch, unpatch
-from xent.integrations.transformers.report import explain
+from xent.integrations.transformers.patching import explain, patch, unpatch
 
 __all__ = ["Patch", "causal_lm_loss", "explain", "patch", "unpatch"]

@@ -12,6 +12,8 @@ on to hidden states and weight.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -21,18 +23,52 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
 from xent.backends.torch.private import saved_hooks
-from xent.integrations.transformers.attributes import METADATA
-from xent.integrations.transformers.blank import blank
-from xent.integrations.transformers.changes import Origin, change
-from xent.integrations.transformers.history import note_compiled
-from xent.integrations.transformers.recipe import Recipe, product
+from xent.integrations.transformers.changes import change
+from xent.integrations.transformers.history import looks, note
+from xent.integrations.transformers.recipe import Recipe, gather, product
 
-__all__ = ["KNOWN", "LAYOUT", "DeferredLogits", "check_unchanged", "defer", "derive", "is_open", "metadata", "real"]
+__all__ = ["KNOWN", "DeferredLogits", "check_unchanged", "defer", "derive", "getter", "identity", "is_open", "real"]
 
 KNOWN: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
 """Recorded functions: function -> recorder, and the keyword arguments that it takes. `steps` registers them."""
-LAYOUT: dict[str, Callable[..., Any]] = {}
-"""Attributes that only DTensors have: attribute -> function that answers or records it. `parallel` registers them."""
+
+
+def getter(attribute: str) -> Any:
+    """Return the function that `__torch_function__` receives when an attribute is read."""
+    return getattr(Tensor, attribute).__get__
+
+
+_ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_meta is_quantized is_sparse"
+_METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_point is_complex"
+_METADATA: dict[Any, None] = dict.fromkeys(
+    [
+        *[getter(name) for name in _ATTRIBUTES.split()],
+        *[getattr(Tensor, name) for name in _METHODS.split()],
+        *(torch.numel, torch.is_floating_point, torch.is_complex),
+    ]
+)
+"""Functions and attributes that deferred logits answer without computing values."""
+
+_LIBRARY = torch.library.Library("xent", "FRAGMENT")
+_LIBRARY.define("blank(Tensor like, SymInt[] size, ScalarType dtype) -> Tensor")
+
+
+def _blank(like: Tensor, size: list[int], dtype: torch.dtype) -> Tensor:
+    return like.new_full((), torch.nan, dtype=dtype).expand(size)
+
+
+_LIBRARY.impl("blank", _blank, "CompositeExplicitAutograd")
+torch.library.register_fake("xent::blank", _blank, lib=_LIBRARY)
+
+
+def blank(recipe: Recipe) -> Tensor:
+    """Return the memory of deferred logits: a single NaN, expanded to their size.
+
+    It is a custom operation because torch.compile would materialise an expanded tensor that a graph returns; the result
+    of a custom operation is returned unchanged.
+    """
+    made: Tensor = torch.ops.xent.blank(recipe.tensors[0].detach(), recipe.size, recipe.dtype)
+    return made
 
 
 class DeferredLogits(torch.Tensor):
@@ -42,16 +78,8 @@ class DeferredLogits(torch.Tensor):
     """
 
     _recipe: Recipe
-    _made: Any
-    """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
-    _aliases: bool
-    """Whether they are a view of the logits in that call."""
-    _tensors: tuple[Tensor, ...]
-    """The hidden states, weights and constants from which they are computed."""
     _tracked: bool
-    """Whether autograd records that: gradients were enabled, and some of the tensors requires a gradient."""
-    _origins: tuple[Origin, ...]
-    """The state of the tensors when the head was called."""
+    """Whether autograd records them: gradients were enabled, and some of the tensors requires a gradient."""
     _real: Tensor | None
     _hooks: Any
     """The saved-tensor hooks that were active when these logits were deferred."""
@@ -60,7 +88,7 @@ class DeferredLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
         kwargs = {} if kwargs is None else kwargs
-        if func in METADATA or _is_described():
+        if func in _METADATA or _is_described():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in KNOWN and all(name in KNOWN[func][1] for name in kwargs):
@@ -84,64 +112,81 @@ class _DispatchedLogits(DeferredLogits):
 
 
 class _LogitsInShards(_DispatchedLogits):
-    """Deferred logits that replace a DTensor."""
+    """Deferred logits that replace a DTensor, with the attributes of a DTensor."""
+
+    @property
+    def device_mesh(self) -> Any:
+        """The mesh of the weight."""
+        return self._recipe.products[0].weight.device_mesh  # type: ignore[attr-defined]
+
+    @property
+    def placements(self) -> Any:
+        """The placements of the DTensor that the unpatched head would return."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return (Replicate() if self._recipe.gathered else Shard(len(self._recipe.size) - 1),)
+
+    def redistribute(self, device_mesh: Any = None, placements: Any = None, **kwargs: Any) -> Any:
+        """Record a gather of the shards, or nothing if the placements stay the same."""
+        known = device_mesh in (None, self.device_mesh) and not kwargs.keys() - {"async_op"}
+        if is_open(self) and known and placements and len(placements) == 1:
+            gathers, gathered = placements[0].is_replicate(), self._recipe.gathered
+            if gathers and not gathered:
+                return derive(replace(self._recipe, gathered=True), (gather, (self,), {}))
+            if gathers or (not gathered and any(placements[0].is_shard(axis) for axis in (-1, self.ndim - 1))):
+                return self
+        return self._computed("redistribute")(device_mesh, placements, **kwargs)
+
+    def to_local(self, **kwargs: Any) -> Any:
+        """Record the conversion of gathered logits to a plain tensor; for logits in shards compute them."""
+        if is_open(self) and not kwargs and self._recipe.gathered:
+            return derive(replace(self._recipe, local=True), (methodcaller("to_local"), (self,), {}))
+        return self._computed("to_local")(**kwargs)
+
+    def full_tensor(self, **kwargs: Any) -> Any:
+        """Record a gather of the shards into a plain tensor."""
+        from torch.distributed.tensor import Replicate
+
+        if is_open(self) and not kwargs:
+            return self.redistribute(placements=[Replicate()]).to_local()
+        return self._computed("full_tensor")(**kwargs)
+
+    def _computed(self, name: str) -> Any:
+        return getattr(real(self, getattr(self, name)), name)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute that only DTensors have."""
-        if name in LAYOUT:
-            return LAYOUT[name](self)
+        """Return the parts of a DTensor's implementation."""
         if name in ("_spec", "_local_tensor"):
-            return getattr(real(self, name), name)
+            return self._computed(name)
         raise AttributeError(f"deferred logits have no attribute {name!r}")
 
 
-def defer(
-    recipe: Recipe,
-    tensors: tuple[Tensor, ...],
-    origins: tuple[Origin, ...],
-    made: tuple[Any, ...] | None = None,
-    is_view: bool = False,
-) -> DeferredLogits:
-    """Return deferred logits, to be computed by the recorded call, or by a head."""
-    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-    tensors = tensors if tracked else tuple([tensor.detach() for tensor in tensors])
-    compiling, size = torch.compiler.is_compiling(), (*recipe.products[0].hidden.shape[:-1], recipe.classes)
-    logits = (
-        DeferredLogits(blank(tensors[0], size, recipe.dtype))
-        if compiling
-        else _Edge.apply(recipe, origins, made, size, *tensors)
-    )
-    logits._recipe, logits._made, logits._aliases, logits._tensors = recipe, made, is_view, tensors
-    logits._tracked, logits._origins, logits._real = tracked, origins, None
+def defer(recipe: Recipe) -> DeferredLogits:
+    """Return deferred logits."""
+    compiling = torch.compiler.is_compiling()
+    tracked = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in recipe.tensors)
+    if not tracked:
+        recipe = replace(recipe, tensors=tuple([tensor.detach() for tensor in recipe.tensors]))
+    logits = DeferredLogits(blank(recipe)) if compiling else _Edge.apply(recipe, *recipe.tensors)
+    logits._recipe, logits._tracked, logits._real = recipe, tracked, None
     logits._hooks = None if compiling else saved_hooks(True)
     return logits
 
 
-def derive(
-    logits: DeferredLogits,
-    recipe: Recipe,
-    made: tuple[Any, ...],
-    tensors: tuple[Tensor, ...] = (),
-    origins: tuple[Origin, ...] = (),
-    is_view: bool = False,
-) -> DeferredLogits:
-    """Return the deferred logits that a recorded call makes of these, and of more tensors."""
-    return defer(recipe, (*logits._tensors, *tensors), (*logits._origins, *origins), made, is_view)
-
-
-def metadata(logits: DeferredLogits, name: str) -> Any:
-    """Return an attribute of the deferred tensor itself, without `__torch_function__`."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return getattr(logits, name)
+def derive(recipe: Recipe, made: tuple[Any, ...], like: Tensor | None = None) -> DeferredLogits:
+    """Return the deferred logits of a recorded call, with the shape, strides and dtype of `like`."""
+    if like is not None:
+        recipe = replace(recipe, size=tuple(like.shape), stride=like.stride(), dtype=like.dtype)
+    return defer(replace(recipe, made=made, is_view=like is not None and like._base is not None))
 
 
 def is_open(logits: Any) -> bool:
     """Whether these are deferred logits that were not computed, and to which no other autograd node is attached."""
     if not isinstance(logits, DeferredLogits) or logits._real is not None:
         return False
-    if logits._aliases and not is_open(logits._made[1][0]):
+    if logits._recipe.is_view and not is_open(logits._recipe.made[1][0]):  # type: ignore[index]
         return False
-    return logits._tracked or not metadata(logits, "requires_grad")
+    return logits._tracked or not logits.requires_grad
 
 
 def real(logits: DeferredLogits, function: Any) -> Tensor:
@@ -149,16 +194,44 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
     if logits._real is None:
         with _as_at_the_call(logits):
             with torch.set_grad_enabled(logits._tracked):
-                if logits._aliases:
-                    view, (base, *arguments), options = logits._made
-                    made: Tensor = view(real(base, function), *arguments, **options)
-                else:
-                    _prepare_to_compute(logits, function)
-                    made = logits._recipe.hooked(_compute(logits._recipe, logits._made))
-            if metadata(logits, "requires_grad") and not logits._tracked:
+                made = _read(logits, function, real)
+                if not logits._recipe.is_view:
+                    made = logits._recipe.hooked(made)
+            if logits.requires_grad and not logits._tracked:
                 made = _Adopted.apply(logits, made)
         logits._real = made
     return logits._real
+
+
+def _values(logits: DeferredLogits, function: Any) -> Tensor:
+    if logits._real is not None:
+        return logits._real.detach()
+    with torch.no_grad():
+        return _read(logits, function, _values)
+
+
+def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) -> Tensor:
+    """Compute logits, or the view of logits that `read` returns. Raise RuntimeError if the weights have changed."""
+    recipe = logits._recipe
+    if recipe.is_view:
+        view, (base, *arguments), options = recipe.made  # type: ignore[misc]
+        viewed: Tensor = view(read(base, function), *arguments, **options)
+        return viewed
+    check_unchanged(recipe)
+    reason = looks(function)
+    for call in recipe.calls:
+        note(call, computed=reason)
+    return _compute(recipe)
+
+
+def _compute(recipe: Recipe) -> Tensor:
+    """Compute logits with the operations that the model called, in their order and dtypes."""
+    if recipe.made is None:
+        return product(recipe)
+    function, args, kwargs = recipe.made
+    args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])
+    computed: Tensor = function(*args, **kwargs)
+    return computed
 
 
 @contextmanager
@@ -171,14 +244,15 @@ def _as_at_the_call(logits: DeferredLogits) -> Iterator[None]:
     if torch.compiler.is_compiling():
         yield
         return
-    leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._tensors)
+    leaves = torch.is_inference_mode_enabled() and not any(each.is_inference() for each in logits._recipe.tensors)
     inside = torch.inference_mode(False) if leaves else nullcontext()
-    hooks = nullcontext() if saved_hooks(True) == logits._hooks else saved_tensors_hooks(_unchanged, _unchanged)
+    hooks = nullcontext() if saved_hooks(True) == logits._hooks else saved_tensors_hooks(identity, identity)
     with inside, hooks:
         yield
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
+    """Return the tensor."""
     return tensor
 
 
@@ -187,49 +261,15 @@ def _is_described() -> bool:
     return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
 
 
-def _compute(recipe: Recipe, made: tuple[Any, ...] | None) -> Tensor:
-    """Compute logits with the operations that the model called, in their order and dtypes."""
-    if made is None:
-        return product(recipe)
-    function, args, kwargs = made
-    args = tuple([_compute(each._recipe, each._made) if isinstance(each, DeferredLogits) else each for each in args])
-    computed: Tensor = function(*args, **kwargs)
-    return computed
-
-
-def _values(logits: DeferredLogits, function: Any) -> Tensor:
-    if logits._real is not None:
-        return logits._real.detach()
-    if logits._aliases:
-        view, (base, *arguments), options = logits._made
-        viewed: Tensor = view(_values(base, function), *arguments, **options)
-        return viewed
-    _prepare_to_compute(logits, function)
-    with torch.no_grad():
-        return _compute(logits._recipe, logits._made)
-
-
-def _prepare_to_compute(logits: DeferredLogits, function: Any) -> None:
-    """Record which function reads the logits. Raise RuntimeError if the weights have changed since."""
-    if torch.compiler.is_compiling():
-        for origin in logits._origins:
-            note_compiled(origin.key, logits._tracked, None, "what is compiled looks at them")
-        return
-    check_unchanged(logits._origins)
-    for origin in logits._origins:
-        if origin.call is not None:
-            origin.call.note_look(function)
-
-
-def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None:
-    """Raise RuntimeError if computing them would no longer give the logits of the unpatched model.
+def check_unchanged(recipe: Recipe, looked_at: bool = True) -> None:
+    """Raise RuntimeError if computing the logits would no longer give those of the unpatched model.
 
     Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
     """
     if torch.compiler.is_compiling():
         return
     looked_at = looked_at and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-    for origin in origins:
+    for origin in recipe.origins:
         happened = change(origin, looked_at)
         if happened is not None:
             raise RuntimeError(
@@ -241,27 +281,25 @@ def check_unchanged(origins: tuple[Origin, ...], looked_at: bool = True) -> None
 
 
 class _Edge(torch.autograd.Function):
-    """(recipe, origins, made, size, *tensors) -> deferred logits; backward passes their gradient to the tensors."""
+    """(recipe, *its tensors) -> deferred logits; backward passes their gradient to the tensors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, recipe: Recipe, origins: tuple[Origin, ...], made: Any, size: tuple[int, ...], *tensors: Tensor
-    ) -> Tensor:
-        ctx.recipe, ctx.origins, ctx.made, ctx.tensors = recipe, origins, made, tensors
+    def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Tensor:
+        ctx.recipe, ctx.tensors = recipe, tensors
         ctx.set_materialize_grads(False)
         sharded = recipe.in_shards and not recipe.local
-        return blank(tensors[0], size, recipe.dtype).as_subclass(_LogitsInShards if sharded else _DispatchedLogits)
+        return blank(recipe).as_subclass(_LogitsInShards if sharded else _DispatchedLogits)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None) -> Any:
-        wanted = ctx.needs_input_grad[4:]
+        recipe, wanted = ctx.recipe, ctx.needs_input_grad[1:]
         if gradient is None:
-            return None, None, None, None, *[None for _ in wanted]
-        check_unchanged(ctx.origins)
-        for hook in ctx.recipe.hooks:
+            return None, *[None for _ in wanted]
+        check_unchanged(recipe)
+        for hook in recipe.hooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
-        if ctx.recipe.caller is not None:
+        if recipe.caller is not None:
             raise RuntimeError(
                 "the logits of a patched model reached an operation that xent cannot follow, and their gradient needs "
                 "the head's weight, which is gathered only during its calls (ZeRO-3, FSDP1, an FSDP2 group of its "
@@ -271,10 +309,10 @@ class _Edge(torch.autograd.Function):
         asked = {id(tensor): tensor for tensor, asks in zip(ctx.tensors, wanted, strict=True) if asks}
         again = torch.is_grad_enabled()  # True with create_graph=True
         with torch.enable_grad():
-            logits = _compute(ctx.recipe, ctx.made)
+            logits = _compute(recipe)
         found = torch.autograd.grad(logits, list(asked.values()), gradient, create_graph=again)
         made = dict(zip(asked, found, strict=True))
-        return None, None, None, None, *[made.pop(id(tensor), None) for tensor in ctx.tensors]
+        return None, *[made.pop(id(tensor), None) for tensor in ctx.tensors]
 
 
 class _Adopted(torch.autograd.Function):

@@ -1,5 +1,7 @@
-"""The loss of deferred logits, computed from hidden states, and a loss function of transformers for real logits."""
+"""The loss of deferred logits, computed from hidden states, and the loss functions of transformers."""
 
+import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,10 +11,10 @@ from torch import Tensor
 
 import xent
 from xent.integrations.transformers.deferred import DeferredLogits, check_unchanged, is_open
-from xent.integrations.transformers.history import note_compiled
-from xent.integrations.transformers.recipe import Product, autocast_dtype, describe, run
+from xent.integrations.transformers.history import note
+from xent.integrations.transformers.recipe import autocast_dtype, describe, run
 
-__all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss"]
+__all__ = ["causal_lm_loss", "cross_entropy", "deferred_loss", "smooth_from_hidden_states"]
 
 
 def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
@@ -22,12 +24,12 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
     """
     if not is_open(logits):
         return NotImplemented
-    check_unchanged(logits._origins, looked_at=False)
     recipe = logits._recipe
+    check_unchanged(recipe, looked_at=False)
     offset, softcap = recipe.offset, recipe.bound
     logit_scale = recipe.scale * (1.0 if softcap is None else softcap)  # k tanh(s z) = k tanh((k s) z / k)
 
-    def task(products: tuple[Product, ...], bias: Tensor | None) -> Tensor:
+    def task(products: Any, bias: Any) -> Any:
         if offset is not None:
             bias = offset.flatten() if bias is None else bias + offset.flatten()
         if len(products) == 1:
@@ -42,15 +44,13 @@ def deferred_loss(logits: Any, target: Tensor, **options: Any) -> Any:
 
     with nullcontext() if logits._tracked else torch.no_grad():
         loss = recipe.hooked(run(recipe, task))
-    for origin in logits._origins:
-        if torch.compiler.is_compiling():
-            note_compiled(origin.key, logits._tracked, describe(recipe), None)
-        elif origin.call is not None:
-            origin.call.fused = describe(recipe)
+    for call in recipe.calls:
+        note(call, fused=describe(recipe))
     return loss
 
 
 def cross_entropy(
+    function: Any,
     input: Any,
     target: Any,
     weight: Tensor | None = None,
@@ -60,7 +60,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Return torch.nn.functional.cross_entropy of deferred logits (N, V) or (V,), or NotImplemented.
+    """Return `function`, torch.nn.functional.cross_entropy, of deferred logits (N, V) or (V,), or NotImplemented.
 
     The result has the dtype that PyTorch's has: that of the logits, or float32 under autocast.
     """
@@ -154,3 +154,30 @@ def causal_lm_loss(
         loss = xent.cross_entropy(flat, target, **options)
     made: Tensor = loss if mean else loss / num_items_in_batch
     return made
+
+
+def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a LabelSmoother.__call__ that computes the loss of deferred logits from hidden states."""
+
+    @functools.wraps(smooth)
+    def smoothed(self: Any, model_output: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Any:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        loss: Any = NotImplemented
+        if is_open(logits) and labels.shape == logits.shape[:-1]:
+            counted = labels[..., 1:] if shift_labels else labels
+            given = kwargs.get("num_items_in_batch")  # the first releases of transformers 5 do not pass it
+            count = counted.ne(self.ignore_index).sum() if given is None else given
+            loss = deferred_loss(
+                logits,
+                labels,
+                ignore_index=self.ignore_index,
+                label_smoothing=self.epsilon,
+                normalizer=count,
+                shift=int(shift_labels),
+            )
+        if loss is NotImplemented:
+            return smooth(self, model_output, labels, shift_labels, **kwargs)
+        return loss
+
+    smoothed._xent_wraps = smooth  # type: ignore[attr-defined]
+    return smoothed

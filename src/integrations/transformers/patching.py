@@ -1,4 +1,4 @@
-"""patch and unpatch: for one model, or for all models that are created later."""
+"""patch and unpatch, for one model or for all models that are created later, and explain."""
 
 import contextlib
 import functools
@@ -10,10 +10,10 @@ from torch import nn
 from xent.integrations.patch import Patch
 from xent.integrations.transformers.changes import unwatch
 from xent.integrations.transformers.heads import defer_logits, find_heads, find_owner, restore
-from xent.integrations.transformers.history import forget, is_used, register
-from xent.integrations.transformers.smoothing import smooth_from_hidden_states
+from xent.integrations.transformers.history import Call, forget, history_of, register, trl_computes_with, why_unused
+from xent.integrations.transformers.loss import smooth_from_hidden_states
 
-__all__ = ["patch", "unpatch"]
+__all__ = ["explain", "patch", "unpatch"]
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -60,10 +60,11 @@ def patch(model: nn.Module | None = None) -> Patch:
     if model is None:
         return Patch(unpatch if _patch_all() else None)
     owner = find_owner(model)
-    heads = find_heads(owner)
-    _smooth()
-    changed = [defer_logits(head) for head in heads]
-    register(owner, heads)
+    heads, smoother = find_heads(owner), _hook_points()[1]
+    if not hasattr(smoother.__call__, "_xent_wraps"):
+        smoother.__call__ = smooth_from_hidden_states(smoother.__call__)
+    history = register(owner, heads)
+    changed = [defer_logits(head, history) for head in heads]
     return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
 
 
@@ -80,17 +81,16 @@ def unpatch(model: nn.Module | None = None) -> None:
     ValueError
         The model has no head that can be patched.
     """
+    kind, smoother = _hook_points()
     if model is None:
-        kind = _hook_points()[0]
         kind.post_init = getattr(kind.post_init, "_xent_wraps", kind.post_init)
-        _clean_up()
-        return
-    owner = find_owner(model)
-    heads = find_heads(owner)
-    for head in heads:
-        restore(head)
-    forget(owner, heads)
-    _clean_up()
+    else:
+        owner = find_owner(model)
+        for head in find_heads(owner):
+            restore(head)
+        forget(owner)
+    if unwatch():
+        smoother.__call__ = getattr(smoother.__call__, "_xent_wraps", smoother.__call__)
 
 
 def _patch_all() -> bool:
@@ -111,21 +111,6 @@ def _patch_all() -> bool:
     return True
 
 
-def _smooth() -> None:
-    """Make the Trainer's label smoothing accept deferred logits. Its result for real logits does not change."""
-    kind = _hook_points()[1]
-    if not hasattr(kind.__call__, "_xent_wraps"):
-        kind.__call__ = smooth_from_hidden_states(kind.__call__)
-
-
-def _clean_up() -> None:
-    """Restore what was replaced for all models, if none is patched any more."""
-    unwatch()
-    if not is_used():
-        kind = _hook_points()[1]
-        kind.__call__ = getattr(kind.__call__, "_xent_wraps", kind.__call__)
-
-
 def _hook_points() -> tuple[Any, Any]:
     """Return the classes of transformers that are patched; raise ImportError if they do not exist."""
     transformers: Any = importlib.import_module("transformers")
@@ -140,3 +125,97 @@ def _hook_points() -> tuple[Any, Any]:
         f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
         "call xent.linear_cross_entropy instead of head and loss"
     )
+
+
+_TRL = {
+    whose: f"Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, {words}."
+    for whose, words in {
+        "xent": "xent computes log-probabilities from hidden states, without logits",
+        "trl": "kernels of TRL's compute log-probabilities from hidden states, until you call "
+        "xent.integrations.trl.patch()",
+    }.items()
+}
+"""Texts for a model whose forward TRL replaced, by the library that computes its log-probabilities."""
+
+
+def explain(model: nn.Module) -> str:
+    """Say whether training and evaluation of a model compute their loss without logits, and if not, why not.
+
+    The report is about the last forward pass in training and in evaluation: the operations between head and loss, or
+    the function that read the logits and the line of code that called it. `explain` itself does not run the model.
+
+    Parameters
+    ----------
+    model : transformers.PreTrainedModel
+        A patched or unpatched model, or a wrapper around one.
+
+    Returns
+    -------
+    text : str
+        A few lines to print.
+
+    Raises
+    ------
+    ValueError
+        The model is not one of transformers.
+
+    Examples
+    --------
+    >>> import torch, transformers
+    >>> from xent.integrations.transformers import explain, patch
+    >>> config = transformers.CohereConfig(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+    ...                                    num_attention_heads=2, logit_scale=0.5)
+    >>> model, tokens = transformers.CohereForCausalLM(config), torch.arange(8)[None]
+    >>> with patch(model):
+    ...     loss = model(tokens, labels=tokens).loss
+    ...     print(explain(model))
+    CohereForCausalLM is patched: its head lm_head (16 to 64) defers its logits.
+    Training: fused. Between head and loss: multiplied by 0.5.
+    Evaluation: none has been seen.
+    """
+    owner = find_owner(model)
+    name = type(owner).__name__
+    try:
+        heads: list[Any] = find_heads(owner)
+    except ValueError as error:
+        return f"{name} is not patched: {error}"
+    patched = [head for head in heads if "_xent_history" in vars(head)]
+    trl = _TRL.get(trl_computes_with(owner) or "")
+    if not patched and trl is not None:
+        return f"{name} is not patched. {trl}"
+    if not patched:
+        why = (
+            "you call patch(model)"
+            if history_of(owner) is None
+            else "you call patch(model) again, because its head was replaced (resize_token_embeddings does so)"
+        )
+        return f"{name} is not patched: its training takes the memory of its logits until {why}."
+    names = {module: key for key, module in owner.named_modules(remove_duplicate=False)}
+    listed = " and ".join([f"{names[head]} ({head.in_features} to {head.out_features})" for head in patched])
+    lines = [
+        f"{name} is patched: its head {listed} defers its logits."
+        if len(patched) == 1
+        else f"{name} is patched: its heads {listed} defer their logits."
+    ]
+    history = patched[0]._xent_history
+    for kind, call in (("Training", history.last.get(True)), ("Evaluation", history.last.get(False))):
+        if call is not None or trl is None:  # TRL's forward does not call the head
+            lines.append(f"{kind}: {_words(call)}")
+    if trl is not None:
+        lines.append(trl)
+    elif history.went_past:
+        lines.append(f"An optimizer stepped without a call of the head: {why_unused(owner)}.")
+    return "\n".join(lines)
+
+
+def _words(call: Call | None) -> str:
+    if call is None:
+        return "none has been seen."
+    how = "compiled, and " if call.compiled else ""
+    if call.fused is not None:
+        between = f" Between head and loss: {call.fused}." if call.fused else ""
+        after = f" The logits were computed besides: {call.computed}." if call.computed else ""
+        return f"{how}fused.{between}{after}"
+    if call.computed is not None:
+        return f"{how}not fused: {call.computed}."
+    return f"{how}logits were deferred, and no loss of them was taken."

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from xent.integrations.transformers.changes import Origin
+
 __all__ = ["Caller", "Product", "Recipe", "autocast_dtype", "describe", "gather", "product", "run"]
 
 
@@ -29,7 +31,7 @@ class Caller:
 
     head: Any
     module: Any
-    """The head, or what wraps it."""
+    """The head, or what gathers its weight and calls it."""
 
     def __call__(self, hidden: Tensor, task: Callable[..., Tensor]) -> Tensor:
         """Return task(hidden, weight, bias), computed in the head's call."""
@@ -47,20 +49,29 @@ class Recipe:
 
     products: tuple[Product, ...]
     bias: Tensor | None
-    classes: int
+    tensors: tuple[Tensor, ...]
+    """The hidden states, weights and constants from which the logits are computed."""
+    origins: tuple[Origin, ...]
+    """Their state when the head was called."""
+    calls: tuple[tuple[int, int], ...]
+    """The entries of the calls of heads in the model's history."""
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     autocast: torch.dtype | None
     """The dtype of matrix products under autocast, or None."""
     caller: Caller | None = None
     """If the weight is gathered only during the head's call: what calls the head, to compute with its weight."""
+    made: tuple[Any, ...] | None = None
+    """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
+    is_view: bool = False
+    """Whether they are a view of the logits in that call."""
     offset: Tensor | None = None
     """(V,) or (1, ..., 1, V): a constant that the model adds to its logits, such as final_logits_bias."""
     scale: float = 1.0
     bound: float | None = None
     steps: tuple[str, ...] = ()
     """The operations after the sum, in words."""
-    layout: str = "contiguous"
-    """"rows" if the last classes were sliced off, "other" if rows were."""
     gathered: bool = False
     """Whether logits in shards are gathered."""
     local: bool = False
@@ -73,16 +84,9 @@ class Recipe:
         """Whether the classes are in shards over the ranks of a mesh."""
         return hasattr(self.products[0].weight, "placements")
 
-    def on_rows(self, change: Callable[[Tensor], Tensor], **more: Any) -> "Recipe":
+    def on_rows(self, change: Callable[[Tensor], Tensor]) -> "Recipe":
         """Return the recipe with `change` applied to the hidden states, to reshape or select rows."""
-        products = tuple([replace(each, hidden=change(each.hidden)) for each in self.products])
-        return replace(self, products=products, **more)
-
-    def on_classes(self, stop: int) -> "Recipe":
-        """Return the recipe for the first `stop` classes."""
-        products = tuple([replace(each, weight=each.weight[:stop]) for each in self.products])
-        bias, offset = (None if each is None else each[..., :stop] for each in (self.bias, self.offset))
-        return replace(self, products=products, bias=bias, offset=offset, classes=stop)
+        return replace(self, products=tuple([replace(each, hidden=change(each.hidden)) for each in self.products]))
 
     def hooked(self, made: Tensor) -> Tensor:
         """Return the logits or the loss with the hooks."""

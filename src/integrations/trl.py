@@ -1,20 +1,32 @@
-"""Replacements of TRL's kernels, with the same signatures and results, computed by xent.
+"""The TRL integration: functions with the signatures of TRL's kernels, and `patch`, which installs them in TRL.
 
-The signatures are those of `trl.kernels` in TRL 1.16. Each result has TRL's definition: which operations precede a
-mean, how a tie is counted, which dtype is returned. TRL need not be installed.
+TRL's modules import the kernels by name, so that a trainer calls the object that its module has under that name. For a
+version of TRL without that name, or with other parameters, `patch` raises an error: such a version would silently
+continue to use its own kernels.
 """
 
-from collections.abc import Collection
+import importlib
+import inspect
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import xent
+from xent.integrations.patch import Patch
 
-__all__ = ["OUTPUTS", "ChunkedDivergenceFunction", "ChunkedLogProbFunction", "selective_log_softmax_and_entropy"]
+__all__ = [
+    "ChunkedDivergenceFunction",
+    "ChunkedLogProbFunction",
+    "Patch",
+    "patch",
+    "selective_log_softmax_and_entropy",
+    "unpatch",
+]
 
-OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+_OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
 """The optional outputs beside log-probabilities, in TRL's order."""
 
 _STATS = {"log_sum_sq_probs": "log_sum_sq_probs", "mean_logits": "mean_logit", "is_top1": "accuracy"}
@@ -39,7 +51,7 @@ class ChunkedLogProbFunction:
         chunk_size: int,
         final_logit_softcapping: float | None = None,
         logit_scale: float = 1.0,
-        outputs: Collection[str] = OUTPUTS,
+        outputs: Collection[str] = _OUTPUTS,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Compute the log-probability of each target, and the values that `outputs` names.
 
@@ -92,31 +104,24 @@ class ChunkedLogProbFunction:
         >>> log_probs, others
         (tensor([-0.3408, -0.3408, -0.3408, -2.3408]), [None, None, None])
         """
-        names = [name for name in OUTPUTS if name in outputs]
-        stats = tuple(_STATS[name] for name in names if name in _STATS)
+        stats = tuple(stat for name, stat in _STATS.items() if name in outputs)
         made: Any = xent.linear_log_probs(
             hidden,
             _usable(weight, hidden),
             targets,
-            linear_bias=None if bias is None else _usable(bias, hidden),
+            linear_bias=_usable(bias, hidden),
             temperature=temperature,
             softcap=final_logit_softcapping,
             logit_scale=logit_scale,
             ignore_index=_IGNORED,
-            entropy="entropy" in names,
+            entropy="entropy" in outputs,
             stats=stats,
         )
-        results = iter(made if isinstance(made, tuple) else (made,))
-        log_probs = next(results).float()
-        entropy = next(results).float() if "entropy" in names else None
-        found = next(results) if stats else xent.Stats()
-        return (
-            log_probs,
-            entropy,
-            None if found.log_sum_sq_probs is None else found.log_sum_sq_probs.float(),
-            None if found.mean_logit is None else found.mean_logit.float(),
-            None if found.accuracy is None else found.accuracy.bool(),
-        )
+        results = list(made) if isinstance(made, tuple) else [made]
+        found = results.pop() if stats else xent.Stats()
+        log_probs, entropy = (*results, None)[:2]
+        correct = None if found.accuracy is None else found.accuracy.bool()
+        return _float(log_probs), _float(entropy), _float(found.log_sum_sq_probs), _float(found.mean_logit), correct
 
 
 def selective_log_softmax_and_entropy(
@@ -219,19 +224,17 @@ class ChunkedDivergenceFunction:
         >>> ChunkedDivergenceFunction.apply(*student, *teacher, 0.5)
         (tensor([0., 0., 0., 0.]), tensor([0.9183, 0.9183, 0.9183, 0.9183]))
         """
-        weight = _usable(student_weight, student_hidden)
-        bias = None if student_bias is None else _usable(student_bias, student_hidden)
         made: Any = xent.linear_divergence(
             student_hidden,
-            weight,
+            _usable(student_weight, student_hidden),
             xent.LinearTeacher(
                 teacher_hidden.detach(),
                 _usable(teacher_weight.detach(), teacher_hidden),
-                None if teacher_bias is None else _usable(teacher_bias.detach(), teacher_hidden),
+                _usable(None if teacher_bias is None else teacher_bias.detach(), teacher_hidden),
                 softcap=teacher_final_logit_softcapping,
                 logit_scale=teacher_logit_scale,
             ),
-            linear_bias=bias,
+            linear_bias=_usable(student_bias, student_hidden),
             beta=beta,
             temperature=temperature,
             softcap=student_final_logit_softcapping,
@@ -243,13 +246,128 @@ class ChunkedDivergenceFunction:
         return divergence.float(), stats.entropy.float()
 
 
-def _usable(weight: Tensor, hidden: Tensor) -> Tensor:
-    """Return the weight in the dtype of the product, as a tensor that the backward pass can still read.
+def _float(values: Any) -> Any:
+    return None if values is None else values.float()
+
+
+def _usable(weight: Any, hidden: Tensor) -> Any:
+    """Return a weight in the dtype of the product, as a tensor that the backward pass can still read; None for None.
 
     Outside of autocast a product has the dtype of the hidden states, as in TRL: with cast_lm_head_to_fp32 these are
     float32, and the weight is not. DeepSpeed's ZeRO-3 gathers a parameter only for the call and replaces its memory by
     an empty tensor afterwards; a view keeps the gathered memory alive.
     """
+    if weight is None:
+        return None
     if not torch.is_autocast_enabled(hidden.device.type):
         weight = weight.to(hidden.dtype)
     return weight.view_as(weight) if hasattr(weight, "ds_id") else weight
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name in a module of TRL, and xent's function for it."""
+
+    module: str
+    name: str
+    function: Any
+    needs_triton: bool = False
+    """Whether TRL defines the name only if Triton is installed."""
+
+
+_PLACES = (
+    _Place("trl.trainer.utils", "_ChunkedLogProbFunction", ChunkedLogProbFunction),
+    _Place("trl.trainer.distillation_trainer", "ChunkedDivergenceFunction", ChunkedDivergenceFunction),
+    _Place("trl.trainer.utils", "_fused_logprob_entropy", selective_log_softmax_and_entropy, needs_triton=True),
+)
+
+_replaced: dict[_Place, Any] = {}
+"""TRL's original object of each place."""
+
+
+def patch() -> Patch:
+    """Make TRL's trainers compute log-probabilities, entropies and divergences with xent.
+
+    The trainers for SFT, DPO, KTO, GRPO, asynchronous GRPO and RLOO compute log-probabilities from hidden states with
+    one function of TRL, on every device; `xent.linear_log_probs` replaces it. `xent.linear_divergence` replaces the
+    divergence of the distillation trainer. `xent.log_probs` replaces the function for logits on GPUs. The patch applies
+    to existing trainers and to those that are created later.
+
+    Returns
+    -------
+    Patch
+        A context manager that undoes the patch. It may be ignored.
+
+    Raises
+    ------
+    ImportError
+        This version of TRL has the functions in other modules, or with other parameters. Nothing is changed.
+
+    Examples
+    --------
+    >>> from xent.integrations.trl import patch, unpatch
+    >>> _ = patch()  # doctest: +SKIP
+    >>> trl.GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts).train()  # doctest: +SKIP
+    >>> unpatch()
+    """
+    found = {place: _find(place) for place in _PLACES if not place.needs_triton or _has_triton()}
+    changed = not _replaced
+    for place, theirs in found.items():
+        if theirs is not place.function:
+            _replaced[place] = theirs
+            setattr(importlib.import_module(place.module), place.name, place.function)
+    return Patch(unpatch if changed else None)
+
+
+def unpatch() -> None:
+    """Undo `patch`: restore TRL's functions. Without a patch it does nothing."""
+    for place, theirs in _replaced.items():
+        module = importlib.import_module(place.module)
+        if getattr(module, place.name) is place.function:  # otherwise something else has replaced it since
+            setattr(module, place.name, theirs)
+    _replaced.clear()
+
+
+def _find(place: _Place) -> Any:
+    """Return TRL's object of a place; raise ImportError if it does not exist or has other parameters."""
+    try:
+        module = importlib.import_module(place.module)
+    except ModuleNotFoundError as error:
+        raise ImportError(_words(place, f"there is no {error.name}")) from error
+    theirs = getattr(module, place.name, None)
+    if theirs is None:
+        raise ImportError(_words(place, "it has no such name"))
+    if theirs is place.function:
+        return theirs
+    expected, actual = _parameters(place.function), _parameters(theirs)
+    if actual != expected:
+        raise ImportError(
+            _words(place, f"it takes ({', '.join(actual)}) there, where xent takes ({', '.join(expected)})")
+        )
+    return theirs
+
+
+def _parameters(function: Any) -> list[str]:
+    """Return the names of the parameters of a function, or of the `apply` of an autograd function."""
+    call: Callable[..., Any] = getattr(function, "forward", None) or getattr(function, "apply", function)
+    return [name for name in inspect.signature(call).parameters if name != "ctx"]
+
+
+def _words(place: _Place, what: str) -> str:
+    return (
+        f"xent.integrations.trl looked for {place.name} in {place.module} of TRL {_version()}, and {what}. It is "
+        "written for TRL 1.16: install that with pip install 'trl==1.16.0', or call xent.linear_log_probs and "
+        "xent.linear_divergence in a loss of your own. TRL was left as it was"
+    )
+
+
+def _version() -> str:
+    try:
+        return str(importlib.import_module("trl").__version__)
+    except ImportError:
+        return "(not installed)"
+
+
+def _has_triton() -> bool:
+    """Whether TRL found Triton. Without Triton it has no kernel for logits to replace."""
+    return bool(importlib.import_module("transformers.utils").is_triton_available())
