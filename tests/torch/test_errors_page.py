@@ -187,6 +187,10 @@ ELSEWHERE = {
         "integrations/test_trl.py",
         "looked for _ChunkedLogProbFunction in",
     ),
+    "xent.integrations.trl looked for ... The model was patched": (
+        "integrations/test_axolotl.py",
+        "The model was patched",
+    ),
     "dist_process_group must be None, or a group of one process, ...": (
         "integrations/test_verl.py",
         "dist_process_group must be None",
