@@ -224,7 +224,7 @@ class TestPatch:
 
     def test_missing_module(self, monkeypatch: pytest.MonkeyPatch) -> None:
         place = integration._Place("trl.trainer.nowhere", "_name", ChunkedLogProbFunction)
-        monkeypatch.setattr(integration.patching, "_PLACES", (*integration._PLACES, place))
+        monkeypatch.setattr(integration, "_PLACES", (*integration._PLACES, place))
         with pytest.raises(ImportError, match=r"trl\.trainer\.nowhere of TRL \S+, and there is no trl\.trainer\.now"):
             patch()
         assert trainer_utils._ChunkedLogProbFunction is Theirs
