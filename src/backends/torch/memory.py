@@ -122,8 +122,11 @@ def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Ten
     most = max(rows.count, 1)
     if copies:
         most = rows_per_block(max(vocabulary, 1), logits.itemsize, logits.device.type, torch.get_num_threads())
-    for start, found in rows.blocks(most):
-        block = found.contiguous() if copies else found
+    space: Tensor | None = None
+    for start, block in rows.blocks(most):
+        if copies:
+            space = torch.empty(block.shape, dtype=block.dtype, device=block.device) if space is None else space
+            block = space[: len(block)].copy_(block)  # the first block is the largest
         place = None if places is None else places.view(start, start + len(block))
         if places is None or place is not None:
             yield start, block, place
