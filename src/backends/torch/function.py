@@ -32,7 +32,7 @@ from xent.backends.torch.refusals import NO_SECOND
 from xent.core.call import Call, Dense, Given, TopK, array_of
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["BATCHED", "Loss", "PlainLoss", "Run"]
+__all__ = ["BATCHED", "Loss", "Once", "PlainLoss", "Run"]
 
 BATCHED: dict[int, Callable[..., list[Tensor]]] = {}
 """Functions of upstream gradients that torch.autograd.grad(is_grads_batched=True) batches, for `xent::batched`."""

@@ -28,7 +28,7 @@ from xent.backends.triton.launches import Columns, Results, cdiv, is_interpreted
 from xent.backends.triton.machine import multiprocessors
 from xent.core.call import Allowed, Classes, Dense, Probabilities
 
-__all__ = ["TritonSteps"]
+__all__ = ["ShardedSteps", "TritonSteps", "scale"]
 
 _FIELDS = {"accuracy": "hits", "z_loss": "z_term"}
 """The members of `Results` that have other names than their statistics."""

@@ -27,7 +27,18 @@ from xent.integrations.transformers.changes import change
 from xent.integrations.transformers.history import looks, note
 from xent.integrations.transformers.recipe import Recipe, gather, product
 
-__all__ = ["KNOWN", "DeferredLogits", "check_unchanged", "defer", "derive", "getter", "identity", "is_open", "real"]
+__all__ = [
+    "KNOWN",
+    "DeferredLogits",
+    "blank",
+    "check_unchanged",
+    "defer",
+    "derive",
+    "getter",
+    "identity",
+    "is_open",
+    "real",
+]
 
 KNOWN: dict[Any, tuple[Callable[..., Any], frozenset[str]]] = {}
 """Recorded functions: function -> recorder, and the keyword arguments that it takes. `steps` registers them."""

@@ -79,16 +79,20 @@ class History:
         """Pickle only the name."""
         return History, (self.name,)
 
-    def warn(self, reason: str | None, what: str = "takes the memory of its logits, as without xent") -> None:
-        """Warn once that training is not fused, and why."""
+    def warn(self, reason: str | None, unused: bool = False) -> None:
+        """Warn once that training is not fused, or does not use xent, and why."""
         if self._warned:
             return
         self._warned = True
         last = self.last.get(True)
         compiled = last is not None and last.compiled
-        of = "this compiled training step" if compiled else f"training this {self.name}"
+        said = f"training this {self.name} takes the memory of its logits, as without xent"
+        if unused:
+            said = f"training this {self.name} does without xent"
+        elif compiled:
+            said = "this compiled training step takes the memory of its logits, as without xent"
         details = "For details, print(xent.integrations.transformers.explain(model))"
-        warnings.warn(f"{of} {what}: {reason}. {details}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"{said}: {reason}. {details}", RuntimeWarning, stacklevel=2)
 
     def goes_past(self, optimizer: Optimizer) -> bool:
         """Whether the head was not called since this optimizer's last step, or never, if this is its first step."""
@@ -188,7 +192,7 @@ def note_step(optimizer: Optimizer) -> None:
                 history.warn(
                     "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
                     "xent.integrations.trl.patch()",
-                    "does without xent",
+                    unused=True,
                 )
             elif whose is None:
                 history.warn(why_unused(model))

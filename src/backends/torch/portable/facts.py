@@ -21,6 +21,7 @@ __all__ = [
     "Exponentials",
     "Facts",
     "Index",
+    "Support",
     "activate",
     "at",
     "check_targets",

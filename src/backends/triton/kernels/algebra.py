@@ -30,6 +30,7 @@ __all__ = [
     "gradient_factor",
     "load",
     "numbers_of",
+    "of_row",
     "position",
     "record",
     "record_nothing",

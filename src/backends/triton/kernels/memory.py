@@ -28,6 +28,7 @@ __all__ = [
     "offset",
     "peak",
     "read",
+    "shares_of",
     "slope_of",
     "store",
     "write",
