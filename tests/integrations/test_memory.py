@@ -37,7 +37,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
-            if isinstance(result, Tensor):
+            if isinstance(result, Tensor) and not result.is_meta:  # a meta tensor has a size and no memory
                 self.elements = max(self.elements, result.untyped_storage().nbytes() // result.itemsize)
         return results
 
