@@ -131,7 +131,7 @@ def divergence_shard_kernel(
             fill_row(place, vocabulary, 0.0, BLOCK)
         else:
             pull = tl.load(merged + 5 * merged_row + here)
-            if not (FORWARD or REVERSE or VARIATION):
+            if not ((FORWARD or REVERSE) or VARIATION):
                 factor *= alpha
             for back in range(0, last + 1, BLOCK):
                 first = last - back
