@@ -95,8 +95,9 @@ def test_first_block(target: Target, kind: Any, dtype: torch.dtype, first: str, 
     made, right = found(student, teachers[0], target.name), found(student.cpu().double(), teachers[1], "torch")
     torch.testing.assert_close(student, before, rtol=0, atol=0)
     close = {torch.float32: 2e-5, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-9}[dtype]
+    least = torch.finfo(dtype).tiny * torch.finfo(dtype).eps  # smaller gradients round to 0
     for one, other in zip(made, right, strict=True):
-        torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()))
+        torch.testing.assert_close(one.cpu().double(), other, rtol=close, atol=close * float(other.abs().max()) + least)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0, "tv", "top-k"])
