@@ -249,7 +249,9 @@ class LogitRows:
         """Add the sums that contain x - peak."""
         names, away, outside, peak = self._space.names, self._away, self._outside, found["peak"]
         if "deficit" in names:
-            found["deficit"] = -self._sum(away if outside is None else away.masked_fill(outside, 0))
+            # The mean is a small difference of the peak and this sum: in float64 the sum adds no error of its own.
+            deficit = away if outside is None else away.masked_fill(outside, 0)
+            found["deficit"] = -deficit.sum(-1, dtype=torch.float64).to(self._dtype)
             whole = torch.full_like(peak, away.shape[1])
             found["counted"] = whole if outside is None else whole - outside.sum(-1)
         self._put(away, 0.0)
