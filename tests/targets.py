@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from xent.backends import TABLE
-from xent.backends.protocol import Backend, Harness
+from xent.backends.harness import Harness
+from xent.backends.protocol import Backend
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 

@@ -31,8 +31,8 @@ row is read twice, its last part first, because that may still be in the GPU's l
 
 from typing import TYPE_CHECKING
 
+from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
-from xent.backends.protocol import Harness
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
 from xent.core.call import Call, Dense, Given, TopK, array_of

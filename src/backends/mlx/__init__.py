@@ -13,7 +13,7 @@ divergences.
 
 from typing import TYPE_CHECKING
 
-from xent.backends.protocol import Harness
+from xent.backends.harness import Harness
 from xent.core.arrays import dtype_name
 from xent.core.call import Call, array_of
 from xent.core.spec import BackendInfo, Stats

@@ -7,8 +7,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from xent.backends.harness import Harness
 from xent.backends.mlx.devices import devices
-from xent.backends.protocol import Harness
 
 __all__ = ["MlxHarness"]
 

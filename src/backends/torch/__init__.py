@@ -8,7 +8,7 @@ operations. `shards` has what a vocabulary in shards needs besides.
 
 from typing import TYPE_CHECKING
 
-from xent.backends.protocol import Harness
+from xent.backends.harness import Harness
 from xent.core.call import Call
 from xent.core.spec import BackendInfo, Stats
 

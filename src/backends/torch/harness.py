@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from xent.backends.protocol import Harness
+from xent.backends.harness import Harness
 from xent.backends.torch.devices import devices
 
 __all__ = ["TorchHarness"]

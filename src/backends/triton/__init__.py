@@ -9,7 +9,7 @@
 
 from typing import TYPE_CHECKING
 
-from xent.backends.protocol import Harness
+from xent.backends.harness import Harness
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
 from xent.core.call import Call, Given

@@ -30,7 +30,7 @@ _MOST_PROCESSES = 16  # each process has a CUDA context
 
 
 class TritonHarness(TorchHarness):
-    """A `xent.backends.protocol.Harness` for the Triton kernels, without float64."""
+    """A `xent.backends.harness.Harness` for the Triton kernels, without float64."""
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__(device or DEVICES[0])

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 import xent
-from xent.backends.protocol import Backend, Harness
+from xent.backends.harness import Harness
+from xent.backends.protocol import Backend
 from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
 from xent.backends.reference_divergence import divergence_gradients
 from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from itertools import combinations, product
 from typing import Any
 
-from xent.backends.protocol import Harness
+from xent.backends.harness import Harness
 from xent.command.check.case import LOSSES, Case
 from xent.core.spec import DIFFERENTIABLE
 

@@ -13,7 +13,8 @@ from operator import itemgetter
 from typing import Any
 
 from xent.backends import ALSO, TABLE
-from xent.backends.protocol import Backend, Harness
+from xent.backends.harness import Harness
+from xent.backends.protocol import Backend
 from xent.command.check.case import Case
 from xent.command.check.judge import Comparison, judge_case
 from xent.command.check.plan import FUNCTIONS, pairs, reaching
