@@ -50,13 +50,18 @@ def _promised() -> list[Case]:
 PROMISED = _promised()
 
 
-def upstream_of(target: Target, inputs: Inputs) -> tuple[Any, ...]:
-    return target.arrays(np.asarray(inputs.upstream), *inputs.others.values())
+def upstream_of(target: Target, case: Case, inputs: Inputs) -> tuple[Any, ...]:
+    """Return the upstream gradient of each result, or None for those that have none."""
+    given = {case.results[0]: inputs.upstream} | inputs.others
+    placed = {name: target.arrays(np.asarray(one))[0] for name, one in given.items() if one is not None}
+    return tuple(map(placed.get, case.results))
 
 
-def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...] | None = None) -> list[Any]:
+def results_of(
+    target: Target, case: Case, inputs: Inputs, only: tuple[int, ...] | None = None, /, **more: Any
+) -> list[Any]:
     """Return the results of a case, and the gradients of all differentiable arrays, or of those in `only`."""
-    call, arrays = call_of(target, case, inputs)
+    call, arrays = call_of(target, case, inputs, **more)
     chosen = range(len(arrays)) if only is None else only
 
     def of_some(*some: Any) -> Any:
@@ -65,6 +70,6 @@ def results_of(target: Target, case: Case, inputs: Inputs, only: tuple[int, ...]
         return tuple(case.found_in(returned).values())
 
     found, gradients = target.harness.gradients(
-        of_some, tuple(arrays[number] for number in chosen), upstream_of(target, inputs)
+        of_some, tuple(arrays[number] for number in chosen), upstream_of(target, case, inputs)
     )
     return [target.harness.numpy(array) for array in (*found, *gradients)]

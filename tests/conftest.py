@@ -52,10 +52,10 @@ def asked_for() -> list[str]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parametrize tests with a `target` argument by the backends and devices of this run."""
+    """Parametrize tests with a `target` argument by the module's TARGETS, or the backends and devices of this run."""
     if "target" in metafunc.fixturenames:
         driven = [target for name in asked_for() if name != "numpy" for target in targets(name)]
-        metafunc.parametrize("target", driven, ids=str, scope="session")
+        metafunc.parametrize("target", getattr(metafunc.module, "TARGETS", driven), ids=str, scope="session")
 
 
 @pytest.fixture(autouse=True)

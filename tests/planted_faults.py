@@ -38,7 +38,7 @@ STATS, LOG_PROBS, ROWS = "tests/test_stats.py", "tests/test_log_probs.py", "test
 SHARDS, PROMISES = "tests/distributed/test_shards.py", "tests/distributed/test_promises.py"
 HEADS, SCALE, TARGET = "tests/test_heads.py", "tests/torch/test_scale.py", "tests/torch/test_target_gradient.py"
 EAGER, AUTOGRAD, IDLE = "tests/torch/test_eager.py", "tests/torch/test_autograd.py", "tests/torch/test_idle.py"
-DIVERGENCE = "tests/divergence/test_matrix.py"
+DIVERGENCE, TRANSFORMS = "tests/divergence/test_matrix.py", "tests/torch/test_transforms.py"
 PORTABLE = "backends/torch/portable/"
 KERNELS = "backends/triton/kernels/"
 
@@ -318,7 +318,7 @@ FAULTS = [
     Fault(
         "second derivatives are zero", "backends/torch/function.py",
         "            raise RuntimeError(NO_SECOND)", "            return (None,) * len(ctx.needs_input_grad)",
-        (AUTOGRAD, SCALE, "-k", "second"),
+        (AUTOGRAD, TRANSFORMS, "-k", "second"),
     ),
     Fault(
         "gradient of the scale not divided", "backends/torch/passes.py",
@@ -334,6 +334,16 @@ FAULTS = [
         "gradient of shared probabilities of one head", "backends/torch/passes.py",
         "flat.index_add_(0, order[rows].clamp(min=0), found)", "flat[order[rows].clamp(min=0)] = found",
         (TARGET, "-k", "heads"),
+    ),
+    Fault(
+        "one upstream gradient for a whole batch", "backends/torch/function.py",
+        "one if dim is None else one.select(dim, entry)", "one if dim is None else one.select(dim, 0)",
+        (TRANSFORMS, "-k", "batched or jacrev"),
+    ),
+    Fault(
+        "autocast forgotten", "backends/torch/prepare.py",
+        'autocast = device != "meta" and torch.is_autocast_enabled(device)', "autocast = False",
+        (TRANSFORMS, "-k", "autocast"),
     ),
     # Shards.
     Fault(
@@ -397,6 +407,11 @@ FAULTS = [
         "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
         "log1p(squares / tl.where(sure, square, 1.0)) - 2 * nll", "log1p(squares / tl.where(sure, square, 1.0)) - nll",
         (STATS, "tests/triton/test_statistics.py"), "triton",
+    ),
+    Fault(
+        "kernel: strides of row weights", "backends/triton/inputs.py",
+        "            _contiguous(options.sample_weight),", "            options.sample_weight,",
+        ("tests/test_promises.py", "-k", "strides"), "triton",
     ),
     Fault(
         "kernel: gradient not divided", KERNELS + "algebra.py",

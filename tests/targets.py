@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from xent.backends import TABLE
+from xent.backends import ALSO, TABLE
 from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
 from xent.command.check.case import Case
@@ -19,13 +19,15 @@ from xent.command.check.judge import judge_case
 class Target:
     name: str
     device: str
+    also: bool = False
+    """Whether it is the backend for a second framework under this name."""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.device}"
 
     @property
     def backend(self) -> Backend:
-        return TABLE[self.name]()
+        return (ALSO if self.also else TABLE)[self.name]()
 
     @cached_property
     def harness(self) -> Harness[Any]:

@@ -44,7 +44,7 @@ def test_same_bits_with_and_without_gradients_and_statistics(
         if "stats" in asked:
             target.same(found[-1].lse, lse)
         (alone, *_), _ = target.harness.gradients(
-            lambda *given, call=call: (first(call(*given)),), arrays, upstream_of(target, inputs)[:1]
+            lambda *given, call=call: (first(call(*given)),), arrays, upstream_of(target, case, inputs)[:1]
         )
         target.same(alone, log_probs)
 
@@ -75,42 +75,14 @@ def test_gradients_come_from_unrounded_logits(target: Target) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_any_strides(target: Target, options: str) -> None:
+def test_classes_on_another_axis(target: Target, options: str) -> None:
     case = log_prob_case("log_probs", options, rows=(3, 4))
     inputs = make_inputs(case)
-    (logits,) = target.arrays(inputs.differentiable["logits"])
-    call, _ = call_of(target, case, inputs)
-    expected = tuple(case.found_in(call(logits)).values())
-    turned, wide = target.arrays(
-        inputs.differentiable["logits"].transpose(2, 0, 1), np.repeat(inputs.differentiable["logits"], 2, -1)
-    )
-    # Transposed, sliced, and with the classes on another axis.
-    apart = turned.swapaxes(0, 1).swapaxes(1, 2)
-    for strided, axis in ((apart, -1), (wide[..., ::2], -1), (logits.swapaxes(1, 2), 1)):
-        moved, _ = call_of(target, case, inputs, axis=axis)
-        for one, other in zip(expected, case.found_in(moved(strided)).values(), strict=True):
-            target.close(other, one, rtol=2e-6, atol=2e-6, equal_nan=False)
-    given = {"target": np.repeat(inputs.target, 2, -1)}
-    if "temperature" in inputs.options:
-        given["temperature"] = np.repeat(inputs.options["temperature"], 2, -1)
-    sliced = {name: target.arrays(values)[0][:, ::2] for name, values in given.items()}
-    for one, other in zip(
-        expected, case.found_in(call_of(target, case, inputs, **sliced)[0](logits)).values(), strict=True
-    ):
-        target.same(one, other)
-
-
-def test_strides_of_hidden_states_and_classifier(target: Target) -> None:
-    case = log_prob_case("linear_log_probs", "rows", bias=False)
-    inputs = make_inputs(case)
-    call, (hidden, weight) = call_of(target, case, inputs)
-    expected = case.found_in(call(hidden, weight))
-    turned, across = target.arrays(
-        inputs.differentiable["input"].transpose(1, 0, 2), inputs.differentiable["linear_weight"].T
-    )
-    found = case.found_in(call(turned.swapaxes(0, 1), across.swapaxes(0, 1)))
-    for name, values in expected.items():
-        target.close(found[name], values, rtol=2e-6, atol=2e-6)
+    call, (logits,) = call_of(target, case, inputs)
+    moved, _ = call_of(target, case, inputs, axis=1)
+    found = case.found_in(moved(logits.swapaxes(1, 2)))
+    for name, one in case.found_in(call(logits)).items():
+        target.close(found[name], one, rtol=2e-6, atol=2e-6, equal_nan=False)
 
 
 @pytest.mark.parametrize("options", ["plain", "rows", "support"])
@@ -123,20 +95,14 @@ def test_expanded_upstream_gradient(target: Target, function: str, options: str)
         support = inputs.options["support"]
         support.ids[support.offsets[-2]] = inputs.target.ravel()[-1]
     call, arrays = call_of(target, case, inputs)
-    ones = replace(
-        inputs, upstream=np.ones(case.rows), others={"entropy": np.full(case.rows, 0.5), "lse": np.zeros(())}
-    )
+    ones = replace(inputs, upstream=np.ones(case.rows), others={"entropy": np.full(case.rows, 0.5)})
 
     def total(*given: Any) -> Any:
         log_probs, entropy, _ = call(*given)
         return log_probs.sum() + 0.5 * entropy.sum()
 
     _, expanded = target.harness.gradients(total, arrays, None)
-    _, plain = target.harness.gradients(
-        lambda *given: tuple(case.found_in(call(*given)).values()),
-        arrays,
-        (*target.arrays(ones.upstream, ones.others["entropy"]), None),
-    )
+    plain = results_of(target, case, ones)[len(case.results) :]
     for one, other in zip(expanded, plain, strict=True):
         target.same(one, other)
 
@@ -196,17 +162,12 @@ def test_tiny_temperature_leaves_one_class(target: Target, function: str) -> Non
 @pytest.mark.parametrize("function", LOG_PROBS)
 def test_temperature_of_one_array(target: Target, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = replace(log_prob_case(function, "plain"), options={"softcap": 5.0})
-    inputs, upstream, found = make_inputs(case), upstream_of(target, make_inputs(case)), []
+    inputs = make_inputs(case)
     (heat,) = target.arrays(np.array(0.7))
-    for temperature in (heat, 0.7):
-        call, arrays = call_of(target, case, inputs, temperature=temperature)
-        made = target.harness.gradients(
-            lambda *given, call=call: tuple(case.found_in(call(*given)).values()), arrays, upstream
-        )
-        found.append([target.harness.numpy(values) for values in (*made[0], *made[1])])
+    found = (results_of(target, case, inputs, temperature=temperature) for temperature in (heat, 0.7))
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-    wrong, _ = call_of(target, case, inputs, temperature=heat * 0)
+    wrong, arrays = call_of(target, case, inputs, temperature=heat * 0)
     if not target.looks_at_targets:
         target.same(np.isnan(target.harness.numpy(wrong(*arrays)[0])), inputs.target != -100)
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")

@@ -1,5 +1,6 @@
 """One test per promise of the documentation, on every backend."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -7,13 +8,13 @@ import numpy as np
 import pytest
 
 import xent
-from tests.calls import OPTIONS, PROMISED, call_of, results_of, upstream_of
+from tests.calls import OPTIONS, PROMISED, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import FUNCTIONS, LOG_PROBS
-from tests.covering import crossed
+from tests.covering import FULL, crossed
 from tests.options import LOG_PROB_OPTIONS
 from tests.targets import Target
 from xent.command.check.case import Case, make_inputs
-from xent.core.spec import LOG_PROB_STATS
+from xent.core.spec import LOG_PROB_STATS, ROW_STATS
 
 
 @pytest.mark.parametrize("case", PROMISED, ids=str)
@@ -32,7 +33,7 @@ def test_inputs_are_never_written_to(target: Target, case: Case) -> None:
     before = [target.harness.numpy(array).copy() for array in placed]
     assert len(placed) > len(arrays)
     target.harness.gradients(
-        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(target, inputs)
+        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(target, case, inputs)
     )
     for array, values in zip(placed, before, strict=True):
         target.same(array, values)
@@ -46,6 +47,51 @@ def test_bitwise_the_same_run_after_run(target: Target, case: Case, monkeypatch:
     monkeypatch.setenv("XENT_CHECK_TARGETS", "1")
     for one, other in zip(first, results_of(target, case, inputs), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "first and last axis swapped": (lambda a: np.swapaxes(a, 0, -1), lambda a: a.swapaxes(0, -1)),
+    "last axes swapped": (lambda a: np.swapaxes(a, 1 % a.ndim, -1), lambda a: a.swapaxes(1 % a.ndim, -1)),
+    "every other column": (lambda a: np.repeat(a, 2, -1), lambda a: a[..., ::2]),
+    "every other row": (lambda a: np.repeat(a, 2, 0), lambda a: a[::2]),
+    "padded columns": (lambda a: np.concatenate([a, a], -1), lambda a: a[..., a.shape[-1] // 2 :]),
+    "later rows": (lambda a: np.concatenate([a[:1], a]), lambda a: a[1:]),
+}
+"""What lies in memory, and how it is viewed."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "case"),
+    [
+        (layout, case)
+        for place, layout in enumerate(LAYOUTS)
+        for number, case in enumerate(PROMISED)
+        if FULL or (place + number) % 2 == 0
+    ],
+    ids=str,
+)
+def test_any_strides(target: Target, layout: str, case: Case) -> None:
+    """Of every array of the call."""
+    case = target.sized(case)
+    inputs, (stored, viewed) = make_inputs(case), LAYOUTS[layout]
+
+    class Strided:
+        def array(self, values: Any, dtype: str | None = None) -> Any:
+            values = np.asarray(values)
+            if not values.ndim:
+                return target.harness.array(values, dtype)
+            made = viewed(target.harness.array(np.ascontiguousarray(stored(values)), dtype))
+            target.same(made, target.harness.array(values, dtype))
+            return made
+
+    turned = replace(target)
+    turned.__dict__["harness"] = Strided()
+    call, arrays = call_of(turned, case, inputs)
+    results, gradients = target.harness.gradients(
+        lambda *given: tuple(case.found_in(call(*given)).values()), arrays, upstream_of(turned, case, inputs)
+    )
+    for found, expected in zip((*results, *gradients), results_of(target, case, inputs), strict=True):
+        target.close(found, expected, rtol=2e-6, atol=1e-6, equal_nan=False)
 
 
 @pytest.mark.parametrize("case", PROMISED, ids=str)
@@ -69,7 +115,7 @@ def test_second_backward_gives_the_same_gradients(target: Target, case: Case) ->
     call, arrays = call_of(target, case, inputs)
     leaves = [array.requires_grad_() for array in arrays]
     found = tuple(case.found_in(call(*leaves)).values())
-    upstream = upstream_of(target, inputs)
+    upstream = upstream_of(target, case, inputs)
     first, second = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one, other)
@@ -113,40 +159,41 @@ def test_row_does_not_depend_on_its_batch(
             target.same(one[rows], other)
 
 
-@pytest.mark.parametrize(
-    *crossed(
-        function=FUNCTIONS,
-        reduction=["mean", "sum", "none"],
-        hidden=[np.nan, np.inf, -np.inf],
-        stats=[(), ("count",), ("lse", "z_loss")],
+IGNORING = [
+    Case(function, (6,), 9, "float32", "", {}, reduction, stats=stats, missing=stats, workspace=3 * 9 * 4)
+    for function in FUNCTIONS
+    for reduction, stats in (
+        ("mean", ()), ("sum", ("count",)), ("none", ("lse", "z_loss")), ("mean", ("lse", "z_loss")), ("none", ()),
     )
-)
-def test_values_of_ignored_rows_have_no_effect(
-    target: Target, function: str, reduction: str, hidden: float, stats: tuple[str, ...]
-) -> None:
-    case = Case(function, (6,), 9, "float32", "", reduction=reduction, ignored=0.0)
-    clean = make_inputs(case)
-    chunks = {"workspace": 3 * 9 * 4} if stats and function == "linear_cross_entropy" else {}
-    for how in ("ignore_index", "sample_weight"):
-        inputs = make_inputs(case)
-        if how == "ignore_index":
-            inputs.target[2] = clean.target[2] = -100
-        else:
-            clean.options["sample_weight"] = inputs.options["sample_weight"] = np.array([1.0, 2.0, 0.0, 1.0, 0.5, 1.0])
-        first = next(iter(inputs.differentiable))
-        inputs.differentiable[first][2] = hidden
-        upstream = target.arrays(np.asarray(inputs.upstream))[0]
-        outcome = []
+] + [log_prob_case(function, options, rows=(6,), shift=0) for function in LOG_PROBS for options in OPTIONS]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", IGNORING, ids=str)
+@pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
+def test_values_of_ignored_rows_have_no_effect(target: Target, case: Case, hidden: float) -> None:
+    case, is_loss = replace(case, ignored=0.0), case.function in FUNCTIONS
+    names = (*case.results, *make_inputs(case).differentiable)
+    for how in ("ignore_index", "sample_weight")[: 1 + is_loss]:
+        clean, inputs = make_inputs(case), make_inputs(case)
         for drawn in (clean, inputs):
-            call, arrays = call_of(target, case, drawn, stats=stats, **chunks)
-            loss_only = (lambda *given, call=call: call(*given)[0]) if stats else call
-            loss, gradients = target.harness.gradients(loss_only, arrays, upstream)
-            share = [call(*arrays)[1].z_loss] if "z_loss" in stats else []
-            outcome.append([target.harness.numpy(array) for array in (loss, *gradients, *share)])
-        for expected, found in zip(*outcome, strict=True):
+            if how == "ignore_index":
+                drawn.target[2] = -100
+            else:
+                drawn.options["sample_weight"] = np.array([1.0, 2.0, 0.0, 1.0, 0.5, 1.0])
+        next(iter(inputs.differentiable.values()))[2] = hidden
+        expected, found = (dict(zip(names, results_of(target, case, one), strict=True)) for one in (clean, inputs))
+        assert (found[names[len(case.results)]][2] == 0).all()
+        for name in names:
+            if name == "lse":  # that of a row with weight 0 is computed
+                found[name][2] = expected[name][2]
             # Not bit for bit: exp of a vector register that also holds a NaN may round its other lanes differently.
-            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-        assert (outcome[1][1][2] == 0).all()
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)
+        if how == "ignore_index":
+            stats = ROW_STATS if is_loss else LOG_PROB_STATS
+            call, arrays = call_of(target, case, inputs, stats=stats)
+            *_, reported = call(*arrays)
+            for name in stats:
+                assert target.harness.numpy(getattr(reported, name))[2] == (-1 if name == "predictions" else 0)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -283,24 +330,41 @@ def test_masked_spans_with_reduction_none(target: Target, case: Case) -> None:
     np.testing.assert_array_equal(masked[~span], whole[~span])
 
 
-def test_shift_equals_slicing(target: Target) -> None:
-    rng = np.random.default_rng(3)
-    hidden, classifier = target.arrays(rng.normal(size=(3, 9, 8)), rng.normal(size=(21, 8)))
-    (labels,) = target.arrays(np.where(rng.random((3, 9)) < 0.3, -100, rng.integers(0, 21, (3, 9))))
-    (weights,) = target.arrays(rng.random((3, 9)))
-    options = {"stats": ("count",), "backend": target.name}
+SHIFTED = [
+    *(
+        Case("linear_cross_entropy", (3, 9), 21, "float32", "", options, reduction, stats=("count",))
+        for options in ({}, {"sample_weight": True})
+        for reduction in ("mean", "none")
+    ),
+    *(log_prob_case("linear_log_probs", options, rows=(3, 9), vocabulary=21, shift=0) for options in OPTIONS),
+]
+
+
+@pytest.mark.parametrize("case", SHIFTED, ids=str)
+def test_shift_equals_slicing(target: Target, case: Case) -> None:
+    inputs = make_inputs(case)
+    _, (hidden, *rest) = call_of(target, case, inputs)
+    rows = {"target": inputs.target} | {
+        name: inputs.options[name] for name in ("temperature", "sample_weight") if name in inputs.options
+    }
     for shift in (0, 1, 2, 8, 9, 10, 1499):
         kept = max(9 - shift, 0)
-        for of in (None, weights):
-            moved = None if of is None else of[:, shift:]
-            shifted, stats = xent.linear_cross_entropy(
-                hidden, classifier, labels, shift=shift, sample_weight=of, **options
-            )
-            sliced, expected = xent.linear_cross_entropy(
-                hidden[:, :kept], classifier, labels[:, shift:], sample_weight=moved, **options
-            )
-            target.close(shifted, sliced, rtol=1e-6)
-            assert int(stats.count) == int(expected.count)
-        rows = xent.linear_cross_entropy(hidden, classifier, labels, shift=shift, reduction="none", backend=target.name)
-        assert tuple(rows.shape) == (3, 9)
-        assert (target.harness.numpy(rows)[:, kept:] == 0).all()
+        moved = {name: target.arrays(values[:, shift:])[0] for name, values in rows.items()}
+        if "support" in inputs.options:
+            moved["support"] = of_rows(target, inputs.options["support"], np.arange(27).reshape(3, 9)[:, shift:])
+        shifted = case.found_in(call_of(target, case, inputs, shift=shift)[0](hidden, *rest))
+        sliced = case.found_in(call_of(target, case, inputs, **moved)[0](hidden[:, :kept], *rest))
+        for name in case.results:
+            found, expected = target.harness.numpy(shifted[name]), target.harness.numpy(sliced[name])
+            if found.ndim:
+                assert found.shape == (3, 9)
+                assert (found[:, kept:] == 0).all()
+                found = found[:, :kept]
+            np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def of_rows(target: Target, support: xent.Support, rows: Any) -> xent.Support:
+    """Return the support of some rows."""
+    sets = [support.ids[support.offsets[row] : support.offsets[row + 1]] for row in rows.ravel()]
+    ids = np.concatenate([np.zeros(0, np.int64), *sets])
+    return xent.Support(*target.arrays(ids, np.cumsum([0, *map(len, sets)])))

@@ -11,24 +11,6 @@ from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
 from tests.cases import LOG_PROBS
 from tests.targets import Target
 from xent.command.check.case import make_inputs
-from xent.core.spec import LOG_PROB_STATS
-
-
-@pytest.mark.parametrize("hidden", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_values_of_ignored_rows_have_no_effect(target: Target, function: str, options: str, hidden: float) -> None:
-    case = log_prob_case(function, options, rows=(6,), ignored=0.0, shift=0)
-    clean, inputs = make_inputs(case), make_inputs(case)
-    inputs.target[2] = clean.target[2] = -100
-    next(iter(inputs.differentiable.values()))[2] = hidden
-    for expected, found in zip(*(results_of(target, case, drawn) for drawn in (clean, inputs)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7)
-        assert len(found) != 6 or (found[2] == 0).all()
-    call, arrays = call_of(target, case, inputs, stats=LOG_PROB_STATS)
-    *_, stats = call(*arrays)
-    for name in LOG_PROB_STATS:
-        assert target.harness.numpy(getattr(stats, name))[2] == (-1 if name == "predictions" else 0)
 
 
 @pytest.mark.parametrize("rows", [(0,), (2, 0), (3, 4)])
@@ -73,39 +55,10 @@ def test_support_of_all_classes_equals_none(target: Target) -> None:
     case = replace(log_prob_case("log_probs", "rows"), stats=())
     inputs = make_inputs(case)
     ids = np.concatenate([np.random.default_rng(row).permutation(67) for row in range(12)])
-    (ids, offsets) = target.arrays(ids, np.arange(13) * 67)
-    plain, every = (call_of(target, case, inputs, support=support) for support in (None, xent.Support(ids, offsets)))
-    found = [target.harness.gradients(call, arrays, upstream_of(target, inputs)) for call, arrays in (plain, every)]
-    for one, other in zip((*found[0][0], *found[0][1]), (*found[1][0], *found[1][1]), strict=True):
-        one, other = target.harness.numpy(one), target.harness.numpy(other)
-        np.testing.assert_allclose(other, one, rtol=3e-6, atol=3e-6)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_shift_equals_slicing(target: Target, options: str) -> None:
-    case = log_prob_case("linear_log_probs", options, rows=(3, 5), vocabulary=21, shift=0)
-    inputs = make_inputs(case)
-    _, (hidden, *rest) = call_of(target, case, inputs)
-    named = {"target": inputs.target} | {name: inputs.options[name] for name in {"temperature"} & inputs.options.keys()}
-    for shift in (0, 1, 4, 5, 9):
-        kept = max(5 - shift, 0)
-        moved = {name: target.arrays(values[:, shift:])[0] for name, values in named.items()}
-        if "support" in inputs.options:
-            moved["support"] = of_rows(target, inputs.options["support"], np.arange(15).reshape(3, 5)[:, shift:])
-        shifted = case.found_in(call_of(target, case, inputs, shift=shift)[0](hidden, *rest))
-        sliced = case.found_in(call_of(target, case, inputs, **moved)[0](hidden[:, :kept], *rest))
-        for name in case.results:
-            found = target.harness.numpy(shifted[name])
-            assert found.shape == (3, 5)
-            assert (found[:, kept:] == 0).all()
-            target.close(found[:, :kept], sliced[name], rtol=2e-6, atol=1e-6)
-
-
-def of_rows(target: Target, support: xent.Support, rows: Any) -> xent.Support:
-    """Return the support of some rows."""
-    sets = [support.ids[support.offsets[row] : support.offsets[row + 1]] for row in rows.ravel()]
-    ids = np.concatenate([np.zeros(0, np.int64), *sets])
-    return xent.Support(*target.arrays(ids, np.cumsum([0, *map(len, sets)])))
+    every = xent.Support(*target.arrays(ids, np.arange(13) * 67))
+    found, expected = (results_of(target, case, inputs, support=support) for support in (every, None))
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("function", LOG_PROBS)
@@ -138,7 +91,7 @@ def test_unchecked_invalid_values_give_nan_in_their_row(
         with pytest.raises((IndexError, ValueError)):
             call(*arrays)
         return
-    (log_probs, entropy), gradients = target.harness.gradients(call, arrays, upstream_of(target, inputs))
+    (log_probs, entropy), gradients = target.harness.gradients(call, arrays, upstream_of(target, case, inputs))
     bad = np.arange(6) == 1
     np.testing.assert_array_equal(np.isnan(target.harness.numpy(log_probs)), bad)
     assert np.isfinite(target.harness.numpy(entropy)[~bad]).all()

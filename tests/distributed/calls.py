@@ -1,6 +1,6 @@
 """Run a case in shards on each process, or in one piece. A test combines and compares the results."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -73,12 +73,16 @@ def _results(case: Case, way: Way, rank: int | None) -> dict[str, Any]:
         if name == "input" and way.sequence_parallel and rank is not None:
             part = np.array_split(part, _stops(part.shape[-2], way.ranks), -2)[rank]
         leaves[name] = harness.array(part, case.dtype).requires_grad_(need)
-    given = inputs.options | {"target": inputs.target}
+    given, known = dict(inputs.options), inputs.target
     if "weight" in given:
         given["weight"] = mine(given["weight"], 0)
-    if inputs.target.dtype.kind == "f":
-        given["target"] = mine(inputs.target, -1)
+    if isinstance(known, xent.LinearTeacher):
+        known = replace(known, weight=mine(known.weight, 0), bias=None if known.bias is None else mine(known.bias, 0))
+    elif isinstance(known, np.ndarray) and known.dtype.kind == "f":
+        known = mine(known, -1)
+    of_logits = case.is_divergence and not isinstance(known, xent.TopKTeacher)
     options = placed(harness, given, wide) | case.keywords | {"backend": way.backend}
+    options[case.target] = placed(harness, known, case.dtype if of_logits else wide)
     if way.reports:
         allowed = STAT_NAMES if case.function in LOSSES else LOG_PROB_STATS
         options["stats"] = (*case.stats, *(name for name in allowed if name not in case.stats))
@@ -110,7 +114,10 @@ def _run(
     if asked:
         pairs = [(found[name], grad) for name, grad in zip(case.results, upstream, strict=True) if grad is not None]
         outputs, grads = zip(*pairs, strict=True)
-        gradients = dict(zip(asked, torch.autograd.grad(outputs, list(asked.values()), grads), strict=True))
+        made = torch.autograd.grad(outputs, list(asked.values()), grads, retain_graph=case.is_divergence)
+        gradients = dict(zip(asked, made, strict=True))
+        if case.is_divergence:
+            assert all(map(torch.equal, made, torch.autograd.grad(outputs, list(asked.values()), grads)))
     for name, leaf in leaves.items():
         torch.testing.assert_close(leaf.detach(), before[name], rtol=0, atol=0, equal_nan=True)
     named = found | gradients

@@ -1,6 +1,6 @@
 """Divergences of a vocabulary in shards, against the same call in one process in float64: every teacher and option."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -11,23 +11,20 @@ import torch.distributed as dist
 
 import xent
 from tests.cases import DTYPES
-from tests.distributed.cuts import CUTS, Cut, cut
+from tests.distributed.calls import Way
+from tests.distributed.cuts import CUTS, cut
+from tests.distributed.judge import joined
 from tests.distributed.matrix import RANKS
 from tests.distributed.planted import replace_collective
 from tests.distributed.pool import INTERPRETED, Pool, device, group
 from tests.divergence.cases import covering_divergences, divergence_cases
 from xent.backends import TABLE
-from xent.command.check.case import Case, make_inputs
+from xent.command.check.case import Case
+from xent.command.check.judge import results_of_case
 
-AXES = {"logits": -1, "linear_weight": 0, "linear_bias": 0}
+BACKEND = "triton" if INTERPRETED else "auto"
 CLOSE = {"float64": 1e-9, "float32": 4e-5, "bfloat16": 2e-2, "float16": 4e-3}
 """Error of the largest element, relative to it."""
-
-
-@dataclass(frozen=True)
-class Shards:
-    ranks: int
-    cut: Cut
 
 
 def cases() -> list[Any]:
@@ -40,7 +37,7 @@ def cases() -> list[Any]:
             for case in (*chosen, *(divergence_cases(function, dtype)[::2] if dtype == "float32" else ())):
                 ranks, how = next(ways)
                 how = "even" if how == "padded" and case.vocabulary < 3 else how  # that would be all classes on a rank
-                way = Shards(ranks, cut(how, case.vocabulary, ranks))
+                way = Way(ranks, cut(how, case.vocabulary, ranks), BACKEND)
                 found.append(pytest.param(case, way, id=f"{case}, {ranks} ranks, {how}"))
     return found
 
@@ -52,77 +49,21 @@ def dense_cases() -> list[Any]:
     ]
 
 
-def results(case: Case, way: Shards, rank: int | None) -> dict[str, Any]:
-    """Return loss, entropy and gradients of a rank's shard; of the whole vocabulary in float64 without a rank."""
-    harness = TABLE["torch"]().harness(str(device()) if rank is not None else "cpu")
-    inputs = make_inputs(case)
-
-    def put(values: Any, axis: int | None, dtype: str | None) -> Any:
-        values = harness.array(values, dtype)
-        if rank is None:
-            return values.double() if values.is_floating_point() else values
-        return values if axis is None else harness.array(way.cut.take(harness.numpy(values), rank, axis), dtype)
-
-    wide = "float64" if case.dtype == "float64" else "float32"
-    leaves = {name: put(value, AXES.get(name), case.dtype) for name, value in inputs.differentiable.items()}
-    leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-    known: Any = inputs.target
-    if isinstance(known, np.ndarray):
-        known = put(known, -1, case.dtype)
-    elif isinstance(known, xent.TopKTeacher):
-        known = xent.TopKTeacher(put(known.ids, None, None), put(known.log_probs, None, wide), known.tail)
-    else:
-        parts = {"input": put(known.input, None, case.dtype), "weight": put(known.weight, 0, case.dtype)}
-        parts["bias"] = None if known.bias is None else put(known.bias, 0, case.dtype)
-        known = replace(known, **parts)
-    options = {
-        name: put(value, None, wide) if isinstance(value, np.ndarray) else value
-        for name, value in inputs.options.items()
-    }
-    if case.function == "linear_divergence":
-        options["workspace"] = case.workspace
-    if rank is not None:
-        said = {"first": way.cut.firsts[rank]} if way.cut.says_first else {}
-        sized = {"size": way.cut.vocabulary} if way.cut.says_first or way.cut.says_size else {}
-        one = group(way.ranks)
-        options["vocab_parallel"] = xent.VocabParallel(one, **said, **sized) if said or sized else one
-        options["backend"] = "triton" if INTERPRETED else "auto"
-    call = getattr(xent, case.function)
-    loss, stats = call(**leaves, teacher=known, reduction=case.reduction, stats=("entropy",), **options)
-    upstream = harness.array(np.asarray(inputs.upstream), None).to(loss)
-    grads = torch.autograd.grad(loss, list(leaves.values()), upstream, retain_graph=True)
-    again = torch.autograd.grad(loss, list(leaves.values()), upstream)
-    assert all(torch.equal(first, second) for first, second in zip(grads, again, strict=True))
-    named = {"loss": loss.detach(), "entropy": stats.entropy} | dict(zip(leaves, grads, strict=True))
-    return {name: value.cpu().double().numpy() for name, value in named.items()}
-
-
-def in_shards(case: Case, way: Shards) -> dict[str, Any] | None:
-    rank = dist.get_rank()
-    return results(case, way, rank) if rank < way.ranks else None
-
-
 @pytest.mark.parametrize(("case", "way"), cases())
-def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Shards) -> None:
+def test_shards_equal_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     judge(pool, case, way)
 
 
-def judge(pool: Pool, case: Case, way: Shards) -> None:
+def judge(pool: Pool, case: Case, way: Way) -> None:
     """Compare the results of all ranks with those of the whole vocabulary."""
-    parts = pool.run(in_shards, case, way)[: way.ranks]
-    for name, expected in results(case, way, None).items():
-        values = [part[name] for part in parts]
-        if name in AXES:
-            found = way.cut.join(values, AXES[name])
-        else:
-            found = values[0]
-            for value in values[1:]:
-                np.testing.assert_array_equal(value, found, err_msg=f"{name} differs between ranks")
+    case, backend = replace(case, stats=("entropy",), missing=("entropy",)), TABLE["torch"]()
+    found, (truth, *_) = joined(pool, case, way), results_of_case(backend, backend.harness(), case)
+    for name, expected in truth.items():
         size = np.abs(expected).max() if expected.size else 0
-        close = CLOSE["float32" if name in ("loss", "entropy") and case.dtype != "float64" else case.dtype]
+        close = CLOSE["float32" if name in case.results and case.dtype != "float64" else case.dtype]
         # A loss of close distributions is a small difference of float32 logits.
         slack = 1e-6 if case.dtype != "float64" else 1e-12
-        np.testing.assert_allclose(found, expected, rtol=close, atol=close * size + slack, err_msg=name)
+        np.testing.assert_allclose(found[name], expected, rtol=close, atol=close * size + slack, err_msg=name)
 
 
 def _tensors() -> dict[str, Any]:

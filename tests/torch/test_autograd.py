@@ -1,7 +1,6 @@
 """Autograd: gradients exist where they are required, again with a retained graph, and second derivatives raise."""
 
 import math
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -41,35 +40,6 @@ def test_second_backward_in_place(target: Target, tensors: dict[str, Tensor], re
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("how", ["penalty", "grad of grad", "graph not retained", "func"])
-@pytest.mark.parametrize("linear", [False, True])
-def test_second_derivative_raises(
-    target: Target, tensors: dict[str, Tensor], reduction: str, how: str, linear: bool
-) -> None:
-    classes = tensors["target"]
-
-    def loss(source: Tensor) -> Tensor:
-        options = {"reduction": reduction, "backend": target.name}
-        if linear:
-            return xent.linear_cross_entropy(source, tensors["linear_weight"], classes, **options).sum()
-        return xent.cross_entropy(source, classes % 8, **options).sum()
-
-    def again(source: Tensor) -> None:
-        if how == "func":
-            torch.func.grad(lambda x: torch.func.grad(loss)(x).square().sum())(source.detach())
-            return
-        retain = how != "graph not retained"
-        (first,) = torch.autograd.grad(loss(source), source, create_graph=True, retain_graph=retain)
-        if how == "penalty":
-            first.square().sum().backward()
-        else:
-            torch.autograd.grad(first.sum(), source)
-
-    with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
-        again(tensors["input"].requires_grad_())
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("how", ["penalty", "loss and penalty", "graph not retained"])
 def test_second_derivative_raises_if_the_upstream_gradient_is_differentiable(
@@ -84,17 +54,6 @@ def test_second_derivative_raises_if_the_upstream_gradient_is_differentiable(
     total = penalty + loss if how == "loss and penalty" else penalty
     with pytest.raises(RuntimeError, match="xent computes no second derivatives"):
         total.backward() if how == "penalty" else torch.autograd.grad(total, source)
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-def test_func_grad_equals_autograd(target: Target, tensors: dict[str, Tensor], reduction: str) -> None:
-    def loss(source: Tensor, weight: Tensor) -> Tensor:
-        return linear_loss(tensors | {"input": source, "linear_weight": weight}, target, reduction=reduction)
-
-    leaves = [tensors[name].clone().requires_grad_() for name in ("input", "linear_weight")]
-    expected = torch.autograd.grad(loss(*leaves), leaves)
-    found = torch.func.grad(loss, argnums=(0, 1))(tensors["input"], tensors["linear_weight"])
-    torch.testing.assert_close(expected, found, rtol=0, atol=0)
 
 
 def test_inplace_under_func_raises(target: Target, tensors: dict[str, Tensor]) -> None:
@@ -140,8 +99,11 @@ def test_arguments_without_gradient_must_not_require_one(target: Target, name: s
     arguments = {"target": torch.tensor([0, 1, 2]), name: values[name].requires_grad_()}
     arguments = {key: value.to(target.device) for key, value in arguments.items()}
     logits = torch.randn(3, 5, device=target.device)
+    heads = torch.randn(2, 3, 5, device=target.device), torch.randn(5, 5, device=target.device)
     with pytest.raises(ValueError, match=rf"{name} requires a gradient, which xent does not compute"):
         xent.cross_entropy(logits, **arguments)
+    with pytest.raises(ValueError, match=rf"{name} requires a gradient, which xent does not compute"):
+        xent.linear_cross_entropy(*heads, **arguments, shift=(1, 2), backend=target.name)
     with torch.no_grad():
         assert xent.cross_entropy(logits, **arguments).isfinite()
 
@@ -200,46 +162,6 @@ def test_float16_mean_does_not_depend_on_the_size_of_row_weights(
     (gradient,) = torch.autograd.grad(loss, logits)
     expected = torch.tensor([-0.75, 0.25, 0.25, 0.25], device=target.device) * sizes[0] / sum(sizes)
     torch.testing.assert_close(gradient[0], expected.half())
-
-
-def functions_of(target: Target) -> dict[str, Callable[[Tensor, Tensor], Tensor]]:
-    classes = torch.tensor([0, 3, -100, 10, 7, 7], device=target.device)
-    teacher = torch.randn(6, 11, generator=torch.Generator().manual_seed(1)).to(target.device)
-    top = teacher.log_softmax(-1).topk(4)
-    known = xent.TopKTeacher(top.indices, top.values)
-    ids = torch.arange(11, device=target.device).repeat(6)
-    support = xent.Support(ids, torch.arange(0, 67, 11, device=target.device))
-    given = {"backend": target.name}
-    none = given | {"reduction": "none"}
-    return {
-        "cross_entropy": lambda x, w: xent.cross_entropy(x @ w.t(), classes, **none),
-        "cross_entropy, mean": lambda x, w: xent.cross_entropy(x @ w.t(), classes, **given)[None],
-        "linear_cross_entropy": lambda x, w: xent.linear_cross_entropy(x, w, classes, workspace=99, **none),
-        "linear_cross_entropy, mean": lambda x, w: xent.linear_cross_entropy(x, w, classes, **given)[None],
-        "log_probs": lambda x, w: xent.log_probs(x @ w.t(), classes, **given),
-        "linear_log_probs": lambda x, w: xent.linear_log_probs(x, w, classes, **given),
-        "linear_log_probs, entropy": lambda x, w: xent.linear_log_probs(x, w, classes, entropy=True, **given)[1],
-        "log_probs, support": lambda x, w: xent.log_probs(x @ w.t(), classes, support=support, **given),
-        "divergence": lambda x, w: xent.divergence(x @ w.t(), teacher, beta=0.3, **none),
-        "linear_divergence": lambda x, w: xent.linear_divergence(x, w, teacher, **none),
-        "linear_divergence, mean": lambda x, w: xent.linear_divergence(x, w, teacher, beta=1.0, **given)[None],
-        "linear_divergence, top k": lambda x, w: xent.linear_divergence(x, w, known, **none),
-    }
-
-
-@pytest.mark.parametrize("name", functions_of(Target("torch", "cpu")))
-@pytest.mark.parametrize("vmap", [False, True])
-def test_batched_gradients(target: Target, tensors: dict[str, Tensor], name: str, vmap: bool) -> None:
-    function, leaves = functions_of(target)[name], [tensors[one].requires_grad_() for one in ("input", "linear_weight")]
-    loss = function(*leaves)
-    upstreams = torch.randn(3, *loss.shape, generator=torch.Generator().manual_seed(2)).to(loss)
-    each = [torch.autograd.grad(loss, leaves, one, retain_graph=True) for one in upstreams]
-    if vmap:
-        found = torch.func.vmap(lambda one: torch.autograd.grad(loss, leaves, one, retain_graph=True))(upstreams)
-    else:
-        found = torch.autograd.grad(loss, leaves, upstreams, is_grads_batched=True)
-    for number, grad in enumerate(found):
-        torch.testing.assert_close(grad, torch.stack([one[number] for one in each]))
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import xent
-from tests.covering import crossed
 from tests.targets import Target
 from xent.core.spec import STAT_NAMES
 
@@ -109,6 +108,21 @@ def test_recompiles_for_the_number_of_rows_once_at_most(
         if asks:
             torch.testing.assert_close(torch.autograd.grad(found, w), torch.autograd.grad(expected, w))
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+def test_heads_recompile_for_weights_and_for_sizes_once_at_most(target: Target) -> None:
+    def loss(x: Tensor, w: Tensor, y: Tensor, head_weight: tuple[float, ...]) -> Tensor:
+        return xent.linear_cross_entropy(x, w, y, shift=(1, 2, 9), head_weight=head_weight, backend=target.name)
+
+    (_, w, _), compiled = drawn(target), torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for batch in (2, 3, 4):
+        x = torch.randn(3, batch, 5, 8, device=target.device, requires_grad=True)
+        y = torch.randint(11, (batch, 5), device=target.device)
+        for weights in ((1.0, 0.5, 0.25), (1.0, 0.4, 0.2), (1.0, 0.3, 0.1)):
+            found, expected = (run(x, w, y, weights) for run in (compiled, loss))
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(*(torch.autograd.grad(made, (x, w)) for made in (found, expected)))
+    assert counters["stats"]["unique_graphs"] <= 3
 
 
 def test_exports_for_any_number_of_rows(target: Target) -> None:
@@ -447,49 +461,6 @@ def test_default_dtype_and_device_do_not_matter(target: Target) -> None:
         assert torch.equal(xent.cross_entropy(x, y % 8, backend=target.name), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def transformed(how: str, loss: Any) -> Any:
-    def vjp(x: Tensor) -> Tensor:
-        value, pull = torch.func.vjp(loss, x)
-        return pull(torch.ones_like(value))[0]
-
-    def value_and_grad(x: Tensor) -> Tensor:
-        return torch.func.grad_and_value(loss)(x)[0]
-
-    return {
-        "grad": torch.func.grad(loss),
-        "vjp": vjp,
-        "value_and_grad": value_and_grad,
-        "jacrev": torch.func.jacrev(loss),
-    }[how]
-
-
-@pytest.mark.parametrize(
-    *crossed(
-        asks=[False, True],
-        how=["grad", "vjp", "value_and_grad", "jacrev"],
-        reduction=["mean", "none"],
-        function=["cross_entropy", "linear_cross_entropy"],
-    )
-)
-def test_compiles_torch_func(target: Target, function: str, reduction: str, how: str, asks: bool) -> None:
-    """The transform's argument is an argument of the loss, and requires a gradient as parameters do."""
-    x, w, y = (tensor.detach() for tensor in drawn(target))
-    options = {"reduction": reduction, "backend": target.name}
-
-    def loss(x: Tensor) -> Tensor:
-        if function == "cross_entropy":
-            found = xent.cross_entropy(x, y % 8, **options).sum()
-        else:
-            found = xent.linear_cross_entropy(x, w, y, **options).sum()
-        return found
-
-    (expected,) = torch.autograd.grad(loss(x.requires_grad_()), x)
-    x = x.detach().requires_grad_(asks)
-    for backend in ("eager", "aot_eager"):
-        found = torch.compile(transformed(how, loss), backend=backend)(x)
-        torch.testing.assert_close(found.detach(), expected)
 
 
 TWICE = """

@@ -73,42 +73,6 @@ def test_expanded_probabilities(target: Target) -> None:
         assert torch.equal(*(xent.divergence(logits, teacher, backend=target.name) for teacher in teachers))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_linear_inputs(target: Target, layout: str) -> None:
-    torch.manual_seed(0)
-    source = torch.randn(3, 4, 8, device=target.device)
-    weight = torch.randn(1, 21, 8, device=target.device)
-    bias = torch.randn(3, 4, 21, device=target.device)
-    classes = torch.randint(21, (3, 4), device=target.device)
-    change = LAYOUTS[layout]
-    options = {"workspace": 21 * 4 * 5, "backend": target.name}
-    outcome = []
-    for x, w, b in ((source, weight, bias), (change(source), change(weight), change(bias))):
-        leaves = [x.detach().requires_grad_(), w.detach()[0].requires_grad_(), b.detach()[0, 0].requires_grad_()]
-        loss = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
-        with torch.no_grad():
-            alone = xent.linear_cross_entropy(*leaves[:2], classes, linear_bias=leaves[2], **options)
-        outcome.append((loss.detach(), alone, *torch.autograd.grad(loss, leaves)))
-    torch.testing.assert_close(*outcome)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_targets_weights_and_probabilities(target: Target, layout: str) -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(3, 4, 21, device=target.device)
-    change = LAYOUTS[layout]
-    wide = torch.rand(3, 4, 21, device=target.device)
-    classes, sample = torch.randint(21, (3, 4), device=target.device), torch.rand(3, 4, device=target.device)
-    swapped = [tensor.t().contiguous().t() for tensor in (classes, sample)]
-    expected = xent.cross_entropy(logits, classes, sample_weight=sample, weight=wide[0, 0], backend=target.name)
-    found = xent.cross_entropy(
-        logits, swapped[0], sample_weight=swapped[1], weight=change(wide)[0, 0], backend=target.name
-    )
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    expected = xent.cross_entropy(logits, wide, backend=target.name)
-    torch.testing.assert_close(xent.cross_entropy(logits, change(wide), backend=target.name), expected, rtol=0, atol=0)
-
-
 def far_apart(near: Tensor) -> Tensor:
     """Return (3, n) values whose rows are 2^30 elements apart, so that the last offset does not fit in 32 bits.
 

@@ -102,26 +102,6 @@ def test_transforms_of_arguments_without_gradient_raise(
         (torch.compile(transformed, backend=backend) if backend else transformed)(tensors["sample_weight"] + 0.1)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", ["logits", "input"])
-def test_jacrev(target: Target, tensors: dict[str, Tensor], reduction: str, name: str) -> None:
-    """A batch of upstream gradients through one loss is not a batch of losses."""
-
-    def loss(tensor: Tensor) -> Tensor:
-        options = {"reduction": reduction, "backend": target.name}
-        if name == "logits":
-            found = xent.cross_entropy(tensor, tensors["target"], **options)
-        else:
-            found = xent.linear_cross_entropy(tensor, tensors["linear_weight"], tensors["target"], **options)
-        return found
-
-    values = tensors[name].clone().requires_grad_()
-    losses = loss(values).reshape(-1)
-    rows = [torch.autograd.grad(one, values, retain_graph=True)[0] for one in losses]
-    found = torch.func.jacrev(loss)(tensors[name])
-    torch.testing.assert_close(found.reshape(-1, *values.shape), torch.stack(rows))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", ["logits", "input"])
 def test_jit_trace_raises(target: Target, tensors: dict[str, Tensor], name: str) -> None:

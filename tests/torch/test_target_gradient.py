@@ -71,54 +71,6 @@ def test_gradients_equal_pytorch(
         torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_torch_func(target: Target, tensors: dict[str, Tensor], function: str, compiled: bool, reduction: str) -> None:
-    sources = {name: values.detach() for name, values in sources_of(tensors, function).items()}
-
-    def loss(probabilities: Tensor) -> Any:
-        options = {"reduction": reduction, "backend": target.name, "stats": ("nll",)}
-        made, stats = getattr(xent, function)(**sources, target=probabilities, **options)
-        return (made + (stats.nll**2 if reduction == "none" else 0)).sum()
-
-    def expected(probabilities: Tensor) -> Tensor:
-        rows = plain(sources, probabilities, reduction)
-        return (rows + rows**2).sum() if reduction == "none" else rows
-
-    gradient = torch.func.grad(loss)
-    if compiled:
-        torch._dynamo.reset()
-        gradient = torch.compile(gradient, backend="aot_eager")
-    found = gradient(tensors["target"].detach())
-    torch.testing.assert_close(found, torch.func.grad(expected)(tensors["target"].detach()))
-
-
-def test_jacrev(target: Target, tensors: dict[str, Tensor]) -> None:
-    logits = tensors["logits"].detach()
-    found = torch.func.jacrev(lambda q: xent.cross_entropy(logits, q, reduction="none", backend=target.name))(
-        tensors["target"].detach()
-    )
-    wanted = torch.func.jacrev(lambda q: plain({"logits": logits}, q, "none"))(tensors["target"].detach())
-    torch.testing.assert_close(found, wanted)
-
-
-@pytest.mark.parametrize("function", ["cross_entropy", "linear_cross_entropy"])
-@pytest.mark.parametrize("compiled", [False, True])
-def test_second_derivatives_raise(target: Target, tensors: dict[str, Tensor], function: str, compiled: bool) -> None:
-    sources = sources_of(tensors, function)
-
-    def loss(probabilities: Tensor) -> Any:
-        return getattr(xent, function)(**sources, target=probabilities, backend=target.name)
-
-    if compiled:
-        torch._dynamo.reset()
-        loss = torch.compile(loss, backend="aot_eager")
-    (gradient,) = torch.autograd.grad(loss(tensors["target"]), tensors["target"], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"second derivatives|does not currently support double backward"):
-        gradient.sum().backward()
-
-
 @pytest.mark.parametrize("layout", ["axis 1", "transposed", "expanded", "several chunks"])
 def test_layouts(target: Target, tensors: dict[str, Tensor], layout: str) -> None:
     logits, probabilities = tensors["logits"].detach(), tensors["target"].detach()
@@ -207,16 +159,6 @@ def test_heads(target: Target, tensors: dict[str, Tensor]) -> None:
     )
     assert isinstance(wanted, Tensor)
     torch.testing.assert_close(torch.autograd.grad(loss, probabilities), torch.autograd.grad(wanted, probabilities))
-
-
-def test_autocast(target: Target, tensors: dict[str, Tensor]) -> None:
-    sources, kind = sources_of(tensors, "linear_cross_entropy"), torch.device(target.device).type
-    with torch.autocast(kind, dtype=torch.bfloat16):
-        loss = xent.linear_cross_entropy(**sources, target=tensors["target"], backend=target.name)
-    (found,) = torch.autograd.grad(loss, tensors["target"])
-    (wanted,) = torch.autograd.grad(plain(sources, tensors["target"]), tensors["target"])
-    assert found.dtype == torch.float32
-    assert (found - wanted).norm() / wanted.norm() < 2**-7
 
 
 def test_inplace_is_an_error_and_no_grad_works(target: Target, tensors: dict[str, Tensor]) -> None:

@@ -159,3 +159,14 @@ def test_frozen_classifier_costs_no_memory_for_its_gradient() -> None:
     call = "xent.linear_cross_entropy(x, w, y, workspace=2**22).backward()"
     assert peak(setup, call) <= 0.3 * 64000 * 512 * 4
     assert 1.0 <= peak(setup, f"w.requires_grad_(); {call}") / (64000 * 512 * 4) <= 1.3
+
+
+@pytest.mark.parametrize("options", ["", ", head_weight=(1.0, 0.5, 0.3, 0.1)", ", reduction='none'"])
+def test_four_heads_hold_one_gradient_of_the_classifier(options: str) -> None:
+    """Four separate calls would hold four gradients of 62.5 MiB."""
+    setup = """
+x, w = torch.randn(4, 64, 512).requires_grad_(), torch.randn(32000, 512).requires_grad_()
+y = torch.randint(32000, (64,))
+"""
+    call = f"xent.linear_cross_entropy(x, w, y, shift=(1, 2, 3, 4){options}).sum().backward()"
+    assert peak(setup, call) <= 130 * 2**20

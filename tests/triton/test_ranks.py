@@ -39,5 +39,5 @@ def test_kernels_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, 
 
 
 @pytest.mark.parametrize(("case", "way"), divergences.dense_cases()[::4])
-def test_divergences_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: divergences.Shards) -> None:
+def test_divergences_equal_the_call_on_the_whole_vocabulary(pool: Pool, case: Case, way: Way) -> None:
     divergences.judge(pool, case, way)

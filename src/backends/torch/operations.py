@@ -93,7 +93,9 @@ def _backward(
     device = array_of(call).device
     prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], False)
     made = undisturbed(device, backward, prepared, wanted, kernel, saved, Upstream(*upstream), skips)
-    return [cast(one, leaf.dtype) for one, leaf in zip(made, leaves_of(call), strict=True) if one is not None]
+    # The call of an eager loss has the number of a scale instead of its tensor.
+    pairs = zip(made, leaves_of(call), strict=True)
+    return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
 
 
 def _fake_backward(

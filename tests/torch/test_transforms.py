@@ -1,0 +1,201 @@
+"""Every function, and every argument that can be trained, under torch.func, torch.compile, vmap and autocast."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import xent
+from tests.covering import crossed
+from tests.targets import Target
+
+
+def calls_of(target: Target) -> dict[str, tuple[Callable[..., Tensor], list[Tensor]]]:
+    """Return functions of hidden states, classifier, and scale or probabilities; and these tensors."""
+    generator = torch.Generator().manual_seed(0)
+    x, w, teacher, wide = (
+        torch.randn(size, generator=generator).to(target.device) for size in ((6, 8), (11, 8), (6, 11), (6, 8))
+    )
+    classes = torch.tensor([0, 3, -100, 10, 7, 7], device=target.device)
+    top = teacher.log_softmax(-1).topk(4)
+    known = xent.TopKTeacher(top.indices, top.values)
+    taught = xent.LinearTeacher(wide, w.flip(0))
+    ids = torch.arange(11, device=target.device).repeat(6)
+    support = xent.Support(ids, torch.arange(0, 67, 11, device=target.device))
+    mean: dict[str, Any] = {"backend": target.name}
+    none = mean | {"reduction": "none"}
+    heads = {"shift": (1, 2), "workspace": 99}
+    loss, linear, divergence = xent.cross_entropy, xent.linear_cross_entropy, xent.linear_divergence
+
+    def squared(x: Tensor, w: Tensor, q: Tensor) -> Tensor:
+        rows, stats = linear(x, w, q, stats=("nll",), **none)
+        return rows + stats.nll**2
+
+    def headed(x: Tensor, w: Tensor, target: Tensor = classes) -> Tensor:
+        rows, stats = linear(torch.stack([x, 2 * x]), w, target, stats=("lse", "accuracy", "count"), **heads, **none)
+        return rows + stats.lse**2 * stats.accuracy + stats.count
+
+    def apart(x: Tensor, w: Tensor) -> Tensor:
+        """Return rows and a function of the entropy, which has no gradient."""
+        rows, stats = xent.divergence(x @ w.t(), teacher, beta=0.3, stats=("entropy",), **none)
+        assert not stats.entropy.requires_grad
+        return rows + stats.entropy**2
+
+    of_two: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "cross_entropy": lambda x, w: loss(x @ w.t(), classes, **none),
+        "cross_entropy, mean": lambda x, w: loss(x @ w.t(), classes, **mean),
+        "linear_cross_entropy": lambda x, w: linear(x, w, classes, workspace=99, **none),
+        "linear_cross_entropy, mean": lambda x, w: linear(x, w, classes, **mean),
+        "heads": headed,
+        "heads, mean": lambda x, w: linear(torch.stack([x, 2 * x]), w, classes, head_weight=(1, 0.5), **heads, **mean),
+        "log_probs": lambda x, w: xent.log_probs(x @ w.t(), classes, **mean),
+        "linear_log_probs": lambda x, w: xent.linear_log_probs(x, w, classes, **mean),
+        "linear_log_probs, entropy": lambda x, w: xent.linear_log_probs(x, w, classes, entropy=True, **mean)[1],
+        "log_probs, support": lambda x, w: xent.log_probs(x @ w.t(), classes, support=support, **mean),
+        "divergence": apart,
+        "linear_divergence": lambda x, w: divergence(x, w, teacher, **none),
+        "linear_divergence, mean": lambda x, w: divergence(x, w, taught, beta=1.0, temperature=0.7, **mean),
+        "linear_divergence, top k": lambda x, w: divergence(x, w, known, **none),
+    }
+    of_scale: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "scale": lambda x, w, s: loss(x @ w.t(), classes, logit_scale=s.exp(), softcap=3.0, **none),
+        "scale, linear, mean": lambda x, w, s: linear(x, w, classes, logit_scale=s.exp(), workspace=99, **mean),
+    }
+    of_target: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "probabilities": lambda x, w, q: loss(x @ w.t(), q, **none),
+        "probabilities, mean": lambda x, w, q: loss(x @ w.t(), q, **mean),
+        "probabilities, linear": squared,
+        "probabilities, heads": headed,
+    }
+    third = {torch.tensor(-0.3, device=target.device): of_scale, teacher.softmax(-1): of_target}
+    calls = {name: (function, [x, w]) for name, function in of_two.items()}
+    return calls | {name: (made, [x, w, one]) for one, some in third.items() for name, made in some.items()}
+
+
+NAMES = list(calls_of(Target("torch", "cpu")))
+
+
+def call_of(target: Target, name: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    torch._dynamo.reset()
+    function, tensors = calls_of(target)[name]
+    return function, [tensor.clone().requires_grad_() for tensor in tensors]
+
+
+def upstream_of(loss: Tensor, *more: int) -> Tensor:
+    return torch.randn((*more, *loss.shape), generator=torch.Generator().manual_seed(2)).to(loss)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("vmap", [False, True])
+def test_batched_gradients(target: Target, name: str, vmap: bool) -> None:
+    function, leaves = call_of(target, name)
+    loss = function(*leaves)
+    upstreams = upstream_of(loss, 3)
+    each = [torch.autograd.grad(loss, leaves, one, retain_graph=True) for one in upstreams]
+    if vmap:
+        found = torch.func.vmap(lambda one: torch.autograd.grad(loss, leaves, one, retain_graph=True))(upstreams)
+    else:
+        found = torch.autograd.grad(loss, leaves, upstreams, is_grads_batched=True)
+    for number, grad in enumerate(found):
+        torch.testing.assert_close(grad, torch.stack([one[number] for one in each]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles_whole(target: Target, name: str) -> None:
+    """Also with other values, and a second backward pass has the same gradients."""
+    function, leaves = call_of(target, name)
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for factor in (1.0, 0.5):
+        some = [(factor * leaf).detach().requires_grad_() for leaf in leaves]
+        found, expected = compiled(*some), function(*some)
+        torch.testing.assert_close(found, expected)
+        wanted = torch.autograd.grad(expected, some, upstream_of(expected))
+        for retain in (True, False):
+            torch.testing.assert_close(
+                torch.autograd.grad(found, some, upstream_of(expected), retain_graph=retain), wanted
+            )
+
+
+def transformed(how: str, function: Callable[..., Tensor], numbers: tuple[int, ...]) -> Callable[..., Any]:
+    """Return the gradients of the sum, or all derivatives, as a function of the tensors."""
+
+    def total(*tensors: Tensor) -> Tensor:
+        return function(*tensors).sum()
+
+    def vjp(*tensors: Tensor) -> Any:
+        value, pull = torch.func.vjp(total, *tensors)
+        return pull(torch.ones_like(value))
+
+    return {
+        "grad": torch.func.grad(total, numbers),
+        "vjp": vjp,
+        "grad_and_value": lambda *tensors: torch.func.grad_and_value(total, numbers)(*tensors)[0],
+        "jacrev": torch.func.jacrev(function, numbers),
+    }[how]
+
+
+@pytest.mark.parametrize(
+    *crossed(
+        name=NAMES,
+        how=["grad", "vjp", "grad_and_value", "jacrev"],
+        compiled=[None, "eager", "aot_eager"],
+        asks=[False, True],
+    )
+)
+def test_torch_func(target: Target, name: str, how: str, compiled: str | None, asks: bool) -> None:
+    """The transform's arguments are arguments of the loss, and may require a gradient, as parameters do."""
+    if compiled and target.slow:
+        return
+    function, leaves = call_of(target, name)
+    loss = function(*leaves)
+    if how == "jacrev":
+        rows = [torch.autograd.grad(one, leaves, retain_graph=True) for one in loss.reshape(-1)]
+        expected = [torch.stack(each).view((*loss.shape, *each[0].shape)) for each in zip(*rows, strict=True)]
+    else:
+        expected = list(torch.autograd.grad(loss.sum(), leaves))
+    run = transformed(how, function, tuple(range(len(leaves))))
+    run = torch.compile(run, backend=compiled) if compiled else run
+    found = [one.detach() for one in run(*(leaf.detach().requires_grad_(asks) for leaf in leaves))]
+    torch.testing.assert_close(found, expected, **({} if compiled or how == "jacrev" else {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("how", ["penalty", "grad of grad", "graph not retained", "func", "compiled"])
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_raise(target: Target, name: str, how: str) -> None:
+    function, leaves = call_of(target, name)
+    run = torch.compile(function, backend="aot_eager") if how == "compiled" else function
+
+    def again() -> None:
+        if how == "func":
+            numbers = tuple(range(len(leaves)))
+            first = torch.func.grad(lambda *some: function(*some).sum(), numbers)
+            torch.func.grad(lambda *some: sum(one.square().sum() for one in first(*some)), numbers)(*leaves)
+            return
+        retain = how != "graph not retained"
+        first = torch.autograd.grad(run(*leaves).sum(), leaves[-1:], create_graph=True, retain_graph=retain)
+        if how in ("penalty", "compiled"):
+            first[0].square().sum().backward()
+        else:
+            torch.autograd.grad(first[0].sum(), leaves[-1])
+
+    with pytest.raises(RuntimeError, match=r"no second derivatives|does not currently support double backward"):
+        again()
+
+
+@pytest.mark.parametrize(*crossed(name=NAMES, dtype=[torch.bfloat16, torch.float16]))
+def test_autocast_equals_hidden_states_and_classifier_of_its_dtype(
+    target: Target, name: str, dtype: torch.dtype
+) -> None:
+    function, leaves = call_of(target, name)
+    with torch.autocast(torch.device(target.device).type, dtype=dtype):
+        loss = function(*leaves)
+    narrow = [leaf.detach().to(dtype).requires_grad_() for leaf in leaves[:2]] + leaves[2:]
+    expected = function(*narrow)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+    found, others = (torch.autograd.grad(made.sum(), some) for made, some in ((loss, leaves), (expected, narrow)))
+    for one, other in zip(found, others, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other.float(), rtol=0.02, atol=1e-3)
