@@ -27,11 +27,12 @@ IGNORE_INDEX = -100
 class Case:
     """The function, its sizes and dtype, and the contenders.
 
-    "linear" and "logits" are the cross entropy; "sharded" is "linear" with the rows of the classifier sharded over
-    `ranks` processes. Log-probabilities are computed together with the entropy, both with a random upstream gradient.
-    `hidden` is 0 for functions of logits. The teacher of a divergence has a classifier with `teacher` columns, or with
-    "top_k" among the `options` its most probable classes are stored. `contenders` are names (`benchmarks.contenders`);
-    the first is the base of all ratios. `accuracy` requests errors against a wider dtype.
+    "linear" and "logits" are the cross entropy; "sharded" is "linear", or with a `teacher` a divergence, with the rows
+    of the classifier sharded over `ranks` processes. Log-probabilities are computed together with the entropy, both
+    with a random upstream gradient. `hidden` is 0 for functions of logits. The teacher of a divergence has a classifier
+    with `teacher` columns, or with "top_k" among the `options` its most probable classes are stored. `contenders` are
+    names (`benchmarks.contenders`); the first is the base of all ratios. `accuracy` requests errors against a wider
+    dtype.
 
     `reduction` is "mean", or "none" with a random upstream gradient. `ignored` is the share of targets, in [0, 1), that
     are `IGNORE_INDEX`. `trained` names the inputs of a linear case that require a gradient. `batch` divides `tokens`:
@@ -82,7 +83,7 @@ class Case:
         if self.checkpointing:
             facts.append("checkpointing")
         if self.function == "sharded":
-            facts.append(f"over {self.ranks} ranks")
+            facts.append("divergence " * bool(self.teacher) + f"over {self.ranks} ranks")
         if not self.backward:
             facts.append("loss alone")
         if self.reduction != "mean":

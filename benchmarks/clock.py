@@ -1,4 +1,4 @@
-"""The three times of a call, loop time, device time and host time, and what other processes took meanwhile.
+"""The three times of a call: loop time, device time and host time.
 
 Loop time is the wall time of an iteration in a loop without synchronisation: the slower one of host and device
 determines it, as in a training loop. Device time is from the first to the last kernel of a call, while the host is far
@@ -9,18 +9,14 @@ time is the time until the call returns, on an idle device.
 from __future__ import annotations
 
 import gc
-import os
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import psutil
-
 from benchmarks.devices import Device
 
-__all__ = ["Disturbance", "device_seconds", "host_seconds", "loop_seconds"]
+__all__ = ["device_seconds", "host_seconds", "loop_seconds"]
 
 # The lead is a multiple of the host time, which is the median for an idle device; behind other work a call may take
 # longer. A call that synchronises does not profit from a long lead.
@@ -79,25 +75,3 @@ def _no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-class Disturbance:
-    """The share of the machine that other processes use from construction on.
-
-    A ratio within a round cancels slowdowns of both. Competition for cores does not slow both equally: the one that
-    synchronises its threads more often waits more often for a thread without a core. So on a busy machine a ratio is
-    biased, not only noisy.
-    """
-
-    def __init__(self) -> None:
-        self._wall, self._own, self._busy = time.perf_counter(), time.process_time(), _busy_seconds()
-
-    def share(self) -> float:
-        """Return the share of the time of all cores that other processes, or a hypervisor, used since the start."""
-        own, busy = time.process_time() - self._own, _busy_seconds() - self._busy
-        return max(0.0, busy - own) / ((time.perf_counter() - self._wall) * (os.cpu_count() or 1))
-
-
-def _busy_seconds() -> float:
-    times = psutil.cpu_times()._asdict()
-    return float(sum(times.values())) - sum(times.get(name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))

@@ -10,6 +10,8 @@ from pathlib import Path
 from subprocess import DEVNULL, CalledProcessError, check_output
 from typing import Any
 
+import psutil
+
 __all__ = ["device_facts", "machine_facts", "merge"]
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -19,12 +21,13 @@ _VARIABLES = ("NCCL_NVLS_ENABLE", "NCCL_ALGO", "CUDA_DEVICE_MAX_CONNECTIONS", "X
 
 
 def machine_facts() -> dict[str, Any]:
-    """Collect processor, cores, memory, system, time, commit and versions; what is not known or installed is None."""
+    """Collect processor, its load in percent, time, commit and versions; what is not known or installed is None."""
     changed = _output("git", "-C", str(_ROOT), "status", "--porcelain", "--", "src")
     commit = _output("git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD")
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
+        "busy": psutil.cpu_percent(0.2),
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": f"{commit} with changes" if changed else commit,
         "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},

@@ -161,8 +161,7 @@ class Measurement:
         for name, reply in replies.items():
             record = records[name]
             record.seconds.append(reply["seconds"])
-            for key in reply.keys() - {"seconds"}:  # "loop" of a GPU, "disturbance" of a CPU
-                getattr(record, key).append(reply[key])
+            record.loop += [reply["loop"]] if "loop" in reply else []
             if base is not None and base is not reply:
                 record.pairs.append((base["seconds"], reply["seconds"]))
                 record.loop_pairs += [(base["loop"], reply["loop"])] if "loop" in reply else []

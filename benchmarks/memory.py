@@ -52,21 +52,12 @@ def _linux_high_water() -> int:
 
 
 def _peak_of_rising_mark(call: Callable[[], None]) -> int | None:
-    import psutil
-
-    mark = _high_water()
-    start = int(psutil.Process().memory_info().rss)
-    call()
-    peak = _high_water()
-    return peak - start if peak > mark else None
-
-
-def _high_water() -> int:
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
     import resource
 
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    import psutil
+
+    unit, usage = 1 if sys.platform == "darwin" else 1024, resource.getrusage
+    mark, start = usage(resource.RUSAGE_SELF).ru_maxrss, psutil.Process().memory_info().rss
+    call()
+    peak = usage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * unit - start if peak > mark else None

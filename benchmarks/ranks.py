@@ -7,8 +7,9 @@ classifier is sharded by rows as by DTensor's Shard. Every rank computes the tru
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from benchmarks.cases import Case
 from benchmarks.devices import DEVICES, Device
 from benchmarks.problems import Problem
-from benchmarks.truth import Truth, compute_truth, relative_error
+from benchmarks.truth import Truth, compute_truth
 
 __all__ = ["Ranks", "Shards"]
 
@@ -87,6 +88,10 @@ class Shards(Problem):
         for same in (self.input, self.target):
             dist.broadcast(same, 0)
         self.weight = self._normal(self._sizes[rank], case.hidden, std=case.hidden**-0.5)
+        if case.teacher:
+            self.teacher = self._normal(case.tokens, case.hidden), torch.empty_like(self.weight)
+            dist.broadcast(self.teacher[0], 0)
+            self.teacher[1].normal_(std=case.hidden**-0.5, generator=self._generator)
         step = -(-case.tokens // case.ranks)
         self._mine = slice(min(rank * step, case.tokens), min((rank + 1) * step, case.tokens))
         self.tokens = self.input[self._mine].clone()
@@ -106,29 +111,28 @@ class Shards(Problem):
         """Run the step, which has its backward pass."""
         return step(*arguments)
 
-    def errors(self, truth: Truth, loss: Tensor) -> dict[str, float]:
+    def errors(self, truth: Truth, result: Tensor) -> dict[str, float]:
         """Return the absolute error of the loss and the relative errors of this rank's gradients, as record fields."""
+        if self.tokens.grad is None:
+            return truth.errors(self, result)
         assert truth.input is not None
-        assert truth.weight is not None
-        assert self.weight.grad is not None
-        gradient, true = self.input.grad, truth.input
-        if self.tokens.grad is not None:
-            gradient, true = self.tokens.grad, true[self._mine]
-        assert gradient is not None
-        return {
-            "loss_error": abs(float(loss) - float(truth.rows.double().mean())),
-            "input_gradient_error": relative_error(gradient, true),
-            "weight_gradient_error": relative_error(self.weight.grad, truth.weight),
-        }
+        own = copy(self)
+        own.input = self.tokens
+        return replace(truth, input=truth.input[self._mine]).errors(own, result)
 
     def truth(self) -> Truth:
         """Return the loss, the gradient of all hidden states, and that of this rank's rows."""
-        parts = [self.weight.new_empty(size, self.case.hidden) for size in self._sizes]
-        parts[dist.get_rank()] = self.weight.detach().clone()
+        whole = copy(self)
+        whole.weight = self._gathered(self.weight).requires_grad_()
+        if self.case.teacher:
+            whole.teacher = self.teacher[0], self._gathered(self.teacher[1])
+        truth = compute_truth(whole)
+        assert truth.weight is not None
+        return replace(truth, weight=truth.weight[self.first : self.first + len(self.weight)].clone())
+
+    def _gathered(self, shard: Tensor) -> Tensor:
+        parts = [shard.new_empty(size, self.case.hidden) for size in self._sizes]
+        parts[dist.get_rank()] = shard.detach().clone()
         for rank, part in enumerate(parts):
             dist.broadcast(part, rank)
-        whole = compute_truth(
-            SimpleNamespace(**vars(self) | {"weight": torch.cat(parts).requires_grad_()}, upstream=None)
-        )
-        assert whole.weight is not None
-        return Truth(whole.rows, whole.input, whole.weight[self.first : self.first + len(self.weight)].clone())
+        return torch.cat(parts)

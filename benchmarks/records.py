@@ -28,10 +28,10 @@ class Record:
     `status` is "measured", or "absent", "failed" or "skipped" with the `reason`. `seconds` are the times of calls, on a
     GPU the device times. On a GPU, `loop` are the loop times. `host` is the host time. `pairs` and `loop_pairs` hold
     the seconds of the base and of the contender in the same round; the base has none. `gradient_bytes` is the memory of
-    the returned gradients, 0 if they overwrite the logits. `disturbance`, on a CPU, is for each of `seconds` the share
-    of the time of all cores that other processes used. `judge` is the contender with the unfused computation, whose
-    errors the others are compared with. `longest` is the longest sequence of a training step that was seen to fit into
-    the limit, `at_least` whether longer ones were not tried because their step takes too long.
+    the returned gradients, 0 if they overwrite the logits. `judge` is the contender with the
+    unfused computation, whose errors the others are compared with. `longest` is the longest sequence of a training step
+    that was seen to fit into the limit, `at_least` whether longer ones were not tried because their step takes too
+    long.
     """
 
     case: Case
@@ -41,10 +41,8 @@ class Record:
     seconds: list[float] = field(default_factory=list)
     loop: list[float] = field(default_factory=list)
     host: float | None = None
-    disturbance: list[float] = field(default_factory=list)
     pairs: Pairs = field(default_factory=list)
     loop_pairs: Pairs = field(default_factory=list)
-    first_call_seconds: float = 0.0
     peak_bytes: int | None = None
     base_peak_bytes: int | None = None
     gradient_bytes: int = 0

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.markdown import Markdown
@@ -15,7 +15,7 @@ from benchmarks.tables import make_tables
 
 __all__ = ["make_console", "print_report", "where"]
 
-_DISTURBED = 0.05
+_BUSY_PERCENT = 5
 _MOST_CHARACTERS = 300
 _WIDTH_OF_FILES = 240
 
@@ -41,7 +41,7 @@ def print_report(console: Console, suite: str, records: Sequence[Record]) -> Non
     clocks = 1 + any(record.loop for record in records)
     for table in (*tables[clocks:], *reversed(tables[:clocks])):
         console.print(Markdown(table.markdown()))
-    for line in (*_remarks(records), *_disturbance(records), *_goals(records)):
+    for line in (*_remarks(records), *_disturbance(records[0].machine), *_goals(records)):
         console.print(line, soft_wrap=True)
     console.print()
 
@@ -59,12 +59,11 @@ def _goals(records: Sequence[Record]) -> Iterator[str]:
             yield f"{verdict}  {escape(record.case.title)}: {escape(name)}"
 
 
-def _disturbance(records: Sequence[Record]) -> Iterator[str]:
-    shares = [share for record in records for share in record.disturbance]
-    if shares and (typical := statistics.median(shares)) > _DISTURBED:
+def _disturbance(machine: Mapping[str, Any]) -> Iterator[str]:
+    if "gpu" not in machine and machine.get("busy", 0) > _BUSY_PERCENT:
         yield (
-            f"[red]busy machine[/red]  other processes took {typical:.0%} of all cores while times were taken: "
-            "do not trust the ratios of time, they are biased against whoever synchronises its threads most"
+            f"[red]busy machine[/red]  other processes took {machine['busy']:.0f}% of all cores at the start: do not "
+            "trust the ratios of time, they are biased against whoever synchronises its threads most"
         )
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import Case
-from benchmarks.clock import Disturbance, device_seconds, host_seconds, loop_seconds
+from benchmarks.clock import device_seconds, host_seconds, loop_seconds
 from benchmarks.contenders import Contender, LossFunction, find_contender
 from benchmarks.devices import DEVICES, Device
 from benchmarks.facts import device_facts
@@ -120,10 +120,9 @@ class Session:
         """
         contender = find_contender(self.case.function, name)
         prepared = _Prepared(contender, contender.make(self.case), self.problem)
-        start = self.device.now()
         prepared.call(prepared.set_up())
         self.device.wait()
-        reply: dict[str, Any] = {"first_call_seconds": self.device.now() - start}
+        reply: dict[str, Any] = {}
         if self.case.device == "cuda":
             prepared.call(prepared.set_up())
         if contender.kind != "floor":
@@ -167,7 +166,7 @@ class Session:
     def turn(self, name: str, iterations: int, calls: int) -> dict[str, float]:
         """Run one contender: an untimed call, a loop, and on a GPU calls timed on the device.
 
-        Return the seconds of one call, and on a CPU the share of the cores that other processes took.
+        Return the seconds of one call.
         """
         prepared = self.prepared[name]
         if self.case.device == "cuda":
@@ -175,9 +174,8 @@ class Session:
         arguments = prepared.set_up()
         if prepared.seconds < _LONG_SECONDS:
             prepared.iteration(arguments)
-        disturbance = Disturbance()
         loop = loop_seconds(self.device, lambda: prepared.iteration(arguments), iterations)
-        reply = {"seconds": loop, "disturbance": disturbance.share()}
+        reply = {"seconds": loop}
         if self.case.device == "cuda" or self.case.ranks > 1:
             seconds = device_seconds(self.device, prepared.call, prepared.set_up, calls, prepared.host)
             reply = {"loop": loop, "seconds": seconds}

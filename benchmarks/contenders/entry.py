@@ -57,10 +57,6 @@ def find_peer(module: str, name: str, device: str) -> Callable[..., Any]:
     package = module.partition(".")[0]
     try:
         function: Callable[..., Any] = getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        missing = str(error.name)
-        alone = missing.partition(".")[0] == package
-        raise Absent(f"{package} " + ("is" if alone else f"needs {missing}, which is") + " not installed") from None
     except Exception as error:
         raise Absent(f"{module}.{name} does not import: {type(error).__name__}: {error}") from None
     if device == "cpu":

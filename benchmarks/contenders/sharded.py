@@ -1,4 +1,4 @@
-"""Losses of a classifier with one shard per rank: xent's, the textbook's, PyTorch's, Liger's, and two floors.
+"""Losses of a classifier with one shard per rank: xent's, the textbook's, PyTorch's, Liger's, and a floor.
 
 Unlike contenders on one device they run a whole step, `step(shards)`: forward pass, mean and backward pass, because
 `loss_parallel` needs its context for both. They return the detached loss. Gradients are in `.grad`; that of the hidden
@@ -7,9 +7,7 @@ states is summed over ranks.
 
 from __future__ import annotations
 
-import os
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from benchmarks.cases import Case
@@ -32,11 +30,13 @@ class Shards(Protocol):
     target: Tensor
     tokens: Tensor
     weight: Tensor
+    teacher: tuple[Tensor, Tensor]
+    """The hidden states and the shard of the classifier of a divergence's teacher."""
 
 
 @contender("products + all-reduce", "sharded", kind="floor")
-def _floor(case: Case, overlapped: bool = False) -> LossFunction:
-    """Return three products and one all-reduce, after one of them or `overlapped` with it; buffers are reused."""
+def _floor(case: Case) -> LossFunction:
+    """Return three products and one all-reduce, in buffers that are reused."""
     import torch
     import torch.distributed as dist
 
@@ -49,21 +49,14 @@ def _floor(case: Case, overlapped: bool = False) -> LossFunction:
         logits, of_input, of_weight = made
         torch.mm(rows, weight.T, out=logits)
         torch.mm(logits, weight, out=of_input)
-        work: Any = dist.all_reduce(of_input, group=shards.group, async_op=True)
-        if not overlapped:
-            work.wait()
+        dist.all_reduce(of_input, group=shards.group)
         torch.mm(logits.T, rows, out=of_weight)
-        if overlapped:
-            work.wait()
 
     return step
 
 
-contender("overlapped", "sharded", kind="floor")(partial(_floor, overlapped=True))
-
-
 @contender("xent", "sharded", kind="ours")
-def _xent(case: Case, sequence_parallel: bool = False) -> LossFunction:
+def _xent(case: Case, sequence_parallel: bool = False, log_probabilities: bool = False) -> LossFunction:
     import xent
 
     def step(shards: Shards) -> Tensor:
@@ -71,7 +64,13 @@ def _xent(case: Case, sequence_parallel: bool = False) -> LossFunction:
         # Without first and size, ranks would exchange them in every call, for which the host waits.
         first, size = shards.first, case.vocabulary
         where = xent.VocabParallel(shards.group, first, size, sequence_parallel)
-        loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
+        if case.teacher:
+            teacher = xent.LinearTeacher(*shards.teacher)
+            loss = xent.linear_divergence(source, shards.weight, teacher, vocab_parallel=where)
+        elif log_probabilities:
+            loss = -xent.linear_log_probs(source, shards.weight, shards.target, vocab_parallel=where).mean()
+        else:
+            loss = xent.linear_cross_entropy(source, shards.weight, shards.target, vocab_parallel=where)
         loss.backward()
         return loss.detach()
 
@@ -79,15 +78,20 @@ def _xent(case: Case, sequence_parallel: bool = False) -> LossFunction:
 
 
 contender("xent sequence parallel", "sharded", kind="ours")(partial(_xent, sequence_parallel=True))
+contender("xent log-probabilities", "sharded", kind="ours")(partial(_xent, log_probabilities=True))
 
 
 @contender("textbook", "sharded", holds_logits=True)
 def _textbook(case: Case) -> LossFunction:
-    from benchmarks.contenders.textbook import linear, vocab_parallel_loss
+    from benchmarks.contenders.textbook import linear, vocab_parallel_divergence, vocab_parallel_loss
 
     def step(shards: Shards) -> Tensor:
         logits = linear(shards.input, shards.weight, shards.group)
-        loss = vocab_parallel_loss(logits, shards.target, shards.first, shards.group).mean()
+        if case.teacher:
+            hidden, weight = shards.teacher
+            loss = vocab_parallel_divergence(logits, hidden @ weight.T, shards.group).mean()
+        else:
+            loss = vocab_parallel_loss(logits, shards.target, shards.first, shards.group).mean()
         del logits
         loss.backward()
         return loss.detach()
@@ -118,39 +122,16 @@ def _loss_parallel(case: Case) -> LossFunction:
     return step
 
 
-def _find(module: str, name: str, case: Case) -> Any:
-    """Return a function of Liger-Kernel, or raise Absent, on all ranks alike and before any collective."""
-    function = find_peer(f"liger_kernel.transformers.{module}", name, case.device)
-    if case.vocabulary % case.ranks:
-        raise Absent("Liger-Kernel takes equal shards only")
-    return function
-
-
 @contender("Liger", "sharded")
 def _liger(case: Case) -> LossFunction:
-    """Liger's loss from hidden states, in chunks of 512 tokens; not its native kernels, which need NVLink multicast."""
-    function = _find("functional", "liger_fused_linear_scaled_cross_entropy_tp", case)
-    if find_spec("liger_cute_kernels") is not None and os.environ.get("NVSHMEM_DISABLE_NVLS") == "1":
-        raise Absent("liger_cute_kernels is installed, whose kernels need NVLink multicast, which is turned off")
+    """Liger's loss from hidden states, in chunks of 512 tokens."""
+    name = "liger_fused_linear_scaled_cross_entropy_tp"
+    function = find_peer("liger_kernel.transformers.functional", name, case.device)
+    if case.vocabulary % case.ranks:
+        raise Absent("Liger-Kernel takes equal shards only")
 
     def step(shards: Shards) -> Tensor:
         loss = function(shards.input, shards.weight, shards.target, shards.group).mean()
-        loss.backward()
-        return loss.detach()
-
-    return step
-
-
-@contender("Liger logits", "sharded", holds_logits=True)
-def _liger_logits(case: Case) -> LossFunction:
-    """Liger's loss from logits (sequence, batch, classes), after Megatron's linear layer."""
-    function = _find("vocab_parallel_cross_entropy", "LigerVocabParallelCrossEntropy", case)()
-    from benchmarks.contenders.textbook import linear
-
-    def step(shards: Shards) -> Tensor:
-        logits = linear(shards.input, shards.weight, shards.group)[:, None]
-        loss = function(logits, shards.target[:, None], tp_group=shards.group).mean()
-        del logits
         loss.backward()
         return loss.detach()
 
