@@ -38,7 +38,8 @@ def main() -> None:
     model = make_model().to(device)
     if not options.plain:
         patch(model)
-    wrapped = DistributedDataParallel(model, find_unused_parameters=options.find_unused)
+    unused = options.find_unused
+    wrapped = DistributedDataParallel(model, find_unused_parameters=unused)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):

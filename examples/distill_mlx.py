@@ -48,11 +48,25 @@ def draw() -> mx.array:
     return (first + way * mx.arange(LENGTH + 1)) % VOCABULARY
 
 
-def divergence_of(student: nn.Module, teacher: nn.Module, tokens: mx.array, beta: float = 0.0) -> mx.array:
-    """Return the divergence of the student from the teacher, the mean over tokens."""
+def divergence_of(
+    student: nn.Module,
+    teacher: nn.Module,
+    tokens: mx.array,
+    beta: float = 0.0,
+) -> mx.array:
+    """Return the mean divergence of the student from the teacher."""
+    inputs = tokens[:, :-1]
     weight, bias = classifier(student.lm_head)
-    source = xent.LinearTeacher(teacher.model(tokens[:, :-1]), *classifier(teacher.lm_head))
-    return xent.linear_divergence(student.model(tokens[:, :-1]), weight, source, linear_bias=bias, beta=beta)
+    head = classifier(teacher.lm_head)
+    source = xent.LinearTeacher(teacher.model(inputs), *head)
+    hidden = student.model(inputs)
+    return xent.linear_divergence(
+        hidden,
+        weight,
+        source,
+        linear_bias=bias,
+        beta=beta,
+    )
 
 
 def loss_of_text(model: nn.Module, tokens: mx.array) -> mx.array:

@@ -49,15 +49,21 @@ def draw() -> tuple[mx.array, mx.array]:
 
 
 def log_prob_of(model: nn.Module, tokens: mx.array) -> mx.array:
-    """Return the log-probability of each answer, the sum over its tokens, (N,)."""
+    """Return the sum of log-probabilities of each answer, (N,)."""
     lengths = mx.array([[PROMPT, PROMPT + ANSWER - 1]] * len(tokens))
     return log_probs(model, tokens, lengths).sum(-1)
 
 
-def margins_of(model: nn.Module, reference: nn.Module, chosen: mx.array, rejected: mx.array) -> mx.array:
-    """Return the log-ratio of the chosen answer minus that of the rejected answer, for each pair, (N,)."""
+def margins_of(
+    model: nn.Module,
+    reference: nn.Module,
+    chosen: mx.array,
+    rejected: mx.array,
+) -> mx.array:
+    """Return the log-ratio of chosen minus rejected answers, (N,)."""
     pairs = mx.concatenate([chosen, rejected])
-    gained, lost = (log_prob_of(model, pairs) - log_prob_of(reference, pairs)).split(2)
+    log_ratios = log_prob_of(model, pairs) - log_prob_of(reference, pairs)
+    gained, lost = log_ratios.split(2)
     return BETA * (gained - lost)
 
 

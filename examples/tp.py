@@ -27,7 +27,8 @@ PLAN = {
     "model.layers.*.mlp.gate_proj": ColwiseParallel(),
     "model.layers.*.mlp.up_proj": ColwiseParallel(),
     "model.layers.*.mlp.down_proj": RowwiseParallel(),
-    "lm_head": ColwiseParallel(use_local_output=False),  # a DTensor with its classes in shards
+    # Logits are a DTensor with its classes in shards.
+    "lm_head": ColwiseParallel(use_local_output=False),
 }
 
 
@@ -49,7 +50,8 @@ def main() -> None:
     model = make_model().to(device)
     parallelize_module(model, mesh, PLAN)
     patch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # some weights are sharded, some are not
+    # foreach=False: some weights are sharded, some are not.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):
         tokens, labels = tokens.to(device), labels.to(device)

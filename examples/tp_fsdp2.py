@@ -35,8 +35,10 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    mesh = init_device_mesh(device.type, (processes // 2, 2), mesh_dim_names=("dp", "tp"))
-    row, rows, column = mesh.get_local_rank("dp"), mesh["dp"].size(), mesh.get_group("dp")
+    shape, names = (processes // 2, 2), ("dp", "tp")
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    row, rows = mesh.get_local_rank("dp"), mesh["dp"].size()
+    column = mesh.get_group("dp")
 
     model = make_model().to(device)
     parallelize_module(model, mesh["tp"], PLAN)
@@ -44,7 +46,8 @@ def main() -> None:
         fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])  # the classifier belongs to this group
     patch(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)  # weights are on two kinds of mesh
+    # foreach=False: weights are on two kinds of mesh.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 
     for step, (tokens, labels) in enumerate(batches(options.steps)):
         mine = slice(row, None, rows)

@@ -57,14 +57,27 @@ def main() -> None:
 
     # A process group: the shards follow each other in the order of ranks.
     shard = classifier.chunk(processes)[rank].clone().requires_grad_()
-    loss = xent.linear_cross_entropy(hidden, shard, labels, shift=1, vocab_parallel=dist.group.WORLD)
-    loss.backward()  # shard.grad is that of the shard; hidden.grad is the sum over ranks, on every rank
+    loss = xent.linear_cross_entropy(
+        hidden,
+        shard,
+        labels,
+        shift=1,
+        vocab_parallel=dist.group.WORLD,
+    )
+    # shard.grad is that of the shard. hidden.grad is the sum over ranks.
+    loss.backward()
 
     check("process group", loss, (hidden.grad, joined(shard.grad, 0)))
 
-    # A DeviceMesh with one dimension; of a larger mesh pass the dimension of the classes, mesh["tp"].
+    # A DeviceMesh with one dimension. Of a larger mesh pass mesh["tp"].
     mesh = init_device_mesh(device.type, (processes,), mesh_dim_names=("tp",))
-    loss = xent.linear_cross_entropy(hidden, shard, labels, shift=1, vocab_parallel=mesh)
+    loss = xent.linear_cross_entropy(
+        hidden,
+        shard,
+        labels,
+        shift=1,
+        vocab_parallel=mesh,
+    )
 
     # A DTensor has its placements, so nothing else needs to be passed.
     weight = DTensor.from_local(shard, mesh, [Shard(0)])
@@ -73,18 +86,33 @@ def main() -> None:
     gradients = torch.autograd.grad(loss, (hidden, shard))
     check("DTensor", loss, (gradients[0], joined(gradients[1], 0)))
 
-    # Sequence parallelism: each rank has the hidden states of its own tokens, and the labels of all.
+    # Sequence parallelism: a rank has the hidden states of its own tokens, and
+    # the labels of all.
     mine = hidden.detach().chunk(processes, dim=1)[rank].requires_grad_()
     cut = xent.VocabParallel(mesh, sequence_parallel=True)
-    loss = xent.linear_cross_entropy(mine, shard, labels, shift=1, vocab_parallel=cut)
+    loss = xent.linear_cross_entropy(
+        mine,
+        shard,
+        labels,
+        shift=1,
+        vocab_parallel=cut,
+    )
 
     gradients = torch.autograd.grad(loss, (mine, shard))
     check("tokens in shards", loss, (joined(gradients[0], 1), joined(gradients[1], 0)))
 
-    # Padding: the classifier has more rows than there are classes; the last rows are ignored.
-    rows = F.pad(classifier, (0, 0, 0, -VOCABULARY % (64 * processes))).chunk(processes)[rank]
+    # Padding: the classifier has more rows than there are classes. The last rows
+    # are ignored.
+    missing = -VOCABULARY % (64 * processes)
+    rows = F.pad(classifier, (0, 0, 0, missing)).chunk(processes)[rank]
     padded = xent.VocabParallel(mesh, size=VOCABULARY)
-    loss = xent.linear_cross_entropy(hidden, rows, labels, shift=1, vocab_parallel=padded)
+    loss = xent.linear_cross_entropy(
+        hidden,
+        rows,
+        labels,
+        shift=1,
+        vocab_parallel=padded,
+    )
 
     check("padding", loss, ())
 
