@@ -196,46 +196,44 @@ def test_values_of_ignored_rows_have_no_effect(target: Target, case: Case, hidde
                 assert target.harness.numpy(getattr(reported, name))[2] == (-1 if name == "predictions" else 0)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize(
-    "nothing",
-    [
-        {"ignored": 2.0},
-        {"rows": (0,)},
-        {"rows": (2, 0)},
-        {"options": {"normalizer": 0.0}},
-        {"options": {"normalizer": "zero"}},
-        {"options": {"weight": "zero"}},
-        {"options": {"sample_weight": "zero"}},
-    ],
-    ids=str,
-)
-def test_nothing_to_average_is_zero_with_zero_gradients(
-    target: Target, function: str, reduction: str, nothing: dict[str, Any]
-) -> None:
-    if "normalizer" in str(nothing):
-        reduction = "mean"
-    case = Case(
-        function, **({"rows": (4,), "vocabulary": 5, "dtype": "float32", "name": "", "reduction": reduction} | nothing)
-    )
-    if "zero" in str(nothing):
-        name = next(iter(case.options))
-        drawn = make_inputs(Case(function, (4,), 5, "float32", "", reduction=reduction))
+NO_ROWS: list[dict[str, Any]] = [{"ignored": 2.0}, {"rows": (0,)}, {"rows": (2, 0)}]
+ZEROS: list[dict[str, Any]] = [
+    {"normalizer": 0.0},
+    {"normalizer": "zero"},
+    {"weight": "zero"},
+    {"sample_weight": "zero"},
+]
+NOTHING = [
+    replace(Case(function, (4,), 5, "float32", "", {}, reduction), **nothing)
+    for function in FUNCTIONS
+    for reduction in ("mean", "sum", "none")
+    for nothing in (*NO_ROWS, *({"options": zero} for zero in ZEROS))
+    if reduction == "mean" or "normalizer" not in str(nothing)
+] + [
+    log_prob_case(function, options, vocabulary=5, **nothing)
+    for function in LOG_PROBS
+    for options in OPTIONS
+    for nothing in NO_ROWS
+]
+
+
+@pytest.mark.parametrize("case", NOTHING, ids=str)
+def test_nothing_to_average_is_zero_with_zero_gradients(target: Target, case: Case) -> None:
+    if "zero" in case.options.values():
+        (name,) = case.options
+        drawn = make_inputs(replace(case, options={}))
         drawn.options[name] = np.zeros({"weight": (5,), "sample_weight": (4,), "normalizer": ()}[name])
     else:
         drawn = make_inputs(case)
-    if reduction == "mean" or nothing != {"options": {"weight": "zero"}}:
+    if case.reduction == "mean" or case.options != {"weight": "zero"}:
         # If all class weights are 0, a sum or a row is 0 times its value.
         next(iter(drawn.differentiable.values()))[:1] = np.nan
-    call, arrays = call_of(target, case, drawn)
-    loss, gradients = target.harness.gradients(call, arrays, target.arrays(np.asarray(drawn.upstream))[0])
-    loss = target.harness.numpy(loss)
-    assert loss.shape == (case.rows if reduction == "none" else ())
-    assert (loss == 0).all()
-    for array, gradient in zip(arrays, gradients, strict=True):
-        assert tuple(gradient.shape) == tuple(array.shape)
-        assert (target.harness.numpy(gradient) == 0).all()
+    found = results_of(target, case, drawn)
+    shapes = [case.rows if case.reduction == "none" else ()] * len(case.results)
+    shapes += [values.shape for values in drawn.differentiable.values()]
+    for array, shape in zip(found, shapes, strict=True):
+        assert array.shape == shape
+        assert (array == 0).all()
 
 
 WITH_COLUMNS = [

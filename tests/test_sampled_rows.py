@@ -7,23 +7,10 @@ import numpy as np
 import pytest
 
 import xent
-from tests.calls import OPTIONS, call_of, log_prob_case, results_of, upstream_of
+from tests.calls import call_of, log_prob_case, results_of, upstream_of
 from tests.cases import LOG_PROBS
 from tests.targets import Target
 from xent.command.check.case import make_inputs
-
-
-@pytest.mark.parametrize("rows", [(0,), (2, 0), (3, 4)])
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_no_rows_and_no_targets(target: Target, function: str, options: str, rows: tuple[int, ...]) -> None:
-    case = log_prob_case(function, options, rows=rows, vocabulary=5, ignored=2.0)
-    inputs = make_inputs(case)
-    *found, _ = made = results_of(target, case, inputs)
-    assert all(array.shape == rows for array in found[:3])
-    for array, values in zip(made[3:], inputs.differentiable.values(), strict=True):
-        assert array.shape == values.shape
-    assert all((array == 0).all() for array in made)
 
 
 def test_target_outside_its_support(target: Target) -> None:

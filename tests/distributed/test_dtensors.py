@@ -1,5 +1,6 @@
 """DTensors: they are recognised by their placements, and gradients have matching ones. FSDP2 on a 2-D mesh."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,6 @@ from tests.distributed.fsdp import averages
 from tests.distributed.pool import PROCESSES, Pool, device
 
 CLASSES, WIDTH = 11, 8
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 
 if PROCESSES < 4:
     pytest.skip("a mesh of two dimensions takes four processes", allow_module_level=True)
@@ -60,6 +60,11 @@ def put(value: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
     return distribute_tensor(value.detach().clone(), mesh, placements).requires_grad_(value.is_floating_point())
 
 
+def close(found: Sequence[Any], expected: Sequence[Any]) -> None:
+    """Compare tensors, of which some may be DTensors."""
+    torch.testing.assert_close([*map(whole, found)], [*map(whole, expected)], rtol=1e-5, atol=1e-6)
+
+
 def placements_of_gradients(leaf: DTensor) -> Any:
     """Return the placements that autograd gives the gradient of a leaf: PyTorch 2.8 replicates uneven shards."""
     leaf = leaf.detach().requires_grad_()
@@ -87,12 +92,10 @@ def _logits() -> None:
                     target = put(target, mesh, Shard(2) if name == "probabilities" else Replicate()).detach()
                 found, seen = xent.cross_entropy(parts, target, **options, **more)
                 assert isinstance(found, DTensor) == isinstance(seen.lse, DTensor) == placed
-                torch.testing.assert_close(whole(found), expected, **CLOSE)
-                torch.testing.assert_close(whole(seen.lse), stats.lse, **CLOSE)
-                torch.testing.assert_close(whole(seen.accuracy), stats.accuracy)
+                close([found, seen.lse, seen.accuracy], [expected, stats.lse, stats.accuracy])
                 found.backward(put(upstream, mesh, Replicate()).detach() if placed else upstream)
                 assert parts.grad.placements == placements_of_gradients(parts)
-                torch.testing.assert_close(whole(parts.grad), logits.grad, **CLOSE)
+                close([parts.grad], [logits.grad])
 
 
 def _divergences() -> None:
@@ -122,14 +125,12 @@ def _divergences() -> None:
         hidden = given["input"].clone().requires_grad_()
         found, seen = xent.linear_divergence(hidden, weight, teacher, linear_bias=bias, **kinds)
         assert isinstance(found, DTensor) == (name == "logits")
-        torch.testing.assert_close(whole(found), expected, **CLOSE)
-        torch.testing.assert_close(whole(seen.entropy), stats.entropy, **CLOSE)
+        close([found, seen.entropy], [expected, stats.entropy])
         found.backward()
-        for one, other in zip((hidden, weight, bias), leaves, strict=True):
-            torch.testing.assert_close(whole(one.grad), other.grad, **CLOSE)
+        close([one.grad for one in (hidden, weight, bias)], [leaf.grad for leaf in leaves])
         logits = put(given["logits"], mesh, Shard(2))
         expected = xent.divergence(given["logits"], plain[name])
-        torch.testing.assert_close(whole(xent.divergence(logits, teacher)), expected, **CLOSE)
+        close([xent.divergence(logits, teacher)], [expected])
     with pytest.raises(ValueError, match=r"weight of the teacher must be cut like the student, .* got torch array"):
         xent.divergence(logits, plain["linear"])
     with pytest.raises(ValueError, match=r"weight of the teacher must be cut like the student, .* got placements"):
@@ -145,7 +146,7 @@ def _divergence_of_rows_in_shards() -> None:
         expected = xent.divergence(given["logits"], z, reduction=reduction)
         logits = put(given["logits"], mesh, Shard(0), Shard(2))
         found = xent.divergence(logits, put(z, mesh, Shard(0), Shard(2)).detach(), reduction=reduction)
-        torch.testing.assert_close(whole(found), expected, **CLOSE)
+        close([found], [expected])
     with pytest.raises(ValueError, match="a mean over rows in shards needs normalizer="):
         xent.divergence(logits, put(z, mesh, Shard(0), Shard(2)).detach())
 
@@ -160,8 +161,8 @@ def _padded_logits() -> None:
     parts = put(given["logits"], mesh, Shard(2))
     found = xent.cross_entropy(parts, target, vocab_parallel=xent.VocabParallel(mesh, size=size))
     found.backward()
-    torch.testing.assert_close(found, expected, **CLOSE)
-    torch.testing.assert_close(whole(parts.grad)[..., :size], logits.grad, **CLOSE)
+    close([found], [expected])
+    close([whole(parts.grad)[..., :size]], [logits.grad])
     assert not whole(parts.grad)[..., size:].any()
 
 
@@ -179,12 +180,11 @@ def _rows_too() -> None:
         found, seen = xent.cross_entropy(parts, target, **options)
         each = reduction == "none"
         assert found.placements == (Shard(0) if each else Partial(), Replicate())
-        for one, other in ((found, expected), (seen.nll, stats.nll), (seen.z_loss, stats.z_loss)):
-            torch.testing.assert_close(whole(one), other, **CLOSE)
+        close([found, seen.nll, seen.z_loss], [expected, stats.nll, stats.z_loss])
         assert whole(seen.count) == stats.count
         found.backward(put(upstream, mesh, Shard(0) if each else Replicate(), Replicate()).detach())
         assert parts.grad.placements == placements_of_gradients(parts)
-        torch.testing.assert_close(whole(parts.grad), logits.grad, **CLOSE)
+        close([parts.grad], [logits.grad])
 
 
 def _classifiers() -> None:
@@ -201,13 +201,12 @@ def _classifiers() -> None:
             head = [put(given[name], mesh, Shard(0)) for name in ("linear_weight", "linear_bias")]
             found = xent.linear_cross_entropy(source, head[0], given["target"], linear_bias=head[1], **options)
             assert not isinstance(found, DTensor)
-            torch.testing.assert_close(found, expected, **CLOSE)
+            close([found], [expected])
             made = torch.autograd.grad(found, (source, *head), upstream)
             if how is not None:
                 assert made[0].placements == (Partial() if how == Replicate() else how,)
             assert made[1].placements == made[2].placements == (Shard(0),)
-            for one, other in zip(made, wanted, strict=True):
-                torch.testing.assert_close(whole(one), other, **CLOSE)
+            close(made, wanted)
 
 
 def _log_probs() -> None:
@@ -219,12 +218,9 @@ def _log_probs() -> None:
     parts = put(given["input"], mesh, Shard(1)), put(given["linear_weight"], mesh, Shard(0))
     found = xent.linear_log_probs(*parts, given["target"], **options)
     made = torch.autograd.grad(sum(part.square().sum() for part in found), parts)
-    for one, other in zip((*found, *made), (*expected, *wanted), strict=True):
-        torch.testing.assert_close(whole(one), other, **CLOSE)
+    close((*found, *made), (*expected, *wanted))
     logits = put(given["logits"], mesh, Shard(2))
-    torch.testing.assert_close(
-        xent.log_probs(logits, given["target"]), xent.log_probs(given["logits"], given["target"]), **CLOSE
-    )
+    close([xent.log_probs(logits, given["target"])], [xent.log_probs(given["logits"], given["target"])])
 
 
 def _rows_of_hidden_states() -> None:
@@ -237,14 +233,13 @@ def _rows_of_hidden_states() -> None:
         parts = put(given["input"], mesh, Shard(0), how), put(given["linear_weight"], mesh, Replicate(), Shard(0))
         target = put(given["target"], mesh, Shard(0), Replicate())
         found = xent.linear_cross_entropy(*parts, target, reduction="sum")
-        torch.testing.assert_close(whole(found), expected, **CLOSE)
+        close([found], [expected])
         made = torch.autograd.grad(
             found, parts, put(torch.ones_like(expected), mesh, Replicate(), Replicate()).detach()
         )
         assert made[0].placements == (Shard(0), Partial() if how == Replicate() else how)
         assert made[1].placements == (Partial(), Shard(0))
-        for one, other in zip(made, wanted, strict=True):
-            torch.testing.assert_close(whole(one), other, **CLOSE)
+        close(made, wanted)
 
 
 def _compiled() -> None:

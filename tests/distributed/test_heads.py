@@ -6,14 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 import xent
 from tests.distributed.pool import PROCESSES, Pool, device, group
+from tests.distributed.test_dtensors import close, flat, put, square
 
 CLASSES, WIDTH, HEADS = 11, 6, (1, 3)
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {"head_weight": (1.0, 0.3)},
     "sum": {"reduction": "sum", "z_loss": 0.1, "label_smoothing": 0.1},
@@ -40,18 +39,6 @@ def tensors() -> dict[str, Tensor]:
     return {name: value.to(device()) for name, value in drawn.items()}
 
 
-if PROCESSES < 4:
-    pytest.skip("the shards are those of four processes", allow_module_level=True)
-
-
-def whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def put(value: Tensor, mesh: DeviceMesh, *placements: Any) -> DTensor:
-    return distribute_tensor(value.detach().clone(), mesh, placements).requires_grad_(value.is_floating_point())
-
-
 def of_rank(input: Tensor, weight: Tensor, way: str) -> tuple[Tensor, Tensor]:
     """Return this rank's part of hidden states and classifier, or of their gradients."""
     rank = dist.get_rank()
@@ -65,7 +52,7 @@ def split(made: Any) -> tuple[Any, Any]:
 
 def compare(way: str, options: str) -> None:
     """Compare a call in four processes with one on the whole vocabulary."""
-    mesh, rank = init_device_mesh(device().type, (PROCESSES,)), dist.get_rank()
+    mesh, rank = flat(), dist.get_rank()
     sources: tuple[Tensor, ...]
     given, more = tensors(), {**OPTIONS[options], "shift": HEADS}
     target = given["probabilities" if options == "probabilities" else "target"]
@@ -84,16 +71,14 @@ def compare(way: str, options: str) -> None:
         arrays["weight"] = arrays["weight"][CUTS[rank]]
         more["vocab_parallel"] = xent.VocabParallel(group(PROCESSES), sequence_parallel="tokens" in way)
     found, seen = split(xent.linear_cross_entropy(*sources, target, **more, **arrays))
-    torch.testing.assert_close(found, expected, **CLOSE)
-    for name in more.get("stats", ()):
-        torch.testing.assert_close(getattr(seen, name), getattr(stats, name), **CLOSE)
-    for one, other in zip(torch.autograd.grad(found, sources, upstream), wanted, strict=True):
-        torch.testing.assert_close(whole(one), other, **CLOSE)
+    reported, known = ([getattr(some, name) for name in more.get("stats", ())] for some in (seen, stats))
+    made = torch.autograd.grad(found, sources, upstream)
+    close([found, *reported, *made], [expected, *known, *wanted])
 
 
 def compare_rows() -> None:
     """Compare a call with rows sharded over one dimension of a mesh, and classes over the other."""
-    mesh, given = init_device_mesh(device().type, (2, 2), mesh_dim_names=("dp", "tp")), tensors()
+    mesh, given = square(), tensors()
     leaves = [given[name].clone().requires_grad_() for name in ("input", "linear_weight")]
     for reduction, axis in (("sum", 1), ("none", 2)):
         more: dict[str, Any] = {"reduction": reduction, "shift": (0, 0)}
@@ -106,15 +91,14 @@ def compare_rows() -> None:
         target = put(given["target"], mesh, Shard(axis - 1), Replicate())
         found = xent.linear_cross_entropy(*sources, target, **more)
         assert found.placements == (Shard(axis) if reduction == "none" else Partial(), Replicate())
-        torch.testing.assert_close(whole(found), expected, **CLOSE)
         upstream = put(torch.ones_like(expected), mesh, *(found.placements if found.dim() else (Replicate(),) * 2))
-        for one, other in zip(torch.autograd.grad(found, sources, upstream.detach()), wanted, strict=True):
-            torch.testing.assert_close(whole(one), other, **CLOSE)
+        made = torch.autograd.grad(found, sources, upstream.detach())
+        close([found, *made], [expected, *wanted])
 
 
 def refuse() -> None:
     """Make invalid calls."""
-    given, mesh = tensors(), init_device_mesh(device().type, (PROCESSES,))
+    given, mesh = tensors(), flat()
     weight = put(given["linear_weight"], mesh, Shard(0))
     with pytest.raises(ValueError, match="input must have its axis of heads whole"):
         xent.linear_cross_entropy(put(given["input"], mesh, Shard(0)), weight, given["target"], shift=HEADS)

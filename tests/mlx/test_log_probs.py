@@ -46,37 +46,6 @@ def test_logits_are_never_rounded_to_16_bits(target: Target, converted: int, mon
             passes(target, case)
 
 
-@pytest.mark.parametrize("name", LOG_PROB_OPTIONS)
-@pytest.mark.parametrize("function", LOG_PROBS)
-def test_compiled_functions_have_the_same_results(target: Target, function: str, name: str) -> None:
-    """The values of target, temperature and support are unknown during tracing."""
-    given = drawn(target) if function == "log_probs" else linear(target)
-    options = {key: given.pop(key, None) for key in ("softcap", "logit_scale", "support", "temperature")}
-    support, heat = options["support"], options["temperature"]
-    options = {key: value for key, value in options.items() if key in LOG_PROB_OPTIONS[name]}
-    options["temperature"] = mx.array(0.7) if LOG_PROB_OPTIONS[name].get("temperature") != "rows" else heat
-    arrays = {key: value for key, value in given.items() if isinstance(value, mx.array)}
-    rest = {key: value for key, value in given.items() if key not in arrays}
-    trained = {key: arrays.pop(key) for key in ("logits", "input", "linear_weight") if key in arrays}
-
-    def loss(trained: dict[str, mx.array], arrays: dict[str, mx.array], parts: list[mx.array]) -> mx.array:
-        allowed = {"support": xent.Support(*parts)} if parts else {}
-        found, entropy, stats = getattr(xent, function)(
-            **trained, **arrays, entropy=True, stats=("lse",), **rest, **allowed
-        )
-        lse = mx.where(mx.isinf(stats.lse), 0, stats.lse)
-        return (mx.arange(N) * mx.where(mx.isinf(found), 0, found) - 2 * entropy + mx.square(lse)).sum()
-
-    rest |= {key: options[key] for key in ("softcap", "logit_scale") if key in options}
-    arrays["temperature"] = options["temperature"]
-    parts = [support.ids, support.offsets] if "support" in options else []
-    step = mx.value_and_grad(loss)
-    (one, grads), (other, expected) = mx.compile(step)(trained, arrays, parts), step(trained, arrays, parts)
-    np.testing.assert_allclose(one.item(), other.item(), rtol=1e-6)
-    for key, truth in expected.items():
-        np.testing.assert_allclose(np.array(grads[key]), np.array(truth), rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("wrong", [-1.0, 0.5])
 def test_a_compiled_function_takes_any_temperature_without_a_new_trace(target: Target, wrong: float) -> None:
     """Rows whose temperature is not positive are NaN."""

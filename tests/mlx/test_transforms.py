@@ -98,18 +98,21 @@ def test_value_and_grad_of_a_module_with_tied_weights(target: Target, frozen: st
     close(found.values(), expected.values())
 
 
+@pytest.mark.parametrize(
+    "heads", [{}, {"shift": (1, 2), "head_weight": (1.0, 0.5), "weight": mx.abs(W[:, 0])}], ids=len
+)
 @pytest.mark.parametrize("name", ["label_smoothing", "z_loss", "softcap", "logit_scale", "normalizer"])
-def test_new_value_of_an_option_retraces_nothing(target: Target, name: str) -> None:
-    traces = []
+def test_new_value_of_an_option_retraces_nothing(target: Target, name: str, heads: dict[str, Any]) -> None:
+    traces, x = [], mx.stack([X, 2 * X]) if heads else X
 
     def loss(x: mx.array, w: mx.array, value: mx.array) -> mx.array:
         traces.append(name)
-        return linear(target, **{name: value})(x, w)
+        return linear(target, **{name: value}, **heads)(x, w)
 
     step = mx.compile(mx.value_and_grad(loss, argnums=(0, 1)))
     for value in (0.25, 0.5, 0.75):
-        found = step(X, W, mx.array(value))
-        expected = mx.value_and_grad(linear(target, **{name: value}), argnums=(0, 1))(X, W)
+        found = step(x, W, mx.array(value))
+        expected = mx.value_and_grad(linear(target, **{name: value}, **heads), argnums=(0, 1))(x, W)
         close([found[0], *found[1]], [expected[0], *expected[1]])
     assert len(traces) == 1
 

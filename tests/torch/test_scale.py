@@ -218,9 +218,11 @@ def test_log_probabilities_train_a_scale(
     found = values(run)(scale, *leaves)
     wide = asking(scale, *sources, dtype=torch.float64)
     logits = wide[1] if len(wide) == 2 else wide[1] @ wide[2].t()
-    x = 3 * torch.tanh(wide[0] * logits / 3) / (divisor if temperature == "number" else divisor.double()[:, None])
-    log_p, kept = x.log_softmax(-1), classes >= 0
-    plain = log_p.gather(-1, classes.clamp(min=0)[:, None])[:, 0] * kept, -(log_p.exp() * log_p).sum(-1) * kept
+    heat = torch.as_tensor(divisor).to(logits).expand(ROWS)
+    rows = target.harness.unfused_rows(
+        logits, classes.clamp(min=0), classes < 0, softcap=3.0, logit_scale=wide[0], temperature=heat
+    )
+    plain = -rows["nll"], rows["entropy"]
     upstream = upstream_of(plain[0]), upstream_of(plain[1]).flip(0)
     gradients = torch.autograd.grad(found, (scale, *leaves), [one.float() for one in upstream])
     for one, other in zip(gradients, torch.autograd.grad(plain, wide, upstream), strict=True):
