@@ -253,21 +253,20 @@ FAULTS = [
     ),
     Fault(
         "classifier's gradient of the last part only", "backends/torch/sources.py",
-        "        self._gradients.add_to_classifier(part, taken.trained, grad)",
-        "        if part.last:\n            self._gradients.add_to_classifier(part, taken.trained, grad)",
+        "        if of_weight is not None:\n", "        if of_weight is not None and part.last:\n",
         (MATRIX, "-k", "workspace"),
     ),
     Fault(
         "input's gradient not summed over ranks", "backends/torch/sources.py",
-        "self._arriving = None if made is None else self._tokens.summed(made)", "self._arriving = None", (SHARDS,),
+        "made if self._tokens is None else self._tokens.mine(made.land())", "self._made[0]", (SHARDS,),
     ),
     Fault(
-        "gradient of skipped rows not zeroed", "backends/torch/products.py",
-        "            self._input.index_fill_(0, self._schedule.left_out, 0)", "            pass", (IDLE,),
+        "gradient of skipped rows not zeroed", "backends/torch/sources.py",
+        "                made.index_fill_(0, left_out, 0)", "                pass", (IDLE,),
     ),
     Fault(
-        "gradient of the bias of one part", "backends/torch/products.py",
-        "self._bias += grad.sum(0, dtype=self._bias.dtype)", "self._bias = grad.sum(0, dtype=self._bias.dtype)",
+        "gradient of the bias of one part", "backends/torch/sources.py",
+        "of_bias += grad.sum(0, dtype=of_bias.dtype)", "of_bias.copy_(grad.sum(0, dtype=of_bias.dtype))",
         (IDLE,),
     ),
     # Preparation and packing.
@@ -282,7 +281,7 @@ FAULTS = [
     ),
     Fault(
         "heads without their divisors", "backends/torch/prepare.py",
-        "weight = torch.where(divisor == 0, 0, weight / divisor)", "weight = torch.where(divisor == 0, 0, weight)",
+        "        weight = divided(weight, divisor)", "        pass",
         (HEADS,),
     ),
     Fault(
@@ -290,25 +289,25 @@ FAULTS = [
         "torch.stack([row * factor for row", "torch.stack([row * 1.0 for row", (HEADS,),
     ),
     Fault(
-        "packed numbers rounded", "backends/torch/packing.py",
-        "return '{\"type\":\"float\",\"hex\":\"' + value.hex() + '\"}'",
-        "return '{\"type\":\"float\",\"hex\":\"' + round(value, 1).hex() + '\"}'",
+        "packed numbers rounded", "backends/torch/function.py",
+        "return '{\"hex\":\"' + value.hex() + '\"}'",
+        "return '{\"hex\":\"' + round(value, 1).hex() + '\"}'",
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
     Fault(
-        "packed fields with the defaults", "backends/torch/packing.py",
+        "packed fields with the defaults", "backends/torch/function.py",
         "for name, one in fields.items()})", 'for name, one in fields.items() if name != "label_smoothing"})',
         ("tests/torch/test_compile.py", "-k", "compiles_whole"),
     ),
     # Autograd.
     Fault(
-        "upstream gradient ignored in place", "backends/torch/passes.py",
+        "upstream gradient ignored in place", "backends/torch/function.py",
         "if factor.is_cpu and inplace and float(factor) == 1:", "if factor.is_cpu and inplace:",
         (EAGER, AUTOGRAD, MATRIX, "-k", "upstream or sum"),
     ),
     Fault(
         "retained graph overwritten", "backends/torch/function.py",
-        "drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())", "drops = plain", (EAGER, AUTOGRAD),
+        "drops = plain and not private.keeps_graph()", "drops = plain", (EAGER, AUTOGRAD),
     ),
     Fault(
         "version of overwritten logits", "backends/torch/function.py",
@@ -317,21 +316,22 @@ FAULTS = [
     ),
     Fault(
         "second derivatives are zero", "backends/torch/function.py",
-        "            raise RuntimeError(NO_SECOND)", "            return (None,) * len(ctx.needs_input_grad)",
+        "        if is_plain([first]):\n            raise RuntimeError(refusals.NO_SECOND)",
+        "        if is_plain([first]):\n            return (None,) * len(ctx.needs_input_grad)",
         (AUTOGRAD, TRANSFORMS, "-k", "second"),
     ),
     Fault(
-        "gradient of the scale not divided", "backends/torch/passes.py",
-        "found: Tensor = total / call.activation.logit_scale", "found: Tensor = total * 1", (SCALE,),
+        "gradient of the scale not divided", "backends/torch/loop.py",
+        "found: Tensor = total / setting.call.activation.logit_scale", "found: Tensor = total * 1", (SCALE,),
     ),
     Fault(
-        "gradient of probabilities without smoothing", "backends/torch/passes.py",
+        "gradient of probabilities without smoothing", "backends/torch/loop.py",
         "scales = factor[rows, None] * (1 - options.label_smoothing) * class_weight",
         "scales = factor[rows, None] * class_weight",
         (MATRIX, TARGET),
     ),
     Fault(
-        "gradient of shared probabilities of one head", "backends/torch/passes.py",
+        "gradient of shared probabilities of one head", "backends/torch/loop.py",
         "flat.index_add_(0, order[rows].clamp(min=0), found)", "flat[order[rows].clamp(min=0)] = found",
         (TARGET, "-k", "heads"),
     ),

@@ -1,7 +1,7 @@
 """The PyTorch driver: all functions for tensors of any device, with the steps of that device's backend.
 
 Data flow of a call: `entry` (refusals, results in the caller's shapes) -> `prepare` (rows) -> `function` (autograd),
-under tracers through `operations` -> `passes` -> `loop` over the parts of the rows, with `sources` and `products` ->
+under tracers through `operations` -> the passes of `loop` over the parts of the rows, with `sources` and `products` ->
 the steps of a backend, which `contract` describes. The steps of this backend are `portable`, in PyTorch's own
 operations. `shards` has what a vocabulary in shards needs besides.
 """

@@ -43,6 +43,7 @@ from xent.core.call import Call, Dense, Probabilities, TopK
 from xent.core.spec import DIFFERENTIABLE
 
 __all__ = [
+    "SCALES",
     "STEPS",
     "Block",
     "Part",
@@ -316,3 +317,6 @@ def exact(call: Call) -> bool:
 
 STEPS: dict[str, Callable[[Setting], Steps]] = {}
 """Backend -> the function that starts the steps of a call."""
+
+SCALES: dict[str, Callable[[list[Tensor], Tensor, Tensor | None, bool], list[Tensor]]] = {}
+"""Backend -> its function (gradients, upstream gradient, `Steps.deferred`, in place) that scales kept gradients."""

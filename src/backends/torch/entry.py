@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch import operations, packing, private
+from xent.backends.torch import operations, private
 from xent.backends.torch.contract import wide
-from xent.backends.torch.function import PlainLoss, Run
+from xent.backends.torch.function import PlainLoss, Run, is_plain, split, text, undisturbed
+from xent.backends.torch.loop import asked_of, forward, leaves_of
 from xent.backends.torch.memory import overlaps
-from xent.backends.torch.passes import asked_of, forward, is_plain, leaves_of, undisturbed
 from xent.backends.torch.prepare import aligned, compute_of, is_per_row, prepare, rows_of
-from xent.backends.torch.refusals import named, refuse_gradients, refuse_transforms
+from xent.backends.torch.refusals import refuse
 from xent.core.call import Call, Dense, Given, Options, Probabilities, array_of, replaced
 from xent.core.spec import Stats
 
@@ -44,7 +44,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
     leaves = leaves_of(call)
     asked = asked_of(leaves)
     if asked[-2] or asked[-1] or sum([tensor.requires_grad for tensor in tensors]) > sum(asked):
-        refuse_gradients(call, named(call))
+        refuse(call, False)
     if asked[-2]:
         assert isinstance(call.target, Probabilities)
         call = replaced(call, target=replaced(call.target, values=call.target.values.detach()))
@@ -59,9 +59,7 @@ def _plain(call: Call, kernel: str, tensors: list[Tensor]) -> Any:
 
 def _traced(call: Call, kernel: str) -> Any:
     """Run a call under a tracer, a transform or a mode."""
-    names = named(call)
-    refuse_gradients(call, names)
-    refuse_transforms(call, names)
+    refuse(call, True)
     source, shards = call.source, call.shards
     compiling = torch.compiler.is_compiling()
     if isinstance(source, Given) and source.inplace:
@@ -75,7 +73,7 @@ def _traced(call: Call, kernel: str) -> Any:
 
         call = replaced(call, shards=replaced(shards, group=group_of(shards.group).group_name))
     tensors: list[Tensor] = []
-    form = packing.text(packing.split(call, tensors))
+    form = text(split(call, tensors))
     if torch.compiler.is_dynamo_compiling() and private.transforms_active():
         from xent.backends.torch import in_graph
 

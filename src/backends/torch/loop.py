@@ -7,19 +7,59 @@
 | without gradients | tiles or whole rows | |
 
 A vocabulary in shards adds a gather of each part's sums, which overlaps the next part's matrix product.
+
+`forward` and `backward` are the two passes of a prepared call, for plain calls and for custom operations. They add two
+gradients. The loss depends on raw logits z and their scale s only through the product s z, also with a softcap. With
+g = dL/dz::
+
+    dL/ds = (1/s) sum_ic g_ic z_ic
+
+For logits z = h W^T + b the sum is sum(dL/dh * h) + sum(dL/db * b), or the same with W instead of h. These gradients
+are computed anyway, or for this sum only.
+
+The loss is linear in class probabilities q. With w, e and a as in `xent.cross_entropy`, the divisor D of the reduction,
+and upstream gradients u of the loss and n of the statistic nll::
+
+    dL/dq_ic = (u a_i / D (1-e) w_c + n_i) (-log p_ic)      exactly 0 if the first factor is 0
+
+The z-loss and the divisor of "mean" do not depend on q. The steps do not compute this gradient. The backward pass of
+such a call computes log p here, from the given logits, or from float32 logits of the hidden states.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import STEPS, Schedule, Setting, Steps, Upstream, columns, wide
-from xent.backends.torch.sources import Computed, Loaded, Stored, source_of
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
+from xent.backends.torch.memory import Rows, block_rows
+from xent.backends.torch.portable.facts import Facts, activate
+from xent.backends.torch.products import Classifier
+from xent.backends.torch.sources import Computed, Loaded, Stored
+from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
+from xent.core.chunks import rows_per_chunk
 
-__all__ = ["made_first", "run", "setting_of"]
+__all__ = ["Asked", "asked_of", "backward", "forward", "leaves_of", "made_first", "setting_of"]
+
+Asked = tuple[bool, ...]
+"""Which gradients are asked for: those of the leaves (logits; or input, weight, bias), of class probabilities, and of
+the logit scale."""
+
+
+def leaves_of(call: Call) -> tuple[Any, ...]:
+    """Return the values to which `Asked` refers."""
+    source = call.source
+    leaves = (source.logits,) if isinstance(source, Given) else (source.input, source.weight, source.bias)
+    values = call.target.values if isinstance(call.target, Probabilities) else None
+    return (*leaves, values, call.activation.logit_scale)
+
+
+def asked_of(leaves: tuple[Any, ...]) -> Asked:
+    """Return which gradients are asked for."""
+    enabled = torch.is_grad_enabled()
+    return tuple([enabled and isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves])
 
 
 def made_first(call: Call, needs: tuple[bool, ...]) -> bool:
@@ -44,8 +84,8 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
     width = here if shards is None else max(min(first + here, size) - min(first, size), 0)
     if isinstance(target, (Classes, Allowed)):
         count = target.ids.shape[0]
-    elif isinstance(target, Probabilities):
-        count = math.prod(target.values.shape[:-1]) if target.order is None else target.order.shape[0]
+    elif isinstance(target, Probabilities) and target.order is not None:
+        count = target.order.shape[0]
     else:
         count = math.prod(given.shape[:-1])
     compute = given.dtype if dtype is None else getattr(torch, dtype)
@@ -53,17 +93,53 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
     return Setting(call, count, size, first, width, compute, needs, given.device, firsts, upstream)
 
 
-def run(
+def forward(call: Call, asked: Asked, kernel: str, skips: bool, reuse: bool = False) -> list[Tensor]:
+    """Compute a prepared call. Return the loss, the statistics, and then what the backward pass needs.
+
+    These are the gradients, if they are made first, and in float16 a factor they still have; otherwise the saved sums.
+    `reuse`: whether the gradient overwrites given logits. `skips`: whether ignored rows may be left out of matrix
+    products, for which the host may have to wait.
+    """
+    setting = setting_of(call, _with_scale(call, asked) if asked[-1] else asked[:-2])
+    steps, source, saved = _run(setting, kernel, skips, reuse)
+    made = steps.results()
+    if setting.made_first:
+        gradients = source.gradients()
+        made += [one for one, wanted in zip(gradients, asked, strict=False) if wanted and one is not None]
+        if asked[-1]:
+            made.append(_scale_gradient(setting, gradients))
+        if setting.compute == torch.float16:
+            made.append(made[0].new_ones(()) if steps.deferred is None else steps.deferred.clone())
+    elif saved is not None:
+        made.append(saved)
+    return made
+
+
+def backward(
+    call: Call, asked: Asked, kernel: str, skips: bool, reuse: bool, saved: Tensor | None, upstream: Upstream
+) -> list[Tensor | None]:
+    """Return the gradients that are asked for, and None for the others."""
+    needs = _with_scale(call, asked) if asked[-1] else asked[:-2]
+    setting = setting_of(call, needs, upstream)
+    made: list[Tensor | None] = [None] * len(needs)
+    if any(needs):
+        made = _run(setting, kernel, skips, reuse, saved)[1].gradients()
+    of_scale = _scale_gradient(setting, made) if asked[-1] else None
+    made = [one if wanted else None for one, wanted in zip(made, asked, strict=False)]
+    return [*made, _probability_gradient(setting) if asked[-2] else None, of_scale]
+
+
+def _run(
     setting: Setting, kernel: str, skips: bool, reuse: bool, saved: Tensor | None = None
-) -> tuple[Steps, Stored | Computed, Tensor | None]:
+) -> tuple[Steps, Stored, Tensor | None]:
     """Compute all rows with the steps of a backend: a forward pass, or a backward pass from the `saved` sums.
 
     Return the steps, which have the results, the source, which has the gradients, and the sums (K, N), if a forward
-    pass saves them for the backward pass. `reuse`: whether the gradient overwrites given logits. `skips`: whether
-    ignored rows may be left out of matrix products, for which the host may have to wait.
+    pass saves them for the backward pass.
     """
     steps, call, forward = STEPS[kernel](setting), setting.call, setting.upstream is None
-    source = source_of(setting, steps, setting.made_first or not forward, reuse)
+    kind = Stored if isinstance(call.source, Given) else Computed
+    source = kind(setting, steps, setting.made_first or not forward, reuse)
     if forward and any(setting.needs) and not (setting.made_first or isinstance(call.target, (Dense, TopK))):
         saved = torch.zeros(len(columns(setting)), setting.count, dtype=wide(setting.compute), device=setting.device)
     again = not forward and steps.saves
@@ -93,7 +169,7 @@ def run(
     return steps, source, saved
 
 
-def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded, count: int) -> Any:
+def _fold(setting: Setting, source: Stored, loaded: Loaded, count: int) -> Any:
     """Fold the logits of a part, and start to gather its `count` sums over ranks."""
     shape = count, loaded.part.stop - loaded.part.start
     sums = torch.empty(shape, dtype=wide(setting.compute), device=setting.device)
@@ -105,9 +181,7 @@ def _fold(setting: Setting, source: Stored | Computed, loaded: Loaded, count: in
     return gather(sums, setting.call.shards.group)
 
 
-def _finish(
-    setting: Setting, steps: Steps, source: Stored | Computed, loaded: Loaded, sums: Any, saved: Tensor | None
-) -> None:
+def _finish(setting: Setting, steps: Steps, source: Stored, loaded: Loaded, sums: Any, saved: Tensor | None) -> None:
     """Wait for the sums of a part, finish its rows, and compute its gradient if it is wanted."""
     landed = sums if isinstance(sums, Tensor) else sums.land()
     if isinstance(setting.call.target, Dense):
@@ -117,3 +191,73 @@ def _finish(
     if source.wanted:
         source.differentiate(loaded, coefficients)
         source.add(loaded)
+
+
+def _with_scale(call: Call, asked: Asked) -> Asked:
+    """Return which gradients of the leaves are needed for that of the scale too."""
+    if isinstance(call.source, Given):
+        return (True,)
+    return asked[0] or not asked[1], asked[1], call.source.bias is not None
+
+
+def _scale_gradient(setting: Setting, gradients: list[Tensor | None]) -> Tensor:
+    """Return the gradient of the scale, 0-d, in the dtype of sums.
+
+    An element whose gradient is 0 adds 0, even if its value is infinite or NaN.
+    """
+    leaves = list(leaves_of(setting.call)[:-2])
+    if len(leaves) == 3 and gradients[0] is not None:
+        leaves[1] = None
+    total = torch.zeros((), dtype=wide(setting.compute), device=setting.device)
+    for gradient, values in zip(gradients, leaves, strict=True):
+        if gradient is None or values is None or not gradient.numel():
+            continue
+        dtype, rows, places = wide(values.dtype), Rows(values), Rows(gradient)
+        for start, block in places.blocks(0, places.count, block_rows(gradient, dtype)):
+            product = block.to(dtype) * rows.block(start, start + len(block)).to(dtype)
+            total = total + product.masked_fill_(block == 0, 0).sum()
+    found: Tensor = total / setting.call.activation.logit_scale
+    return found
+
+
+def _probability_gradient(setting: Setting) -> Tensor:
+    """Return the gradient of the target, contiguous, in the target's dtype."""
+    (_, target, (scale, cap, temperature), options, _), facts = setting.call, Facts(setting)
+    assert isinstance(target, Probabilities)
+    given, order = target
+    grad = torch.zeros(given.shape, dtype=given.dtype, device=given.device)
+    flat, nll = grad.view(-1, given.shape[-1]), facts.upstream.nll
+    factor = torch.zeros(setting.count, dtype=wide(setting.compute), device=setting.device) + facts.scale
+    if facts.dead is not None:
+        factor = factor.masked_fill(facts.dead, 0)
+    class_weight = 1.0 if facts.class_weight is None else facts.class_weight
+    for start, z in _logits(setting):
+        rows = slice(start, start + len(z))
+        scales = factor[rows, None] * (1 - options.label_smoothing) * class_weight
+        if nll is not None:
+            scales = scales + nll[rows, None]
+        if facts.ignored is not None:
+            scales = scales.masked_fill(facts.ignored[rows, None], 0)
+        activate(z, Activation(scale, cap, None if temperature is None else temperature[rows, None]))
+        found = torch.log_softmax(z, -1).mul_(-scales).masked_fill_(scales == 0, 0).to(grad.dtype)
+        if order is None:
+            flat[rows] = found
+        else:
+            flat.index_add_(0, order[rows].clamp(min=0), found)
+    return grad
+
+
+def _logits(setting: Setting) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first row, new logits (R, V) in the dtype of sums) of all rows."""
+    source, acc, count = setting.call.source, wide(setting.compute), setting.count
+    if isinstance(source, Given):
+        for start, block in Rows(source.logits).blocks(0, count, block_rows(source.logits, acc)):
+            yield start, block.to(acc, copy=True)
+        return
+    made = Classifier(source, setting.width)
+    step = rows_per_chunk(count, max(made.columns, 1), acc.itemsize, source.workspace, setting.device.type, False)
+    for start in range(0, count, step):
+        hidden = made.hidden[start : start + step].to(made.compute)
+        logits = torch.empty(len(hidden), made.columns, dtype=acc, device=setting.device)
+        made.write_logits(hidden, logits)
+        yield start, logits[:, : made.classes]

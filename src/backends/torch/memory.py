@@ -2,16 +2,24 @@
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from xent.core.chunks import rows_per_block
 
-__all__ = ["Rows", "cast", "gradient_like", "is_dense", "logit_blocks", "overlaps", "row_sum", "shifted", "span"]
+__all__ = [
+    "Rows",
+    "block_rows",
+    "cast",
+    "gradient_like",
+    "is_dense",
+    "logit_blocks",
+    "overlaps",
+    "row_sum",
+    "span",
+]
 
-_ALIGNED = 8  # elements, 16 bytes of the 16-bit dtypes
 _FEW_PIECES = 16
 _LARGE_PIECE = 2**14  # elements: copying less costs no more than a view's own operations
 
@@ -25,63 +33,44 @@ class Rows:
 
     def __init__(self, tensor: Tensor) -> None:
         self.count = tensor.shape[:-1].numel()
-        self._tensor = tensor
-        pieces = [tensor.unsqueeze(0) if tensor.dim() == 1 else tensor] if self.count else []
-        while pieces and not _merges(pieces[0]):
-            if len(pieces) * len(pieces[0]) > _FEW_PIECES and pieces[0][0].numel() < _LARGE_PIECE:
-                pieces = []
-            else:
+        self._tensor, pieces = tensor, [tensor]
+        while True:
+            try:
+                self._pieces = [piece.view(piece.shape[:-1].numel(), piece.shape[-1]) for piece in pieces]
+                break
+            except RuntimeError:  # its axes do not merge
+                if len(pieces) * len(pieces[0]) > _FEW_PIECES and pieces[0][0].numel() < _LARGE_PIECE:
+                    self._pieces = []
+                    break
                 pieces = [part for piece in pieces for part in piece.unbind(0)]
-        self._pieces = [
-            piece if piece.dim() == 2 else piece.view(piece.shape[:-1].numel(), piece.shape[-1]) for piece in pieces
-        ]
-        self.copies = bool(self.count) and not pieces
+        self.pieces = len(self._pieces)
+        self.copies = not self._pieces
         """Whether every block is a copy, which must be written back with `put`."""
 
-    def blocks(self, most: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first row, (R, V)) with R at most `most`, over all rows."""
-        if self.copies:
-            for start in range(0, self.count, most):
-                yield start, self.block(start, min(start + most, self.count))
-            return
-        start = 0
-        for piece in self._pieces:
-            for block in (piece,) if len(piece) <= most else piece.split(most):
-                yield start, block
-                start += block.shape[0]
+    def blocks(self, start: int, stop: int, most: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (first row, (R, V)) with R at most `most`, over the rows [start, stop)."""
+        length = most if self.copies else len(self._pieces[0])
+        while start < stop:
+            piece, first = divmod(start, length)
+            size = min(stop - start, most if self.copies else length - first, most)
+            if self.copies:
+                yield start, self._tensor[self._places(start, start + size)]
+            else:
+                yield start, span(self._pieces[piece], first, first + size)
+            start += size
 
     def block(self, start: int, stop: int) -> Tensor:
         """Return rows [start, stop): a view if they are in one piece, otherwise a copy."""
-        if self.copies:
-            return self._tensor[self._places(start, stop)]
-        length = self._pieces[0].shape[0]
-        parts = []
-        while start < stop:
-            piece, first = divmod(start, length)
-            last = min(first + stop - start, length)
-            whole = self._pieces[piece]
-            parts.append(whole if last - first == length else whole[first:last])
-            start += last - first
+        parts = [part for _, part in self.blocks(start, stop, stop - start)]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def view(self, start: int, stop: int) -> Tensor | None:
-        """Return rows [start, stop) without a copy, or None if that is not possible, or their classes have gaps."""
-        if self.copies or not _has_contiguous_rows(self._tensor):
-            return None
-        length = self._pieces[0].shape[0]
-        return self.block(start, stop) if start // length == (stop - 1) // length else None
 
     def put(self, start: int, values: Tensor) -> None:
         """Write values (R, V) to the rows from `start` on."""
         if self.copies:
             self._tensor[self._places(start, start + len(values))] = values
             return
-        length, done = self._pieces[0].shape[0], 0
-        while done < len(values):
-            piece, first = divmod(start + done, length)
-            size = min(length - first, len(values) - done)
-            self._pieces[piece][first : first + size] = values[done : done + size]
-            done += size
+        for first, block in self.blocks(start, start + len(values), len(values)):
+            block.copy_(values[first - start : first - start + len(block)])
 
     def take(self, rows: Tensor) -> Tensor:
         """Return a copy of these rows, given as indices (M,) int64. The host does not read the indices."""
@@ -91,49 +80,40 @@ class Rows:
         return torch.unravel_index(torch.arange(start, stop, device=self._tensor.device), self._tensor.shape[:-1])
 
 
-def _merges(tensor: Tensor) -> bool:
-    """Whether all leading axes merge into one without a copy."""
-    if tensor.is_contiguous():
-        return True
-    expected = None
-    for size, stride in zip(reversed(tensor.shape[:-1]), reversed(tensor.stride()[:-1]), strict=True):
-        if size == 1:
-            continue
-        if expected is not None and stride != expected:
-            return False
-        expected = stride * size
-    return True
-
-
-def logit_blocks(logits: Tensor, grad: Tensor | None) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-    """Yield (first row, block of logits, memory for its gradient), with contiguous class axes.
+def logit_blocks(
+    logits: Tensor, grad: Tensor | None, start: int = 0, stop: int | None = None
+) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+    """Yield (first row, block of logits, memory for its gradient) of rows [start, stop), with contiguous class axes.
 
     Where the classes of a row are not contiguous, or rows lie in many small pieces, the block is a copy, and its
     gradient is copied back afterwards.
     """
-    vocabulary = logits.shape[-1]
-    if logits.is_contiguous() and (grad is None or grad.is_contiguous()) and logits.numel():
-        if logits.dim() != 2:
-            logits, grad = logits.view(-1, vocabulary), None if grad is None else grad.view(-1, vocabulary)
-        yield 0, logits, grad
+    stop = logits.shape[:-1].numel() if stop is None else stop
+    if logits.dim() == 2 and logits.is_contiguous() and (grad is None or grad.is_contiguous()):
+        yield start, span(logits, start, stop), None if grad is None else span(grad, start, stop)
         return
     rows, places = Rows(logits), None if grad is None else Rows(grad)
-    copies = rows.copies or not _has_contiguous_rows(logits)
-    most = max(rows.count, 1)
+    copies, most = rows.copies or not _has_contiguous_rows(logits), max(stop - start, 1)
     if copies:
-        most = rows_per_block(max(vocabulary, 1), logits.itemsize, logits.device.type, torch.get_num_threads())
+        most = block_rows(logits, logits.dtype)
     space: Tensor | None = None
-    for start, block in rows.blocks(most):
+    for first, block in rows.blocks(start, stop, most):
         if copies:
             space = torch.empty(block.shape, dtype=block.dtype, device=block.device) if space is None else space
             block = space[: len(block)].copy_(block)  # the first block is the largest
-        place = None if places is None else places.view(start, start + len(block))
-        if places is None or place is not None:
-            yield start, block, place
+        if grad is None or places is None:
+            yield first, block, None
+        elif _has_contiguous_rows(grad) and not places.copies and places.pieces in (1, rows.pieces):
+            yield first, block, places.block(first, first + len(block))
         else:
             place = block if copies else torch.empty_like(block)
-            yield start, block, place
-            places.put(start, place)
+            yield first, block, place
+            places.put(first, place)
+
+
+def block_rows(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the rows of a block of a tensor (..., V) that is converted to `dtype`."""
+    return rows_per_block(max(tensor.shape[-1], 1), dtype.itemsize, tensor.device.type, torch.get_num_threads())
 
 
 def _has_contiguous_rows(tensor: Tensor) -> bool:
@@ -141,31 +121,23 @@ def _has_contiguous_rows(tensor: Tensor) -> bool:
 
 
 def gradient_like(logits: Tensor) -> Tensor:
-    """Allocate memory for the gradient: with the logits' strides if these leave no gaps, otherwise contiguous."""
-    if is_dense(logits):
-        return torch.empty_like(logits)
-    if logits.shape[-1] % _ALIGNED and logits.stride(-1) == 1 and _has_small_gaps(logits):
-        # Rows are not aligned to 16 bytes: vector loads and stores need the same alignment in logits and gradient.
-        return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
-    return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    """Allocate memory for the gradient: with the logits' strides if these leave small gaps, otherwise contiguous.
+
+    Vector loads and stores of rows that are not aligned to 16 bytes need the same alignment in logits and gradient.
+    """
+    if logits.is_contiguous() or 4 * _extent(logits) > 5 * math.prod(logits.shape) or overlaps(logits):
+        return torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    return torch.empty_strided(logits.shape, logits.stride(), dtype=logits.dtype, device=logits.device)
 
 
-def _has_small_gaps(tensor: Tensor) -> bool:
-    """Whether elements do not overlap, and a tensor with these strides takes little more memory than its elements."""
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return bool(4 * extent <= 5 * math.prod(tensor.shape)) and not overlaps(tensor)
+def _extent(tensor: Tensor) -> int:
+    """Return the elements from the first to the last one in memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill one range of memory without gaps or overlaps, in any order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+    return tensor.is_contiguous() or (_extent(tensor) == tensor.numel() and not overlaps(tensor))
 
 
 def overlaps(tensor: Tensor) -> bool:
@@ -201,13 +173,3 @@ def span(values: Tensor, start: int, stop: int) -> Tensor:
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the values in `dtype`, without an operation if they have it."""
     return values if values.dtype == dtype else values.to(dtype)
-
-
-def shifted(values: Tensor, shift: int, fill: Any) -> Tensor:
-    """Return an array with values[..., t + shift] at t, and `fill` past the end."""
-    if not shift:
-        return values
-    kept = max(values.shape[-1] - shift, 0)
-    moved = torch.full_like(values, fill)
-    moved[..., :kept] = values[..., shift:]
-    return moved

@@ -1,6 +1,6 @@
 """The custom operations of xent, which torch.compile, torch.export, modes, fake and meta tensors see.
 
-A call is a text of field names and a list of tensors (`packing`), as the public function received them. Shifts, checks
+A call is a text of field names and a list of tensors (`function`), as the public function received them. Shifts, checks
 and collectives are inside, so that a graph has one node for each pass.
 
 `asked` is empty in a graph: then the autograd kernel decides at run time what is differentiated, because an exported
@@ -15,15 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from xent.backends.torch import private, refusals
 from xent.backends.torch.contract import Setting, Upstream, columns, wide
-from xent.backends.torch.function import BATCHED, Loss, Run
-from xent.backends.torch.loop import made_first
+from xent.backends.torch.function import BATCHED, Loss, Run, has_memory, parse, undisturbed
+from xent.backends.torch.loop import asked_of, backward, forward, leaves_of, made_first
 from xent.backends.torch.memory import cast, gradient_like
-from xent.backends.torch.packing import parse
-from xent.backends.torch.passes import asked_of, backward, forward, leaves_of, undisturbed
 from xent.backends.torch.prepare import compute_of, is_per_row, prepare, rows_of
 from xent.backends.torch.products import kept_dtype
-from xent.backends.torch.refusals import NO_SECOND, named, refuse_gradients, refuse_transforms
 from xent.core.call import Call, Dense, Given, TopK, array_of
 
 __all__ = ["decided"]
@@ -92,16 +90,10 @@ def _backward(
     call, wanted = parse(form, tensors), tuple(asked)
     device = array_of(call).device
     prepared = undisturbed(device, prepare, call, wanted[:-2], wanted[-1], False)
-    made = undisturbed(device, backward, prepared, wanted, kernel, saved, Upstream(*upstream), skips)
+    made = undisturbed(device, backward, prepared, wanted, kernel, skips, False, saved, Upstream(*upstream))
     # The call of an eager loss has the number of a scale instead of its tensor.
     pairs = zip(made, leaves_of(call), strict=True)
     return [cast(one, getattr(leaf, "dtype", one.dtype)) for one, leaf in pairs if one is not None]
-
-
-def _fake_backward(
-    form: str, asked: list[bool], kernel: str, skips: bool, tensors: list[Tensor], *_: Tensor | None
-) -> list[Tensor]:
-    return _like_leaves(parse(form, tensors), asked, False)
 
 
 def _batched(key: int, *upstream: Tensor | None) -> tuple[Tensor, ...]:
@@ -115,7 +107,7 @@ def _refuse_second(upstream: Tensor, like: Tensor) -> Tensor:
 
     AOT Autograd traces the backward pass of everything that requires a gradient, even if it is never executed.
     """
-    raise RuntimeError(NO_SECOND)
+    raise RuntimeError(refusals.NO_SECOND)
 
 
 for _name in ("forward", "compute"):
@@ -123,7 +115,7 @@ for _name in ("forward", "compute"):
 _operation(
     f"backward({_CALL}, Tensor? saved, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> Tensor[]",
     _backward,
-    _fake_backward,
+    lambda form, asked, kernel, skips, tensors, *_: _like_leaves(parse(form, tensors), asked, False),
 )
 _operation(
     f"batched(int key, Tensor? loss, Tensor? lse, Tensor? nll, Tensor? entropy) -> ({', '.join(['Tensor'] * 5)})",
@@ -140,15 +132,20 @@ _operation(
 def decided(form: str, kernel: str, skips: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the results of a call, and decide now what is differentiated."""
     call = parse(form, tensors)
-    names = named(call)
-    refuse_gradients(call, names)
-    refuse_transforms(call, names)
+    refusals.refuse(call, True)
     leaves = leaves_of(call)
     asked = asked_of(leaves)
-    if not any(asked):
+    if not (any(asked) or private.transforms_active()):
         return tuple(torch.ops.xent.compute(form, list(asked), kernel, skips, list(tensors)))
     wanted = [leaf for leaf, one in zip(leaves, asked, strict=True) if one]
-    made = Loss.apply(Run(call, asked, kernel, skips, form), *wanted, *tensors)
+    try:
+        made = Loss.apply(Run(call, asked, kernel, skips, form), *wanted, *tensors)
+    except RuntimeError as error:
+        if "unctionalize" not in str(error):
+            raise
+        named = refusals.named(call).items()
+        name = next((name for name, tensor in named if not (has_memory(tensor) and tensor.data_ptr())), "a tensor")
+        raise NotImplementedError(refusals.NO_FUNCTIONALIZE.format(name)) from error
     return tuple(made[: 1 + len(call.options.stats)])
 
 

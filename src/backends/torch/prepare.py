@@ -13,8 +13,8 @@ from torch import Tensor
 
 from xent.backends.torch.contract import wide
 from xent.backends.torch.devices import looks_at_targets
-from xent.backends.torch.memory import cast, shifted
-from xent.backends.torch.portable.facts import weights_of
+from xent.backends.torch.memory import cast
+from xent.backends.torch.portable.facts import divided, weights_of
 from xent.backends.torch.refusals import check_rows
 from xent.core.call import (
     Allowed,
@@ -137,7 +137,8 @@ def prepare(
         """Return values (..., T) of the rows, (N,), shifted for each head."""
         values = values if dtype is None else cast(values, dtype)
         if moves:
-            parts = [shifted(values, shift, fill) for shift in shifts]
+            more = [values.new_full((*values.shape[:-1], min(shift, values.shape[-1])), fill) for shift in shifts]
+            parts = [torch.cat((values[..., shift:], end), -1) for shift, end in zip(shifts, more, strict=True)]
             values = parts[0] if options.heads is None else torch.stack(parts)
         return values.reshape(-1).contiguous()
 
@@ -247,50 +248,27 @@ def _in_shards(call: Call, count: int, needs: tuple[bool, ...]) -> Call:
 
 def _with_heads(call: Call, acc: torch.dtype) -> Call:
     """Make the sum of the heads' losses one sum over all rows: a row has the weight of its head over its divisor."""
-    options, target = call.options, call.target
-    heads = options.heads
-    assert heads is not None
+    options, target, heads = call.options, call.target, call.options.heads or 1
     assert isinstance(target, (Classes, Probabilities))
-    ids = target.order if isinstance(target, Probabilities) else target.ids
-    counted = ids != (-1 if isinstance(target, Probabilities) else options.ignore_index)
-    weight, factors = options.sample_weight, options.head_weight
-    if weight is not None:
-        weight = weight.masked_fill(~counted, 0)
-    elif options.reduction == "mean" or factors is not None:
-        weight = counted.to(acc)
+    ids = target.ids if isinstance(target, Classes) else None
+    counted: Any = target.order >= 0 if isinstance(target, Probabilities) else ids != options.ignore_index
+    given, factors = options.sample_weight, options.head_weight
+    weight = (counted.to(acc) if given is None else given.masked_fill(~counted, 0)).view(heads, -1)
     if options.reduction == "mean":
-        assert weight is not None
-        weight = weight.view(heads, -1)
         divisor = options.normalizer
         if divisor is None:
             parts = weight
-            if not isinstance(target, Probabilities):
-                parts = weight * _weighed(call, counted, acc).view(heads, -1)
+            if ids is not None and options.weight is not None:
+                parts = weight * weights_of(options.weight.to(acc), ids, call.shards).view(heads, -1)
+            if ids is not None:  # invalid targets do not count
+                parts = parts * ((ids >= 0) & (ids < _size(call))).view(heads, -1)
             divisor = parts.sum(1, keepdim=True)
-        elif not isinstance(divisor, Tensor):
-            divisor = torch.full((), divisor, dtype=acc, device=weight.device)
-        weight = torch.where(divisor == 0, 0, weight / divisor)
+        weight = divided(weight, divisor)
     if factors is not None:
-        assert weight is not None
-        weight = torch.stack([row * factor for row, factor in zip(weight.view(heads, -1), factors, strict=True)])
-    options = options._replace(
-        reduction="none" if options.reduction == "none" else "sum",
-        sample_weight=None if weight is None else weight.reshape(-1),
-        normalizer=None,
-        heads=None,
-        head_weight=None,
-    )
-    return call._replace(options=options)
-
-
-def _weighed(call: Call, counted: Tensor, acc: torch.dtype) -> Tensor:
-    """Return the class weight (N,) of each target, over all ranks; 0 for ignored and invalid targets."""
-    weight, target = call.options.weight, call.target
-    assert isinstance(target, Classes)
-    known: Tensor = counted & (target.ids >= 0) & (target.ids < _size(call))
-    return (
-        known.to(acc) if weight is None else weights_of(weight.to(acc), target.ids, call.shards).masked_fill(~known, 0)
-    )
+        weight = torch.stack([row * factor for row, factor in zip(weight, factors, strict=True)])
+    reduction = "none" if options.reduction == "none" else "sum"
+    options = options._replace(normalizer=None, heads=None, head_weight=None)
+    return call._replace(options=options._replace(reduction=reduction, sample_weight=weight.reshape(-1)))
 
 
 def _size(call: Call) -> int:

@@ -1,22 +1,19 @@
 """The matrix products of a linear loss: logits from hidden states, and the gradients that come back from them."""
 
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Part, Schedule, wide
+from xent.backends.torch.contract import Part
 from xent.backends.torch.memory import cast, span
 from xent.core.call import Product
 from xent.core.chunks import MOST_ROUNDED_SUMS
 
-__all__ = ["Classifier", "Gradients", "kept_dtype", "padded_columns", "rounds_sums"]
+__all__ = ["Classifier", "ProductSum", "kept_dtype", "padded_columns", "rounds_sums"]
 
-_WIDE_PRODUCTS = "dtype_out" in torch.ops.aten.mm.overloads() and "dtype_out" in torch.ops.aten.addmm.overloads()
 _ALIGNED, _PADDED = 8, 64  # elements
-_TILE_BYTES = 4 * 2**20
-_SLICE_BYTES, _SLICE_BYTES_CPU = 8 * 2**20, 2 * 2**20
-_FLOAT16_ROWS = 1024
+_TILE_BYTES = 2 * 2**20
 
 
 def padded_columns(classes: int, device: torch.device) -> int:
@@ -82,13 +79,11 @@ class Classifier:
             else:
                 torch.addmm(bias, hidden, columns, out=out)
             return
-        if hidden.is_cuda and _WIDE_PRODUCTS:
+        if hidden.is_cuda:
             torch.mm(hidden, columns, out_dtype=out.dtype, out=out)
         else:
             hidden = hidden.to(out.dtype)
-            step = max(_TILE_BYTES // max(columns.shape[0] * out.itemsize, 1), 1)
-            for start in range(0, columns.shape[1], step):
-                tile = slice(start, start + step)
+            for tile in _tiles(columns.t()):
                 torch.mm(hidden, columns[:, tile].to(out.dtype), out=out[:, tile])
         if bias is not None:
             out.add_(bias)
@@ -109,64 +104,12 @@ def rounds_sums(compute: torch.dtype, out: torch.dtype, device: torch.device) ->
     return compute == out == torch.bfloat16 and device.type == "cuda"
 
 
-class Gradients:
-    """The gradients of input, classifier and bias, as far as they are needed, accumulated over parts."""
+class ProductSum:
+    """The sum of left @ right over parts of rows: the gradient of the classifier, (columns, D).
 
-    def __init__(self, source: Classifier, schedule: Schedule) -> None:
-        self._source, self._schedule = source, schedule
-        needs, hidden = source.needs, source.hidden
-        self._input = hidden.new_empty(hidden.shape, dtype=kept_dtype(hidden.dtype)) if needs[0] else None
-        self._weight = _ProductSum(source, schedule.chunks) if needs[1] else None
-        self._bias = None
-        if needs[2]:
-            self._bias = torch.zeros(source.columns, dtype=wide(source.compute), device=hidden.device)
-
-    def add_to_classifier(self, part: Part, trained: Tensor, grad: Tensor) -> None:
-        """Add a part to the gradients of weight and bias.
-
-        `trained` (R, D) are its hidden states, 0 in rows without a gradient; `grad` (R, columns) that of its logits.
-        """
-        if self._weight is not None:
-            self._weight.add(grad.t(), trained, part.last)
-        if self._bias is not None:
-            self._bias += grad.sum(0, dtype=self._bias.dtype)
-
-    def add_to_input(self, part: Part, grad: Tensor) -> None:
-        """Write the gradient of a part's hidden states."""
-        if self._input is None:
-            return
-        if part.rows is None and self._input.dtype == grad.dtype:
-            torch.mm(grad, self._source.padded, out=self._input[part.start : part.stop])
-        else:
-            part.put(grad @ self._source.padded, self._input)
-
-    def of_input(self) -> Tensor | None:
-        """Return the gradient (N, D) of the input after the last part; None if it is not needed."""
-        if self._input is not None and self._schedule.left_out is not None:
-            self._input.index_fill_(0, self._schedule.left_out, 0)
-        return self._input
-
-    def of_classifier(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of weight and bias, with zeros for the padding of a shard; None if not needed."""
-        bias = self._source.given.bias
-        of_bias = None if self._bias is None or bias is None else self._fitted(self._bias).to(kept_dtype(bias.dtype))
-        return None if self._weight is None else self._fitted(self._weight.result()), of_bias
-
-    def _fitted(self, made: Tensor) -> Tensor:
-        """Return the first C rows, with zeros up to the rows of the given classifier."""
-        classes, rows = self._source.classes, len(self._source.given.weight)
-        if rows == classes:
-            return span(made, 0, classes)
-        return torch.cat((made[:classes], made.new_zeros((rows - classes, *made.shape[1:]))))
-
-
-class _ProductSum:
-    """The sum of left @ right over parts of rows: the gradient of the classifier.
-
-    In float32 and float64 the products are accumulated in place. For 16-bit dtypes the sum is float32. On CUDA, with
-    PyTorch 2.8 or later, products are added to it in float32. Elsewhere each product is rounded to the compute dtype
-    first, like the single product of the unfused computation, if there are few parts; the errors of several roundings
-    are independent and smaller. With many parts the factors are converted to float32 slice by slice.
+    In float32 and float64 the products are accumulated in place. For 16-bit dtypes the sum is float32. On CUDA products
+    are added to it in float32. Elsewhere the factors are converted to float32 tile by tile. A single bfloat16 product
+    is rounded once, into memory of its own dtype.
 
     On CUDA a bfloat16 gradient of few parts is accumulated in bfloat16, which takes half the memory; this is most of
     the memory of the call. The sum is then rounded once per part. If every part contributes to every class, the error
@@ -175,56 +118,38 @@ class _ProductSum:
     """
 
     def __init__(self, source: Classifier, parts: int) -> None:
-        weight = source.given.weight
-        self._shape = (source.columns, weight.shape[1])
-        self._compute, self._out, self._device = source.compute, kept_dtype(weight.dtype), weight.device
+        weight, compute = source.given.weight, source.compute
+        self._like, self._out = source.padded, kept_dtype(weight.dtype)
         self._sum: Tensor | None = None
-        few = parts <= MOST_ROUNDED_SUMS
-        on_cuda = self._compute in (torch.bfloat16, torch.float16) and self._device.type == "cuda"
-        self._fused = on_cuda and _WIDE_PRODUCTS
-        rounds = few and rounds_sums(self._compute, weight.dtype, self._device)
-        self._wide = self._compute if self._compute.itemsize >= 4 or rounds else torch.float32
-        self._widens = not few
+        rounds = parts <= MOST_ROUNDED_SUMS and rounds_sums(compute, weight.dtype, weight.device)
+        alone = parts == 1 and compute == torch.bfloat16
+        self._dtype = compute if compute.itemsize >= 4 or rounds or alone else torch.float32
 
-    def add(self, left: Tensor, right: Tensor, last: bool) -> None:
-        """Add a part's (M, R) @ (R, D); `last` says that none follows."""
-        alone = last and self._sum is None and self._compute == torch.bfloat16
-        if self._wide == self._compute or (alone and self._device.type != "cpu"):
-            self._sum = left @ right if self._sum is None else torch.addmm(self._sum, left, right, out=self._sum)
-        elif self._fused:
-            if self._sum is None:
-                self._sum = torch.mm(left, right, out_dtype=torch.float32)
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """Add a part's (columns, R) @ (R, D)."""
+        total, dtype = self._sum, self._dtype
+        if left.dtype == dtype and (dtype.itemsize >= 4 or left.device.type != "cpu"):
+            self._sum = left @ right if total is None else torch.addmm(total, left, right, out=total)
+        elif left.is_cuda:
+            if total is None:
+                self._sum = torch.mm(left, right, out_dtype=dtype)
             else:
-                torch.addmm(self._sum, left, right, out_dtype=torch.float32, out=self._sum)
+                torch.addmm(total, left, right, out_dtype=dtype, out=total)
         else:
-            # Few rows per step in float16, so that the rounded product stays in the range.
-            step = _FLOAT16_ROWS if self._compute == torch.float16 else max(len(right), 1)
-            for start in range(0, len(right), step):
-                rows = slice(start, start + step)
-                self._add_slices(left[:, rows], right[rows], torch.bfloat16 if alone else torch.float32)
+            if total is None:
+                self._sum = total = torch.zeros_like(self._like, dtype=dtype)
+            factor = right.float()
+            for tile in _tiles(total):
+                total[tile].add_(left[tile].float() @ factor)
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""
-        if self._sum is None:
-            return torch.zeros(self._shape, dtype=self._out, device=self._device)
-        return cast(self._sum, self._out)
+        made = torch.zeros_like(self._like) if self._sum is None else self._sum
+        return cast(made, self._out)
 
-    def _add_slices(self, left: Tensor, right: Tensor, kept: torch.dtype) -> None:
-        """Add a product in slices of classes, so that intermediate results take little memory.
 
-        On a CPU without bfloat16 instructions a product also needs memory for its float32 result. `kept` is the dtype
-        of a new sum.
-        """
-        total, first = self._sum, self._sum is None
-        if total is None:
-            total = self._sum = torch.empty(self._shape, dtype=kept, device=self._device)
-        factor: Any = right.float() if self._widens else right
-        most = _SLICE_BYTES_CPU if self._device.type == "cpu" else _SLICE_BYTES
-        step = max(most // max(self._shape[1] * factor.itemsize, 1), 1)
-        for start in range(0, self._shape[0], step):
-            slice_of_left, place = left[start : start + step], total[start : start + step]
-            product = slice_of_left.to(factor.dtype) @ factor
-            if first:
-                place.copy_(product)
-            else:
-                place.add_(product)
+def _tiles(matrix: Tensor) -> Iterator[slice]:
+    """Yield ranges of rows whose conversion to float32 takes little memory."""
+    step = max(_TILE_BYTES // max(4 * matrix.shape[1], 1), 1)
+    for start in range(0, len(matrix), step):
+        yield slice(start, start + step)

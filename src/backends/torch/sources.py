@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from xent.backends.torch.contract import Block, Part, Schedule, Setting, Steps, Taken, exact, wide
-from xent.backends.torch.memory import Rows, gradient_like, logit_blocks
-from xent.backends.torch.products import Classifier, Gradients, padded_columns, rounds_sums
+from xent.backends.torch.memory import Rows, gradient_like, logit_blocks, span
+from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, padded_columns, rounds_sums
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Loaded", "Stored", "fold_tiles", "source_of"]
+__all__ = ["Computed", "Loaded", "Stored", "fold_tiles"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -34,152 +34,140 @@ class Loaded:
     """(R, columns), of the logits, in the compute dtype."""
 
 
-def source_of(setting: Setting, steps: Steps, wanted: bool, reuse: bool) -> "Stored | Computed":
-    """Return the source of a call's logits. `wanted`: gradients are computed; `reuse`: over given logits."""
-    target, source = setting.call.target, setting.call.source
-    teacher = _Teacher(target.source, setting) if isinstance(target, Dense) else None
-    if isinstance(source, Given):
-        return Stored(setting, source.logits, steps, wanted, reuse, teacher)
-    return Computed(setting, source, steps, wanted, teacher)
-
-
 class Stored:
     """Given logits (..., C), and their gradient. All rows are one part, unless a teacher's logits are computed."""
 
-    overlaps = tiles = skips = False
+    tiles = False
+    """Whether logits are folded from tiles, or from registers, and are never stored."""
+    skips = False
+    """Whether ignored rows may be left out."""
+    overlaps = False
+    """Whether the sums of a part are gathered while the next part is computed: two parts exist at one time."""
 
-    def __init__(
-        self,
-        setting: Setting,
-        logits: Tensor,
-        steps: Steps,
-        wanted: bool,
-        reuse: bool,
-        teacher: "_Teacher | None",
-    ) -> None:
-        self._setting, self._steps, self._teacher, self.wanted = setting, steps, teacher, wanted
-        self._made = None if not wanted else logits if reuse else gradient_like(logits)
-        self._logits, self._grad, width = logits, self._made, setting.width
+    def __init__(self, setting: Setting, steps: Steps, wanted: bool, reuse: bool) -> None:
+        """`wanted`: gradients are computed; `reuse`: over given logits."""
+        self._setting, self._steps, self.wanted = setting, steps, wanted
+        target = setting.call.target
+        self._teacher = _Teacher(target.source, setting) if isinstance(target, Dense) else None
+        self.step = self._open(setting.call.source, reuse)
+
+    def _open(self, source: Any, reuse: bool) -> int:
+        """Prepare the logits and their gradient. Return the rows of a part."""
+        logits, width = source.logits, self._setting.width
+        self._made = None if not self.wanted else logits if reuse else gradient_like(logits)
+        self._logits, self._grad = logits, self._made
         if width < logits.shape[-1]:
             self._logits = logits[..., :width]
             if self._made is not None:
                 self._grad = self._made[..., :width]
                 self._made[..., width:] = 0
-        self.step = max(setting.count, 1)
-        if teacher is not None and teacher.bytes_per_row:
-            self.step = _rows_of_divergence(setting, teacher.bytes_per_row)
+        size = self._teacher.bytes_per_row if self._teacher else 0
+        return (
+            _rows_of(self._setting, size, 1, _workspace(self._setting, size)) if size else max(self._setting.count, 1)
+        )
 
     def start(self, schedule: Schedule) -> None:
-        """Do nothing."""
+        """Receive the schedule."""
 
     def load(self, part: Part) -> Loaded:
         """Return the part."""
         return Loaded(part)
 
-    def blocks(self, loaded: Loaded, wanted: bool = True) -> Iterator[Block]:
-        """Yield the rows of a part in blocks that the steps take; a gradient is copied back where it must be."""
-        part, grad, teacher = loaded.part, self._grad if wanted else None, self._teacher
-        if self._steps.takes_any_strides and teacher is None:
-            yield Block(self._logits, grad=grad)
-            return
-        whole = part.stop - part.start == self._setting.count
-        found: Any = logit_blocks(self._logits, grad) if whole else [(0, self._rows(part), None)]
-        for start, block, room in found:
-            place = torch.empty_like(block) if grad is not None and not whole else room
-            of_teacher = None if teacher is None else teacher.block(part, start, start + len(block))
-            yield Block(block, start, 0, place, None, of_teacher)
-            if grad is not None and not whole:
-                Rows(grad).put(part.start, place)
+    def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
+        """Yield the rows of a part in blocks that the steps take. `writes`: their gradient is computed now.
 
-    def _rows(self, part: Part) -> Tensor:
-        return Rows(self._logits).block(part.start, part.stop).contiguous()
-
-    def fold(self, loaded: Loaded, sums: Tensor) -> None:
-        """Fold all rows. A rank without classes folds empty rows."""
-        part = loaded.part
+        A rank without classes has empty rows.
+        """
+        part, grad, teacher = loaded.part, self._grad if writes else None, self._teacher
         if not self._setting.width:
             empty = self._logits.new_empty(part.stop - part.start, 0)
-            self._steps.fold(Block(empty, teacher=empty), part, sums, False)
-            return
+            yield Block(empty, teacher=empty)
+        elif self._steps.takes_any_strides and teacher is None:
+            yield Block(self._logits, grad=grad)
+        else:
+            for first, logits, place in logit_blocks(self._logits, grad, part.start, part.stop):
+                start = first - part.start
+                of_teacher = None if teacher is None else teacher.block(part, start, start + len(logits))
+                yield Block(logits, start, 0, place, None, of_teacher)
+
+    def fold(self, loaded: Loaded, sums: Tensor) -> None:
+        """Fold the logits of a part."""
         for block in self.blocks(loaded, False):
             rows = block.logits.shape[:-1].numel()
-            self._steps.fold(block, part, sums[:, block.start : block.start + rows], False)
+            self._steps.fold(block, loaded.part, sums[:, block.start : block.start + rows], False)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
-        """Write the gradient of all rows."""
+        """Write the gradient of a part's logits."""
         for block in self.blocks(loaded) if self._setting.width else ():
             self._steps.gradient(block, loaded.part, coefficients)
 
     def add(self, loaded: Loaded) -> None:
-        """Do nothing: the gradient is in its place."""
+        """Add the gradient of a part's logits to those of the leaves. Given logits have it in its place."""
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradient of the logits, or None."""
+        """Return the gradients of the leaves (logits; or input, weight and bias), None where not needed."""
         return [self._made]
 
 
-class Computed:
+class Computed(Stored):
     """Logits (R, C) of hidden states and a classifier, part by part, and the gradients of both.
 
     The gradient of a part's logits is in their memory if it has their dtype.
     """
 
-    def __init__(
-        self, setting: Setting, source: Product, steps: Steps, wanted: bool, teacher: "_Teacher | None"
-    ) -> None:
-        self._setting, self._steps, self._teacher, self.wanted = setting, steps, teacher, wanted
-        self._given, self._tokens = source, None
+    def _open(self, source: Any, reuse: bool) -> int:
+        setting, self._tokens = self._setting, None
+        self._arriving: Any = None
         target, shards, compute = setting.call.target, setting.call.shards, setting.compute
+        self._given: Product = source
+        self._made: list[Any] = [None, None, None]
         if shards is not None:
             from xent.backends.torch.shards.collectives import tokens_of
 
             self._tokens = tokens_of(shards, tuple(source.input.shape), setting.count)
             source = source._replace(input=self._tokens.gathered(source.input.to(compute)))
         self._classifier = Classifier(source, setting.width, setting.needs)
-        self._divides = isinstance(target, (Dense, TopK))
+        divides = isinstance(target, (Dense, TopK))
         # On CUDA a product with a float32 result costs no more. With gradients, float32 logits would take much memory,
         # and the log-sum-exp of a row must be that of the logits that its gradient is computed from.
-        ends, on_cuda = not (wanted or any(setting.needs)), setting.device.type == "cuda"
-        rounds = not (exact(setting.call) or self._divides or (on_cuda and shards is not None and ends))
+        ends, on_cuda = not (self.wanted or any(setting.needs)), setting.device.type == "cuda"
+        rounds = not (exact(setting.call) or divides or (on_cuda and shards is not None and ends))
         self._dtype = compute if rounds else wide(compute)
-        self._overlays = self._divides and steps.overlays and self._dtype != compute
-        self.tiles = steps.tiles and not wanted and shards is None and isinstance(target, Classes)
-        """Whether logits are folded from tiles, or from registers, and are never stored."""
+        self._overlays = divides and self._steps.overlays and self._dtype != compute
+        self.tiles = self._steps.tiles and not self.wanted and shards is None and isinstance(target, Classes)
         self.skips = not self.tiles
-        self.overlaps = False
-        """Whether the sums of a part are gathered while the next part is computed: two parts exist at one time."""
-        self.step = self._rows_of_part()
         self._rooms: dict[Any, Tensor] = {}
-        self._arriving: Any = None
         self._turn = 0
+        return max(setting.count, 1) if self.tiles else self._rows_of_part(divides)
 
-    def _rows_of_part(self) -> int:
-        setting, source, workspace = self._setting, self._classifier, self._given.workspace
-        count, compute, shards, device = setting.count, setting.compute, setting.call.shards, setting.device
-        size, columns = self._dtype.itemsize, source.columns
-        if self.tiles:
-            return max(count, 1)
+    def _rows_of_part(self, divides: bool) -> int:
+        setting, columns, workspace = self._setting, self._classifier.columns, self._given.workspace
+        compute, shards, size = setting.compute, setting.call.shards, self._dtype.itemsize
         if self._dtype != compute and self.wanted and not self._overlays:
             size += compute.itemsize
-        if shards is not None or self._divides:  # the same on every rank
+        if shards is not None or divides:  # the same on every rank
             columns = _most_columns(setting, columns)
-        if self._divides:
-            return _rows_of_divergence(setting, columns * size + (self._teacher.bytes_per_row if self._teacher else 0))
-        if shards is None and workspace is None and device.type != "cpu":
+        if divides:
+            more = self._teacher.bytes_per_row if self._teacher else 0
+            return _rows_of(setting, columns * size + more, 1, _workspace(setting, columns * size + more, workspace))
+        if shards is None and workspace is None and setting.device.type != "cpu":
             # With wider logits a part has fewer rows, so that it takes no more memory than in the compute dtype.
             columns = columns * size // compute.itemsize
-        rounds = self.wanted and setting.needs[1] and rounds_sums(compute, self._given.weight.dtype, device)
-        rows = rows_per_chunk(count, columns, size, workspace, device.type, rounds)
-        if shards is not None and setting.upstream is None and rows < count:
-            self.overlaps = True
-            size += self._dtype.itemsize
-            rows = rows_per_chunk(count, columns, size, workspace, device.type, rounds)
-        return rows
+        rows = _rows_of(setting, columns, size, workspace)
+        self.overlaps = shards is not None and setting.upstream is None and rows < setting.count
+        return _rows_of(setting, columns, size + self._dtype.itemsize, workspace) if self.overlaps else rows
 
     def start(self, schedule: Schedule) -> None:
-        """Receive the schedule."""
-        self._rows = schedule.rows
-        self._gradients = Gradients(self._classifier, schedule) if self.wanted else None
+        """Receive the schedule, and allocate the gradients."""
+        self._schedule, source, needs = schedule, self._classifier, self._setting.needs
+        if not self.wanted:
+            return
+        hidden = source.hidden
+        self._made = [
+            hidden.new_empty(hidden.shape, dtype=kept_dtype(hidden.dtype)) if needs[0] else None,
+            ProductSum(source, schedule.chunks) if needs[1] else None,
+            torch.zeros(source.columns, dtype=wide(source.compute), device=hidden.device) if needs[2] else None,
+        ]
 
     def load(self, part: Part) -> Loaded:
         """Gather the hidden states of a part. Its logits are computed when they are needed."""
@@ -188,11 +176,11 @@ class Computed:
     def _room(self, name: Any, part: Part, dtype: torch.dtype) -> Tensor:
         """Return memory (R, columns) for a part, the same for each part."""
         if name not in self._rooms:
-            shape = self._rows, self._classifier.columns
+            shape = self._schedule.rows, self._classifier.columns
             self._rooms[name] = torch.empty(shape, dtype=dtype, device=self._setting.device)
         return self._rooms[name][: part.stop - part.start]
 
-    def blocks(self, loaded: Loaded) -> Iterator[Block]:
+    def blocks(self, loaded: Loaded, writes: bool = True) -> Iterator[Block]:
         """Yield all rows of a part in one block."""
         part, taken, width, compute = loaded.part, loaded.taken, self._setting.width, self._setting.compute
         assert taken is not None
@@ -218,55 +206,62 @@ class Computed:
         steps, source, part, taken = self._steps, self._classifier, loaded.part, loaded.taken
         assert taken is not None
         if not self.tiles:
-            for block in self.blocks(loaded):
-                steps.fold(block, part, sums, False)
+            super().fold(loaded, sums)
         elif not steps.fold_product(source, taken, part, sums):
             dtype = self._dtype if any(self._setting.needs) else wide(source.compute)
             fold_tiles(steps, source, taken, part, sums, dtype, self._given.workspace)
 
     def differentiate(self, loaded: Loaded, coefficients: Any) -> None:
         """Write the gradient of a part's logits, from registers or from logits in memory."""
-        steps, part, taken = self._steps, loaded.part, loaded.taken
-        assert taken is not None
         if loaded.logits is None:
-            grad = self._room("grad", part, self._setting.compute)
-            if steps.gradient_product(self._classifier, taken, part, coefficients, grad):
-                loaded.grad = grad
+            loaded.grad = self._room("grad", loaded.part, self._setting.compute)
+            arguments: Any = (self._classifier, loaded.taken, loaded.part, coefficients, loaded.grad)
+            if self._steps.gradient_product(*arguments):
                 return
-        for block in self.blocks(loaded):
-            steps.gradient(block, part, coefficients)
+        super().differentiate(loaded, coefficients)
 
     def add(self, loaded: Loaded) -> None:
         """Multiply the gradient of a part's logits into the gradients of hidden states and classifier."""
-        part, taken, grad, width = loaded.part, loaded.taken, loaded.grad, self._setting.width
-        if self._gradients is None:
+        part, taken, grad, (of_input, of_weight, of_bias) = loaded.part, loaded.taken, loaded.grad, self._made
+        if grad is None:
             return
         assert taken is not None
-        assert grad is not None
-        if grad.shape[1] > width:
-            grad[:, width:] = 0  # a row of NaN hidden states has NaN there, and an overlaid one logits
-        self._gradients.add_to_input(part, grad)
+        grad[:, self._setting.width :] = 0  # a row of NaN hidden states has NaN there, and an overlaid one logits
+        if of_input is not None:
+            part.put(grad @ self._classifier.padded, of_input)
         if part.last:
             self._send()
-        self._gradients.add_to_classifier(part, taken.trained, grad)
+        if of_weight is not None:
+            of_weight.add(grad.t(), taken.trained)
+        if of_bias is not None:
+            of_bias += grad.sum(0, dtype=of_bias.dtype)
 
     def _send(self) -> None:
-        """Start the sum of the input's gradient over ranks."""
-        if self._tokens is not None and self._gradients is not None and self._arriving is None:
-            made = self._gradients.of_input()
-            self._arriving = None if made is None else self._tokens.summed(made)
+        """Zero the gradient of skipped hidden states, and start the sum of their gradient over ranks."""
+        made, left_out = self._made[0], self._schedule.left_out
+        if made is not None and self._arriving is None:
+            if left_out is not None:
+                made.index_fill_(0, left_out, 0)
+            self._arriving = made if self._tokens is None else self._tokens.summed(made)
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients of input, weight and bias; None where not needed."""
-        if self._gradients is None:
-            return [None, None, None]
+        """Return the gradients, with zeros for the padding of a shard."""
         self._send()
-        if self._tokens is None or self._arriving is None:
-            of_input = self._gradients.of_input()
-        else:
-            of_input = self._tokens.mine(self._arriving.land())
-        shape = self._given.input.shape
-        return [None if of_input is None else of_input.reshape(shape), *self._gradients.of_classifier()]
+        made, given = self._arriving, self._given
+        _, of_weight, of_bias = self._made
+        if made is not None:
+            made = (made if self._tokens is None else self._tokens.mine(made.land())).reshape(given.input.shape)
+        return [
+            made,
+            None if of_weight is None else self._fitted(of_weight.result()),
+            None if of_bias is None else self._fitted(of_bias).to(kept_dtype(given.bias.dtype)),
+        ]
+
+    def _fitted(self, made: Tensor) -> Tensor:
+        """Return the first C rows, with zeros up to the rows of the given classifier."""
+        classes, rows = self._setting.width, len(self._given.weight)
+        more = () if rows == classes else (made.new_zeros(rows - classes, *made.shape[1:]),)
+        return torch.cat((made[:classes], *more)) if more else span(made, 0, classes)
 
 
 class _Teacher:
@@ -279,7 +274,8 @@ class _Teacher:
             self._classifier = Classifier(source, setting.width)
             self._dtype = wide(self._classifier.compute)
             self.bytes_per_row = _most_columns(setting, self._classifier.columns) * self._dtype.itemsize
-        self._made: tuple[Part, Tensor] | None = None
+        self._part: Part | None = None
+        self._room = torch.empty(0)
 
     def block(self, part: Part, start: int, stop: int) -> Tensor:
         """Return rows [start, stop) of a part, with contiguous classes."""
@@ -289,14 +285,13 @@ class _Teacher:
             else:
                 made = self._stored.block(part.start + start, part.start + stop)
             return made if made.shape[1] == 1 or made.stride(1) == 1 else made.contiguous()
-        if self._made is None or self._made[0] is not part:
+        if self._part is not part:
             source, rows = self._classifier, part.stop - part.start
-            room = None if self._made is None else self._made[1]
-            if room is None or len(room) < rows:
-                room = torch.empty(rows, source.columns, dtype=self._dtype, device=source.hidden.device)
-            source.write_logits(source.take(part), room[:rows])
-            self._made = part, room
-        return self._made[1][start:stop, : self._classifier.classes]
+            if self._part is None:  # the first part is the largest
+                self._room = torch.empty(rows, source.columns, dtype=self._dtype, device=source.hidden.device)
+            source.write_logits(source.take(part), self._room[:rows])
+            self._part = part
+        return self._room[start:stop, : self._classifier.classes]
 
 
 def _most_columns(setting: Setting, columns: int) -> int:
@@ -305,16 +300,19 @@ def _most_columns(setting: Setting, columns: int) -> int:
     return columns if shards is None else padded_columns(-(-setting.vocabulary // shards.group.size()), setting.device)
 
 
-def _rows_of_divergence(setting: Setting, size: int) -> int:
-    """Return the rows of a part of a divergence whose rows take `size` bytes."""
-    source, device = setting.call.source, setting.device.type
+def _workspace(setting: Setting, size: int, given: int | None = None) -> int:
+    """Return the bytes of the logits of a divergence whose rows take `size` bytes."""
     largest = _WORKSPACE_TOP_K if isinstance(setting.call.target, TopK) else _WORKSPACE
-    default = max(_WORKSPACE_CPU if device == "cpu" else largest, _FEWEST_ROWS * size)
-    workspace, sums = None, False
+    return given or max(_WORKSPACE_CPU if setting.device.type == "cpu" else largest, _FEWEST_ROWS * size)
+
+
+def _rows_of(setting: Setting, columns: int, size: int, workspace: int | None) -> int:
+    """Return the rows of a part whose logits have `columns` columns of `size` bytes."""
+    source, device = setting.call.source, setting.device
+    rounds = False
     if isinstance(source, Product):
-        workspace = source.workspace
-        sums = setting.needs[1] and rounds_sums(setting.compute, source.weight.dtype, source.weight.device)
-    return rows_per_chunk(setting.count, size, 1, workspace or default, device, sums)
+        rounds = setting.needs[1] and rounds_sums(setting.compute, source.weight.dtype, device)
+    return rows_per_chunk(setting.count, columns, size, workspace, device.type, rounds)
 
 
 def fold_tiles(

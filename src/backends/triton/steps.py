@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Block, Part, Setting, Steps, Taken
+from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Setting, Steps, Taken
 from xent.backends.torch.memory import cast, is_dense
-from xent.backends.torch.passes import SCALES
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import targets
 from xent.backends.triton.geometry import Placed, in_blocks, placed, rows_of, sizes
