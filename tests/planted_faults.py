@@ -381,8 +381,8 @@ FAULTS = [
         "return summed[: self.shape[self.axis]].flip(0).movedim(0, self.axis)", (SHARDS, PROMISES),
     ),
     Fault(
-        "a kernel's pull of a divergence in shards", KERNELS + "divergence_shard_kernel.py",
-        "pull += times(p, v - offset)", "pull += times(p, v)",
+        "a kernel's pull of a divergence in shards", KERNELS + "divergence_kernel.py",
+        "pulls += times(p, v) if REVERSE else p * v", "pulls += p * v * 0.5",
         ("tests/triton/test_ranks.py", "-k", "divergences"), "triton",
     ),
     Fault(
@@ -437,7 +437,7 @@ FAULTS = [
         "times(excess, e_y / total) - gamma * (rest / total)", (MATRIX, "-k", "smoothing"), "triton",
     ),
     Fault(
-        "kernel: softcap not differentiated", KERNELS + "gradient.py",
+        "kernel: softcap not differentiated", KERNELS + "rows_kernel.py",
         "g *= slope(z, bend, way)", "g *= 1.0", (MATRIX, "-k", "softcap"), "triton",
     ),
     Fault(
@@ -479,7 +479,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: divisor without class weights", KERNELS + "beside.py",
-        "            if WEIGHTED:", "            if WEIGHTED and False:",
+        "        if WEIGHTED:", "        if WEIGHTED and False:",
         (MATRIX, "-k", "weight and mean"), "triton",
     ),
     Fault(
@@ -493,7 +493,7 @@ FAULTS = [
     ),
     Fault(
         "kernel: reverse divergence without its mean", KERNELS + "divergence_kernel.py",
-        "g = times(p, pull - (t - x - offset))", "g = times(p, -(t - x - offset))", (DIVERGENCE,), "triton",
+        "p - q if FORWARD else times(p, pull - v)", "p - q if FORWARD else times(p, -v)", (DIVERGENCE,), "triton",
     ),
     Fault(
         "kernel: total variation with its gradient turned", KERNELS + "divergence_kernel.py",

@@ -17,8 +17,8 @@ Each language implements these steps once. If rows are always whole there is no 
 - PyTorch: `xent.backends.torch.portable`, in PyTorch's own operations: fold and gradient in
   `xent.backends.torch.portable.rows`, merge and finish in `xent.backends.torch.portable.finish`.
 - Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.sums` (merge),
-  `xent.backends.triton.kernels.algebra` (finish) and `xent.backends.triton.kernels.gradient`, each with a kernel of its
-  own but for finish. `xent.backends.triton.kernels.rows_kernel` has all steps of whole rows.
+  `xent.backends.triton.kernels.algebra` (finish) and `xent.backends.triton.kernels.rows_kernel` (gradient, and all
+  steps of whole rows).
 - MLX: whole rows; fold in `xent.backends.mlx.block.Block.fold`; finish in `xent.backends.mlx.finish.finish` and
   `xent.backends.mlx.finish.coefficients`; gradient in `xent.backends.mlx.block.Block.gradient`.
 - Metal, in `src/backends/metal/`: fold in `loss.metal`, merge in `sums.metal`, finish in `loss.metal`, gradient in

@@ -168,9 +168,8 @@ def in_blocks(
     """
     lanes = block if some.skewed or some.vector == 1 else block // some.vector
     share = vocabulary if parts == 1 else cdiv(cdiv(vocabulary, parts), _LINE) * _LINE
-    whole = share % block == 0 and vocabulary % share == 0 and not some.skewed
     blocks = next_power_of_2(cdiv(share, block))
-    way = way._replace(block=block, lanes=lanes, blocks=blocks, whole=whole, parts=parts, **some.constants())
+    way = way._replace(block=block, lanes=lanes, blocks=blocks, parts=parts, **some.constants())
     limit = {"maxnreg": registers} if registers else {}
     return way, share, {"num_warps": warps, **limit, **some.options()}
 

@@ -38,8 +38,7 @@ class TritonHarness(TorchHarness):
         self._interprets = self.device == "cpu"
         self.seconds = 0.8 if self._interprets else 5.0  # to compile takes most of it
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
-        # Kernels for shards need several processes with a group, which the checks do not start.
-        paths = sorted(path for path in Path(__file__).parent.rglob("*.py") if "shard" not in path.name)
+        paths = sorted(Path(__file__).parent.rglob("*.py"))
         found = (name for path in paths for name in _KERNEL.findall(path.read_text(encoding="utf-8")))
         self.kernels = (_INTERPRETER,) if self._interprets else tuple(found)
 

@@ -150,8 +150,6 @@ class Way(NamedTuple):
     """Whether rows may begin or end off 16-byte boundaries."""
     vector: int = 1
     """Elements of 16 bytes; 1 if logits and gradient are aligned differently."""
-    whole: bool = False
-    """Whether the classes of each program are whole blocks."""
     block: int = 1
     lanes: int = 1
     """The number of partial sums of a row."""

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Setting, Steps, Taken
 from xent.backends.torch.memory import cast, is_dense
+from xent.backends.torch.portable.facts import divided
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import targets
 from xent.backends.triton.geometry import Placed, in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
-from xent.backends.triton.kernels.beside import scale_kernel, sums_kernel, take_kernel
-from xent.backends.triton.kernels.divergence_shard_kernel import FOLD, GRADIENT, REFOLD
+from xent.backends.triton.kernels.beside import scale_kernel, take_kernel
+from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOLD
 from xent.backends.triton.kernels.fold import fold_kernel
-from xent.backends.triton.kernels.gradient import gradient_kernel
-from xent.backends.triton.kernels.rows_kernel import BOTH, GRADIENTS, SUMS, WORDS, rows_kernel
+from xent.backends.triton.kernels.rows_kernel import BOTH, GRADIENTS, SUMS, WORDS, gradient_kernel, rows_kernel
 from xent.backends.triton.kernels.sums import finish_kernel
 from xent.backends.triton.launches import Columns, Results, cdiv, is_interpreted, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
@@ -207,9 +207,9 @@ class TritonSteps(Inputs):
             else:
                 way, _, options = sizes(max(width, 1), some, way, False, False)
             rows, first = self.rows_of(part, some.start)
-            total = rows.total_weight
-            if weight is not None and total is not None and width < len(weight):
-                total = weight[block.first : block.first + width].sum()
+            if weight is not None:
+                own = weight[block.first : block.first + width]
+                rows = rows._replace(class_weight=own, total_weight=own.sum() if way.smoothed else None)
             found = sums[:, begin : begin + some.count]
             launch(
                 fold_kernel,
@@ -224,10 +224,8 @@ class TritonSteps(Inputs):
                     rows,
                     self.numbers,
                     first,
-                    total,
                     self.ignore_index,
                     setting.first + block.first,
-                    block.first,
                     width,
                     setting.vocabulary,
                 ),
@@ -281,6 +279,8 @@ class TritonSteps(Inputs):
             size = max(min(next_power_of_2(width), _BLOCK_BYTES // itemsize), 2 * vector)
             blocks = max(min(_GRADIENT_BLOCKS, cdiv(width, size)), 1)
             rows, first = self.rows_of(part, some.start)
+            if rows.class_weight is not None:
+                rows = rows._replace(class_weight=rows.class_weight[block.first :])
             launch(
                 gradient_kernel,
                 some.count * cdiv(width + (vector - 1 if some.skewed else 0), blocks * size),
@@ -309,25 +309,13 @@ class TritonSteps(Inputs):
         """Do nothing: these targets take one round of folds."""
 
     def results(self) -> list[Tensor]:
-        """Return the loss and the statistics; those of all rows are reduced in one launch."""
-        recorded, options = self.recorded, self.options
-        reduces = options.reduction != "none"
-        wanted = {"loss": reduces, "z_term": reduces, "hits": not options.accuracy_of_rows}
-        sums = Results(None)._replace(
-            **{
-                name: torch.empty((), dtype=torch.float32, device=self.device)
-                for name, reduced in wanted.items()
-                if reduced and getattr(recorded, name) is not None
-            }
-        )
-        if any(one is not None for one in sums):
-            divisor = self.rows.divisor if self.mean else None
-            launch(sums_kernel, 1, (recorded, sums, divisor, self.counted, self.count), {"BLOCK": 4096}, num_warps=16)
-        found = {
-            name: each if total is None else total
-            for name, each, total in zip(Results._fields, recorded, sums, strict=True)
-        }
-        found["count"] = self.counted
+        """Return the loss and the statistics."""
+        options, found = self.options, {**self.recorded._asdict(), "count": self.counted}
+        divisor = self.rows.divisor[0] if self.mean else None
+        for name in ("loss", "z_term") if options.reduction != "none" else ():
+            found[name] = None if found[name] is None else divided(found[name].sum(), divisor)
+        if found["hits"] is not None and not options.accuracy_of_rows:
+            found["hits"] = found["hits"].sum() / found["count"].clamp(min=1)
         return [found[_FIELDS.get(name, name)] for name in ("loss", *options.stats)]
 
 

@@ -11,10 +11,8 @@ from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import logit_blocks
 from xent.backends.torch.portable.facts import impossible, tolerance
 from xent.backends.triton.geometry import Placed, placed
-from xent.backends.triton.kernels.divergence_kernel import divergence_kernel
-from xent.backends.triton.kernels.divergence_shard_kernel import divergence_shard_kernel
-from xent.backends.triton.kernels.support_kernel import support_kernel
-from xent.backends.triton.kernels.top_k_kernel import top_k_kernel
+from xent.backends.triton.kernels.classes_kernels import support_kernel, top_k_kernel
+from xent.backends.triton.kernels.divergence_kernel import WHOLE, divergence_kernel
 from xent.backends.triton.launches import launch, next_power_of_2
 from xent.core.call import Allowed, Classes, Dense, Given, TopK
 from xent.core.chunks import rows_per_block
@@ -104,10 +102,8 @@ def _allowed(steps: Any, block: Block, some: Placed, part: Part) -> None:
     )  # fmt: skip
 
 
-def _from_logits(
-    steps: Any, block: Block, some: Placed, part: Part, kernel: Any = divergence_kernel, *others: Any, **step: Any
-) -> None:
-    """Compute rows for a teacher's logits (R, V), or one `step` of them with a kernel and its `others` of arguments."""
+def _from_logits(steps: Any, block: Block, some: Placed, part: Part, step: int = WHOLE, *others: Any) -> None:
+    """Compute rows for a teacher's logits (R, V), or one step of them with its `others` of arguments."""
     options, (scale, cap, _) = steps.setting.call.options, steps.setting.call.target.activation
     beta, varies = options.beta, options.kind == "tv"
     assert block.teacher is not None
@@ -120,34 +116,28 @@ def _from_logits(
             [one.to(**made) if isinstance(one, Tensor) else torch.full((), one, **made) for one in numbers]
         )
     exact = some.logits.itemsize == 4
-    constants = {
-        "FORWARD": beta == 0 and not varies,
-        "REVERSE": beta == 1,
-        "VARIATION": varies,
-        "FROM_P": beta <= 0.5,
-        **(step or {"EXACT": exact}),
-    }
+    kind = "variation" if varies else {0: "forward", 1: "reverse"}.get(beta, "from_p" if beta <= 0.5 else "from_q")
+    constants = {"KIND": kind, "STEP": step, "ENTROPY": "entropy" in options.stats}
     scaled = values is not None or scale != 1
     known = (0.0, 1.0) if values is not None else map(float, numbers)
-    more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta), *others
+    more = teacher, teacher.stride(0), values, *known, 1.0 - beta, float(beta), *(others or (None, 0, None, 0))
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
     _launch(
-        kernel, steps, some, part, 4096, more, constants, (teacher, cap is not None, scaled), maxnreg=64,
+        divergence_kernel, steps, some, part, 4096, more, constants, (teacher, cap is not None, scaled), maxnreg=64,
         enable_fp_fusion=not exact,
     )  # fmt: skip
 
 
 def shard(steps: Any, block: Block, part: Part, step: Any, sums: Tensor | None, merged: Tensor | None) -> None:
     """Take one step of a dense teacher's divergence in shards. `sums` (K, R) of a fold are written."""
-    entropy = "entropy" in steps.setting.call.options.stats
     for some in placed(block):
         if some.count:
             first = some.start - block.start
             others: list[Any] = []
             for one in (sums, merged):
                 others += (None, 0) if one is None else (one[:, first : first + some.count], one.stride(0))
-            _from_logits(steps, block, some, part, divergence_shard_kernel, *others, STEP=step, ENTROPY=entropy)
+            _from_logits(steps, block, some, part, step, *others)
 
 
 def _from_top_k(steps: Any, block: Block, some: Placed, part: Part) -> None:

@@ -1,12 +1,11 @@
-"""Kernels beside those of logits: the divisor of a mean, hidden states, sums of results, the scale of gradients."""
+"""Kernels beside those of logits: the divisor of a mean, hidden states, the scale of gradients."""
 
-import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import position, row_at, row_facts, target_weight
 from xent.backends.triton.launches import kernel
 
-__all__ = ["divisor_kernel", "scale_kernel", "sums_kernel", "take_kernel"]
+__all__ = ["divisor_kernel", "scale_kernel", "take_kernel"]
 
 
 @kernel
@@ -27,19 +26,17 @@ def divisor_kernel(
     sums = tl.zeros([BLOCK], tl.float32)
     sizes = tl.zeros([BLOCK], tl.float32)
     rows_counted = tl.zeros([BLOCK], tl.int64)
-    NEEDED: tl.constexpr = (normalizer is None or NARROW) or counted is not None
-    if NEEDED:
-        for first in range(0, count, BLOCK):
-            row = first + tl.arange(0, BLOCK)
-            y, weighted, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
-            if WEIGHTED:
-                weighted *= target_weight(rows, y)
-            if row_weight is not None:
-                weighted *= tl.load(row_weight + row, mask=row < count, other=0.0)
-            sums += tl.where(wrong, 0.0, weighted)
-            size = tl.abs(weighted)
-            sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
-            rows_counted += tl.where(ignored, 0, 1)
+    for first in range(0, count, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        y, weighted, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
+        if WEIGHTED:
+            weighted *= target_weight(rows, y)
+        if row_weight is not None:
+            weighted *= tl.load(row_weight + row, mask=row < count, other=0.0)
+        sums += tl.where(wrong, 0.0, weighted)
+        size = tl.abs(weighted)
+        sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
+        rows_counted += tl.where(ignored, 0, 1)
     d = tl.sum(sums, 0)
     if normalizer is not None:
         d = tl.load(normalizer).to(tl.float32)
@@ -111,39 +108,6 @@ def take_kernel(
         if bias is not None:
             z += tl.load(bias + y * bias_stride, mask=owned, other=0.0).to(tl.float32)
         tl.store(target_logits + here, z)
-
-
-@triton.jit
-def _reduced(values, count, divisor, BLOCK: tl.constexpr):
-    """Return the sum of values (count,), divided by `divisor` unless it is None; 0 if the divisor is 0."""
-    sums = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, count, BLOCK):
-        rows = first + tl.arange(0, BLOCK)
-        sums += tl.load(values + rows, mask=rows < count, other=0.0)
-    found = tl.sum(sums, 0)
-    if divisor is not None:
-        d = tl.load(divisor)
-        found = tl.where(d == 0, 0.0, tl.div_rn(found, tl.where(d == 0, 1.0, d)))
-    return found
-
-
-@kernel
-def sums_kernel(
-    results,
-    sums,  # of the results: () float32 each, or None; for hits their share of the rows with a target
-    divisor,  # D, or None
-    counted,  # () int64 or None
-    count: "i64",
-    BLOCK: tl.constexpr,
-):
-    """Reduce per-row results. Launched with one program."""
-    if sums.loss is not None:
-        tl.store(sums.loss, _reduced(results.loss, count, divisor, BLOCK))
-    if sums.z_term is not None:
-        tl.store(sums.z_term, _reduced(results.z_term, count, divisor, BLOCK))
-    if sums.hits is not None:
-        found = _reduced(results.hits, count, None, BLOCK)
-        tl.store(sums.hits, tl.div_rn(found, tl.maximum(tl.load(counted), 1).to(tl.float32)))
 
 
 @kernel

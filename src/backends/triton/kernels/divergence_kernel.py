@@ -9,7 +9,8 @@ Divergence and gradient of rows with stored logits of both sides, in one launch,
 The first pass sums the exponentials of both sides, relative to the largest logit of the first block. The second pass
 sums the divergence and writes the gradient. Mixtures and the total variation need a third pass for the gradient, which
 contains a sum of the second one. Each pass starts where the one before it ended, which is still in the caches, and the
-last one goes backwards. With d = t - x::
+last one goes backwards. If the classes are on several ranks, each pass is a launch, and the sums of all ranks are
+merged before the next one. With d = t - x::
 
     beta = 0    dl/dx_c = p_c - q_c
     beta = 1    dl/dx_c = p_c (sum_k p_k d_k - d_c)                          the log-normalisers cancel
@@ -22,12 +23,17 @@ In the last three, d and (for float32 logits) v are relative to an offset near t
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import record
-from xent.backends.triton.kernels.maths import LOG2E, exp, finite, times
-from xent.backends.triton.kernels.memory import begin, fill_row, peak, read, write
+from xent.backends.triton.kernels.algebra import LOG2E, exp, finite, record, times
+from xent.backends.triton.kernels.memory import begin, fill, peak, read, write
 from xent.backends.triton.launches import kernel
 
-__all__ = ["divergence_kernel", "exact_exp", "gap", "is_near", "pulled", "sign", "sums_of"]
+__all__ = ["FOLD", "GRADIENT", "REFOLD", "WHOLE", "divergence_kernel", "exact_exp", "gap", "is_near", "sign"]
+
+WHOLE, FOLD, REFOLD, GRADIENT = range(4)
+"""The steps of `divergence_kernel`."""
+
+_WHOLE, _FOLD, _GRADIENT = tl.constexpr(WHOLE), tl.constexpr(FOLD), tl.constexpr(GRADIENT)
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 # ln 2 in two parts: the first has so few bits that its products with small integers are exact.
 LN2_HIGH = tl.constexpr(0.693359375)
@@ -114,40 +120,36 @@ def _of_pair(a, small, large):
 
 
 @triton.jit
-def _mixture(apart, alpha, beta, FROM_P: tl.constexpr):
-    """Return c, whether it is relative to p, and v = log m - log p, for m = alpha p + beta q and alpha = 1 - beta.
-
-    `apart` is log q - log p. The sum of c p or c q is beta KL(q || m) + alpha KL(p || m). FROM_P: beta <= 0.5. Of p
-    and q, the one with the larger share is the usual reference, so that terms do not cancel for shares near 0 or 1.
-    c and v are finite for infinite `apart` and for NaN.
-    """
-    apart = tl.maximum(tl.where(apart < FARTHEST, apart, FARTHEST), -FARTHEST)
-    if FROM_P:
-        cost, from_q, log = _of_pair(apart, beta, alpha)
-        from_p = from_q == 0
-    else:
-        cost, from_p, log = _of_pair(-apart, alpha, beta)
-    return cost, from_p, tl.where(from_p, log, log + apart)
-
-
-@triton.jit
 def sign(x):
     """Return 1, -1, or 0 for 0 and NaN."""
     return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
 
 
 @triton.jit
-def pulled(apart, p, q, alpha, beta, FROM_P: tl.constexpr, VARIATION: tl.constexpr):
-    """Return a class's term of the divergence and its v, for a gradient proportional to p_c (sum_k p_k v_k - v_c).
+def _of_class(apart, p, q, alpha, beta, KIND: tl.constexpr):
+    """Return a class's term of the divergence and its v, from apart = log q - log p.
 
-    v is log m - log p of a mixture m. VARIATION: of the total variation, it is sign(q - p) / 2.
+    The gradient is proportional to p_c (sum_k p_k v_k - v_c), except for KIND "forward". Of p and q, the one with the
+    larger share in the mixture m is the usual reference ("from_p" or "from_q"), so that terms do not cancel for shares
+    near 0 or 1. Of a mixture, and of the total variation, both results are finite for infinite `apart` and for NaN.
     """
-    if VARIATION:
+    v = apart
+    if KIND == "forward":
+        cost = gap(q, p, -apart)
+    elif KIND == "reverse":
+        cost = gap(p, q, apart)
+    elif KIND == "variation":
         v = sign(apart) * 0.5
         cost = tl.where(v == 0, 0.0, tl.abs(p - q) * 0.5)
     else:
-        cost, from_p, v = _mixture(apart, alpha, beta, FROM_P)
+        apart = tl.maximum(tl.where(apart < FARTHEST, apart, FARTHEST), -FARTHEST)
+        if KIND == "from_p":
+            cost, from_q, log = _of_pair(apart, beta, alpha)
+            from_p = from_q == 0
+        else:
+            cost, from_p, log = _of_pair(-apart, alpha, beta)
         cost *= tl.where(from_p, p, q)
+        v = tl.where(from_p, log, log + apart)
     return cost, v
 
 
@@ -158,34 +160,34 @@ def is_near(total):
 
 
 @triton.jit
-def sums_of(
-    ours, theirs, m_p, m_q, offset, last,
-    way: tl.constexpr, their_way: tl.constexpr,
-    REVERSE: tl.constexpr, BEST: tl.constexpr, BACKWARDS: tl.constexpr,
-):  # fmt: skip
-    """Return the sums of e = e^(x - m_p), of e^(t - m_q) and, with REVERSE, of e (d - offset).
+def _sums(ours, theirs, m_p, m_q, last, way: tl.constexpr, their_way: tl.constexpr, KIND: tl.constexpr):
+    """Return the sums of e = e^(x - m_p) and of e^(t - m_q), and what v is relative to.
 
-    With BEST also the largest x and the teacher's x of that class.
+    For "reverse" that is an offset, the mean of v + shift in the first block, so that summed terms and their rounding
+    are small; and the sum of e (v + shift - offset). Otherwise it is the largest x, and the teacher's x of that class.
     """
     BLOCK: tl.constexpr = way.block
+    _z, x = read(ours, 0, way)
+    _t, t = read(theirs, 0, their_way)
+    e = exp(x - m_p)
+    some = tl.sum(e, 0)
+    offset = tl.sum(times(e, (t - m_q) - (x - m_p)), 0) / tl.where(some == 0, 1.0, some)
     s_p, s_q = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     mean, best_t = s_p, s_p
     best = s_p - float("inf")
     for step in range(0, last + 1, BLOCK):
-        first = last - step if BACKWARDS else step
+        first = step if KIND == "forward" or KIND == "reverse" else last - step
         _z, x = read(ours, first, way)
         _t, t = read(theirs, first, their_way)
         e = exp(x - m_p)
         s_p += e
         s_q += exp(t - m_q)
-        if REVERSE:
-            mean += times(e, t - x - offset)
-        if BEST:
-            best_t = tl.where(x > best, t, best_t)
-            best = tl.maximum(best, x)
+        mean += times(e, (t - m_q) - (x - m_p) - offset)
+        best_t = tl.where(x > best, t, best_t)
+        best = tl.maximum(best, x)
     highest = tl.max(best, 0)
     top = tl.max(tl.where(best == highest, best_t, -float("inf")), 0)
-    return tl.sum(s_p, 0), tl.sum(s_q, 0), tl.sum(mean, 0), highest, top
+    return tl.sum(s_p, 0), tl.sum(s_q, 0), tl.sum(mean, 0), offset, highest, top
 
 
 @kernel
@@ -203,7 +205,7 @@ def divergence_kernel(
     results,
     numbers,
     start: "i64",
-    vocabulary: "i32",
+    vocabulary: "i32",  # classes of this rank
     teacher,  # (R, V) raw logits, rows `teacher_row` apart
     teacher_row: "i64",
     teacher_values,  # (2,) float32: the teacher's softcap and logit scale; None for the numbers below
@@ -211,16 +213,21 @@ def divergence_kernel(
     teacher_scale: "fp32",
     alpha: "fp32",  # 1 - beta
     beta: "fp32",
+    sums,  # (5, R) of FOLD, with ENTROPY (6, R); (2, R) of REFOLD
+    sums_row: "i64",
+    merged,  # (6, R) of all ranks: peak and rest of the student, of the teacher, its x of the top class, the pull
+    merged_row: "i64",
     way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
     their_way: tl.constexpr,  # of the teacher's logits
-    FORWARD: tl.constexpr,  # beta is 0
-    REVERSE: tl.constexpr,  # beta is 1
-    VARIATION: tl.constexpr,  # the total variation, with alpha 1
-    FROM_P: tl.constexpr,  # beta is at most 0.5
-    EXACT: tl.constexpr,  # the logits are float32
+    KIND: tl.constexpr,  # "forward" (beta is 0), "reverse" (1), "variation" (alpha is 1), or see `_of_class`
+    STEP: tl.constexpr,  # WHOLE, or of classes on several ranks FOLD, REFOLD or GRADIENT
+    ENTROPY: tl.constexpr,  # whether FOLD sums e (x - peak) for the student's entropy
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
+    WHOLE: tl.constexpr = STEP == _WHOLE
+    FORWARD: tl.constexpr = KIND == "forward"
+    REVERSE: tl.constexpr = KIND == "reverse"
     MIXED: tl.constexpr = not (FORWARD or REVERSE)
     here, row, ours, place, facts, dead, factor = begin(
         logits, logits_inner, logits_outer, logits_row, grad, grad_inner, grad_outer, grad_row, rows, upstreams,
@@ -233,76 +240,86 @@ def divergence_kernel(
     source = source if way.ragged else tl.multiple_of(source, 16)
     theirs = source, vocabulary, (teacher_scale, teacher_softcap)
     last = (vocabulary - 1) // BLOCK * BLOCK
-    if dead if results.entropy is None else a == 0:
+    idle = (dead if results.entropy is None else a == 0) & (WHOLE or STEP == _GRADIENT)
+    if idle:
         record(results.entropy, row, None, 0.0)
     else:
-        # Sums are relative to the largest logits of the first block, unless these are far from the largest of all.
-        _z, x = read(ours, 0, way)
-        _t, t = read(theirs, 0, their_way)
-        m_p, m_q, offset = finite(tl.max(x, 0)), finite(tl.max(t, 0)), 0.0
-        if REVERSE:
-            # The offset is the mean of d in the first block: summed terms and their rounding are small.
-            e = exp(x - m_p)
-            some = tl.sum(e, 0)
-            offset = tl.sum(times(e, t - x), 0) / tl.where(some == 0, 1.0, some)
-        z_p, z_q, mean, highest, top = sums_of(
-            ours, theirs, m_p, m_q, offset, last, way, their_way, REVERSE, EXACT and MIXED, MIXED
-        )
-        if (is_near(z_p) & is_near(z_q)) == 0:
-            m_p, m_q = peak(ours, way), peak(theirs, their_way)
-            z_p, z_q, mean, highest, top = sums_of(
-                ours, theirs, m_p, m_q, offset, last, way, their_way, REVERSE, EXACT and MIXED, MIXED
-            )
-        # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
-        # exact.
-        shift = tl.log(z_q) - tl.log(z_p)
-        share_p, share_q = tl.div_rn(1.0, z_p), tl.div_rn(1.0, z_q)
-        pull = mean / z_p
-        if MIXED:
-            factor *= alpha
-            if EXACT:
+        if WHOLE or STEP == _FOLD:
+            # Sums are relative to the largest logits of the first block, unless these are far from the largest of all.
+            _z, x = read(ours, 0, way)
+            _t, t = read(theirs, 0, their_way)
+            m_p, m_q = finite(tl.max(x, 0)), finite(tl.max(t, 0))
+            z_p, z_q, mean, offset, highest, top = _sums(ours, theirs, m_p, m_q, last, way, their_way, KIND)
+            if (is_near(z_p) & is_near(z_q)) == 0:
+                m_p, m_q = peak(ours, way), peak(theirs, their_way)
+                z_p, z_q, mean, offset, highest, top = _sums(ours, theirs, m_p, m_q, last, way, their_way, KIND)
+            pull = mean / z_p
+        else:
+            m_p, z_p = tl.load(merged + here), tl.load(merged + merged_row + here)
+            m_q, highest = tl.load(merged + 2 * merged_row + here), m_p
+            z_q, top = tl.load(merged + 3 * merged_row + here), tl.load(merged + 4 * merged_row + here)
+            pull = tl.load(merged + 5 * merged_row + here) if STEP == _GRADIENT else z_p
+        if STEP == _FOLD:
+            m = tl.where(highest == -float("inf"), LOWEST, highest)
+            made = m, times(z_p, exp(m_p - m)), m_q, z_q, top
+            if ENTROPY:
+                mixed = tl.zeros([BLOCK], tl.float32)
+                for first in range(0, last + 1, BLOCK):
+                    _z, x = read(ours, first, way)
+                    mixed += times(exp(x - m), x - m)
+                made = m, made[1], tl.sum(mixed, 0), m_q, z_q, top  # type: ignore[assignment]
+            for k in tl.static_range(5 + ENTROPY):
+                tl.store(sums + k * sums_row + here, made[k])
+        else:
+            # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are
+            # exact.
+            shift = tl.log(z_q) - tl.log(z_p)
+            share_p, share_q = tl.div_rn(1.0, z_p), tl.div_rn(1.0, z_q)
+            unknown = shift - shift  # NaN if one of the sides has a NaN or no finite logit, as `_of_class` may not be
+            factor += unknown
+            if REVERSE and WHOLE:
+                offset -= shift
+            elif logits.dtype.element_ty == tl.float32 or not WHOLE:
                 # Use v of the most probable class as the offset. If that class has nearly all probability, the mean of
                 # v is close to it.
                 of_top = (top - m_q) - (highest - m_p) - shift
-                _top_cost, offset = pulled(of_top, of_top, of_top, alpha, beta, FROM_P, VARIATION)
-        found = tl.zeros([BLOCK], tl.float32)
-        surprise, sums = found, found
-        for step in range(0, last + 1, BLOCK):
-            first = step if MIXED else last - step
-            z, x = read(ours, first, way)
-            _t, t = read(theirs, first, their_way)
-            x_apart, t_apart = x - m_p, t - m_q
-            p, q = exp(x_apart) * share_p, exp(t_apart) * share_q
-            if results.entropy is not None:
-                surprise += times(p, m_p - x)
-            if FORWARD:
-                found += gap(q, p, x_apart - t_apart + shift)
-                g = p - q
-            elif REVERSE:
-                found += gap(p, q, t_apart - x_apart - shift)
-                g = times(p, pull - (t - x - offset))
+                _cost, offset = _of_class(of_top, of_top, of_top, alpha, beta, KIND)
             else:
-                cost, v = pulled(t_apart - x_apart - shift, p, q, alpha, beta, FROM_P, VARIATION)
-                found += cost
-                sums += p * (v - offset)
-                g = p
-            if grad is not None and not MIXED:
-                write(place, first, ours, z, g * factor, way)
-        # `pulled` is finite for NaN. This is NaN if one of the sides has a NaN or no finite logit.
-        unknown = shift - shift
-        record(results.loss, row, None, (tl.sum(found, 0) + unknown) * a)
-        record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
-        if grad is not None and MIXED:
-            pull = tl.sum(sums, 0) + unknown
-            for back in range(0, last + 1, BLOCK):
-                first = last - back
-                z, x = read(ours, first, way)
-                _t, t = read(theirs, first, their_way)
-                apart = (t - m_q) - (x - m_p) - shift
-                _cost, v = pulled(apart, apart, apart, alpha, beta, FROM_P, VARIATION)
-                g = exp(x - m_p) * share_p * (pull - (v - offset))
-                write(place, first, ours, z, g * factor, way)
+                offset = 0.0
+            if MIXED:
+                factor *= alpha
+            found = tl.zeros([BLOCK], tl.float32)
+            surprise, pulls = found, found
+            for turn in tl.static_range(2 if (MIXED and WHOLE) and grad is not None else 1):
+                for step in range(0, last + 1, BLOCK):
+                    first = step if MIXED and turn == 0 else last - step
+                    z, x = read(ours, first, way)
+                    _t, t = read(theirs, first, their_way)
+                    x_apart, t_apart = x - m_p, t - m_q
+                    p, q = exp(x_apart) * share_p, exp(t_apart) * share_q
+                    cost, v = _of_class(t_apart - x_apart - shift, p, q, alpha, beta, KIND)
+                    v -= offset
+                    if turn == 0 and STEP != _GRADIENT:
+                        found += cost
+                        if results.entropy is not None:
+                            surprise += times(p, m_p - x)
+                        if not FORWARD:
+                            pulls += times(p, v) if REVERSE else p * v
+                    if grad is not None and (turn == 1 or not (MIXED and WHOLE)):
+                        g = p * (pull - v)
+                        if not MIXED:
+                            g = p - q if FORWARD else times(p, pull - v)
+                        write(place, first, ours, z, g * factor, way)
+                if turn == 0 and STEP != _GRADIENT:
+                    loss, total = tl.sum(found, 0) + unknown, tl.sum(pulls, 0) + unknown
+                    if WHOLE:
+                        pull = total
+                        record(results.loss, row, None, loss * a)
+                        record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
+                    else:
+                        tl.store(sums + here, loss)
+                        tl.store(sums + sums_row + here, total)
     if dead:
         record(results.loss, row, None, 0.0)
         if grad is not None:
-            fill_row(place, vocabulary, 0.0, BLOCK)
+            fill(place, 0.0, 0, vocabulary, way)

@@ -1,8 +1,8 @@
 """The first pass over a row: per-lane sums, their sum over lanes without the target; and its kernel for parts of rows.
 
-`_quick_sums` takes exponentials relative to the largest logit of the row's first block, so it needs no maximum over the
-row. If that overflows or underflows, `_careful_sums` finds the largest x first. Each lane has the following sums over
-its classes, with e = e^(x - m)::
+`row_sums` takes exponentials relative to the largest logit of the row's first block but the target, so it needs no
+maximum over the row. If that overflows or underflows, it finds the largest x and reads the row again. Each lane has the
+following sums over its classes, with e = e^(x - m)::
 
     s = sum e    t = sum e log2 e    u = -sum w log2 e    q = sum e^2    v = sum x
 
@@ -13,9 +13,8 @@ A lane also has its largest key (`order`) and the first class of that block.
 In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
 lanes are summed they are rotated back, so that a row's loss has the same bits wherever it begins.
 
-`fold_kernel` computes the packed sums of rows over the classes of one rank or tile. Logits are read once: the reference
-of a row is the largest x of its first block without the target. Only rows whose sum relative to it is less than 1/2, or
-too large, are read again with the largest x of all classes. The target is only in its own column, as its raw logit.
+`fold_kernel` computes the packed sums of rows over the classes of one rank or tile. The target is only in its own
+column, as its raw logit.
 Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (`Way.exact`). References
 differ between ranks and tiles, so the rounding error of reference * log2(e) would not cancel.
 """
@@ -23,36 +22,35 @@ differ between ranks and tiles, so the rounding error of reference * log2(e) wou
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of, row_at
-from xent.backends.triton.kernels.maths import (
+from xent.backends.triton.kernels.algebra import (
     FAR,
     FLOOR,
     LN2,
     LOG2E,
     NOWHERE,
     activate,
-    capped_exponent,
+    activation_of,
     exponent,
     finite,
     order,
     quick_exponent,
+    row_at,
+    target_weight,
     times,
 )
-from xent.backends.triton.kernels.memory import aligned, fetch, offset, shares_of
+from xent.backends.triton.kernels.memory import fetch, line_of, shares_of
 from xent.backends.triton.kernels.sums import column, larger, load_sums, owner, plus, put, rebased, target_number
 from xent.backends.triton.launches import kernel
 
-__all__ = ["fold_kernel", "lane_of_target", "row_sums"]
+__all__ = ["first_loads", "fold_kernel", "row_sums"]
 
-# Between these bounds, sums and sums of squares have the full precision of float32.
-SMALLEST = tl.constexpr(1e-12)
+# Between these bounds, sums and sums of squares have the full precision of float32, and log(sum + e^(target - m)) does
+# not cancel, whichever term is larger.
+SMALLEST = tl.constexpr(0.5)
 LARGEST = tl.constexpr(1e18)
-# If the first block is all -inf, the reference is 0, which may be far from every logit. The entropy is then a
-# difference of numbers as large as the sum's logarithm. So these bounds apply, with or without an entropy.
-SMALLEST_FROM_0 = tl.constexpr(0.5)
+# If the first block is all -inf, m is 0, which may be far from every logit. The entropy is then a difference of numbers
+# as large as the sum's logarithm.
 LARGEST_FROM_0 = tl.constexpr(1048576.0)
-# With a sum of at least this, log(sum + e^(target - reference)) does not cancel, whichever term is larger.
-SMALLEST_OF_OTHERS = tl.constexpr(0.5)
 
 
 @triton.jit
@@ -64,21 +62,10 @@ def _in_lanes(values, LANES: tl.constexpr):
 @triton.jit
 def _exponents(z, reference, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
     """Return log2 of e^(x - reference) for raw logits."""
-    if (way.capped and way.quick) and not CAREFUL:
-        return capped_exponent(z, bend, reference * LOG2E, way)
+    if CAREFUL:
+        return exponent(activate(z, bend, way), reference, way.exact)
     else:
-        x = activate(z, bend, way)
-        if CAREFUL:
-            return exponent(x, reference, way.exact)
-        else:
-            return quick_exponent(x, reference)
-
-
-@triton.jit
-def _terms(e2, ENTROPY: tl.constexpr):
-    """Return 2^e2, and with ENTROPY its product with e2."""
-    e = tl.math.exp2(e2)
-    return e, e * tl.maximum(e2, FLOOR) if ENTROPY else e
+        return quick_exponent(z, bend, reference * LOG2E, way)
 
 
 @triton.jit
@@ -87,7 +74,6 @@ def _add(
 ):  # fmt: skip
     """Add a block to a row's sums. AGAIN: relative to the largest x, without keys."""
     LANES: tl.constexpr = way.lanes
-    WIDTH: tl.constexpr = way.block // way.lanes
     s, t, u, q, v, h, shares, mass, best, at = sums
     _source, off, _last, _whole, vocabulary = line
     classes = first + tl.arange(0, way.block) - off
@@ -95,10 +81,10 @@ def _add(
     e2 = _exponents(z, m, bend, way, AGAIN or way.exact)
     if MASKED and (way.ragged or (way.capped or way.scaled)):
         e2 = tl.where(inside, e2, -float("inf"))
-    e, mixed = _terms(e2, way.entropy)
+    e = tl.math.exp2(e2)
     s += _in_lanes(e, LANES)
     if way.entropy:
-        t += _in_lanes(mixed, LANES)
+        t += _in_lanes(e * tl.maximum(e2, FLOOR), LANES)
     if way.smoothed:
         if weights[0] is not None or weights[1] is not None:
             given, share = shares_of(weights, classes, inside)
@@ -115,83 +101,27 @@ def _add(
         x = activate(z, bend, way)
         v += _in_lanes(tl.where(inside, x, 0.0) if MASKED else x, LANES)
     if way.predicted and not AGAIN:
-        largest = tl.max(tl.reshape(order(z, inside if MASKED else True, bend, way), [LANES, WIDTH]), 1)
+        largest = order(z, inside if MASKED else True, bend, way)
+        largest = tl.max(tl.reshape(largest, [LANES, way.block // LANES]), 1)
         at = tl.where(largest > best, first, at)
         best = tl.maximum(largest, best)
     return s, t, u, q, v, h, shares, mass, best, at
 
 
 @triton.jit
-def _nothing(way: tl.constexpr):
-    """Return the sums of no block."""
-    LANES: tl.constexpr = way.lanes
-    zero = tl.zeros([LANES], tl.float32)
-    return zero, zero, zero, zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
+def first_loads(line, y, way: tl.constexpr):
+    """Return the raw logits of the first two blocks and of the target's lane, that lane, and a mask of its classes.
 
-
-@triton.jit
-def _quick_sums(line, z, ahead, left_out, weights, bend, way: tl.constexpr):
-    """Return the reference m, and the sums of each lane relative to it.
-
-    m is the largest x of the first block. `z` and `ahead` are the raw logits of the first two blocks. The class
-    `left_out` is excluded if it is not None. Only the first and the last block are masked. Each block is loaded while
-    the previous one is added.
-    """
-    BLOCK: tl.constexpr = way.block
-    source, off, last, whole, vocabulary = line
-    classes = tl.arange(0, BLOCK) - off
-    seen = activate(z, bend, way)
-    if way.skewed:
-        seen = tl.where((classes >= 0) & (classes < BLOCK - way.vector) & (classes < vocabulary), seen, -float("inf"))
-    elif way.blocks == 1:
-        seen = tl.where(classes < vocabulary, seen, -float("inf"))
-    if left_out is not None:
-        seen = tl.where(classes != left_out, seen, -float("inf"))
-    m = finite(tl.max(seen, 0))
-    FIRST: tl.constexpr = way.skewed or way.blocks == 1
-    sums = _add(_nothing(way), z, 0, line, m, weights, bend, way, FIRST, False)
-    end = last + (BLOCK if way.whole else 0)
-    for first in range(BLOCK, end, BLOCK):
-        z = ahead
-        ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
-        sums = _add(sums, z, first, line, m, weights, bend, way, False, False)
-    if not way.whole:
-        if last > 0:
-            sums = _add(sums, ahead, last, line, m, weights, bend, way, True, False)
-    return m, sums
-
-
-@triton.jit
-def _careful_sums(line, y, x_y, weights, bend, way: tl.constexpr):
-    """Return m, the largest x of the row, and the sums of each lane."""
-    BLOCK: tl.constexpr = way.block
-    source, off, last, whole, vocabulary = line
-    peak = tl.full([BLOCK], -float("inf"), tl.float32)
-    for first in range(0, last + 1, BLOCK):
-        x = activate(fetch(source, first, whole, way, "evict_last"), bend, way)
-        classes = first + tl.arange(0, BLOCK) - off
-        inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
-        peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
-    m = finite(tl.maximum(tl.max(peak, 0), x_y))
-    sums = _nothing(way)
-    for first in range(0, last + 1, BLOCK):
-        z = fetch(source, first, whole, way, "evict_last")
-        sums = _add(sums, z, first, line, m, weights, bend, way, True, True)
-    return m, sums
-
-
-@triton.jit
-def lane_of_target(source, off, y, vocabulary, way: tl.constexpr):
-    """Return the target's lane, the lane's classes, a mask that excludes the target, and their raw logits.
-
-    Lanes are those of an aligned row. If the target is not in the row, this is any lane, with all its classes.
+    The mask excludes the target. Lanes are those of an aligned row. If the target is not in the row, this is any lane.
     """
     WIDTH: tl.constexpr = way.block // way.lanes
+    source, off, _last, whole, vocabulary = line
     lane = tl.maximum(y, 0) // WIDTH % way.lanes
     k = tl.arange(0, way.blocks * WIDTH)
     classes = k // WIDTH * way.block + lane * WIDTH + k % WIDTH
     inside = (classes < vocabulary) & (classes != y)
-    return lane, classes, inside, tl.load(source + (off + classes), mask=inside, other=0.0)
+    z, ahead = fetch(source, 0, whole, way, "evict_last"), fetch(source, way.block, whole, way, "evict_last")
+    return z, ahead, tl.load(source + (off + classes), mask=inside, other=0.0).to(tl.float32), lane, inside
 
 
 @triton.jit
@@ -204,79 +134,84 @@ def _over_lanes(values, off, lane, way: tl.constexpr):
 
 
 @triton.jit
-def _joined(sums, off, target_lane, reference, weights, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
-    """Return the sums s, u, t, q, v and those of class probabilities over all lanes without the target.
+def _joined(sums, off, loads, reference, weights, bend, way: tl.constexpr, CAREFUL: tl.constexpr):
+    """Return sums over all lanes: s, t and q without the target, the others with it.
 
-    The target's lane is summed again (`lane_of_target`).
+    The target's lane is summed again.
     Subtracting the target from a sum would cancel if the target is nearly the whole sum.
     """
     s, t, u, q, v, h, shares, mass, _best, _at = sums
-    lane, classes, inside, z = target_lane
-    z = z.to(tl.float32)
+    _z, _ahead, z, lane, inside = loads
     e2 = tl.where(inside, _exponents(z, reference, bend, way, CAREFUL), -float("inf"))
-    e, mixed = _terms(e2, way.entropy)
-    total = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
-    mix = 0.0
-    if way.entropy:
-        mix = _over_lanes(t, off, lane, way) + tl.sum(mixed, 0)
-    below = 0.0
-    given = 0.0, 0.0, 0.0
+    e = tl.math.exp2(e2)
+    rest = _over_lanes(s, off, lane, way) + tl.sum(e, 0)
+    below, mixed, squares, level, surprise, all_shares, all_q = 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0
     if way.smoothed:
-        w = tl.where(inside, 1.0, 0.0)
-        if weights[0] is not None or weights[1] is not None:
-            probabilities, w = shares_of(weights, classes, inside)
-            if weights[1] is not None:
-                given = (
-                    _over_lanes(h, off, lane, way) - tl.sum(times(probabilities, e2), 0),
-                    _over_lanes(shares, off, lane, way) + tl.sum(w, 0),
-                    _over_lanes(mass, off, lane, way) + tl.sum(probabilities, 0),
-                )
-        below = _over_lanes(u, off, lane, way) - tl.sum(times(w, e2), 0)
-    squares = 0.0
+        below = _over_lanes(u, off, -1, way)
+    if way.entropy:
+        mixed = _over_lanes(t, off, lane, way) + tl.sum(e * tl.maximum(e2, FLOOR), 0)
     if way.squared:
         squares = _over_lanes(q, off, lane, way) + tl.sum(e * e, 0)
-    level = 0.0
     if way.averaged:
-        level = _over_lanes(v, off, lane, way) + tl.sum(tl.where(inside, activate(z, bend, way), 0.0), 0)
-    return total, below, mix, squares, level, given[0], given[1], given[2]
+        level = _over_lanes(v, off, -1, way)
+    if weights[1] is not None:
+        surprise = _over_lanes(h, off, -1, way)
+        all_shares, all_q = _over_lanes(shares, off, -1, way), _over_lanes(mass, off, -1, way)
+    return rest, below, mixed, squares, level, surprise, all_shares, all_q
 
 
 @triton.jit
-def row_sums(
-    line, z, ahead, y, x_y, owned, target_lane, weights, bend, way: tl.constexpr
-):  # fmt: skip
-    """Return m, the sums of a row without its target y (`_joined`), its largest key, and the key's class.
+def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
+    """Return m, the sums of a row (`_joined`), its largest key, and the key's class.
 
     `line` is (row, `offset`, where the last block begins, where the last vector ends, V), with places from the offset.
-    With the target's x, m may be that. If x_y is None, m is near the largest x of the others, as sums need that are
-    merged with those of other classes. `owned`: whether the target is in the row.
+    `loads` are `first_loads`. Each block is loaded while the previous one is added. Only the first and the last block
+    are masked. m is near the largest x of all classes but the target y, or the largest of these and x_y, which is -inf
+    if the target is not in the row.
     """
-    source, off, _last, whole, vocabulary = line
-    left_out = y if x_y is None else None
-    m, lanes = _quick_sums(line, z, ahead, left_out, weights, bend, way)
-    sums = _joined(lanes, off, target_lane, m, weights, bend, way, way.exact)
+    BLOCK: tl.constexpr = way.block
+    LANES: tl.constexpr = way.lanes
+    source, off, last, whole, vocabulary = line
+    z, ahead, _lane_z, _lane, _others = loads
+    classes = tl.arange(0, BLOCK) - off
+    inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
+    if way.skewed:  # the same classes wherever the row begins
+        inside = inside & (classes < BLOCK - way.vector)
+    m = finite(tl.max(tl.where(inside, activate(z, bend, way), -float("inf")), 0))
+    zero = tl.zeros([LANES], tl.float32)
+    nothing = zero, zero, zero, zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
+    lanes = _add(nothing, z, 0, line, m, weights, bend, way, way.skewed or way.blocks == 1, False)
+    for first in range(BLOCK, last, BLOCK):
+        z = ahead
+        ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
+        lanes = _add(lanes, z, first, line, m, weights, bend, way, False, False)
+    if last > 0:
+        lanes = _add(lanes, ahead, last, line, m, weights, bend, way, True, False)
+    sums = _joined(lanes, off, loads, m, weights, bend, way, way.exact)
     rest = sums[0]
-    if x_y is None:
-        largest = -float("inf")
-        fits = (rest >= SMALLEST_OF_OTHERS) & (rest < LARGEST)
-    else:
-        largest = tl.where(owned, x_y, -float("inf"))
-        total = rest + tl.where(owned, tl.math.exp2(exponent(x_y, m, way.exact)), 0.0)
-        least = tl.where(m == 0, SMALLEST_FROM_0, SMALLEST)
-        most = tl.where(m == 0, LARGEST_FROM_0, LARGEST)
-        fits = (total > least) & (total < most)
+    total = rest + tl.math.exp2(exponent(x_y, m, way.exact))
+    fits = (rest >= SMALLEST) & (total < tl.where(m == 0, LARGEST_FROM_0, LARGEST))
     if (fits & (way.exact | (tl.abs(m) < FAR))) == 0:
-        m, again = _careful_sums(line, y, largest, weights, bend, way)
-        sums = _joined(again, off, target_lane, m, weights, bend, way, True)
-    top = 0.0
-    found = 0
+        peak = tl.full([BLOCK], -float("inf"), tl.float32)
+        for first in range(0, last + 1, BLOCK):
+            x = activate(fetch(source, first, whole, way, "evict_last"), bend, way)
+            classes = first + tl.arange(0, BLOCK) - off
+            inside = (classes >= 0) & (classes < vocabulary) & (classes != y)
+            peak = tl.maximum(peak, tl.where(inside, x, -float("inf")))
+        m = finite(tl.maximum(tl.max(peak, 0), x_y))
+        again = nothing
+        for first in range(0, last + 1, BLOCK):
+            z = fetch(source, first, whole, way, "evict_last")
+            again = _add(again, z, first, line, m, weights, bend, way, True, True)
+        sums = _joined(again, off, loads, m, weights, bend, way, True)
+    top, found = 0.0, 0
     if way.predicted:
         top = tl.max(lanes[8], 0)
         first = tl.min(tl.where(lanes[8] == top, lanes[9], NOWHERE), 0)
         z = fetch(source, first, whole, way, "evict_last")
-        ids = first + tl.arange(0, way.block) - off
-        inside = (ids >= 0) & (ids < vocabulary)
-        found = tl.min(tl.where(inside & (order(z, inside, bend, way) == top), ids, NOWHERE), 0)
+        classes = first + tl.arange(0, BLOCK) - off
+        inside = (classes >= 0) & (classes < vocabulary)
+        found = tl.min(tl.where(inside & (order(z, inside, bend, way) == top), classes, NOWHERE), 0)
     return m, sums, top, found
 
 
@@ -290,13 +225,11 @@ def fold_kernel(
     sums,  # (K, R) float32, rows `slot` apart
     slot: "i64",
     target_logits,  # (R,) float32 or None: replace the targets' raw logits
-    rows,
+    rows,  # the class weights are those of these classes
     numbers,
     start: "i64",  # index of the first row in `rows.order`, or in the call
-    total_weight,  # () float32: the sum of the class weights of these classes; None if they are all 1
     ignore_index: "i64",
     first: "i32",  # the first class of the logits
-    first_here: "i32",  # the same, relative to the rank's
     width: "i32",  # the number of classes
     vocabulary: "i32",
     columns: tl.constexpr,  # see `Columns`
@@ -318,37 +251,27 @@ def fold_kernel(
                 nothing = -float("inf") if index == columns.peak or index == columns.key else 0.0
                 tl.store(place + index * slot, nothing)
     else:
-        shares = rows.class_weight, None
-        if rows.class_weight is not None:
-            shares = rows.class_weight + first_here, None
-        off = offset(here, logits_inner, logits_outer, logits_row, skew, way)
-        source = aligned(logits, here, logits_inner, logits_outer, logits_row, -off, way)
-        last = (width + off - 1) // way.block * way.block
-        whole = tl.where(width > 0, (width + off + way.vector - 1) // way.vector * way.vector, 0)  # or no memory
-        z = fetch(source, 0, whole, way, "evict_last")
-        ahead = fetch(source, way.block, whole, way, "evict_last")
+        line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way)
+        loads = first_loads(line, y, way)
         if target_logits is None:
-            z_y = tl.load(source + (off + y), mask=owned, other=0.0).to(tl.float32)
+            z_y = tl.load(line[0] + (line[1] + y), mask=owned, other=0.0).to(tl.float32)
         else:
             z_y = tl.where(owned, tl.load(target_logits + here), 0.0)
-        target_lane = lane_of_target(source, off, y, width, way)
-        line = source, off, last, whole, width
-        m, found_sums, top, found = row_sums(line, z, ahead, y, None, owned, target_lane, shares, bend, way)
+        nothing = tl.full((), -float("inf"), tl.float32)
+        m, found_sums, top, found = row_sums(line, loads, y, nothing, (rows.class_weight, None), bend, way)
         rest, below, mixed, squares, level, _h, _shares, _mass = found_sums
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
         counted = width.to(tl.float32)
-        deficit = 0.0
-        if way.averaged:
-            x_y = activate(z_y, bend, way, True)
-            deficit = tl.where(owned, (counted - 1) * m - level + (m - x_y), counted * m - level)
-        w_y = tl.where(owned, 1.0, 0.0)
+        w_y = tl.where(owned, target_weight(rows, tl.where(owned, y, 0)), 0.0)
         weights = counted
-        if rows.class_weight is not None:
-            w_y = tl.load(shares[0] + y, mask=owned, other=0.0)
-            if way.smoothed:
-                weights = tl.load(total_weight)
-        made = rest, below * LN2, weights - w_y, mixed * LN2, squares, deficit, counted
+        if rows.total_weight is not None:
+            weights = tl.load(rows.total_weight)
+        below *= LN2
+        if way.smoothed:
+            own = times(w_y, m - activate(z_y, bend, way, True))
+            below = tl.where(own == float("inf"), own, below - own)
+        made = rest, below, weights - w_y, mixed * LN2, squares, counted * m - level, counted
         if ADDS:
             other_peak = column(place, slot, None, columns.peak)
             reference = finite(tl.maximum(peak, other_peak))

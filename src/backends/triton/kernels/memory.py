@@ -14,25 +14,28 @@ raw logits, V, (logit scale, softcap)).
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import activation_of, gradient_factor, position, row_at, row_facts
-from xent.backends.triton.kernels.maths import activate, slope
+from xent.backends.triton.kernels.algebra import (
+    activate,
+    activation_of,
+    gradient_factor,
+    position,
+    row_at,
+    row_facts,
+    slope,
+)
 
 __all__ = [
     "HIDDEN",
-    "aligned",
     "begin",
     "edges",
     "fetch",
     "fill",
-    "fill_row",
-    "offset",
+    "line_of",
     "peak",
     "read",
     "shares_of",
-    "slope_of",
     "store",
     "write",
-    "x_of",
 ]
 
 NO_BFLOAT16 = tl.constexpr(-0x007F0080)  # a pair of -inf
@@ -41,19 +44,20 @@ HIGH = tl.constexpr(-0x10000)  # the bits of a pair's second element
 
 
 @triton.jit
-def offset(here, inner, outer, stride, skew, way: tl.constexpr):
-    """Return the distance of a row from the last multiple of 16 bytes before it, in elements."""
+def line_of(tensor, here, inner, outer, stride, skew, cut, size, way: tl.constexpr):
+    """Return a row's `size` classes from `cut` on, as kernels of vectors have it.
+
+    These are a pointer to a multiple of 16 bytes, if there are vectors; the first class's distance from it in elements;
+    where the last block begins and where the last vector ends, counted from the pointer; and `size`.
+    """
+    start = position(here, inner, outer, stride, way.grouped)
     off = 0
     if way.skewed:
-        off = ((skew + position(here, inner, outer, stride, way.grouped)) % way.vector).to(tl.int32)
-    return off
-
-
-@triton.jit
-def aligned(tensor, here, inner, outer, stride, shift, way: tl.constexpr):
-    """Return a pointer `shift` elements after the begin of a row: a multiple of 16 bytes, if there are vectors."""
-    place = tensor + (position(here, inner, outer, stride, way.grouped) + shift)
-    return tl.multiple_of(place, 16) if way.vector > 1 else place
+        off = ((skew + start) % way.vector).to(tl.int32)
+    row = tensor + (start + (cut - off))
+    row = tl.multiple_of(row, 16) if way.vector > 1 else row
+    whole = (size + tl.where(size > 0, off, 0) + way.vector - 1) // way.vector * way.vector  # 0 if there is no class
+    return row, off, (size + off - 1) // way.block * way.block, whole, size
 
 
 @triton.jit
@@ -79,16 +83,13 @@ def fetch(row, first, whole, way: tl.constexpr, POLICY: tl.constexpr):
 
 
 @triton.jit
-def store(row, first, g, skew, vocabulary, way: tl.constexpr, MASKED: tl.constexpr):
+def store(row, first, g, skew, vocabulary, way: tl.constexpr):
     """Store a block of a row in whole vectors. The partial vectors of a ragged row are left out, see `edges`."""
     lanes = tl.arange(0, way.block)
-    g = g.to(row.dtype.element_ty)
-    if MASKED:
-        begin = (skew + way.vector - 1) // way.vector * way.vector if way.ragged else 0
-        end = (vocabulary + skew) // way.vector * way.vector
-        tl.store(row + first + lanes, g, mask=(lanes >= begin - first) & (lanes < end - first), cache_modifier=".cs")
-    else:
-        tl.store(row + first + lanes, g, cache_modifier=".cs")
+    inside = lanes < (vocabulary + skew) // way.vector * way.vector - first
+    if way.ragged:
+        inside = inside & (lanes >= (skew + way.vector - 1) // way.vector * way.vector - first)
+    tl.store(row + first + lanes, g.to(row.dtype.element_ty), mask=inside, cache_modifier=".cs")
 
 
 @triton.jit
@@ -119,19 +120,6 @@ def edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
     return places, inside & (places >= start) & (places < stop)
 
 
-@triton.jit
-def fill(row, value, off, start, last, vocabulary, way: tl.constexpr):
-    """Store one number to a row's blocks from `start` to `last`."""
-    BLOCK: tl.constexpr = way.block
-    VECTOR: tl.constexpr = way.vector
-    for first in range(start, last + 1, BLOCK):
-        store(row, first, tl.full([BLOCK], 0.0, tl.float32) + value, off, vocabulary, way, True)
-    if way.ragged:
-        places, inside = edges(start, last + BLOCK, off, vocabulary, VECTOR)
-        few = tl.full([2 * VECTOR], 0.0, tl.float32) + value
-        tl.store(row + places, few.to(row.dtype.element_ty), mask=inside)
-
-
 HIDDEN = tl.constexpr(-2)  # the bits of a hidden logit as an integer: a NaN that no computation returns
 
 
@@ -157,25 +145,13 @@ def begin(
 
 
 @triton.jit
-def x_of(z, side, way: tl.constexpr):
-    """Return x of raw logits."""
-    return activate(z, side[2], way)
-
-
-@triton.jit
-def slope_of(z, side, way: tl.constexpr):
-    """Return dx/dz at raw logits."""
-    return slope(z, side[2], way)
-
-
-@triton.jit
 def read(side, first, way: tl.constexpr, HIDES: tl.constexpr = False):
     """Return a block of raw logits and its x, which is -inf beyond the end of the row and, if HIDES, where HIDDEN."""
     classes = first + tl.arange(0, way.block)
     inside = classes < side[1]
     stored = tl.load(side[0] + classes, mask=inside, other=-float("inf"))
     z = stored.to(tl.float32)
-    x = x_of(z, side, way)
+    x = activate(z, side[2], way)
     if HIDES:
         inside = inside & (stored.to(tl.int32 if stored.dtype == tl.float32 else tl.int16, bitcast=True) != HIDDEN)
     return z, tl.where(inside, x, -float("inf"))
@@ -203,15 +179,18 @@ def write(place, first, side, z, g, way: tl.constexpr):
     if place.dtype != side[0].dtype:
         tl.debug_barrier()
     classes = first + tl.arange(0, way.block)
-    tl.store(place + classes, (g * slope_of(z, side, way)).to(place.dtype.element_ty), mask=classes < side[1])
+    tl.store(place + classes, (g * slope(z, side[2], way)).to(place.dtype.element_ty), mask=classes < side[1])
 
 
 @triton.jit
-def fill_row(place, vocabulary, value, BLOCK: tl.constexpr):
-    """Store one number to a row, when all threads have done what they did before."""
+def fill(row, value, start, stop, way: tl.constexpr):
+    """Store one number to classes [start, stop) of a row, when all threads have done what they did before."""
+    BLOCK: tl.constexpr = way.block
+    if not way.ragged:
+        stop = stop // way.vector * way.vector  # no change, but tells the compiler that it is a multiple
     tl.debug_barrier()
-    for first in range(0, vocabulary, BLOCK):
+    for first in range(start, stop, BLOCK):
         classes = first + tl.arange(0, BLOCK)
         values = tl.zeros([BLOCK], tl.float32) + value
-        tl.store(place + classes, values.to(place.dtype.element_ty), mask=classes < vocabulary)
+        tl.store(row + classes, values.to(row.dtype.element_ty), mask=classes < stop, cache_modifier=".cs")
     tl.debug_barrier()

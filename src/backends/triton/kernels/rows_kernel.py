@@ -1,8 +1,7 @@
 """Loss, statistics and gradient of whole rows in one launch, with one program per row or part: fold, finish, gradient.
 
-The first pass over a row computes its sums (`fold`). The second pass writes the gradient (`gradient`). It starts at the
-end of the row, which is still in the caches. Only the first and the last block and the target's block need masks. The
-target's own gradient is written after all others.
+The first pass over a row computes its sums (`fold`). The second pass writes the gradient (`write_gradient`). It starts
+at the end of the row, which is still in the caches. The target's own gradient is written after all others.
 
 Rows that do not begin at multiples of 16 bytes (skewed) are read from the last multiple before them, so that loads and
 stores keep their width.
@@ -19,30 +18,152 @@ A program's number is therefore not that of the launch, but counts the programs 
 Programs of a row have adjacent numbers. So only the row that was started last can have programs that have not started,
 and at most PARTS - 1 programs wait for them. A launch finishes if the GPU can hold PARTS of its programs at a time,
 also while other launches run.
+
+`gradient_kernel` takes the second pass alone, for rows whose sums are finished already.
 """
 
 import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import (
+    FLOOR,
+    LN2,
+    LOG2E,
+    NOWHERE,
+    activate,
     activation_of,
+    exponent,
     finish,
+    finite,
     gradient_factor,
     numbers_of,
     position,
+    quick_exponent,
     record_nothing,
+    rounding,
     row_at,
     row_facts,
+    slope,
     target_weight,
+    times,
 )
-from xent.backends.triton.kernels.fold import lane_of_target, row_sums
-from xent.backends.triton.kernels.gradient import write_gradient
-from xent.backends.triton.kernels.maths import LN2, LOG2E, NOWHERE, activate, exponent, finite, rounding, times
-from xent.backends.triton.kernels.memory import aligned, fetch, fill, offset
-from xent.backends.triton.kernels.sums import put
+from xent.backends.triton.kernels.fold import first_loads, row_sums
+from xent.backends.triton.kernels.memory import edges, fetch, fill, line_of, shares_of, store
+from xent.backends.triton.kernels.sums import DEAD, put
 from xent.backends.triton.launches import kernel
 
-__all__ = ["BOTH", "GRADIENTS", "SUMS", "WORDS", "rows_kernel"]
+__all__ = [
+    "BOTH",
+    "GRADIENTS",
+    "SUMS",
+    "WORDS",
+    "gradient_kernel",
+    "rows_kernel",
+    "write_gradient",
+]
+
+
+@triton.jit
+def _block(z, classes, vocabulary, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
+    """Return the gradient of a block of raw logits; at the target it is wrong and must be overwritten.
+
+    `terms` are m, factor, tilt, delta and gamma, see `finish`. With FOLDED, the factor is in the exponent: the first is
+    log2(e) m - log2(factor), in units of log2.
+    """
+    reference, factor, tilt, delta, gamma = terms
+    if FOLDED:
+        g = tl.math.exp2(quick_exponent(z, bend, reference, way))
+    else:
+        e2 = exponent(activate(z, bend, way), reference, way.exact)
+        g = tl.math.exp2(e2) * (tl.fma(tl.maximum(e2, FLOOR), tilt, factor) if way.tilted else factor)
+    if way.smoothed:
+        if weights[0] is not None or weights[1] is not None:
+            q, share = shares_of(weights, classes, (classes >= 0) & (classes < vocabulary))
+            g = tl.fma(share, -delta, g)
+            if weights[1] is not None:
+                g -= gamma * q
+        else:
+            g -= delta
+    if way.capped or way.scaled:
+        g *= slope(z, bend, way)
+    return g
+
+
+@triton.jit
+def write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
+    """Write the gradient of a row's blocks from `start` to the last one, in which the target's is still wrong.
+
+    It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
+    loaded while the previous one is computed. Partial vectors of a ragged row are written at the end.
+    """
+    BLOCK: tl.constexpr = way.block
+    source, off, last, whole, vocabulary = line
+    ahead = fetch(source, last, whole, way, "evict_first")
+    for back in range(0, last - start + 1, BLOCK):
+        first = last - back
+        z = ahead
+        ahead = fetch(source, tl.maximum(first - BLOCK, start), first, way, "evict_first")
+        g = _block(z, first + tl.arange(0, BLOCK) - off, vocabulary, terms, weights, bend, way, FOLDED)
+        store(place, first, g, off, vocabulary, way)
+    if way.ragged:
+        places, inside = edges(start, last + BLOCK, off, vocabulary, way.vector)
+        z = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
+        g = _block(z, places - off, vocabulary, terms, weights, bend, way, FOLDED)
+        tl.store(place + places, g.to(place.dtype.element_ty), mask=inside)
+
+
+@kernel
+def gradient_kernel(
+    logits,  # rows at position(row, inner, outer, stride)
+    logits_inner: "i64",
+    logits_outer: "i64",
+    logits_row: "i64",
+    skew: "i64",  # offset of `logits` from a multiple of 16 bytes, in elements
+    grad,  # may be the logits; aligned like them
+    grad_inner: "i64",
+    grad_outer: "i64",
+    grad_row: "i64",
+    coefficients,  # (6, R) float32 of `finish_kernel`, rows `slot` apart
+    slot: "i64",
+    rows,  # the class weights are those of the classes from `first_here` on
+    numbers,
+    start: "i64",  # index of the first row in `rows.order`, or in the call
+    first_here: "i32",  # the first class of the logits, relative to the rank's
+    width: "i32",
+    way: tl.constexpr,  # see `Way`
+    BLOCKS: tl.constexpr,  # number of blocks of a row that a program writes
+):
+    """Write the gradient of one part of one row."""
+    SIZE: tl.constexpr = BLOCKS * way.block
+    parts = tl.cdiv(width + (way.vector - 1 if way.skewed else 0), SIZE)
+    here = (tl.program_id(0) // parts).to(tl.int64)
+    first = tl.program_id(0) % parts * SIZE
+    made = coefficients + here
+    y = tl.load(made + 5 * slot).to(tl.int32, bitcast=True)
+    source, off, last, whole, _width = line_of(
+        logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way
+    )
+    place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, 0, width, way)[0]
+    last = tl.minimum(first + SIZE - way.block, last)
+    if ((y == DEAD) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
+        fill(place + off, 0.0, tl.maximum(first - off, 0), tl.minimum(last + way.block - off, width), way)
+    else:
+        row = row_at(start + here, None, rows)
+        bend = activation_of(row, None, rows, numbers)
+        tilt = 0.0
+        if way.tilted:
+            tilt = tl.load(made + 3 * slot)
+        delta = 0.0
+        if way.smoothed:
+            delta = tl.load(made + 4 * slot)
+        line = source, off, last, whole, width
+        terms = tl.load(made), tl.load(made + slot), tilt, delta, 0.0
+        write_gradient(line, place, first, terms, (rows.class_weight, None), bend, way, False)
+        y -= first_here
+        if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
+            tl.debug_barrier()
+            tl.store(place + (off + y), tl.load(made + 2 * slot).to(grad.dtype.element_ty))
+
 
 WORDS = 8
 """The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
@@ -199,31 +320,26 @@ def rows_kernel(
     size = tl.minimum(vocabulary - cut, share)
     y_here = y - cut
     has_target = (y_here >= 0) & (y_here < size)
-    off = offset(here, logits_inner, logits_outer, logits_row, skew, way)
-    source = aligned(logits, here, logits_inner, logits_outer, logits_row, cut - off, way)
-    last = (size + off - 1) // way.block * way.block  # where the last block begins
-    whole = (size + off + way.vector - 1) // way.vector * way.vector  # where the last vector ends
+    known = tl.where(ignored, 0, size)
+    line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, cut, known, way)
+    source, off, _last, _whole, _size = line
     # The first loads need only the target. They start before the branch, which needs all facts of the row.
-    z = fetch(source, 0, tl.where(ignored, 0, whole), way, "evict_last")
-    ahead = fetch(source, way.block, tl.where(ignored, 0, whole), way, "evict_last")
-    target_lane = lane_of_target(source, off, y_here, tl.where(ignored, 0, size), way)
+    loads = first_loads(line, y_here, way)
     if target_logits is None:
         z_y = tl.load(source + (off + y_here), mask=has_target & ~ignored, other=0.0).to(tl.float32)
     else:
         z_y = tl.load(target_logits + here)
     if grad is not None:
-        place = aligned(grad, here, grad_inner, grad_outer, grad_row, cut - off, way)
+        place = line_of(grad, here, grad_inner, grad_outer, grad_row, skew, cut, size, way)[0]
 
     if (ignored if way.all_rows else dead) != 0:
         record_nothing(row, results)
         if grad is not None:
-            fill(place, 0.0, off, 0, last, size, way)
+            fill(place + off, 0.0, 0, size, way)
     else:
         x_y = activate(z_y, bend, way, True)
-        line = source, off, last, whole, size
-        m, sums, top, found = row_sums(
-            line, z, ahead, y_here, None if GIVEN else x_y, has_target, target_lane, weights, bend, way
-        )
+        x_here = tl.where(has_target, x_y, -float("inf"))
+        m, sums, top, found = row_sums(line, loads, y_here, x_here, weights, bend, way)
         rest, below, mixed, squares, level, surprise, all_shares, all_q = sums
         found += cut
         if way.parts > 1:
@@ -238,20 +354,18 @@ def rows_kernel(
             total_weight = vocabulary * 1.0
             if GIVEN:
                 total_weight = all_shares
-            elif way.smoothed:
-                below -= times(w_y, e2_y)
-                if rows.class_weight is not None:
-                    total_weight = tl.load(rows.total_weight)
+            elif way.smoothed and rows.class_weight is not None:
+                total_weight = tl.load(rows.total_weight)
             factor, tilt, delta, g_y, gamma = finish(
                 row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
-                (rest, below * LN2, total_weight, mixed, squares), e2_y, (level + x_y) / vocabulary, found,
-                (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way, way.entropy,
+                (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
+                (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way,
             )  # fmt: skip
             if saved is not None:
                 _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
             if grad is not None:
                 if ignored if way.statistics else dead:
-                    fill(place, 0.0, off, 0, last, size, way)
+                    fill(place + off, 0.0, 0, size, way)
                 else:
                     m2 = m * LOG2E
                     foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)

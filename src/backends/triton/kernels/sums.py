@@ -12,20 +12,26 @@ import triton
 import triton.language as tl
 
 from xent.backends.triton.kernels.algebra import (
+    LN2,
+    LOG2E,
+    NOWHERE,
+    activate,
     activation_of,
+    exp,
     finish,
+    finite,
     gradient_factor,
     load,
     numbers_of,
     row_at,
     row_facts,
     target_weight,
+    times,
 )
-from xent.backends.triton.kernels.gradient import DEAD
-from xent.backends.triton.kernels.maths import LN2, LOG2E, NOWHERE, activate, exp, finite, times
 from xent.backends.triton.launches import kernel
 
 __all__ = [
+    "DEAD",
     "column",
     "finish_kernel",
     "join_kernel",
@@ -37,6 +43,9 @@ __all__ = [
     "rebased",
     "target_number",
 ]
+
+
+DEAD = tl.constexpr(-2)  # the class of a row whose gradient is 0
 
 
 @triton.jit
@@ -197,7 +206,7 @@ def finish_kernel(
     factor, tilt, delta, g_y, _gamma = finish(
         row, inside, (y, a, ignored, invalid), dead, r, w_y, z_y, m, total, distance * LOG2E,
         m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
-        numbers_of(rows, vocabulary, numbers), bend, way, columns.mixed >= 0,
+        numbers_of(rows, vocabulary, numbers), bend, way,
     )  # fmt: skip
     if made is not None:
         own_class = tl.where((y >= first) & (y < first + width), y - first, -1).to(tl.int32)
