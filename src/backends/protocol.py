@@ -19,17 +19,18 @@ Each language implements these steps once. If rows are always whole there is no 
 - Triton: device functions in `xent.backends.triton.kernels.fold`, `xent.backends.triton.kernels.sums` (merge),
   `xent.backends.triton.kernels.algebra` (finish) and `xent.backends.triton.kernels.rows_kernel` (gradient, and all
   steps of whole rows).
-- MLX: whole rows; fold in `xent.backends.mlx.block.Block.fold`; finish in `xent.backends.mlx.finish.finish` and
-  `xent.backends.mlx.finish.coefficients`; gradient in `xent.backends.mlx.block.Block.gradient`.
+- MLX: whole rows; fold in `xent.backends.mlx.block.Block.fold`; finish in `xent.backends.mlx.kernels.finish` and
+  `xent.backends.mlx.kernels.coefficients`; gradient in `xent.backends.mlx.block.Block.gradient`.
 - Metal, in `src/backends/metal/`: fold in `loss.metal`, merge in `sums.metal`, finish in `loss.metal`, gradient in
   `gradient.metal`.
 
-A device registers its steps with its framework's driver, under the name of its backend. An unknown name is a KeyError.
+A device gives its steps to its framework's driver.
 
-- PyTorch: `xent.backends.torch.contract.STEPS` has the class that implements `xent.backends.torch.contract.Steps`. For
-  a device whose kernels take blocks of logits, subclass `xent.backends.torch.portable.steps.PortableSteps`, as
-  `xent.backends.metal.torch_steps.MetalSteps` does.
-- MLX: `xent.backends.mlx.kernels.KERNELS` has a `xent.backends.mlx.kernels.Kernels`: two functions of a block.
+- PyTorch: `xent.backends.torch.contract.STEPS` has, under the name of the backend, the class that implements
+  `xent.backends.torch.contract.Steps`. For a device whose kernels take blocks of logits, subclass
+  `xent.backends.torch.portable.steps.PortableSteps`, as `xent.backends.metal.torch_steps.MetalSteps` does.
+- MLX: `xent.backends.mlx.MlxBackend.kernel` returns a module with two functions of a block, described in
+  `xent.backends.mlx.kernels`.
 """
 
 from typing import Any, Protocol

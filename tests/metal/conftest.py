@@ -29,11 +29,10 @@ def kernel_folder(pytestconfig: pytest.Config) -> Path:
 
 
 def _forget() -> None:
-    from xent.backends.metal import rows, sources, tensors
+    from xent.backends.metal import rows, sources, torch_steps
 
-    for found in (sources.forward_kernel, sources.backward_kernel, rows.problem):
-        found.cache_clear()
-    for remembered in (rows._tried, sources._warned, tensors._compiled):
+    sources.mlx_kernel.cache_clear()
+    for remembered in (rows._tried, torch_steps._compiled):
         remembered.clear()
 
 

@@ -14,8 +14,7 @@ import pytest
 
 import xent
 from tests.metal.emulator.kernels import metal_kernel
-from xent.backends.metal import sources
-from xent.backends.metal.rows import Launch
+from xent.backends.metal import rows, sources
 
 N, D, V, CHUNKS = 12, 8, 40, 3
 
@@ -23,12 +22,10 @@ N, D, V, CHUNKS = 12, 8, 40, 3
 @pytest.fixture(autouse=True)
 def real_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(mx.fast, "metal_kernel", metal_kernel)
-    monkeypatch.setattr(Launch, "allows", lambda launch, threads: True)
-    for kernel in (sources.forward_kernel, sources.backward_kernel):
-        kernel.cache_clear()
+    monkeypatch.setattr(rows, "allows", lambda *_: True)
+    sources.mlx_kernel.cache_clear()
     yield
-    for kernel in (sources.forward_kernel, sources.backward_kernel):
-        kernel.cache_clear()
+    sources.mlx_kernel.cache_clear()
 
 
 def launches(function: Callable[..., Any], *arrays: mx.array) -> list[set[str]]:

@@ -51,25 +51,12 @@ def loss_and_gradient(**options: Any) -> tuple[float, mx.array]:
     return float(loss), grad
 
 
-def test_auto_selects_mlx_if_the_compiler_rejects_the_source(emulator: Emulator) -> None:
-    emulator.limit = lambda source: 0
-    with pytest.warns(RuntimeWarning, match=r"MLX's operations take its place: \[metal::Device\] Unable to build"):
-        loss_and_gradient()
-    with pytest.raises(
-        xent.BackendError,
-        match=r"'metal' cannot serve this call: its kernels do not run on this GPU, which backend 'mlx' serves: "
-        r"\[metal::Device\] Unable to build",
-    ):
-        loss_and_gradient(backend="metal")
-
-
 @pytest.mark.parametrize("limit", [0, 16])
 def test_one_failing_kernel_is_replaced_with_a_warning(emulator: Emulator, limit: int) -> None:
     def softcaps(source: Source) -> int:
-        return limit if "forward__float_1_0_0_0_1" in source.name else 1024
+        return limit if "rows__float_0_1_" in source.name else 1024
 
     emulator.limit = softcaps
     loss_and_gradient(backend="metal")
-    with pytest.warns(RuntimeWarning, match="a Metal kernel of xent does not run on this GPU, and MLX's operations"):
+    with pytest.warns(RuntimeWarning, match=r"a Metal kernel of xent does not run on this GPU: .* MLX's operations"):
         loss_and_gradient(softcap=3.0, backend="metal")
-    loss_and_gradient(softcap=3.0, backend="metal")

@@ -17,9 +17,7 @@ from tests.mlx.test_log_probs import (  # noqa: F401
     test_logits_are_never_rounded_to_16_bits,
 )
 from tests.mlx.test_quantized import test_results_of_rows_are_those_of_the_unpacked_weight  # noqa: F401
-from xent.backends.metal import sources as metal_sources
-from xent.backends.metal import tensors, torch_machine
-from xent.backends.metal.sources import KernelError
+from xent.backends.metal import torch_machine
 from xent.core.spec import DIFFERENTIABLE, LOG_PROB_STATS
 
 DEVICE = torch_machine.DEVICES[0]
@@ -103,26 +101,6 @@ def test_gradients_of_statistics_are_the_same_in_place(names: tuple[str, ...], d
     for target in (Y, GIVEN.astype(np.float32)):
         found = gradient_of(names, target, dtype, inplace=True, softcap=3.0)
         assert torch.equal(found, gradient_of(names, target, dtype, softcap=3.0))
-
-
-@pytest.mark.parametrize("names", CHOSEN, ids=str)
-@pytest.mark.parametrize("given", [Y, GIVEN.astype(np.float32)], ids=["indices", "probabilities"])
-def test_failing_kernel_is_replaced(names: tuple[str, ...], given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {"weight": RNG.uniform(0, 2, V), "label_smoothing": 0.1, "z_loss": 0.1, "softcap": 4.0}
-    expected = gradient_of(names, given, torch.float32, **options)
-
-    launch = tensors.launch
-
-    def refused(name: str, *given: Any, **named: Any) -> None:
-        if name == "backward":
-            raise KernelError("refused")
-        launch(name, *given, **named)
-
-    monkeypatch.setattr(tensors, "launch", refused)
-    monkeypatch.setattr(metal_sources, "_warned", set())
-    with pytest.warns(RuntimeWarning, match="PyTorch's operations take its place: refused"):
-        found = gradient_of(names, given, torch.float32, **options)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("wrong", [0.0, -1.0, np.nan])

@@ -1,15 +1,18 @@
 """Kernels on PyTorch tensors in the emulator: limits, refusals, faults, and the number of built kernels."""
 
+from typing import Any
+
 import pytest
 import torch
 
+import xent
 from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError
 from tests.metal.test_tensors import DEVICE, METAL, draw, outcome
 from xent.backends import ALSO
-from xent.backends.metal import sources, tensors
-from xent.backends.metal.tensors import RowResults, RowTensors
+from xent.backends.metal import sources
+from xent.backends.metal.torch_steps import MetalSteps
 from xent.command.check.case import Case
 from xent.command.check.judge import judge_case
 
@@ -34,14 +37,12 @@ def test_fewer_threads_if_the_pipeline_has_a_limit(emulator: Emulator, limit: in
 
 @pytest.mark.parametrize("limit", [0, 16])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_failing_kernel_is_replaced_with_a_warning(emulator: Emulator, limit: int, reduction: str) -> None:
+def test_failing_kernel_is_an_error_that_names_another_backend(emulator: Emulator, limit: int, reduction: str) -> None:
     emulator.limit = lambda source: limit
     logits, target = draw()
     upstream = torch.ones(6) if reduction == "none" else None
-    with pytest.warns(RuntimeWarning, match="does not run on this GPU, and PyTorch's operations take its place: "):
-        found = outcome(logits, target, upstream, reduction=reduction, **METAL)
-    expected = outcome(logits, target, upstream, reduction=reduction, backend="torch")
-    assert all(map(torch.equal, found, expected))
+    with pytest.raises(xent.BackendError, match=r"does not run on this GPU: .* Backend 'torch' or 'mlx' serves"):
+        outcome(logits, target, upstream, reduction=reduction, **METAL)
 
 
 def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
@@ -60,13 +61,8 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
             "columns.packs = count / width<T> + 1",
             "out of bounds|no out",
         ),
-        (
-            "signature",
-            "size_t start = static_cast<size_t>(row)",
-            "size_t start = (row + 9ul)",
-            "out of bounds",
-        ),
-        ("forward", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
+        ("rows", "xent::load_packs(logits + start", "xent::load_packs(logits + start + 9 * V", "out of bounds"),
+        ("rows", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
     ],
 )
 def test_planted_faults_are_detected(
@@ -80,18 +76,19 @@ def test_planted_faults_are_detected(
 
 
 def test_wrong_types_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    read = sources._read
-    right, wrong = "const device T* logits,\n    const device long", "const constant T* logits,\n    const device long"
-    monkeypatch.setattr(sources, "_read", lambda name: read(name).replace(right, wrong))
+    monkeypatch.setitem(sources.INPUTS, "weight", "int")
     logits, target = draw()
     with pytest.raises(FrontendError):
         outcome(logits, target, **METAL)
 
 
-def test_memory_outside_the_results_is_unchanged() -> None:
-    memory = torch.full((12,), 7.0)
+def test_memory_outside_the_results_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, launch = torch.full((12,), 7.0), MetalSteps._launch
+
+    def watched(steps: MetalSteps, block: Any, index: Any, results: dict[str, torch.Tensor], *rest: Any) -> None:
+        launch(steps, block, index, results | {"loss": memory[3:9]}, *rest)
+
+    monkeypatch.setattr(MetalSteps, "_launch", watched)
     logits, target = draw()
-    ones = torch.ones(6)
-    rows = RowTensors(target.clamp(min=0), *(None,) * 5, ones, ones, ones < 0)
-    tensors.launch("forward", logits, rows, RowResults(memory[3:9]))
+    xent.cross_entropy(logits, target, **METAL)
     assert (memory != 7).nonzero().flatten().tolist() == list(range(3, 9))

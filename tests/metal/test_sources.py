@@ -13,16 +13,15 @@ from tests.metal.emulator.launch import EmulatorError, launch
 from tests.metal.emulator.memory import Buffer
 from xent.backends.metal import rows, sources
 from xent.backends.metal.sources import threads_and_held
-from xent.backends.mlx.kernels import RowFacts, Terms
+from xent.backends.mlx.kernels import Facts
+from xent.core.call import Call, Classes, Given
 
 RNG = np.random.default_rng(0)
 
 
 @pytest.fixture(autouse=True)
 def only_new_kernels(emulator: Emulator) -> None:
-    assert rows.problem(mx.float32) is None
-    assert rows.problem(mx.float16) is None
-    sources.forward_kernel.cache_clear()
+    sources.mlx_kernel.cache_clear()
     emulator.sources.clear()
 
 
@@ -76,7 +75,7 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("maths", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
         ("maths", "packed_uint4", "uint4", "misaligned access"),
         ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
-        ("forward", "threadgroup xent::Sums shared[32]", "threadgroup xent::Sums shared[4]", "out of bounds"),
+        ("rows", "threadgroup xent::Sums shared[32]", "threadgroup xent::Sums shared[4]", "out of bounds"),
     ],
 )
 def test_planted_faults_are_detected(
@@ -104,7 +103,7 @@ def several_launches() -> None:
         ("maths", "low[i] = static_cast<T>(values[i])", "low[i] = values[i] * 0.1"),
         ("maths", "static_cast<float>(low[i])", "static_cast<int>(low[i]) * 2u / 3ul"),
         ("loss", "static_cast<float>(logits[columns.edge])", "static_cast<int>(facts.class_weight[0])"),
-        ("forward", "threadgroup xent::Sums shared[32];", "threadgroup xent::Sums shared[32]; uint small = start;"),
+        ("rows", "threadgroup xent::Sums shared[32];", "threadgroup xent::Sums shared[32]; uint small = start;"),
     ],
 )
 def test_wrong_types_are_detected(
@@ -154,17 +153,13 @@ def test_rows_beyond_2_to_the_31_and_32(emulator: Emulator, row: int) -> None:
         buffer.close()
 
 
-def facts_of_one_row(vocabulary: int) -> RowFacts:
-    return RowFacts(
-        terms=Terms(smoothing=False, z_loss=False, softcap=False, scale=False),
+def facts_of_one_row(vocabulary: int) -> Facts:
+    return Facts(
+        call=Call(Given(None, 1), Classes(None)),
         numbers=mx.array([0, 0, 0, 1, 0, vocabulary, 0, 0], mx.float32),
         target=mx.array([5]),
-        probabilities=None,
         weight=mx.ones((1,)),
         scale=mx.ones((1,)),
         dead=mx.zeros((1,), mx.bool_),
-        class_weight=None,
-        target_logits=None,
-        finite=True,
-        alone=True,
+        ignored=mx.zeros((1,), mx.bool_),
     )

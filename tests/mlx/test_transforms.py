@@ -236,6 +236,14 @@ def test_targets_are_not_checked_while_compiling(target: Target, monkeypatch: py
         mx.grad(lambda x: loss(x, wrong).sum())(X)
 
 
+def test_invalid_target_is_nan_without_any_weight(target: Target) -> None:
+    options = {"sample_weight": mx.zeros((2,)), "backend": target.name}
+    loss, grad = mx.value_and_grad(lambda z: xent.cross_entropy(z, mx.array([1, 9]), **options))(mx.ones((2, 3)))
+    assert mx.isnan(loss)
+    assert mx.isnan(grad).all(-1).tolist() == [False, True]
+    assert not grad[0].any()
+
+
 @pytest.mark.parametrize("differentiated", [False, True])
 @pytest.mark.parametrize("names", [("accuracy", "count"), STAT_NAMES], ids=str)
 @pytest.mark.parametrize("count", [0, 6])

@@ -1,14 +1,13 @@
 """Backend "metal": row kernels for Apple GPUs, which the drivers of MLX and PyTorch call instead of their plain ones.
 
-The kernels are Metal sources. A threadgroup computes one row. `forward.metal` and `backward.metal` are the bodies of
-the two kernels. They use `loss.metal` (template arguments, options, the loss of a row) and `gradient.metal`, and these
-use `sums.metal` (the sums over a row) and `maths.metal` (also: which thread reads which 16 bytes). `sources` assembles
-the source text and chooses the number of threads per row. There are two launchers:
+The kernel is Metal source. A threadgroup computes one row, forward or backward. `rows.metal` is its body. It uses
+`loss.metal` (template arguments, options, the loss of a row) and `gradient.metal`, and these use `sums.metal` (the sums
+over a row) and `maths.metal` (also: which thread reads which 16 bytes). `sources` assembles the source text and chooses
+template arguments and the number of threads per row. There are two launchers:
 
-- MLX generates the signatures. `machine` finds out whether this machine has Metal. `rows` tries each kernel before it
-  is used in a graph, launches it, and registers it with the driver.
-- For PyTorch, `signature.metal` is the signature of both kernels. `torch_machine`, `torch_steps` and `tensors` do the
-  same, and `torch_machine` stores that the check has passed.
+- For MLX `machine` finds out whether this machine has Metal. `rows` tries each kernel before it is used in a graph,
+  launches it, and registers it with the driver.
+- For PyTorch `torch_machine` and `torch_steps` do the same, and `torch_machine` stores that the check has passed.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -17,25 +16,24 @@ With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W =
     dl/dz = r [ ((1-e) w_y + (e/V) W + 2 zeta lse) p - (1-e) w_y [c==y] - (e/V) w_c ] dx/dz
 
 For class probabilities q, the share of class c is w_c ((1-e) q_c + e/V), and the sum of shares replaces the first two
-terms in the bracket. A share of 0 contributes 0 even if log p is -inf. With reduction "none" the backward kernel adds
+terms in the bracket. A share of 0 contributes 0 even if log p is -inf. With reduction "none" the backward pass adds
 u p + n (p - [c==y]) - v p (log p + H) to dl/dx, for upstream gradients u of lse, n of nll and v of the entropy H. With
 a temperature per row, scale and softcap differ by row.
 
-Rows with a support (the classes that a sampler allowed) have no kernel. The frameworks' own operations compute them
-(`xent.backends.mlx.support`, `xent.backends.torch.portable`) from gathered logits.
+Rows with a support (the classes that a sampler allowed) have no kernel. The frameworks' own operations compute them.
 
 A loss without gradient reads the logits once. A loss with gradient reads them once and writes the gradient once, if a
 row fits into the registers of the threadgroup, 64 KiB: 32768 classes of 16 bits, 16384 of float32. The rest of a longer
 row is read twice, its last part first, because that may still be in the GPU's last-level cache.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xent.backends.harness import Harness
 from xent.backends.mlx import MlxBackend
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.call import Call, Dense, Given, TopK, array_of
+from xent.core.call import Call, array_of
 from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
@@ -65,28 +63,28 @@ class MetalBackend(MlxBackend):
         )
 
     def refuse(self, call: Call) -> str | None:
-        """Refuse float64, which Metal does not have, MLX's CPU device, and a GPU that the kernels do not run on."""
-        from xent.backends.metal import machine, rows
+        """Refuse float64, which Metal does not have, and MLX's CPU device."""
+        from xent.backends.metal import machine
         from xent.backends.mlx.devices import device_type
 
-        dtype = array_of(call).dtype
         if dtype_name(array_of(call)) == "float64":
             return "Metal has no float64, which backend 'mlx' serves on the CPU"
         if device_type() not in machine.DEVICES:
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
-        problem = None if isinstance(call.target, Dense | TopK) else rows.problem(dtype)
-        return None if problem is None else f"its kernels do not run on this GPU, which backend 'mlx' serves: {problem}"
+        return None
 
-    def register(self) -> None:
-        """Register the row kernels with the MLX driver. Divergences have none; MLX's own operations compute them."""
-        from xent.backends.metal import rows  # noqa: F401
+    def kernel(self) -> Any:
+        """Return the row kernel. Divergences and supports have none; MLX's own operations compute them."""
+        from xent.backends.metal import rows
+
+        return rows
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""
         from xent.backends.metal import machine, rows, sources
         from xent.backends.mlx.harness import MlxHarness
 
-        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or machine.DEVICES[0]), rows.kernels_that_ran)
+        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or machine.DEVICES[0]), rows.RAN)
         return made
 
 
@@ -122,12 +120,11 @@ class MetalTorchBackend(TorchBackend):
 
         if call.shards is not None:
             return "it has no kernels for a vocabulary in shards, which backend 'torch' serves"
-        source = call.source
-        arrays = [source.logits] if isinstance(source, Given) else [source.input, source.weight]
-        device = arrays[0].device.type
+        array = array_of(call)
+        device = array.device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
-        if "float64" in map(dtype_name, arrays):
+        if dtype_name(array) == "float64":
             return "Metal has no float64, which backend 'torch' serves on the CPU"
         return None
 
@@ -137,10 +134,10 @@ class MetalTorchBackend(TorchBackend):
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import sources, tensors, torch_machine
+        from xent.backends.metal import sources, torch_machine, torch_steps
         from xent.backends.torch.harness import TorchHarness
 
-        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]), tensors.kernels_that_ran)
+        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]), torch_steps.RAN)
         made.passed = torch_machine.remember
         harness: Harness[Tensor] = made
         return harness

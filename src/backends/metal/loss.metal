@@ -14,7 +14,8 @@ template <
     bool NLL,
     bool PREDICTIONS,
     bool SQUARES,
-    bool LEVEL>
+    bool LEVEL,
+    bool UPSTREAM>  // gradients of statistics
 struct Kind {
   using T = Logit;
   static constexpr constant bool target = TARGET;
@@ -28,6 +29,7 @@ struct Kind {
   static constexpr constant bool best = PREDICTIONS;
   static constexpr constant bool squares = SQUARES;
   static constexpr constant bool level = LEVEL;
+  static constexpr constant bool upstream = UPSTREAM;
 };
 
 // The numeric options, which may differ between launches.
@@ -88,7 +90,7 @@ template <
     typename ClassWeight>
 inline Facts<Probabilities, ClassWeight> facts_of(
     Columns columns,
-    uint row,
+    size_t row,
     Given numbers,
     Bend bend,
     Class target,
@@ -102,8 +104,8 @@ inline Facts<Probabilities, ClassWeight> facts_of(
   facts.class_weight = class_weight;
   Numbers own = Numbers{1.0f - numbers[0], numbers[4], numbers[1], numbers[2], numbers[3], numbers[5]};
   if constexpr (BENT) {
-    own.logit_scale = bend[0];
-    own.softcap = bend[1];
+    own.logit_scale = bend[2 * row];
+    own.softcap = bend[2 * row + 1];
   }
   facts.numbers = own;
   uint y = columns.count;
@@ -188,10 +190,6 @@ inline Sums read_row(const device typename K::T* logits, thread uint4 (&held)[HE
   return sums;
 }
 
-inline float z_term(Numbers numbers, float lse) {
-  return numbers.z_loss == 0.0f ? 0.0f : numbers.z_loss * lse * lse;
-}
-
 // The results of a row, which one thread writes.
 struct Found {
   float peak;
@@ -232,7 +230,8 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
   }
   found.peak = sums.peak;
   found.mean_logit = sums.peak - sums.level / sums.count;
-  found.loss += z_term(numbers, found.peak + found.log_sum);
+  float lse = found.peak + found.log_sum;
+  if (numbers.z_loss != 0.0f) found.loss += numbers.z_loss * lse * lse;
   return found;
 }
 

@@ -1,59 +1,72 @@
-"""What both launchers share: the Metal sources, threads of a row, the error of a kernel, and the gradient checks.
+"""What both launchers share: the Metal sources, template arguments, threads of a row, and the gradient checks.
 
-Kernel bodies get the signatures that MLX generates, or ours for PyTorch.
+The body of the kernel gets the signature that MLX generates, or ours for PyTorch.
 """
 
-import re
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+
+from xent.core.spec import BackendError
 
 __all__ = [
-    "FORWARD_OUTPUTS",
+    "INPUTS",
     "LIMITS",
+    "OUTPUTS",
     "KernelError",
-    "backward_kernel",
     "checked_by",
-    "fitting",
-    "forward_kernel",
+    "constants",
     "library",
+    "mlx_kernel",
     "row_sizes",
     "threads_and_held",
-    "warn_once",
+    "within_limits",
 ]
 
-FORWARD_OUTPUTS = ("loss", "norm", "nll", "entropy", "predictions", "log_sum_sq_probs", "mean_logit", "grad")
-_INPUTS = (
-    "logits",
-    "numbers",
-    "target",
-    "target_logits",
-    "probabilities",
-    "class_weight",
-    "bend",
-    "weight",
-    "scale",
-    "dead",
-)
-_HEADERS = ("maths", "sums", "loss", "gradient")
-# Offsets of a row in MLX's arrays, which are contiguous. signature.metal has those for PyTorch.
-_CONTIGUOUS = """
-uint V = static_cast<uint>(logits_shape[1]);
-uint row = threadgroup_position_in_grid.y;
-size_t start = static_cast<size_t>(row) * V;
-size_t grad_start = start;
-size_t probabilities_start = start;
-size_t norm_start = 2 * static_cast<size_t>(row);
-size_t norm_part = 1;
-size_t bend_start = 2 * static_cast<size_t>(row);
-constexpr bool IN_PLACE = false;
+INPUTS = {
+    "logits": "T",
+    "numbers": "float",
+    "target": "long",
+    "target_logits": "float",
+    "probabilities": "Probability",
+    "class_weight": "float",
+    "bend": "float",
+    "weight": "float",
+    "scale": "float",
+    "dead": "bool",
+    "known": "float",
+    "upstream": "float",
+}
+"""The arguments of rows.metal, and their types in PyTorch's kernel. MLX declares those of its arrays."""
+OUTPUTS = {
+    "loss": "float",
+    "norm": "float",
+    "nll": "float",
+    "entropy": "float",
+    "predictions": "long",
+    "log_sum_sq_probs": "float",
+    "mean_logit": "float",
+    "grad": "T",
+}
+"""The results, likewise."""
+_SIZES = ("vocabulary", "logits_row", "grad_row")
+_POSITIONS = {
+    "threadgroup_position_in_grid": "uint3",
+    "thread_position_in_threadgroup": "uint3",
+    "threads_per_threadgroup": "uint3",
+    "thread_index_in_simdgroup": "uint",
+    "simdgroup_index_in_threadgroup": "uint",
+    "simdgroups_per_threadgroup": "uint",
+}
+_ROW = """
+uint V = static_cast<uint>({});
+size_t row = threadgroup_position_in_grid.y;
+size_t start = row * static_cast<size_t>({});
+size_t grad_start = row * static_cast<size_t>({});
+constexpr bool IN_PLACE = {};
 """
-_Kernel = Callable[..., list[Any]]
-_Made = TypeVar("_Made")
 _SIMD_WIDTH = 32
 _PACK = 16  # bytes that a thread loads at one time
 _MOST_HELD = 8
@@ -64,30 +77,40 @@ LIMITS = (512, 256, 128, 64, 32)
 With 512 threads, each has about 100 registers, up to 32 of them for logits. A kernel with more registers has a lower
 limit.
 """
-_warned: set[str] = set()
 
 
-class KernelError(RuntimeError):
-    """A kernel cannot run on this GPU with any number of threads; the message is the compiler's or the driver's."""
+class KernelError(BackendError):
+    """A kernel cannot run on this GPU with any number of threads, for a reason of the compiler or the driver."""
+
+    def __init__(self, reason: object) -> None:
+        super().__init__(
+            f"a Metal kernel of xent does not run on this GPU: {reason}. Backend 'torch' or 'mlx' serves the call. "
+            "Please report this with the output of python -m xent"
+        )
 
 
-def warn_once(error: KernelError, framework: str) -> None:
-    """Warn once that the framework's own operations replace a kernel that cannot run on this GPU, and why."""
-    message = (
-        f"a Metal kernel of xent does not run on this GPU, and {framework}'s operations take its place: {error}. "
-        "Results stay correct; please report this with the output of python -m xent"
-    )
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+def constants(given: Mapping[str, Any], wanted: Container[str], **more: Any) -> dict[str, Any]:
+    """Return the template arguments of a launch with the `given` arguments, None for those that are missing.
+
+    Each name of an argument or result, in capitals, says whether it is there. `more`: types, SMOOTHED, CAPPED, and
+    SKIPS_DEAD (whether no statistics of dead rows are needed).
+    """
+    flags = {name: array is not None for name, array in given.items()} | {name: name in wanted for name in OUTPUTS}
+    return more | {name.upper(): flag for name, flag in flags.items()}
 
 
-def fitting(made_within: Callable[[int], _Made], allows: Callable[[_Made, int], bool]) -> tuple[_Made, int]:
-    """Return what is made for the largest limit of threads that its pipeline allows, and that limit."""
+def within_limits(
+    fixed: Mapping[str, Any], vocabulary: int, itemsize: int, allows: Callable[[dict[str, Any], int], bool]
+) -> tuple[dict[str, Any], int, int]:
+    """Return the template arguments, the number of threads per row, and its limit.
+
+    The limit is the largest that the pipeline of the kernel `allows`.
+    """
     for limit in LIMITS:
-        made = made_within(limit)
-        if allows(made, limit):
-            return made, limit
+        threads, held = threads_and_held(vocabulary, itemsize, limit)
+        held = 4 if fixed["KNOWN"] else held if fixed["GRAD"] else 1
+        if allows(made := {**fixed, "HELD": held}, limit):
+            return made, threads, limit
     raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
 
 
@@ -116,71 +139,66 @@ def row_sizes(itemsize: int) -> dict[str, int]:
 
 
 @cache
-def forward_kernel() -> _Kernel:
-    """Return the kernel of forward.metal, to be launched by MLX."""
-    return _mlx_kernel("forward", _INPUTS, FORWARD_OUTPUTS)
-
-
-@cache
-def backward_kernel() -> _Kernel:
-    """Return the kernel of backward.metal, to be launched by MLX."""
-    return _mlx_kernel("backward", (*_INPUTS, "norm", "upstream"), ("grad",))
-
-
-def _mlx_kernel(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> _Kernel:
+def mlx_kernel() -> Any:
+    """Return the kernel, to be launched by MLX, whose arrays are contiguous."""
     import mlx.core as mx
 
-    made: Any = mx.fast.metal_kernel(
-        name=f"xent_{name}",
-        input_names=list(inputs),
-        output_names=list(outputs),
+    return mx.fast.metal_kernel(
+        name="xent_rows",
+        input_names=list(INPUTS),
+        output_names=list(OUTPUTS),
         header=_headers(),
-        source=f"{_CONTIGUOUS}\n{_read(name)}",
+        source=_ROW.format("logits_shape[1]", "V", "V", "false") + _read("rows"),
     )
-    kernel: _Kernel = made
-    return kernel
 
 
-def library(name: str, arguments: Sequence[str]) -> str:
-    """Return a complete source, ASCII only, with the kernel "forward" or "backward" for these template arguments.
+def library(constants: Mapping[str, Any]) -> str:
+    """Return a complete source for PyTorch, ASCII only, with the kernel xent_rows for these template arguments.
 
-    Its name in the library is xent_forward or xent_backward.
+    Rows of logits and gradient have strides, and the gradient may overwrite the logits.
     """
-    instance, place = f"{name}_rows<{', '.join(arguments)}>", count()
-    buffers = re.compile(r"^    ((?:const )?(?:device|constant) .*),$", re.MULTILINE)
-    signature = buffers.sub(lambda line: f"    {line[1]} [[buffer({next(place)})]],", _read("signature"))
+    buffers = [f"const device {kind}* {name}" for name, kind in INPUTS.items()]
+    buffers += [f"device {kind}* {name}" for name, kind in OUTPUTS.items()]
+    buffers += [f"constant long& {name}" for name in _SIZES]
+    parameters = [f"{buffer} [[buffer({place})]]" for place, buffer in enumerate(buffers)]
+    parameters += [f"{kind} {name} [[{name}]]" for name, kind in _POSITIONS.items()]
+    kinds = [f"{'typename' if isinstance(one, str) else type(one).__name__} {name}" for name, one in constants.items()]
+    instance = f"rows<{', '.join(one if isinstance(one, str) else str(int(one)) for one in constants.values())}>"
     return "\n".join(
         [
             "#include <metal_stdlib>",
             "using namespace metal;",
             _headers(),
-            signature.replace("NAME", name),
-            _read(name),
+            f"template <{', '.join(kinds)}>",
+            "[[kernel, max_total_threads_per_threadgroup(512)]] void rows(",
+            ",\n".join(parameters) + ") {",
+            _ROW.format(*_SIZES, "true"),
+            _read("rows"),
             "}",
-            f'template [[host_name("xent_{name}")]] [[kernel]] decltype({instance}) {instance};',
+            f'template [[host_name("xent_rows")]] [[kernel]] decltype({instance}) {instance};',
         ]
     )
 
 
 def _headers() -> str:
-    return "\n".join(_read(header) for header in _HEADERS)
+    return "\n".join(_read(header) for header in ("maths", "sums", "loss", "gradient"))
 
 
 def _read(name: str) -> str:
     return (Path(__file__).parent / f"{name}.metal").read_text(encoding="utf-8")
 
 
-def checked_by(harness: Any, ran: Callable[[], set[str]]) -> Any:
+def checked_by(harness: Any, ran: set[str]) -> Any:
     """Return the harness of a framework for these kernels: without float64, and with rows that reach every loop.
 
-    `ran` returns the names of the kernels that have run, with the largest number of threads that each allows.
+    `ran` has the names of the kernels that have run, with the largest number of threads that each allows.
     """
 
     @contextmanager
     def watched() -> Iterator[set[str]]:
         seen: set[str] = set()
         yield seen
-        seen.update(ran())
+        seen.update(ran)
 
     harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
     harness.kernels, harness.seconds = ("forward", "backward"), 0.3

@@ -1,17 +1,16 @@
 """The MLX driver: calls on MLX arrays on any device of MLX, with the row kernel of that device.
 
-Data flow of a call: `driver` -> `prepare` (flatten to rows) -> `facts` (the data of each row) -> the loop of `driver`
-over parts of rows: `sources` (logits of a part, and the sums of gradients), the steps (its results and gradient) ->
-`finish` (loss and statistics). `autograd` attaches gradients, and finds out which may be needed.
+Data flow of a call: `driver` -> `facts` (flatten to rows; the data of each row) -> the loop of `driver` over parts of
+rows: `sources` (logits of a part, and the sums of gradients), the row kernel (its results and gradient; `kernels`
+defines the interface) -> `driver` (loss and statistics). `autograd` attaches gradients, and finds out which may be
+needed.
 
-The steps of a loss call a row kernel with a block of logits (`kernels` defines its interface). The row kernel of this
-backend is `plain`. It splits a block into smaller ones. `block` folds a block into sums. `finish` computes results and
-gradient coefficients from the sums; only this step handles options. `block` computes the gradient from the
-coefficients. `support` has the steps of rows with a support, in terms of a block too, and `divergence` those of
-divergences.
+The row kernel of this backend is `plain`. It splits a block of logits into smaller ones. `block` folds a block into
+sums. `kernels` has the `finish` that computes results and gradient coefficients from the sums; only this step handles
+options. `block` computes the gradient from the coefficients. `divergence` is the row kernel of divergences.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from xent.backends.harness import Harness
 from xent.core.arrays import dtype_name
@@ -56,16 +55,17 @@ class MlxBackend:
             return "MLX computes float64 on the CPU alone: mx.set_default_device(mx.cpu), or cast to float32"
         return None
 
-    def register(self) -> None:
-        """Register the row kernel of this backend with the driver."""
-        from xent.backends.mlx import plain  # noqa: F401
+    def kernel(self) -> Any:
+        """Return the row kernel: see `xent.backends.mlx.kernels`."""
+        from xent.backends.mlx import plain
+
+        return plain
 
     def run(self, call: Call) -> "tuple[mx.array, Stats]":
         """Run the call in the MLX driver, with the row kernel of this backend."""
         from xent.backends.mlx import driver
 
-        self.register()
-        return driver.run(call, kernel=self.name)
+        return driver.run(call, self.kernel())
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the MLX harness of the gradient checks."""

@@ -27,7 +27,7 @@ import mlx.core as mx
 from xent.backends.mlx.devices import device_type
 from xent.core.spec import QuantizedWeight
 
-__all__ = ["guarded", "is_differentiated", "is_one", "is_traced", "is_zero", "scaled", "with_gradients"]
+__all__ = ["guarded", "is_differentiated", "is_traced", "scaled", "with_gradients"]
 
 _Tree = TypeVar("_Tree")
 _Gradients = Callable[[dict[str, mx.array | None]], list[mx.array]]
@@ -54,21 +54,13 @@ def guarded(tree: _Tree) -> _Tree:
 
     mx.jvp and mx.vmap raise. MLX transforms a graph from its inputs on, so the first operation determines the error.
     """
-    arrays: list[mx.array] = []
-
-    def keep(array: mx.array) -> mx.array:
-        arrays.append(array)
-        return array
-
-    _mapped(tree, keep)
-    made = iter(cast(list[mx.array], _guard()(*arrays)))
-    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(made))))
+    return cast(_Tree, _mapped(tree, lambda array: mx.stop_gradient(_guard()(array))))
 
 
 @cache
 def _guard() -> Any:
-    """Return a function that returns its arrays, and raises in forward mode and under mx.vmap."""
-    return _custom(lambda *same: list(same))
+    """Return a function that returns its array, and raises in forward mode and under mx.vmap."""
+    return _custom(lambda same: same)
 
 
 def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
@@ -104,7 +96,7 @@ def with_gradients(
 
     def vjp(primals: Any, upstream: Any, _: Any) -> Any:
         arrays, given = _as_list(primals), _as_list(upstream)
-        known = [(is_one if name == "loss" else is_zero)(one) for name, one in zip(outputs, given, strict=True)]
+        known = [_is_everywhere(one, name == "loss") for name, one in zip(outputs, given, strict=True)]
         constant = [None if skips else guarded(one) for skips, one in zip(known, given, strict=True)]
         return _first_order(gradients(dict(zip(outputs, constant, strict=True))), [*given, *arrays])
 
@@ -172,23 +164,16 @@ def is_differentiated(array: mx.array) -> bool:
     return copied and ('label ="StopGradient"' not in text or "Copy" in _ancestors(text))
 
 
-def is_one(scalar: mx.array) -> bool:
-    """Whether a 0-d array is known to be 1 without evaluation, as the upstream gradient of the loss itself is."""
-    if _PRIMITIVE.search(_drawing(scalar)):
-        return False
-    try:
-        return bool(scalar.item() == 1)
-    except (RuntimeError, ValueError):  # an argument of a traced function has no value yet
-        return False
+def _is_everywhere(array: mx.array, value: float) -> bool:
+    """Whether an array is known to have this value everywhere, without evaluation of anything that it depends on.
 
-
-def is_zero(array: mx.array) -> bool:
-    """Whether an array is known to be 0 everywhere, as the upstream gradient of an unused result is."""
+    The upstream gradient of the loss itself is 1, and that of an unused result is 0.
+    """
     if not {name for _, name in _PRIMITIVE.findall(_drawing(array))} <= {"Broadcast", "ExpandDims", "Full"}:
         return False
     try:
-        return not array.any().item()
-    except (RuntimeError, ValueError):
+        return bool((array == value).all().item())
+    except (RuntimeError, ValueError):  # an argument of a traced function has no value yet
         return False
 
 

@@ -1,6 +1,6 @@
 """A block of rows: sums over their classes, and their gradient, in MLX's own operations.
 
-`fold` computes the sums. `xent.backends.mlx.finish` computes losses and coefficients from them, and `gradient`
+`fold` computes the sums. `xent.backends.mlx.kernels.finish` computes losses and coefficients from them, and `gradient`
 computes, from the coefficients::
 
     p     = softmax(x)     one operation, the only pass with exponentials
@@ -19,12 +19,13 @@ If the target's logit is also given before rounding, b and the target's p are co
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
-from xent.backends.mlx.finish import Coefficients, Gap, Sums, coefficients
-from xent.backends.mlx.kernels import RowFacts
+from xent.backends.mlx.kernels import Coefficients, Facts, Gap, Sums, coefficients
+from xent.core.call import Allowed
 
 __all__ = ["Block", "FusedBlock", "fuses", "needs_memory"]
 
@@ -32,15 +33,21 @@ _ADDED = 4096  # classes that MLX's softmax adds accurately
 
 
 class Block:
-    """R rows of raw logits z (R, V)."""
+    """R rows of raw logits z (R, V). With a support, x of other classes is -inf, and all x of invalid rows are NaN."""
 
-    def __init__(self, z: mx.array, facts: RowFacts) -> None:
+    def __init__(self, z: mx.array, facts: Facts) -> None:
         self.z, self.facts, self.acc = z, facts, facts.weight.dtype
-        self.fast = self.acc != mx.float64 and device_type() == "cpu"
+        self.fast = self.acc != mx.float64 and device_type() == "cpu" and facts.end is None
         """Whether MLX's softmax is accurate. It is not on a GPU."""
         self.apart = facts.target is not None and self.acc != mx.float64 and not self.fast
         """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
         self.x, self._slope = self._activations()
+        if facts.end is not None:
+            # A target outside of its support has no gradient.
+            outside, upstream = self._at_target(self.x) == -mx.inf, dict(facts.upstream)
+            if "nll" in upstream:
+                upstream["nll"] = mx.where(outside, 0, upstream["nll"])
+            self.facts = replace(facts, scale=mx.where(outside, 0, facts.scale), upstream=upstream)
         self._given = None if facts.probabilities is None else facts.probabilities.astype(self.acc)
         self._shares = self._given
         if self._given is not None and facts.class_weight is not None:
@@ -51,33 +58,35 @@ class Block:
 
     def fold(self, asked: Collection[str]) -> Sums:
         """Return the sums of the rows."""
-        facts, peak, plain = self.facts, self.most(self.x), None
-        below = self.over(peak) - self.x
+        facts, largest, plain = self.facts, self._largest(), None
+        peak = self._finite(largest)
+        below = peak[:, None] - self.x
         self._p, log_sum = self._softmax(peak)
-        p = self._with_all(self._p, peak, log_sum)
+        p = self._p
+        if self.apart:
+            p = self._with_target(p, exp(-(self._below_target(peak) + log_sum)))
+        elif self._sum_of_p is not None:
+            p = p / self._sum_of_p[:, None]
         if self._shares is None:
-            target = Gap(self.below_target(peak))
+            target = Gap(self._below_target(peak))
         else:
-            target = self._gap(self._shares, below)
+            target = _gap(self._shares, below)
             if "nll" in asked and self._given is not None and self._given is not self._shares:
-                plain = self._gap(self._given, below)
+                plain = _gap(self._given, below)
+        classes = Gap(class_sum(below), float(below.shape[-1])) if facts.smooths else None
+        if facts.smooths and facts.class_weight is not None:
+            classes = _gap(facts.class_weight, below)
         return Sums(
-            peak=peak,
+            peak=largest,
             log_sum=log_sum,
             target=target,
-            classes=self._classes(below) if facts.terms.smoothing else None,
+            classes=classes,
             plain=plain,
-            expected=self.total(product(p, below)) if "entropy" in asked else None,
-            best=self.best() if "predictions" in asked else None,
-            squares=self.total(mx.square(p)) if "log_sum_sq_probs" in asked else None,
-            mean=self.mean(below, peak) if "mean_logit" in asked else None,
+            expected=class_sum(product(p, below)) if "entropy" in asked else None,
+            best=self._best() if "predictions" in asked else None,
+            squares=class_sum(mx.square(p)) if "log_sum_sq_probs" in asked else None,
+            mean=self._mean(below, peak) if "mean_logit" in asked else None,
         )
-
-    def _with_all(self, p: mx.array, peak: mx.array, log_sum: mx.array) -> mx.array:
-        """Return p (R, V) with the target, each row with the sum 1."""
-        if self.apart:
-            return self.with_target(p, exp(-(self.below_target(peak) + log_sum)))
-        return p if self._sum_of_p is None else p / self.over(self._sum_of_p)
 
     def shares(self) -> mx.array | float:
         """Return sum_c t_c."""
@@ -85,22 +94,19 @@ class Block:
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        exact, log_p = self._p is None or self.apart, None
+        log_p, peak = None, self._finite(peak)
         if self._p is None or given.beta is not None:
-            log_p = (self.x - self.over(peak)) - self.over(log_sum)
+            log_p = (self.x - peak[:, None]) - log_sum[:, None]
         p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
-        if self._shares is None and given.rest is None and given.beta is None and not exact:
-            # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded.
-            return self.finished(p.at[self._place()].add(-1) * given.gamma[:, None], given.delta)
-        grad = p * self.over(given.alpha)
+        grad = p * given.alpha[:, None]
         if given.beta is not None and log_p is not None:
-            grad = grad + product(p, self.over(given.beta) * log_p)
+            grad = grad + product(p, given.beta[:, None] * log_p)
         if self._shares is not None:
             grad = grad - given.gamma[:, None] * self._shares
         else:
-            grad = self.with_target(grad, self._bracket(given, peak, log_sum))
-        return self.finished(grad, given.delta)
+            grad = self._with_target(grad, self._bracket(given, peak, log_sum))
+        return self._finished(grad, given.delta)
 
     def target_gradient(self, norm: mx.array) -> mx.array:
         """Return the gradient with respect to class probabilities, in which the loss is linear.
@@ -116,54 +122,53 @@ class Block:
             factor = factor + facts.upstream["nll"][:, None]
         return product(mx.where(facts.dead[:, None], 0, -factor), log_p)
 
-    def over(self, values: mx.array) -> mx.array:
-        """Repeat values (R,) for each class."""
-        return values[:, None]
+    def _largest(self) -> mx.array:
+        """Return the largest x (R,)."""
+        return self.x.max(-1)
 
-    def total(self, values: mx.array) -> mx.array:
-        """Return the sum (R,) over classes."""
-        return class_sum(values)
+    def _finite(self, peak: mx.array) -> mx.array:
+        """Return a reference for the x of rows with a largest x, 0 for empty supports."""
+        return peak if self.facts.end is None else mx.where(peak == -mx.inf, 0, peak)
 
-    def most(self, values: mx.array) -> mx.array:
-        """Return the largest value (R,) over classes."""
-        return values.max(-1)
-
-    def with_target(self, values: mx.array, new: mx.array) -> mx.array:
+    def _with_target(self, values: mx.array, new: mx.array) -> mx.array:
         """Return values (R, V) with new ones (R,) for the target."""
         return mx.put_along_axis(values, self._index(), new[:, None], -1)
 
-    def below_target(self, peak: mx.array) -> mx.array:
+    def _below_target(self, peak: mx.array) -> mx.array:
         """Return peak - x_y (R,)."""
         return peak - self._at_target(self.x)
 
-    def best(self) -> mx.array:
+    def _best(self) -> mx.array:
         """Return the class of the largest scaled logit. A softcap is not applied, because rounding could make ties."""
-        return mx.argmax(self.signed(), axis=-1).astype(mx.int32)
+        key = self.z
+        if self.facts.scales:
+            key = mx.sign(self.facts.number("logit_scale")).astype(key.dtype) * key
+        key = key if self.facts.end is None else mx.where(self.x == -mx.inf, -mx.inf, key)
+        return mx.argmax(key, axis=-1).astype(mx.int32)
 
-    def signed(self) -> mx.array:
-        """Return raw logits in the order of x."""
-        if not self.facts.terms.scale:
-            return self.z
-        return mx.sign(self.facts.number("logit_scale")).astype(self.z.dtype) * self.z
+    def _mean(self, below: mx.array, peak: mx.array) -> mx.array:
+        """Return the mean of x (R,); 0 for empty supports."""
+        if self.facts.end is None:
+            return mx.where(peak == -mx.inf, -mx.inf, peak - class_sum(below) / float(below.shape[-1]))
+        out = self.x == -mx.inf
+        return peak - class_sum(mx.where(out, 0, below)) / mx.maximum((~out).sum(-1), 1)
 
-    def mean(self, below: mx.array, peak: mx.array) -> mx.array:
-        """Return the mean of x (R,)."""
-        return mx.where(peak == -mx.inf, -mx.inf, peak - self.total(below) / float(below.shape[-1]))
-
-    def finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
+    def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
         """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
         if delta is not None:
             weight = self.facts.class_weight
             grad = grad - (delta[:, None] if weight is None else delta[:, None] * weight)
         if self._slope is not None:
             grad = grad * self._slope
+        if self.facts.end is not None:
+            grad = mx.where(self.x == -mx.inf, 0, grad)
         if not self.facts.finite:
-            grad = mx.where(self.over(self.facts.dead), 0, grad)
+            grad = mx.where(self.facts.dead[:, None], 0, grad)
         return grad.astype(self.z.dtype)
 
     def _bracket(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the target's element of the gradient (R,), without the delta term."""
-        log_p = -(self.below_target(peak) + log_sum)
+        log_p = -(self._below_target(peak) + log_sum)
         p = exp(log_p)
         found = given.gamma * expm1(log_p)
         if given.rest is not None:
@@ -172,32 +177,22 @@ class Block:
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         """Return x, and with a softcap its slope; computed as 1 - tanh^2 the slope would cancel."""
-        x, known = self.z.astype(self.acc), self.facts.target_logits
-        if known is not None and self.facts.target is not None:
-            x = self.with_target(x, known)
-        return self.facts.activate(x, self.over)
+        x, facts = self.z.astype(self.acc), self.facts
+        if facts.target_logits is not None:
+            x = self._with_target(x, facts.target_logits)
+        x, slope = facts.activate(x)
+        if isinstance(facts.call.target, Allowed) and facts.begin is not None and facts.end is not None:
+            x = _within(x, facts.call.target.classes, facts.begin[:, None], facts.end[:, None])
+        return x, slope
 
     def _index(self) -> mx.array:
         """Return the class indices (R, 1) of the targets."""
         assert self.facts.target is not None
         return self.facts.target[:, None]
 
-    def _place(self) -> tuple[mx.array, mx.array]:
-        """Return the indices of the targets in (R, V)."""
-        return mx.arange(len(self.z)), self._index()[:, 0]
-
     def _at_target(self, values: mx.array) -> mx.array:
         """Return the target's element (R,) of values (R, V)."""
         return mx.take_along_axis(values, self._index(), -1)[:, 0]
-
-    def _gap(self, weight: mx.array, below: mx.array) -> Gap:
-        """Return the gap of classes with these weights, (V,) or (R, V)."""
-        return Gap(class_sum(product(weight, below)), class_sum(weight))
-
-    def _classes(self, below: mx.array) -> Gap:
-        """Return the gap of all classes, with class weights."""
-        weight = self.facts.class_weight
-        return Gap(class_sum(below), float(below.shape[-1])) if weight is None else self._gap(weight, below)
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
         """Return p, with 0 for the target if it is `apart`, and log sum_c exp(x_c - peak) (R,)."""
@@ -209,29 +204,48 @@ class Block:
             # MLX's softmax divided by an inaccurate long sum. The sum of p shows the error.
             self._sum_of_p = class_sum(p)
             return p, log_sum + mx.log(self._sum_of_p)
-        powers = exp(self.x - self.over(peak))
+        powers = exp(self.x - peak[:, None])
         if not self.apart:
-            total = self.total(powers)
-            return powers / self.over(total), mx.log(total)
+            total = class_sum(powers)
+            if self.facts.end is not None:
+                total = mx.where(total == 0, 1, total)
+            return powers / total[:, None], mx.log(total)
         # Sum the other classes separately: beside the target's 1, small probabilities would be rounded away.
-        power, powers = exp(-self.below_target(peak)), self.with_target(powers, mx.zeros_like(peak))
-        rest = self.total(powers)
+        power, powers = exp(-self._below_target(peak)), self._with_target(powers, mx.zeros_like(peak))
+        rest = class_sum(powers)
         total = rest + power
-        log_sum = mx.log(total)
-        if self.acc != mx.float64:
-            log_sum = mx.where(power == 1, mx.log1p(rest), log_sum)
-        return powers / self.over(total), log_sum
+        total = total if self.facts.end is None else mx.where(total == 0, 1, total)
+        return powers / total[:, None], mx.where(power == 1, mx.log1p(rest), mx.log(total))
 
 
-def fuses(z: mx.array, facts: RowFacts) -> bool:
+def _gap(weight: mx.array, below: mx.array) -> Gap:
+    """Return the gap of classes with these weights, (V,) or (R, V)."""
+    return Gap(class_sum(product(weight, below)), class_sum(weight))
+
+
+def _within(x: mx.array, classes: mx.array, begin: mx.array, end: mx.array) -> mx.array:
+    """Return x (R, V) with -inf outside of the supports, classes[begin:end] with `begin` and `end` (R, 1).
+
+    An invalid row is NaN: `begin` is -1, or it has the class V.
+    """
+    given, vocabulary = len(classes), x.shape[1]
+    place = begin + mx.arange(min(given, vocabulary), dtype=mx.int32)
+    inside = place < end
+    ids = mx.where(inside, classes[mx.clip(place, 0, given - 1)], vocabulary)
+    invalid = (inside & (ids == vocabulary)).any(-1, keepdims=True) | (begin < 0)
+    mask = mx.put_along_axis(mx.zeros((len(x), vocabulary + 1), mx.bool_), ids, mx.array(True), -1)[:, :vocabulary]
+    return mx.where(mask & ~invalid, x, mx.where(invalid, mx.nan, -mx.inf))
+
+
+def fuses(z: mx.array, facts: Facts) -> bool:
     """Whether the fused operations can compute these rows. For float32 their exponentials are not accurate enough."""
-    served = facts.target is not None and "entropy" not in facts.upstream
+    served = facts.target is not None and facts.end is None and "entropy" not in facts.upstream
     return served and z.dtype.size < 4 and has_fused_loss()
 
 
-def needs_memory(facts: RowFacts) -> bool:
-    """Whether a float32 copy of the logits is needed: only if scale, softcap or temperature change them."""
-    return facts.terms.smoothing or facts.terms.softcap or facts.terms.scale
+def needs_memory(facts: Facts) -> bool:
+    """Whether a float32 copy of the logits is needed: only if x differs from them, or all classes are summed."""
+    return facts.smooths or facts.caps or facts.scales or facts.end is not None
 
 
 class FusedBlock(Block):
@@ -243,22 +257,22 @@ class FusedBlock(Block):
     def fold(self, asked: Collection[str]) -> Sums:
         """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
         self.apart = False
-        if "grad" in asked and not self.facts.terms.z_loss:
+        if "grad" in asked and not self.facts.squares:
             self._surprise = self._pass(coefficients(self.facts, None, 1.0))[0]
         else:
             self._surprise = self._loss(self.x)
         return super().fold(asked)
 
-    def most(self, values: mx.array) -> mx.array:
+    def _largest(self) -> mx.array:
         """Return lse in place of the largest x."""
         return self._surprise + self._at_target(self.x).astype(self.acc)
 
-    def below_target(self, peak: mx.array) -> mx.array:
+    def _below_target(self, peak: mx.array) -> mx.array:
         """Return lse - x_y (R,)."""
         return self._exact(self._surprise)
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
-        return mx.exp(self.x - self.over(peak)), mx.zeros_like(peak)
+        return mx.exp(self.x - peak[:, None]), mx.zeros_like(peak)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
@@ -268,8 +282,8 @@ class FusedBlock(Block):
             taken = given.alpha * (mx.expm1(-self._exact(surprise)) - mx.expm1(-surprise))
             more = taken if more is None else taken + more
         if more is not None:
-            grad = grad.at[self._place()].add(more.astype(grad.dtype))
-        return self.finished(grad, given.delta)
+            grad = grad.at[mx.arange(len(grad)), self.facts.target].add(more.astype(grad.dtype))
+        return self._finished(grad, given.delta)
 
     def _activations(self) -> tuple[mx.array, mx.array | None]:
         return super()._activations() if needs_memory(self.facts) else (self.z, None)

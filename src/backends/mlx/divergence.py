@@ -3,82 +3,52 @@
 See `xent.backends.torch.portable.divergence` for the sums. Invalid values of a top-k teacher make a row NaN.
 """
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, exact_exp
-from xent.backends.mlx.facts import Facts
-from xent.backends.mlx.kernels import Results, activate
-from xent.backends.mlx.sources import Loaded, Logits
+from xent.backends.mlx.kernels import Facts, Results, activate
 from xent.core.arrays import dtype_name
 from xent.core.call import Dense, Given, Options, TopK, array_of
 from xent.core.spec import mass_tolerance
 
-__all__ = ["Divergences", "Known", "known_classes"]
-
-Known = tuple[mx.array, mx.array]
-"""The classes (N, K) of a top-k teacher, V outside of [0, V) and negative for padding entries; log-probabilities."""
+__all__ = ["backward", "forward"]
 
 
-class Divergences:
-    """The steps of a call's rows: see `xent.backends.mlx.driver`. The teacher is dense or has known classes."""
-
-    def __init__(self, facts: Facts, teacher: Logits | None, known: Known | None) -> None:
-        self._facts, self._teacher, self._known = facts, teacher, known
-
-    def forward(self, loaded: Loaded, part: slice, wanted: bool) -> Results:
-        """Return the results of some rows, with the gradient of their logits. MLX computes it only if it is needed."""
-        return self._rows(self._facts, loaded, part)
-
-    def backward(self, facts: Facts, found: Results) -> Callable[[Loaded, slice], mx.array]:
-        """Return the function that computes the gradient of the logits of some rows."""
-        return lambda loaded, part: self._rows(facts, loaded, part)["grad"]
-
-    def _rows(self, facts: Facts, loaded: Loaded, part: slice) -> Results:
-        rows, call = facts.block(part), facts.call
-        x, slope = rows.activate(loaded.logits)
-        loss, derivative = self._divergence(loaded, part, x)
-        found = {"loss": mx.where(rows.dead, 0, loss * rows.weight)}
-        if call.options.stats:
-            log_p, p = _softmax(x)
-            found["entropy"] = mx.where(facts.idle[part], 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
-        factor = (rows.scale * rows.number("logit_scale"))[:, None]
-        grad = mx.where(rows.dead[:, None], 0, derivative * (factor if slope is None else factor * slope))
-        dtype = array_of(call).dtype
-        # A gradient is rounded to float16 only after the upstream gradient is multiplied in.
-        found["grad"] = grad if dtype == mx.float16 and isinstance(call.source, Given) else grad.astype(dtype)
-        return found
-
-    def _divergence(self, loaded: Loaded, part: slice, x: mx.array) -> tuple[mx.array, mx.array]:
-        """Return the divergence (R,) and its derivative (R, V) with respect to x."""
-        target, options = self._facts.call.target, self._facts.call.options
-        if isinstance(target, Dense):
-            assert self._teacher is not None
-            z = self._teacher.load(part, [loaded.rows]).logits.astype(x.dtype)
-            return _full(options, x, activate(z, target.activation.logit_scale, target.activation.softcap)[0])
-        assert isinstance(target, TopK)
-        assert self._known is not None
-        ids, log_q = (values[part] for values in self._known)
-        ids = mx.where((ids < 0) | self._facts.rows.dead[part, None], x.shape[-1], ids)
-        return _from_top_k(options.kind, x, ids, log_q, target)
+def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
+    """Return the results of a block, with the gradient of its logits. MLX computes it only if it is needed."""
+    x, slope = facts.activate(logits)
+    loss, derivative = _divergence(facts, x)
+    found = {"loss": mx.where(facts.dead, 0, loss * facts.weight)}
+    if "entropy" in asked:
+        log_p, p = _softmax(x)
+        found["entropy"] = mx.where(facts.idle, 0, 0 - class_sum(mx.where(p == 0, 0, p * log_p)))
+    factor = (facts.scale * facts.number("logit_scale"))[:, None]
+    grad = mx.where(facts.dead[:, None], 0, derivative * (factor if slope is None else factor * slope))
+    # A gradient is rounded to float16 only after the upstream gradient is multiplied in.
+    dtype = array_of(facts.call).dtype
+    found["grad"] = grad if dtype == mx.float16 and isinstance(facts.call.source, Given) else grad.astype(dtype)
+    return found
 
 
-def known_classes(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> tuple[Known, mx.array]:
-    """Return the classes of a prepared teacher, and the rows (N,) with invalid values."""
-    given, log_q = teacher.ids.astype(mx.int64), teacher.log_probs.astype(acc)
-    none = -1 - mx.arange(given.shape[1], dtype=mx.int64)
-    ids = mx.where(log_q == -mx.inf, none, mx.where((given < 0) | (given >= vocabulary), vocabulary, given))
-    ordered, mass = mx.sort(ids, axis=-1), mx.exp(log_q).sum(-1)
-    wrong = (
-        (ids == vocabulary).any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1) | ~(mass <= 1 + _tolerance(teacher))
-    )
-    return (ids, log_q), wrong | (mass == 0) if teacher.tail == "renormalize" else wrong
+def backward(logits: mx.array, facts: Facts, norm: None) -> mx.array:
+    """Return the gradient of a block. Divergences have no norm."""
+    return forward(logits, facts, ())["grad"]
 
 
-def _tolerance(teacher: TopK) -> float:
-    """Return how far rounding may raise the sum of probabilities above 1."""
-    return mass_tolerance(dtype_name(teacher.log_probs))
+def _divergence(facts: Facts, x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the divergence (R,) and its derivative (R, V) with respect to x."""
+    target, options = facts.call.target, facts.call.options
+    if isinstance(target, Dense):
+        assert facts.teacher is not None
+        scale, softcap, _ = target.activation
+        return _full(options, x, activate(facts.teacher.astype(x.dtype), scale, softcap)[0])
+    assert isinstance(target, TopK)
+    assert facts.ids is not None
+    assert facts.log_q is not None
+    ids = mx.where((facts.ids < 0) | facts.dead[:, None], x.shape[-1], facts.ids)
+    return _from_top_k(options.kind, x, ids, facts.log_q, target)
 
 
 def _full(options: Options, x: mx.array, t: mx.array) -> tuple[mx.array, mx.array]:
@@ -106,7 +76,7 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
     known = (log_q != -mx.inf) & (ids < vocabulary)
     log_p, p = _softmax(x)
     if tail == "renormalize":
-        log_q = log_q - _log_sum_exp(log_q)[:, None]
+        log_q = _softmax(log_q)[0]
     q = mx.where(known, exact_exp(log_q), 0)
     mass, safe = class_sum(q), mx.minimum(ids, vocabulary - 1)
     log_p_k, p_k = (mx.take_along_axis(values, safe, -1) for values in (log_p, p))
@@ -122,7 +92,7 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
     log_p_left = mx.where(empty, -mx.inf, log_sum_left - log_sum)
     left = mx.maximum(1 - mass, 0) if tail == "bucket" else mx.zeros_like(mass)
     # The remaining mass is only rounding if no other class can have it.
-    left = mx.where(empty & (left <= _tolerance(teacher)), 0, left)
+    left = mx.where(empty & (left <= mass_tolerance(dtype_name(teacher.log_probs))), 0, left)
     p, q = _cells(mx.where(known, p_k, 0), exact_exp(log_p_left)), _cells(q, left)
     if kind == "tv":
         found, derivative = class_sum(mx.abs(p - q)) / 2, _pulled(p, mx.sign(p - q) / -2)
@@ -136,12 +106,6 @@ def _from_top_k(kind: str, x: mx.array, ids: mx.array, log_q: mx.array, teacher:
 def _cells(of_ids: mx.array, left: mx.array) -> mx.array:
     """Return values (R, K + 1) of K classes, and of the others as one more."""
     return mx.concatenate([of_ids, left[:, None]], axis=-1)
-
-
-def _log_sum_exp(x: mx.array) -> mx.array:
-    """Return log sum_c exp(x_c), (R,). On the CPU MLX's own is computed in float32 for every dtype."""
-    largest = mx.max(x, axis=-1, keepdims=True)
-    return largest[:, 0] + mx.log(class_sum(exact_exp(x - largest)))
 
 
 def _softmax(x: mx.array) -> tuple[mx.array, mx.array]:

@@ -1,8 +1,8 @@
 """The MLX driver of a call: the loop over parts of its rows, its gradients, its results in the caller's shapes.
 
-The steps of a call compute the results of a part from its logits, and the gradient of these. `_Losses` has the row
-kernel of a device, `xent.backends.mlx.divergence.Divergences` and `xent.backends.mlx.support.Supported` have MLX's own
-operations. A pass takes the loop once; gradients that were not made in a forward pass take it once more.
+A row kernel computes the results of a part from its logits, and the gradient of these. Divergences and rows with a
+support have MLX's own operations, on all devices. A pass takes the loop once; gradients that were not made in a forward
+pass take it once more.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,27 +11,13 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.mlx import plain
+from xent.backends.mlx import divergence, plain
 from xent.backends.mlx.autograd import guarded, is_differentiated, scaled, with_gradients
 from xent.backends.mlx.devices import accumulation_dtype
-from xent.backends.mlx.divergence import Divergences, known_classes
-from xent.backends.mlx.facts import Facts, gather_facts
-from xent.backends.mlx.finish import reduced, statistics
-from xent.backends.mlx.kernels import KERNELS, Kernels, Results, RowFacts, asked, joined
-from xent.backends.mlx.prepare import aligned, prepare
+from xent.backends.mlx.facts import aligned, gather_facts
+from xent.backends.mlx.kernels import Facts, Results, asked, joined
 from xent.backends.mlx.sources import Gradients, Loaded, Logits, cut, is_exact
-from xent.backends.mlx.support import Supported, gather_entries
-from xent.core.call import (
-    Allowed,
-    Call,
-    Dense,
-    Given,
-    Options,
-    Probabilities,
-    TopK,
-    array_of,
-    vocabulary_of,
-)
+from xent.core.call import Allowed, Call, Dense, Given, Options, Probabilities, TopK, array_of
 from xent.core.spec import DIFFERENTIABLE, ROW_STATS, Stats
 
 __all__ = ["run"]
@@ -41,8 +27,8 @@ _Step = Callable[[Loaded, slice], tuple[list[mx.array], mx.array | None]]
 """Maps the logits of a part to (results, which the step keeps; gradient of the logits, or None)."""
 
 
-def run(call: Call, kernel: str) -> tuple[mx.array, Stats]:
-    """Run a call with the row kernel of that backend; KeyError if none is registered.
+def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
+    """Run a call with a row kernel: see `xent.backends.mlx.kernels`.
 
     For a mean or sum, the gradients that are expected are computed with the loss. Other gradients, those of reduction
     "none", and that of class probabilities are computed later from the logits. With "none" the statistics lse, nll and
@@ -59,21 +45,23 @@ def run(call: Call, kernel: str) -> tuple[mx.array, Stats]:
     found, kept = rows.forward(expected)
 
     def gradients(upstream: dict[str, mx.array | None]) -> list[mx.array]:
-        made, now, first = dict(kept), facts, expected
+        made, now, first, factor = dict(kept), facts, expected, facts.deferred
         kept.clear()
         if not reduces:
-            now, first = facts.with_upstream(upstream, found.get("entropy")), _expected(given)
+            now, first = _with_upstream(facts, upstream, found.get("entropy")), _expected(given)
+        elif upstream["loss"] is not None:
+            factor = upstream["loss"].astype(facts.weight.dtype)
+            factor = factor if facts.deferred is None else factor * facts.deferred
         # Gradients that were not expected are computed separately, so that MLX evaluates them only if needed.
         for names in (first, *([name] for name in given if name not in first)):
             if not made.keys() >= set(names):
                 made |= rows.backward(now, names)
-        factor = facts.factor(upstream["loss"]) if reduces else None
         grads = [scaled(made.pop(name), factor, array.dtype).reshape(array.shape) for name, array in given.items()]
         if isinstance(target, Probabilities):
             grads.append(scaled(rows.of_target(now, target.values), factor, target.values.dtype))
         return grads
 
-    named = {"loss": reduced(found["loss"], facts)} | statistics(found, facts)
+    named = {"loss": _reduced(found["loss"], facts)} | _statistics(found, facts)
     linked = ["loss"]
     if not (reduces or isinstance(target, (Dense, TopK))):
         linked += [name for name in DIFFERENTIABLE if name in named]
@@ -85,61 +73,63 @@ def run(call: Call, kernel: str) -> tuple[mx.array, Stats]:
 class _Rows:
     """The rows of an aligned call, as arrays that MLX does not differentiate, and the one loop over parts of them."""
 
-    def __init__(self, call: Call, kernel: str, trained: bool) -> None:
+    def __init__(self, call: Call, kernel: Any, trained: bool) -> None:
         """`trained`: whether the classifier is expected to need a gradient."""
-        call = prepare(guarded(call))
-        target, vocabulary, acc = call.target, vocabulary_of(call.source), accumulation_dtype(array_of(call).dtype)
-        entries = wrong = known = teacher = None
-        if isinstance(target, Allowed):
-            entries = gather_entries(target, vocabulary)
-            wrong = entries.wrong
-        elif isinstance(target, TopK):
-            known, wrong = known_classes(target, vocabulary, acc)
-        self.facts = facts = gather_facts(call, wrong)
-        self._parts, exact, diverges = cut(facts, trained), is_exact(facts), isinstance(target, (Dense, TopK))
-        idle = None if isinstance(call.source, Given) and not diverges else facts.idle
-        self._logits = Logits(call.source, idle, exact, facts.rows.target)
+        call = guarded(call)
+        source, target = call.source, call.target
+        self.facts = facts = gather_facts(call)
+        self._parts, self._teacher = cut(facts, trained), None
+        self._kernel = plain if isinstance(target, Allowed) else kernel
+        idle = None if isinstance(source, Given) else facts.idle
+        if isinstance(target, (Dense, TopK)):
+            self._kernel, idle = divergence, facts.idle
         if isinstance(target, Dense):
-            teacher = Logits(target.source, facts.idle, True, None)
-        self._steps: _Losses | Divergences | Supported
-        if diverges:
-            self._steps = Divergences(facts, teacher, known)
-        else:
-            self._steps = _Losses(facts, KERNELS[kernel]) if entries is None else Supported(facts, entries)
+            self._teacher = Logits(target.source, idle, True, None)
+        self._logits = Logits(source, idle, is_exact(call), facts.target)
+        # The logits of a dead row equal the bias, which may be -inf. In a support other classes are -inf.
+        finite = not (isinstance(source, Given) or source.bias is not None or isinstance(target, Allowed))
+        self._finite = finite and facts.bend is None and not call.options.stats
 
     def forward(self, needs: Sequence[str]) -> tuple[Results, _Grads]:
         """Return the results of all rows, and the gradients that `needs` names."""
-        parts: list[Results] = []
+        parts, names = list[Results](), asked(self.facts.call.options.stats, bool(needs))
 
         def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array | None]:
-            found = self._steps.forward(loaded, part, bool(needs))
+            found = self._kernel.forward(loaded.logits, self._block(self.facts, loaded, part), names)
             # Keep no other reference to the gradient, so that MLX can reuse its memory.
             grad = found.pop("grad", None)
             parts.append(found)
             return list(found.values()), grad if needs else None
 
         made = self._run(step, self._logits.gradients(needs, len(self._parts)), self.facts, [])
-        self._found = self._steps.found() if isinstance(self._steps, Supported) else joined(parts)
+        self._found = joined(parts)
         return self._found, made
 
     def backward(self, facts: Facts, needs: Sequence[str]) -> _Grads:
         """Return the gradients that `needs` names, after the forward pass; compute the logits again."""
-        sums = self._logits.gradients(needs, len(self._parts))
-        return self._again(self._steps.backward(facts, self._found), sums, facts)
+        return self._again(self._kernel.backward, self._logits.gradients(needs, len(self._parts)), facts)
 
     def of_target(self, facts: Facts, target: mx.array) -> mx.array:
         """Return the gradient of class probabilities; compute the logits again."""
-        assert isinstance(self._steps, _Losses)
-        assert isinstance(facts.call.target, Probabilities)
-        gradient, sums = self._steps.backward(facts, self._found, plain.target_gradient), Gradients(["target"])
-        rows, order = self._again(gradient, sums, facts)["target"], facts.call.target.order
-        if order is not None:  # rows without a target add zeros to the first one
-            nothing = mx.zeros((target.size // facts.vocabulary, facts.vocabulary), rows.dtype)
-            rows = nothing.at[mx.maximum(order, 0)].add(rows)
+        rows = self._again(plain.target_gradient, Gradients(["target"]), facts)["target"]
+        if facts.order is not None:  # rows without a target add zeros to the first one
+            nothing = mx.zeros((target.size // rows.shape[1], rows.shape[1]), rows.dtype)
+            rows = nothing.at[mx.maximum(facts.order, 0)].add(rows)
         return rows.reshape(target.shape)
 
-    def _again(self, gradient: Callable[[Loaded, slice], mx.array], sums: Gradients, facts: Facts) -> _Grads:
-        return self._run(lambda loaded, part: ([], gradient(loaded, part)), sums, facts, list(self._found.values()))
+    def _again(self, kernel: Callable[..., mx.array], sums: Gradients, facts: Facts) -> _Grads:
+        def step(loaded: Loaded, part: slice) -> tuple[list[mx.array], mx.array]:
+            norm = self._found["norm"][part] if "norm" in self._found else None
+            return [], kernel(loaded.logits, self._block(facts, loaded, part), norm)
+
+        return self._run(step, sums, facts, list(self._found.values()))
+
+    def _block(self, facts: Facts, loaded: Loaded, part: slice) -> Facts:
+        """Return the facts of a part for a row kernel."""
+        alone = isinstance(facts.call.source, Given) and part.stop - part.start == facts.count
+        teacher = None if self._teacher is None else self._teacher.load(part, [loaded.rows]).logits
+        more, known = facts.part(part), loaded.target_logits
+        return replace(more, target_logits=known, teacher=teacher, finite=self._finite, alone=alone)
 
     def _run(self, step: _Step, sums: Gradients, facts: Facts, tie: list[mx.array]) -> _Grads:
         """Compute all parts, each after the one before and the first after `tie`. Return the gradients by name."""
@@ -147,34 +137,24 @@ class _Rows:
             loaded = self._logits.load(part, tie)
             tie, grad = step(loaded, part)
             if grad is not None:
-                tie = tie + sums.add(grad, loaded.rows, facts.rows.dead[part])
+                tie = tie + sums.add(grad, loaded.rows, facts.dead[part])
             del loaded, grad
         return sums.result()
 
 
-class _Losses:
-    """The steps of losses and log-probabilities over all classes, with the row kernel of a device."""
+def _with_upstream(facts: Facts, upstream: dict[str, mx.array | None], entropy: mx.array | None) -> Facts:
+    """Return the facts for the gradient of rows, from the upstream gradients of their losses and statistics.
 
-    def __init__(self, facts: Facts, kernels: Kernels) -> None:
-        self._facts, self._kernels = facts, kernels
-        source, stats = facts.call.source, facts.call.options.stats
-        self._stored = isinstance(source, Given)
-        # The logits of a dead row equal the bias, which may be -inf.
-        self._finite = not (isinstance(source, Given) or stats or facts.rows.bend is not None) and source.bias is None
-
-    def forward(self, loaded: Loaded, part: slice, wanted: bool) -> Results:
-        """Return the results of some rows, with the gradient of their logits if it is wanted."""
-        names = asked(self._facts.call.options.stats, wanted)
-        return self._kernels.forward(loaded.logits, self._rows(self._facts, loaded, part), names)
-
-    def backward(self, facts: Facts, found: Results, kernel: Any = None) -> Callable[[Loaded, slice], mx.array]:
-        """Return the function that computes the gradient of the logits of some rows, or another with its `kernel`."""
-        compute = kernel or self._kernels.backward
-        return lambda loaded, part: compute(loaded.logits, self._rows(facts, loaded, part), found["norm"][part])
-
-    def _rows(self, facts: Facts, loaded: Loaded, part: slice) -> RowFacts:
-        alone = self._stored and part.stop - part.start == facts.count
-        return replace(facts.block(part), target_logits=loaded.target_logits, finite=self._finite, alone=alone)
+    `entropy` (N,) is the statistic itself, if it has an upstream gradient.
+    """
+    flat = {name: one.reshape(-1).astype(facts.scale.dtype) for name, one in upstream.items() if one is not None}
+    scale = facts.scale * flat.pop("loss") if "loss" in flat else facts.scale
+    if not flat:
+        return replace(facts, scale=scale)
+    if entropy is not None:
+        flat["H"] = entropy
+    # Rows with weight 0 have statistics too.
+    return replace(facts, scale=mx.where(facts.dead, 0, scale), dead=facts.ignored, upstream=flat)
 
 
 def _leaves(call: Call) -> dict[str, mx.array]:
@@ -208,3 +188,49 @@ def _filled(shape: tuple[int, ...], dtype: mx.Dtype) -> mx.array:
     if shape and all(shape):
         return mx.zeros(shape, dtype)
     return mx.array([] if shape else [0], dtype).reshape(shape)
+
+
+def _reduced(values: mx.array, facts: Facts) -> mx.array:
+    """Reduce values (N,) of rows by the reduction of the call: to 0-d, or for "none" return them unchanged."""
+    if facts.call.options.reduction == "none":
+        return values
+    total = values.sum()
+    # With divisor 0 all rows are dead but invalid ones, which are NaN.
+    return total if facts.divisor is None else total / mx.where(facts.divisor == 0, 1, facts.divisor)
+
+
+def _statistics(found: Results, facts: Facts) -> dict[str, mx.array]:
+    """Return the statistics that the options name, (N,) or 0-d."""
+    ignored, options = facts.ignored, facts.call.options
+    counted, made = (~ignored).sum(), dict[str, mx.array]()
+    for name in options.stats:
+        if name == "count":
+            made[name] = counted
+        elif name == "z_loss":
+            factor = facts.number("z_loss")
+            term = facts.weight * factor * mx.square(_lse(found))
+            made[name] = _reduced(mx.where(facts.dead | (factor == 0), 0, term), facts)
+        elif name == "accuracy":
+            correct = mx.equal(found["predictions"], _truth(facts)) & ~ignored
+            correct = correct if facts.invalid is None else correct & ~facts.invalid
+            right = correct.astype(found["loss"].dtype)
+            made[name] = right if options.accuracy_of_rows else right.sum() / mx.maximum(counted, 1)
+        else:
+            value = _lse(found) if name == "lse" else found[name]
+            value = mx.where(ignored, -1 if name == "predictions" else 0, value)
+            made[name] = value if name != "nll" or facts.invalid is None else mx.where(facts.invalid, mx.nan, value)
+    return made
+
+
+def _lse(found: Results) -> mx.array:
+    peak, log_sum = found["norm"][:, 0], found["norm"][:, 1]
+    return mx.where(peak == -mx.inf, peak, peak + log_sum)
+
+
+def _truth(facts: Facts) -> mx.array:
+    """Return the target class of each row, (N,); for class probabilities the most probable class."""
+    if facts.target is not None:
+        return facts.target
+    assert facts.probabilities is not None
+    best = mx.argmax(facts.probabilities, axis=-1).astype(mx.int32)
+    return best if facts.order is None else best[mx.maximum(facts.order, 0)]

@@ -1,118 +1,153 @@
-"""Facts: the data of each row that does not depend on logits, such as target, row weight and gradient factor.
+"""The rows of a call: classes last, one value per row, shifts and heads applied, values checked if asked for.
+
+`aligned` is the part that autograd sees. `gather_facts` is the rest, on arrays that MLX does not differentiate. Values
+are checked with XENT_CHECK_TARGETS=1; without it, rows with invalid values are NaN.
 
 An option may be a 0-d array instead of a Python number. A compiled function then uses the value at each call, while a
 new Python number would cause it to be traced again.
 """
 
-from dataclasses import dataclass, replace
-from functools import cached_property
+import math
+import os
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from xent.backends.mlx.devices import accumulation_dtype, scalar
-from xent.backends.mlx.kernels import RowFacts, Terms
-from xent.core.call import Activation, Allowed, Call, Classes, Probabilities, array_of, vocabulary_of
-from xent.core.spec import LARGEST
+from xent.backends.mlx.kernels import Facts
+from xent.core.arrays import dtype_name
+from xent.core.call import (
+    Allowed,
+    Call,
+    Classes,
+    Dense,
+    Given,
+    Probabilities,
+    Source,
+    TopK,
+    array_of,
+    vocabulary_of,
+)
+from xent.core.describe_divergence import check_values, gathered
+from xent.core.spec import LARGEST, mass_tolerance
+from xent.core.values import check_support, check_targets, check_temperature, check_top_k
 
-__all__ = ["Facts", "gather_facts"]
+__all__ = ["aligned", "gather_facts"]
 
-
-@dataclass(frozen=True, eq=False)
-class Facts:
-    """The facts of the N rows of a prepared call: those for a row kernel, and those that only the driver needs."""
-
-    call: Call
-    rows: RowFacts
-    ignored: mx.array
-    """(N,) bool: rows without a target; of a divergence, rows with weight 0."""
-    invalid: mx.array | None
-    """(N,) bool: rows with a target outside [0, V), a temperature that is not > 0, an invalid support or invalid values
-    of a teacher. Their loss and gradient are NaN. None for class probabilities."""
-    deferred: mx.array | None
-    """0-d factor that the driver multiplies into float16 gradients later, so that they do not underflow."""
-    divisor: mx.array | None
-    """0-d, the divisor of "mean"; None for the other reductions."""
-
-    @property
-    def count(self) -> int:
-        """N."""
-        return int(self.ignored.size)
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return vocabulary_of(self.call.source)
-
-    @property
-    def idle(self) -> mx.array:
-        """(N,) bool: rows of which nothing is computed. Every row with a target has statistics, even with weight 0."""
-        return self.ignored if self.call.options.stats else self.rows.dead
-
-    @cached_property
-    def counted(self) -> mx.array:
-        """0-d, the number of rows with a target. Cached, because mx.compile fails if a result is computed twice."""
-        return (~self.ignored).sum()
-
-    def block(self, part: slice) -> RowFacts:
-        """Return the facts of some rows for a row kernel."""
-        whole = part.stop - part.start == self.count
-        rows, target = self.rows if whole else self.rows.part(part), self.call.target
-        if not isinstance(target, Probabilities):
-            return rows
-        place = part if target.order is None else mx.maximum(target.order[part], 0)
-        return replace(rows, probabilities=target.values if whole and place is part else target.values[place])
-
-    def factor(self, upstream: mx.array | None) -> mx.array | None:
-        """Return the remaining 0-d factor of a gradient, for an upstream gradient. None means 1."""
-        if upstream is None:
-            return self.deferred
-        factor = upstream.astype(self.rows.weight.dtype)
-        return factor if self.deferred is None else factor * self.deferred
-
-    def with_upstream(self, upstream: dict[str, mx.array | None], entropy: mx.array | None) -> "Facts":
-        """Return the facts for the gradient of rows, from the upstream gradients of their losses and statistics.
-
-        `entropy` (N,) is the statistic itself, if it has an upstream gradient.
-        """
-        acc, rows = self.rows.scale.dtype, self.rows
-        flat = {name: one.reshape(-1).astype(acc) for name, one in upstream.items() if one is not None}
-        scale = rows.scale * flat.pop("loss") if "loss" in flat else rows.scale
-        if not flat:
-            return replace(self, rows=replace(rows, scale=scale))
-        if entropy is not None:
-            flat["H"] = entropy
-        scale = mx.where(rows.dead, 0, scale)  # rows with weight 0 have statistics too
-        return replace(self, rows=replace(rows, scale=scale, dead=self.ignored, upstream=flat))
+_Each = Callable[[mx.array, Any], mx.array]
 
 
-def gather_facts(call: Call, wrong: mx.array | None = None) -> Facts:
-    """Return the facts of all rows of a prepared call. `wrong` rows (N,) have an invalid support or teacher."""
-    target, activation, options, dtype = call.target, call.activation, call.options, array_of(call).dtype
-    acc, vocabulary, count = accumulation_dtype(dtype), vocabulary_of(call.source), array_of(call).size
-    class_weight = None if options.weight is None else options.weight.astype(acc)
-    classes = invalid = bend = divisor = deferred = None
-    weight = options.sample_weight
+def aligned(call: Call) -> Call:
+    """Return the call with the classes of logits and probabilities on the last axis. Raise TypeError for mixed dtypes.
+
+    MLX would promote arrays of several dtypes to a slower float32 product.
+    """
+    source, target = call.source, call.target
+    if isinstance(target, Probabilities) and isinstance(source, Given):
+        target = target._replace(values=mx.moveaxis(target.values, source.axis, -1))
+    elif isinstance(target, Dense):
+        target = _restricted(target._replace(source=_aligned(target.source, "teacher.")))
+    return call._replace(source=_aligned(source, "linear_"), target=target)
+
+
+def _restricted(target: Dense) -> Dense:
+    """Return a teacher with the student's classes only; invalid classes make it NaN."""
+    if target.ids is None:
+        return target
+    ids = target.ids.astype(mx.int64)
+    _check(check_values, [ids], target.source)
+    ordered, places = mx.sort(ids), mx.clip(ids, 0, max(vocabulary_of(target.source) - 1, 0))
+    wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
+    source: Any = gathered(target.source, places)
+    name = "logits" if isinstance(source, Given) else "input"
+    values = getattr(source, name)
+    return Dense(source._replace(**{name: mx.where(wrong, mx.nan, values).astype(values.dtype)}), target.activation)
+
+
+def _aligned(source: Source, prefix: str) -> Source:
+    if isinstance(source, Given):
+        return source._replace(logits=mx.moveaxis(source.logits, source.axis, -1), axis=source.logits.ndim - 1)
+    for name, array in (("weight", source.weight), ("bias", source.bias)):
+        if isinstance(array, mx.array) and array.dtype != source.input.dtype:
+            raise TypeError(
+                f"{prefix}{name} must have the dtype of {prefix.removeprefix('linear_')}input, {source.input.dtype}; "
+                f"got {array.dtype}: cast it with astype"
+            )
+    return source
+
+
+def gather_facts(call: Call) -> Facts:
+    """Return the facts of all rows of an aligned call; it has at least one row.
+
+    The call of the facts has (N, V) class probabilities, and supports in the form of `_support`.
+    """
+    source, target, activation, options, _ = call
+    rows, vocabulary, dtype = tuple(array_of(call).shape[:-1]), vocabulary_of(source), array_of(call).dtype
+    acc, shape = accumulation_dtype(dtype), rows if options.heads is None else rows[1:]
+    shifts = options.shift if isinstance(options.shift, tuple) else (options.shift,)
+
+    def each(values: mx.array, fill: Any) -> mx.array:
+        """Return the values (N,) of the rows, from those of the targets (..., T)."""
+        parts = [_shifted(values, shift, fill) for shift in shifts]
+        return (parts[0] if options.heads is None else mx.stack(parts)).reshape(-1)
+
+    weight, found, invalid = options.sample_weight, dict[str, Any](), None
+    if weight is None and any(shifts) and isinstance(target, (Dense, TopK)):
+        weight = mx.ones(shape, acc)
+    weight = None if weight is None else each(weight.astype(acc), 0)
+    ignored = mx.zeros((math.prod(rows),), mx.bool_)
     if isinstance(target, (Classes, Allowed)):
-        ignored = target.ids == mx.array(options.ignore_index, dtype=mx.int64)
-        invalid = ((target.ids < 0) | (target.ids >= vocabulary)) & ~ignored
-        classes = mx.where(ignored | invalid, 0, target.ids).astype(mx.int32)
-    elif isinstance(target, Probabilities) and target.order is not None:
-        ignored = target.order < 0
-    elif isinstance(target, Probabilities) or weight is None:
-        ignored = mx.zeros((count // array_of(call).shape[-1],), mx.bool_)
-    else:
+        _check(check_targets, [target.ids], vocabulary, options.ignore_index, min(shifts))
+        ids = each(target.ids.astype(mx.int64), options.ignore_index)
+        ignored = ids == mx.array(options.ignore_index, dtype=mx.int64)
+        invalid = ((ids < 0) | (ids >= vocabulary)) & ~ignored
+        found["target"] = mx.where(ignored | invalid, 0, ids).astype(mx.int32)
+        if isinstance(target, Allowed):
+            target, broken = _support(target, shape, vocabulary, each)
+            invalid = invalid | (broken & ~ignored)
+            found |= {"begin": target.begin, "end": target.end}
+    elif isinstance(target, Probabilities):
+        target = Probabilities(target.values.reshape(-1, vocabulary))
+        found["probabilities"] = target.values
+        if any(shifts) or options.heads is not None:
+            found["order"] = order = each(mx.arange(math.prod(shape)).reshape(shape), -1)
+            ignored = order < 0
+    elif weight is not None:
         ignored = weight == 0
+    if isinstance(target, TopK):
+        used = mx.ones(rows, mx.bool_) if weight is None else weight.reshape(rows) != 0
+        _check(check_top_k, [*target[:2], used], target.tail, dtype_name(target.log_probs), vocabulary)
+        found |= _known(target, vocabulary, acc)
+        invalid = found.pop("wrong") & ~ignored
     if activation.temperature is not None:
-        temperature = mx.where(ignored, 1, activation.temperature)
-        numbers = (activation.logit_scale, _softcap(activation))
-        bend = mx.stack([scalar(number, acc) / temperature for number in numbers], axis=-1)
-        invalid = None if invalid is None else invalid | mx.isnan(bend[:, 0])
-    if wrong is not None:
-        wrong = wrong & ~ignored
-        invalid = wrong if invalid is None else invalid | wrong
+        _check(check_temperature, [activation.temperature], min(shifts))
+        heat = each(mx.broadcast_to(activation.temperature.astype(acc), shape), 1)
+        heat = mx.where(ignored, 1, mx.where(heat > 0, mx.minimum(heat, LARGEST), mx.nan))
+        numbers = (activation.logit_scale, _softcap(call))
+        found["bend"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
+        invalid = None if invalid is None else invalid | mx.isnan(heat)
+    if "begin" in found and invalid is not None:
+        found["begin"] = mx.where(invalid, -1, found["begin"])
+    class_weight = None if options.weight is None else options.weight.astype(acc)
+    by_class = class_weight[found["target"]] if class_weight is not None and "target" in found else 1
+    return Facts(
+        call=call._replace(target=target),
+        numbers=_numbers(call, class_weight, acc),
+        ignored=ignored,
+        invalid=invalid,
+        class_weight=class_weight,
+        **_weights(call, weight, ignored, invalid, by_class),
+        **found,
+    )
+
+
+def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | None, by_class: Any) -> dict[str, Any]:
+    """Return weight, scale, dead, deferred and divisor; `by_class` are the class weights of the targets."""
+    options, dtype = call.options, array_of(call).dtype
+    acc, divisor, deferred = accumulation_dtype(dtype), None, None
     weight = mx.where(ignored, 0, mx.ones(ignored.shape, acc) if weight is None else weight)
-    by_class = 1 if class_weight is None or classes is None else class_weight[classes]
     if options.reduction == "mean":
         parts = weight * by_class if invalid is None else mx.where(invalid, 0, weight * by_class)
         given = options.normalizer
@@ -141,44 +176,77 @@ def gather_facts(call: Call, wrong: mx.array | None = None) -> Facts:
         size = mx.where(largest == 0, 1, largest)
         scale = weight / size
         deferred = size if divisor is None else mx.where(divisor == 0, 0, size / divisor)
-    elif divisor is not None:
-        scale = mx.where(divisor == 0, 0, weight / divisor)  # 1/D would be infinite if D is below the normal numbers
-    rows = RowFacts(
-        terms=Terms(
-            smoothing=_differs(options.label_smoothing, 0),
-            z_loss=_differs(options.z_loss, 0),
-            softcap=activation.softcap is not None,
-            scale=activation.temperature is not None or _differs(activation.logit_scale, 1),
-        ),
-        numbers=_numbers(call, class_weight, acc),
-        target=classes,
-        probabilities=None,
-        weight=weight,
-        scale=scale,
-        dead=dead,
-        class_weight=class_weight,
-        bend=bend,
-    )
-    return Facts(call, rows, ignored, invalid, deferred, divisor)
+    elif divisor is not None:  # 1/D would be infinite if D is below the normal numbers
+        scale = mx.where(dead, 0, weight / mx.where(divisor == 0, 1, divisor))
+    return {"weight": weight, "scale": scale, "dead": dead, "deferred": deferred, "divisor": divisor}
+
+
+def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Each) -> tuple[Allowed, mx.array]:
+    """Return the target for rows, and whether offsets are invalid, 0-d.
+
+    The classes are int32, at least one, and V if they are outside of [0, V).
+    """
+    _check(check_support, list(target[1:4]), vocabulary)
+    given = len(target.classes)
+    classes = target.classes.astype(mx.int64) if given else mx.zeros((1,), mx.int64)
+    classes = mx.where((classes < 0) | (classes >= vocabulary), vocabulary, classes).astype(mx.int32)
+    begin, end = (part.astype(mx.int64) for part in (target.begin, target.end))
+    sizes = end - begin
+    broken = (begin[0] != 0) | (end[-1] != given) | ((sizes < 0) | (sizes > vocabulary)).any()
+    begin, end = (each(mx.clip(part, 0, given).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
+    return Allowed(target.ids, classes, begin, end), broken
+
+
+def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]:
+    """Return the classes of a top-k teacher, and the "wrong" rows (N,) with invalid values."""
+    ids, log_q = (values.reshape(-1, values.shape[-1]) for values in teacher[:2])
+    ids, log_q = ids.astype(mx.int64), log_q.astype(acc)
+    none = -1 - mx.arange(ids.shape[1], dtype=mx.int64)
+    ids = mx.where(log_q == -mx.inf, none, mx.where((ids < 0) | (ids >= vocabulary), vocabulary, ids))
+    ordered, mass = mx.sort(ids, axis=-1), mx.exp(log_q).sum(-1)
+    wrong = (ids == vocabulary).any(-1) | (ordered[:, 1:] == ordered[:, :-1]).any(-1)
+    wrong = wrong | ~(mass <= 1 + mass_tolerance(dtype_name(teacher.log_probs)))
+    return {"ids": ids, "log_q": log_q, "wrong": wrong | (mass == 0) if teacher.tail == "renormalize" else wrong}
+
+
+def _check(check: Callable[..., None], arrays: list[mx.array], *others: Any) -> None:
+    """Call `check` with NumPy arrays and others, if checks are on. While mx.compile traces, there are no values."""
+    if os.environ.get("XENT_CHECK_TARGETS") != "1":
+        return
+    values = []
+    for array in arrays:
+        try:
+            mx.eval(array)
+        except ValueError:
+            return
+        if mx.issubdtype(array.dtype, mx.floating):
+            values.append(np.array(array if array.dtype == mx.float64 else array.astype(mx.float32), np.float64))
+        else:
+            values.append(np.array(array.astype(mx.int64)))
+    check(*values, *others)
+
+
+def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
+    """Return an array with values[..., t + shift] at t, and `fill` past the end."""
+    if not shift:
+        return values
+    kept = values[..., min(shift, values.shape[-1]) :]
+    missing = (*values.shape[:-1], values.shape[-1] - kept.shape[-1])
+    return mx.concatenate([kept, mx.full(missing, fill, dtype=values.dtype)], axis=-1)
 
 
 def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
-    """Return `xent.backends.mlx.kernels.RowFacts.numbers`, (8,)."""
-    vocabulary, activation, options = vocabulary_of(call.source), call.activation, call.options
+    """Return `xent.backends.mlx.kernels.Facts.numbers`, (8,)."""
+    vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
     total: Any = vocabulary if class_weight is None else class_weight.sum()
-    smoothing = options.label_smoothing
-    given = [smoothing, options.z_loss, _softcap(activation), activation.logit_scale, smoothing / vocabulary, total]
+    scale, spread = call.activation.logit_scale, smoothing / vocabulary
+    given = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
     if any(isinstance(value, mx.array) for value in given):
-        return mx.stack([scalar(value, dtype) for value in (*given, 0, 0)])
-    return mx.array([*given, 0.0, 0.0], dtype=dtype)
+        return mx.stack([scalar(value, dtype) for value in given])
+    return mx.array(given, dtype=dtype)
 
 
-def _softcap(activation: Activation) -> Any:
+def _softcap(call: Call) -> Any:
     """Return the softcap as a number or array, bounded by `LARGEST`; 0 for none."""
-    cap: Any = 0.0 if activation.softcap is None else activation.softcap
+    cap: Any = 0.0 if call.activation.softcap is None else call.activation.softcap
     return mx.minimum(cap, LARGEST) if isinstance(cap, mx.array) else cap
-
-
-def _differs(value: Any, neutral: float) -> bool:
-    """Whether an option has an effect. One that is in an array is included for every value."""
-    return isinstance(value, mx.array) or value != neutral

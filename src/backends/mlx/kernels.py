@@ -1,40 +1,54 @@
-"""The interface of a device's row kernel in the MLX driver.
+"""The interface of a device's row kernel in the MLX driver, and `finish`, the one step that handles options.
+
+A row kernel is a module with two functions of an (R, V) block of raw logits with R, V >= 1, of any strides:
+
+- ``forward(logits, facts, asked)`` computes the results that `asked` names: "loss" and others. It has "dead" too, if
+  results other than loss and gradient are needed for dead rows; other names have no meaning.
+- ``backward(logits, facts, norm)`` computes the gradient (R, V) of a block from the result norm (R, 2), for the present
+  `scale` of the facts.
 
 MLX arrays are immutable: a kernel returns its results, and "in place" means that the gradient may reuse the memory of
 logits that nothing else refers to. The driver slices the facts to the rows of a block, never passes an empty block,
 makes each block depend on the one before, and computes losses and statistics from the results of a kernel. A kernel
 does not evaluate arrays.
+
+`finish` and `coefficients` compute losses, statistics and gradient coefficients from the sums over whole rows.
+With x, e, w, a as in `xent.cross_entropy`, m the largest x, log_sum = log sum_c exp(x_c - m), t_c = [c==y] and
+w_t = w_y for class indices, t_c = w_c q_c and w_t = 1 for class probabilities q::
+
+    lse   = m + log_sum
+    l     = a [ (1-e) w_t sum_c t_c (lse - x_c)  +  (e/V) sum_c w_c (lse - x_c)  +  zeta lse^2 ]
+    dL/dx = p_c (alpha + beta log p_c) - gamma t_c - delta w_c
+
+where r, u, n and v are the upstream gradients of l / a, lse, nll and entropy H::
+
+    gamma = r (1-e) w_t + n     delta = r e/V     beta = -v
+    alpha = gamma sum_c t_c + delta sum_c w_c + 2 r zeta lse + u - v H
+
+For class probabilities with class weights, the term of n is computed by a second call without the weights.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-__all__ = ["KERNELS", "Kernels", "Results", "RowFacts", "Terms", "activate", "asked", "joined"]
+from xent.backends.mlx.devices import product
+from xent.core.call import Call
+
+__all__ = ["Coefficients", "Facts", "Gap", "Results", "Sums", "activate", "asked", "coefficients", "finish", "joined"]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
-
-
-@dataclass(frozen=True)
-class Terms:
-    """The terms of the loss. They are fixed for a call, so that a kernel can be compiled for each combination."""
-
-    smoothing: bool
-    z_loss: bool
-    softcap: bool
-    scale: bool
-    """Whether logits have a scale other than 1, or one whose value is unknown, or one per row."""
+_WHOLE = ("numbers", "class_weight", "deferred", "divisor")
 
 
 @dataclass(frozen=True, eq=False)
-class RowFacts:
-    """The facts of R rows of V raw logits. Floats are float32, or float64 for float64 logits."""
+class Facts:
+    """What is known of R rows of V raw logits before the logits. Floats are float32, or float64 for float64 logits."""
 
-    terms: Terms
+    call: Call
+    """The call, with a target in the form of `xent.backends.mlx.facts.gather_facts`."""
     numbers: mx.array
     """(8,) label_smoothing e, z_loss, softcap k, logit_scale s, "spread" e / V, "total_weight" sum_c w_c (V without
     class weights), 0, 0.
@@ -42,18 +56,39 @@ class RowFacts:
     There are eight because MLX passes smaller arrays to a Metal kernel in another address space. They are an array
     because a compiled function would be traced again for each new value of a Python number.
     """
-    target: mx.array | None
-    """(R,) int32 in [0, V); ignored and invalid rows have some valid class. None for class probabilities."""
-    probabilities: mx.array | None
-    """(R, V) in the caller's float dtype, without class weights and smoothing; None for class indices."""
     weight: mx.array
-    """(R,) a_i; NaN if the target is out of range, so that the row's loss is NaN."""
+    """(R,) a_i; NaN if the row is invalid, so that its loss is NaN."""
     scale: mx.array
     """(R,) gradient factor: a_i, divided by the divisor for "mean", times the upstream gradient if it is known."""
     dead: mx.array
     """(R,) bool: rows whose loss and gradient are exactly 0, even if their logits are NaN."""
-    class_weight: mx.array | None
+    ignored: mx.array
+    """(R,) bool: rows without a target; of a divergence, rows with weight 0."""
+    invalid: mx.array | None = None
+    """(R,) bool: rows with a target outside [0, V), a temperature that is not > 0, or invalid values of a teacher.
+    Their loss and gradient are NaN."""
+    deferred: mx.array | None = None
+    """0-d factor that the driver multiplies into float16 gradients later, so that they do not underflow."""
+    divisor: mx.array | None = None
+    """0-d, the divisor of "mean"; None for the other reductions."""
+    target: mx.array | None = None
+    """(R,) int32 in [0, V); ignored and invalid rows have some valid class. None for targets that are no classes."""
+    probabilities: mx.array | None = None
+    """(R, V) in the caller's float dtype, without class weights and smoothing; with `order` they have other rows."""
+    order: mx.array | None = None
+    """(R,) the row of `probabilities` of each row, -1 for none. None if row i has row i, and in a kernel."""
+    class_weight: mx.array | None = None
     """(V,)"""
+    begin: mx.array | None = None
+    """(R,) int32: where the support of each row begins in the classes of the call's target; -1 in invalid rows."""
+    end: mx.array | None = None
+    """(R,) int32: where it ends."""
+    teacher: mx.array | None = None
+    """(R, V): the raw logits of a dense teacher."""
+    ids: mx.array | None = None
+    """(R, K) int64: the classes of a top-k teacher, V outside of [0, V) and negative for padding entries."""
+    log_q: mx.array | None = None
+    """(R, K): its log-probabilities."""
     target_logits: mx.array | None = None
     """(R,) raw logits of the targets, which replace those in the block, because these were rounded to its dtype."""
     finite: bool = False
@@ -67,34 +102,64 @@ class RowFacts:
     """(R, 2): logit_scale and softcap of each row, which replace those in `numbers` if rows have temperatures. The sign
     of the scale is that in `numbers`. NaN if the temperature is not > 0."""
 
+    @property
+    def count(self) -> int:
+        """R."""
+        return int(self.weight.size)
+
+    @property
+    def smooths(self) -> bool:
+        """Whether there is label smoothing. An option that is an array has an effect, whatever its value is."""
+        return _differs(self.call.options.label_smoothing, 0)
+
+    @property
+    def squares(self) -> bool:
+        """Whether there is a z-loss."""
+        return _differs(self.call.options.z_loss, 0)
+
+    @property
+    def caps(self) -> bool:
+        """Whether there is a softcap."""
+        return self.call.activation.softcap is not None
+
+    @property
+    def scales(self) -> bool:
+        """Whether logits have a scale other than 1, or one whose value is unknown, or one per row."""
+        return self.bend is not None or _differs(self.call.activation.logit_scale, 1)
+
+    @property
+    def idle(self) -> mx.array:
+        """(R,) bool: rows of which nothing is computed. Every row with a target has statistics, even with weight 0."""
+        return self.ignored if self.call.options.stats else self.dead
+
+    def number(self, name: str) -> mx.array:
+        """Return the value of an option, 0-d."""
+        return self.numbers[_NUMBERS.index(name)]
+
     def of_rows(self, name: str) -> mx.array:
         """Return "logit_scale" or "softcap": (R,) if rows have their own, otherwise 0-d."""
         return self.number(name) if self.bend is None else self.bend[:, ("logit_scale", "softcap").index(name)]
 
-    def number(self, name: str) -> mx.array:
-        """Return the value of an option, 0-d."""
-        place = _NUMBERS.index(name)
-        return self.numbers[place : place + 1].reshape(())
-
-    def activate(
-        self, z: mx.array, over: Callable[[mx.array], mx.array] = lambda values: values[:, None]
-    ) -> tuple[mx.array, mx.array | None]:
-        """Return `activate` of logits in the dtype of `weight`. `over` reshapes values (R,) for broadcasting with z."""
-        wanted = {"logit_scale": self.terms.scale, "softcap": self.terms.softcap}
+    def activate(self, z: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Return `activate` of logits (R, V) in the dtype of `weight`."""
+        wanted = {"logit_scale": self.scales, "softcap": self.caps}
         values = [self.of_rows(name) if present else None for name, present in wanted.items()]
-        bends = [over(value) if value is not None and value.ndim else value for value in values]
+        bends = [value[:, None] if value is not None and value.ndim else value for value in values]
         return activate(z.astype(self.weight.dtype), *bends)
 
-    def part(self, rows: slice) -> RowFacts:
+    def part(self, rows: slice) -> "Facts":
         """Return the facts of some rows."""
-        whole = ("numbers", "class_weight")
-        named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array) and name not in whole}
-        cut: dict[str, Any] = {name: value[rows] for name, value in named.items()}
+        if self.order is None and rows.stop - rows.start == self.count:
+            return self
+        named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array)}
+        cut: dict[str, Any] = {name: value[rows] for name, value in named.items() if name not in _WHOLE}
+        if self.order is not None and self.probabilities is not None:
+            cut |= {"probabilities": self.probabilities[mx.maximum(self.order[rows], 0)], "order": None}
         return replace(self, **cut, upstream={name: value[rows] for name, value in self.upstream.items()})
 
 
 Results = dict[str, mx.array]
-"""The results of a forward pass for R rows by name, in the dtype of `RowFacts.weight`:
+"""The results of a forward pass for R rows by name, in the dtype of `Facts.weight`:
 
 - loss: (R,) l_i, including the z-loss.
 - grad: (R, V), the logits' dtype: the gradient with respect to the raw logits, with factor `scale` instead of a_i.
@@ -107,21 +172,6 @@ Results = dict[str, mx.array]
 
 Only loss and grad must be 0 in dead rows; the driver masks the others.
 """
-
-
-@dataclass(frozen=True)
-class Kernels:
-    """The row kernel of a device, as two functions of an (R, V) block of raw logits with R, V >= 1, of any strides."""
-
-    forward: Callable[[mx.array, RowFacts, Collection[str]], Results]
-    """Compute the results that the third argument names: "loss" and others. It has "dead" too, if results other than
-    loss and gradient are needed for dead rows; other names have no meaning."""
-    backward: Callable[[mx.array, RowFacts, mx.array], mx.array]
-    """Compute the gradient (R, V) of a block from the result norm (R, 2), for the present `scale` of the facts."""
-
-
-KERNELS: dict[str, Kernels] = {}
-"""Backend -> its row kernel. The module of the kernel registers it, and the backend imports that module."""
 
 
 def asked(stats: Collection[str], grad: bool) -> set[str]:
@@ -155,3 +205,114 @@ def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array 
         return x, None
     inside = x / softcap
     return softcap * mx.tanh(inside), 1 / mx.square(mx.cosh(inside))
+
+
+def _differs(value: Any, neutral: float) -> bool:
+    """Whether an option has an effect. One that is in an array is included for every value."""
+    return isinstance(value, mx.array) or value != neutral
+
+
+class Gap(NamedTuple):
+    """A weighted sum over classes of how far x is below the largest x, and the sum of the weights."""
+
+    below: mx.array
+    """(R,) sum_c weight_c (peak - x_c)."""
+    total: mx.array | float = 1
+    """sum_c weight_c, (R,) or 0-d."""
+
+    def surprise(self, log_sum: mx.array) -> mx.array:
+        """Return sum_c weight_c (-log p_c), (R,)."""
+        return self.below + (log_sum if isinstance(self.total, int) else self.total * log_sum)
+
+
+class Sums(NamedTuple):
+    """Sums of R rows over classes. They use differences to the largest x, which keep their precision."""
+
+    peak: mx.array
+    """(R,) the largest x."""
+    log_sum: mx.array
+    """(R,) log sum_c exp(x_c - peak)."""
+    target: Gap
+    """Gap with weights t."""
+    classes: Gap | None = None
+    """Gap with weights w, if there is label smoothing."""
+    plain: Gap | None = None
+    """Gap with weights q, if that is not t and the nll is needed."""
+    expected: mx.array | None = None
+    """(R,) sum_c p_c (peak - x_c)."""
+    best: mx.array | None = None
+    """(R,) int32: the class of the largest logit_scale * z."""
+    squares: mx.array | None = None
+    """(R,) sum_c p_c^2."""
+    mean: mx.array | None = None
+    """(R,) the mean of x_c."""
+
+
+class Coefficients(NamedTuple):
+    """The coefficients (R,) of the gradient with respect to raw logits. They include the factor s of dx/dz."""
+
+    alpha: mx.array
+    gamma: mx.array
+    beta: mx.array | None
+    delta: mx.array | None
+    rest: mx.array | None
+    """alpha - gamma for class indices, computed before rounding: if p_y is near 1, the difference would cancel."""
+
+
+def finish(sums: Sums, facts: Facts, asked: Collection[str]) -> Results:
+    """Return the results of whole rows, without gradients."""
+    log_sum, lse, weight = sums.log_sum, sums.peak + sums.log_sum, _target_weight(facts)
+    surprise = sums.target.surprise(log_sum)
+    loss = surprise if weight is None else product(weight, surprise)
+    if sums.classes is not None:
+        loss = loss + facts.number("spread") * sums.classes.surprise(log_sum)
+    if facts.squares:
+        loss = loss + facts.number("z_loss") * mx.square(lse)
+    made = {
+        "loss": mx.where(facts.dead, 0, facts.weight * loss),
+        "norm": mx.stack([sums.peak, log_sum], axis=-1),
+        "nll": (sums.plain or sums.target).surprise(log_sum) if "nll" in asked else None,
+        "entropy": None if sums.expected is None else sums.expected + log_sum,
+        "predictions": sums.best,
+        "log_sum_sq_probs": None if sums.squares is None else mx.log(sums.squares),
+        "mean_logit": sums.mean,
+    }
+    return {name: value for name, value in made.items() if value is not None}
+
+
+def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float) -> Coefficients:
+    """Return the coefficients for the upstream gradients in the facts.
+
+    `lse` (R,) is needed only for the z-loss; `total` is sum_c t_c.
+    """
+
+    def scaled(values: mx.array) -> mx.array:
+        return values * facts.of_rows("logit_scale") if facts.scales else values
+
+    r, given = scaled(facts.scale), facts.upstream
+    weight, beta, delta, rest = _target_weight(facts), None, None, list[mx.array]()
+    gamma = r if weight is None else r * weight
+    if facts.smooths:
+        delta = r * facts.number("spread")
+        rest.append(delta * facts.number("total_weight"))
+    if facts.squares and lse is not None:
+        rest.append(2 * facts.number("z_loss") * r * lse)
+    if "nll" in given:
+        gamma = gamma + scaled(given["nll"])
+    if "lse" in given:
+        rest.append(scaled(given["lse"]))
+    if "entropy" in given:
+        beta = -scaled(given["entropy"])
+        rest.append(beta * given["H"])
+    more = sum(rest[1:], rest[0]) if rest else None
+    alpha = gamma if facts.target is not None else gamma * total
+    return Coefficients(alpha if more is None else alpha + more, gamma, beta, delta, more)
+
+
+def _target_weight(facts: Facts) -> mx.array | None:
+    """Return (1-e) w_t, (R,) or 0-d; None for 1."""
+    keep = 1 - facts.number("label_smoothing") if facts.smooths else None
+    if facts.target is None or facts.class_weight is None:
+        return keep
+    weight = facts.class_weight[facts.target]
+    return weight if keep is None else keep * weight

@@ -9,18 +9,17 @@ NVIDIA GPUs. TF32 represents bfloat16 and float16 numbers exactly.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from xent.backends.mlx.devices import accumulation_dtype, chunk_device
-from xent.backends.mlx.facts import Facts
-from xent.core.call import Dense, Given, Source, TopK
+from xent.backends.mlx.kernels import Facts
+from xent.core.call import Call, Dense, Given, Product, Source, TopK, vocabulary_of
 from xent.core.chunks import MOST_ROUNDED_SUMS_MLX, rows_per_chunk
 from xent.core.spec import DIFFERENTIABLE, QuantizedWeight
 
-__all__ = ["Classifier", "Gradients", "Loaded", "Logits", "WeightGradient", "cut", "is_exact"]
+__all__ = ["Gradients", "Loaded", "Logits", "WeightGradient", "cut", "is_exact"]
 
 _WORKSPACE = {"mlx-cpu": 64 * 2**20, "metal": 512 * 2**20, "mlx-cuda": 1280 * 2**20}
 _FEWEST_ROWS = 64
@@ -31,58 +30,44 @@ _CONVERTED_BYTES = 8 * 2**20
 _MOST_RANGES = 64
 
 
-@dataclass(frozen=True, eq=False)
-class Classifier:
-    """Weight (V, D), dense or quantized, and bias (V,) or None. MLX does not differentiate these products."""
+def _logits(source: Product, hidden: mx.array, exact: bool) -> mx.array:
+    """Return logits (R, V) for hidden states (R, D); `exact` ones are float32 or float64."""
+    weight, bias = source.weight, source.bias
+    widens = exact and hidden.dtype.size < 4
+    if widens:
+        hidden, bias = hidden.astype(mx.float32), None if bias is None else bias.astype(mx.float32)
+    if isinstance(weight, QuantizedWeight):
+        made = _quantized(weight, hidden, True)
+        return made if bias is None else made + bias
+    if not widens:
+        return _product(hidden, weight.T, bias)
+    vocabulary, width = weight.shape
+    step = min(max(_CONVERTED_BYTES // (4 * width), -(-vocabulary // _MOST_RANGES)), vocabulary)
+    joined, tie = None, list[mx.array]()
+    for first in range(0, vocabulary, step):
+        some = slice(first, first + step)
+        part = mx.depends(weight[some], tie) if tie else weight[some]
+        tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[some])]
+        if step == vocabulary:
+            return tie[0]
+        joined = mx.zeros((len(hidden), vocabulary)) if joined is None else joined
+        joined[:, some] = tie[0]
+    assert joined is not None
+    return joined
 
-    weight: mx.array | QuantizedWeight
-    bias: mx.array | None
-    exact: bool
-    """Whether logits are computed in float32 or float64."""
 
-    def logits(self, hidden: mx.array) -> mx.array:
-        """Return logits (R, V) for hidden states (R, D)."""
-        weight, bias = self.weight, self.bias
-        widens = self.exact and hidden.dtype.size < 4
-        if widens:
-            hidden, bias = hidden.astype(mx.float32), None if bias is None else bias.astype(mx.float32)
-        if isinstance(weight, QuantizedWeight):
-            made = _quantized(weight, hidden, True)
-            return made if bias is None else made + bias
-        if not widens:
-            return _product(hidden, weight.T, bias)
-        vocabulary, width = weight.shape
-        step = min(max(_CONVERTED_BYTES // (4 * width), -(-vocabulary // _MOST_RANGES)), vocabulary)
-        joined, tie = None, list[mx.array]()
-        for first in range(0, vocabulary, step):
-            some = slice(first, first + step)
-            part = mx.depends(weight[some], tie) if tie else weight[some]
-            tie = [_product(hidden, part.astype(mx.float32).T, None if bias is None else bias[some])]
-            if step == vocabulary:
-                return tie[0]
-            joined = mx.zeros((len(hidden), vocabulary)) if joined is None else joined
-            joined[:, some] = tie[0]
-        assert joined is not None
-        return joined
-
-    def input_gradient(self, grad_logits: mx.array) -> mx.array:
-        """Return the gradient of hidden states (R, D) for the gradient of the logits (R, V)."""
-        if isinstance(self.weight, QuantizedWeight):
-            return _quantized(self.weight, grad_logits, False)
-        return grad_logits @ self.weight
-
-    def target_logits(self, hidden: mx.array, target: mx.array) -> mx.array:
-        """Return the float32 logits (R,) of each row's target class."""
-        weight = self.weight
-        if isinstance(weight, QuantizedWeight):
-            biases = None if weight.biases is None else weight.biases[target]
-            rows: Any = mx.dequantize(
-                weight.packed[target], weight.scales[target], biases, weight.group_size, weight.bits, weight.mode
-            )
-        else:
-            rows = weight[target]
-        found: mx.array = (hidden.astype(mx.float32) * rows.astype(mx.float32)).sum(-1)
-        return found if self.bias is None else found + self.bias[target].astype(mx.float32)
+def _target_logits(source: Product, hidden: mx.array, target: mx.array) -> mx.array:
+    """Return the float32 logits (R,) of each row's target class."""
+    weight = source.weight
+    if isinstance(weight, QuantizedWeight):
+        biases = None if weight.biases is None else weight.biases[target]
+        rows: Any = mx.dequantize(
+            weight.packed[target], weight.scales[target], biases, weight.group_size, weight.bits, weight.mode
+        )
+    else:
+        rows = weight[target]
+    found: mx.array = (hidden.astype(mx.float32) * rows.astype(mx.float32)).sum(-1)
+    return found if source.bias is None else found + source.bias[target].astype(mx.float32)
 
 
 def _product(hidden: mx.array, columns: mx.array, bias: mx.array | None) -> mx.array:
@@ -103,15 +88,15 @@ class Gradients:
     """
 
     def __init__(
-        self, needs: Sequence[str], classifier: Classifier | None = None, dtype: mx.Dtype = mx.float32, parts: int = 1
+        self, needs: Sequence[str], weight: mx.array | QuantizedWeight | None = None, dtype: Any = None, parts: int = 1
     ) -> None:
-        """`dtype` is that of the hidden states."""
-        self._classifier, self._needs = classifier, needs
+        """`weight` is the classifier, and `dtype` that of the hidden states."""
+        self._classifier, self._needs = weight, needs
         self._rows: list[mx.array] = []
         self._bias: mx.array | None = None
         self._weight: WeightGradient | None = None
-        if classifier is not None and "weight" in needs:
-            vocabulary, width = classifier.weight.shape
+        if weight is not None and "weight" in needs:
+            vocabulary, width = weight.shape
             self._weight = WeightGradient(vocabulary, width, dtype, parts)
 
     def add(self, grad: mx.array, rows: mx.array, dead: mx.array) -> list[mx.array]:
@@ -121,7 +106,9 @@ class Gradients:
             return [grad]
         made, grad = [], grad.astype(rows.dtype)
         if "input" in self._needs:
-            part = mx.where(dead[:, None], 0, self._classifier.input_gradient(grad))
+            weight: Any = self._classifier
+            part = _quantized(weight, grad, False) if isinstance(weight, QuantizedWeight) else grad @ weight
+            part = mx.where(dead[:, None], 0, part)
             # Before the upstream gradient is multiplied in, float16 could overflow.
             self._rows.append(part.astype(mx.float32) if part.dtype == mx.float16 else part)
             made.append(self._rows[-1])
@@ -141,9 +128,9 @@ class Gradients:
         It may be called once, so that MLX can reuse the memory of the parts.
         """
         made, rows = {}, self._rows
-        self._rows = []
         if rows:
-            made["input" if self._classifier else self._needs[0]] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
+            name = self._needs[0] if self._classifier is None else "input"
+            made[name] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         rows.clear()
         if self._weight is not None:
             made["weight"] = self._weight.result()
@@ -157,10 +144,10 @@ class WeightGradient:
 
     `mx.addmm` rounds a sum once. On the CPU it accumulates in place, in float32 or float64. On a GPU it always writes a
     new sum. There a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory and has up
-    to twice the error. On Apple GPUs the sum is in slices of the vocabulary, which are concatenated at the end, so that
-    only a slice exists twice. Not on NVIDIA GPUs: there MLX would copy and transpose a slice of the logits' columns
-    before the product, which takes longer than the product. There the sum is hidden^T @ grad_logits, as in MLX's own
-    gradient, and its transpose is returned.
+    to twice the error. Products of float16 could overflow, so they are float32. On Apple GPUs the sum is in slices of
+    the vocabulary, which are concatenated at the end, so that only a slice exists twice. Not on NVIDIA GPUs: there MLX
+    would copy and transpose a slice of the logits' columns before the product, which takes longer than the product.
+    There the sum is hidden^T @ grad_logits, as in MLX's own gradient, and its transpose is returned.
     """
 
     def __init__(self, vocabulary: int, width: int, dtype: mx.Dtype, chunks: int) -> None:
@@ -168,7 +155,7 @@ class WeightGradient:
         on_cpu = device == "mlx-cpu"
         rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= MOST_ROUNDED_SUMS_MLX
         self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
-        self._casts = on_cpu and dtype != self._wide
+        self._casts = dtype == mx.float16 or (on_cpu and dtype != self._wide)
         self._transposed = device == "mlx-cuda"
         step = vocabulary if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
         self._parts = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
@@ -178,9 +165,6 @@ class WeightGradient:
         """Add a chunk's (R, V)^T @ (R, D)."""
         if self._casts:
             grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
-        factor = _overflow(hidden) if hidden.dtype == mx.float16 and hidden.size else None
-        if factor is not None:
-            hidden = (hidden / factor).astype(mx.float16)
         pairs = [(hidden.T, grad_logits)]
         if not self._transposed:
             pairs = [(grad_logits[:, part].T, hidden) for part in self._parts]
@@ -188,20 +172,12 @@ class WeightGradient:
             self.sums = [mx.addmm(total, *pair) for total, pair in zip(self.sums, pairs, strict=True)]
             return
         made = [(one @ other).astype(self._wide) for one, other in pairs]
-        if factor is not None:
-            made = [part * factor for part in made]
         self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
 
     def result(self) -> mx.array:
         """Return the sum (V, D), not yet rounded: that is done after the upstream gradient is multiplied in."""
         made = self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
         return made.T if self._transposed else made
-
-
-def _overflow(hidden: mx.array) -> mx.array:
-    """Return the power of two, usually 1, by which float16 (R, D) is divided so that its sum does not overflow."""
-    largest = mx.abs(hidden).max().astype(mx.float32)
-    return mx.power(2.0, mx.ceil(mx.log2(mx.maximum(largest * len(hidden) / 2**14, 1))))
 
 
 class Loaded(NamedTuple):
@@ -225,8 +201,8 @@ class Logits:
         """
         given = isinstance(source, Given)
         array: mx.array = source.logits if isinstance(source, Given) else source.input
-        self._rows, self._idle = array.reshape(-1, array.shape[-1]), idle
-        self._classifier = None if isinstance(source, Given) else Classifier(source.weight, source.bias, exact)
+        self._source, self._exact, self._idle = source, exact, idle
+        self._rows = array.reshape(-1, array.shape[-1])
         # The rounding of the target's logit would be most of the error of the loss.
         self._target = None if given or exact or array.dtype.size >= 4 else target
 
@@ -236,36 +212,38 @@ class Logits:
         rows = self._rows if part.stop - part.start == len(self._rows) else self._rows[part]
         rows = mx.depends(rows, tie) if tie else rows
         rows = rows if self._idle is None else mx.where(self._idle[part, None], 0, rows)
-        if self._classifier is None:
+        source = self._source
+        if isinstance(source, Given):
             return Loaded(rows, rows)
-        found = None if self._target is None else self._classifier.target_logits(rows, self._target[part])
-        return Loaded(rows, self._classifier.logits(rows), found)
+        found = None if self._target is None else _target_logits(source, rows, self._target[part])
+        return Loaded(rows, _logits(source, rows, self._exact), found)
 
     def gradients(self, needs: Sequence[str], parts: int) -> Gradients:
         """Return the sums for the gradients that `needs` names."""
-        return Gradients(needs, self._classifier, self._rows.dtype, parts)
+        weight = None if isinstance(self._source, Given) else self._source.weight
+        return Gradients(needs, weight, self._rows.dtype, parts)
 
 
-def is_exact(facts: Facts) -> bool:
+def is_exact(call: Call) -> bool:
     """Whether logits that the call computes must be float32 or float64."""
-    options = facts.call.options
+    options = call.options
     wanted = options.exact or not set(DIFFERENTIABLE).isdisjoint(options.stats)
-    return wanted or isinstance(facts.call.target, (Dense, TopK))
+    return wanted or isinstance(call.target, (Dense, TopK))
 
 
 def cut(facts: Facts, trained: bool) -> list[slice]:
     """Return the rows of each part. `trained`: whether the classifier is expected to need a gradient."""
-    source, target, count, vocabulary = facts.call.source, facts.call.target, facts.count, facts.vocabulary
-    device = chunk_device()
+    source, target, count, device = facts.call.source, facts.call.target, facts.count, chunk_device()
+    vocabulary = vocabulary_of(source)
     workspace = None if isinstance(source, Given) else source.workspace
     if isinstance(target, (Dense, TopK)):
-        size = vocabulary * facts.rows.weight.dtype.size * (2 if isinstance(target, Dense) else 1)
+        size = vocabulary * facts.weight.dtype.size * (2 if isinstance(target, Dense) else 1)
         size *= 1 if workspace else _PASSES
         step = rows_per_chunk(count, size, 1, workspace or max(_WORKSPACE[device], _FEWEST_ROWS * size), device)
     elif isinstance(source, Given):
         step = count
     else:
-        exact = is_exact(facts)
+        exact = is_exact(facts.call)
         itemsize = max(source.input.dtype.size, 4 * exact)
         # The bits of an exact call must not depend on which gradients are needed.
         step = rows_per_chunk(count, vocabulary, itemsize, workspace, device, trained and not exact)
