@@ -258,7 +258,7 @@ def _by_operation(run: Run, asked: Asked, tensors: Any, sums: Any, upstream: Ups
     return _placed(gradients(*values) if compiling else Once.apply(gradients, *values), asked)
 
 
-def _is_batched(upstream: Tensor | None) -> bool:
+def _is_batched(upstream: Any) -> bool:
     """Return whether torch.autograd.grad(is_grads_batched=True) batches a tensor, which has no memory then."""
     return type(upstream) in _PLAIN_TYPES and not has_memory(upstream)
 

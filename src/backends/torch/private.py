@@ -11,7 +11,6 @@ import torch
 
 __all__ = ["dispatch_modes", "group_named", "keeps_graph", "saved_hooks", "transforms_active"]
 
-
 _C: Any = torch._C  # type checkers do not know all of it
 
 
@@ -30,10 +29,7 @@ dispatch_modes: Callable[[], int] = _found(lambda: torch._C._len_torch_dispatch_
 """() -> the number of modes that see every operation (fake tensors, selective checkpoints, FLOP counters). Without it:
 custom operations for every call."""
 
-keeps_graph: Callable[[], bool] = _found(
-    lambda: _C._autograd._get_current_graph_task_keep_graph,
-    lambda: True,
-)
+keeps_graph: Callable[[], bool] = _found(lambda: _C._autograd._get_current_graph_task_keep_graph, lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
 
 saved_hooks: Callable[[bool], Any] = _found(
