@@ -7,13 +7,37 @@ import torch
 from torch import Tensor
 
 import xent
-from xent.core.spec import LOG_PROB_STATS
+from tests.targets import Target
+from xent.core.spec import LOG_PROB_STATS, ROW_STATS
 
-__all__ = ["CLOSE", "DTYPES", "Rows", "Upstream", "compare", "compare_results"]
+__all__ = ["ASKED", "CLOSE", "DTYPES", "OPTIONS", "Rows", "Upstream", "compare", "compare_results", "draw", "padded"]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-CLOSE = {torch.float32: 4e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-_SMALLEST = {torch.float32: 1e-6, torch.bfloat16: 1e-6, torch.float16: 2.0**-23}
+CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+OPTIONS = {
+    "plain": {},
+    "smoothing": {"label_smoothing": 0.1},
+    "weight, z_loss": {"weight": True, "z_loss": 0.1},
+    "weight, smoothing, z_loss": {"weight": True, "label_smoothing": 0.2, "z_loss": 0.1},
+    "scale": {"logit_scale": -0.7},
+    "softcap": {"softcap": 4.0},
+    "softcap, scale, smoothing": {"softcap": 4.0, "logit_scale": 1.5, "label_smoothing": 0.1},
+    "temperature": {"temperature": True},
+    "softcap, scale, temperature": {"softcap": 4.0, "logit_scale": -0.7, "temperature": True},
+    "sample_weight, softcap": {"sample_weight": True, "softcap": 30.0},
+    "all": {
+        "weight": True, "label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "logit_scale": 0.8,
+        "sample_weight": True,
+    },
+}  # fmt: skip
+ASKED: dict[str, tuple[str, ...]] = {
+    "loss": ("loss",),
+    "all": ("loss", "lse", "nll", "entropy"),
+    "log-probabilities and entropy": ("loss", "entropy"),
+    "entropy": ("entropy",),
+    "lse": ("lse",),
+    "loss and nll": ("loss", "nll"),
+}
 
 
 class Upstream(NamedTuple):
@@ -43,9 +67,8 @@ class Rows:
         """Return the loss and the statistics of each row; with a temperature, minus the log-probability."""
         if self.temperature is None:
             given = {"weight": self.weight, "sample_weight": self.sample_weight, "reduction": "none"}
-            made = xent.cross_entropy(
-                logits, self.target, stats=self.stats, backend=self.backend, **given, **self.options, **more
-            )
+            given |= self.options | more
+            made = xent.cross_entropy(logits, self.target, stats=self.stats, backend=self.backend, **given)
             loss, stats = made if self.stats else (made, xent.Stats())
             return {"loss": loss} | {name: getattr(stats, name) for name in self.stats}
         names = tuple(name for name in self.stats if name in LOG_PROB_STATS)
@@ -62,22 +85,23 @@ class Rows:
         with torch.no_grad():
             return self.run(self.logits)
 
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the gradient, from a call that keeps the logits and from one in place."""
+    def gradients(self) -> dict[str, tuple[Tensor, dict[str, Tensor]]]:
+        """Return the gradient and the results of a call that keeps the logits, in place, and of the sum of losses."""
         used = {name: one for name, one in self.upstream._asdict().items() if one is not None}
         asked = replace(self, stats=tuple(name for name in used if name != "loss"))
+        ways: dict[str, dict[str, Any]] = {"beside": {}}
+        if self.temperature is None:
+            ways |= {} if _overlaps(self.logits) else {"in place": {"inplace": True}}
+            ways |= {} if asked.stats else {"of the sum": {"reduction": "sum"}}
         found = {}
-        for way in ("beside", "in place") if self.temperature is None else ("beside",):
-            leaf = self.logits.detach().requires_grad_()
-            if way == "beside":
-                made = asked.run(leaf)
-            else:
-                given = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-                if _overlaps(leaf):
-                    continue
-                made = asked.run(given.copy_(leaf), inplace=True)
-            pairs = [(made[name], one.reshape(made[name].shape).to(made[name].dtype)) for name, one in used.items()]
-            (found[way],) = torch.autograd.grad([one for one, _ in pairs], leaf, [one for _, one in pairs])
+        for way, options in ways.items():
+            leaf = given = self.logits.detach().requires_grad_()
+            if "inplace" in options:
+                given = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+            made = asked.run(given, **options)
+            pairs = [(made[name], one) for name, one in used.items()]
+            upstream = None if "reduction" in options else [one.reshape(out.shape).to(out) for out, one in pairs]
+            found[way] = torch.autograd.grad([out for out, _ in pairs], leaf, upstream)[0], made
         return found
 
     def exact(self) -> "Rows":
@@ -97,22 +121,66 @@ def _overlaps(tensor: Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def compare(rows: Rows, **close: Any) -> None:
-    """Compare results and gradients; `close` overrides the tolerance of gradients."""
-    compare_results(rows)
-    right, dtype = rows.exact().gradients()["beside"], rows.logits.dtype
-    given = {"rtol": CLOSE[dtype], "atol": _SMALLEST[dtype]} | close
-    for way, grad in rows.gradients().items():
-        torch.testing.assert_close(
-            grad.double().cpu(), right, **given, equal_nan=True, msg=lambda text, way=way: f"gradient, {way}: {text}"
-        )
+def compare(rows: Rows, least: float = 4e-6, **close: Any) -> None:
+    """Compare results, up to `least` near 0, and gradients, whose tolerance `close` overrides."""
+    compare_results(rows, least)
+    right, dtype = rows.exact().gradients(), rows.logits.dtype
+    alone = not any(one is not None for one in rows.upstream[1:])
+    smallest = {torch.float16: 2.0**-24 if alone else 2.0**-23}.get(dtype, 2e-7 if alone else 1e-6)
+    given = {"rtol": CLOSE[dtype] if alone else max(CLOSE[dtype], 4e-6), "atol": smallest} | close
+    for way, (grad, made) in rows.gradients().items():
+        expected, results = right["beside" if way == "in place" else way]
+        _close(f"gradient, {way}", grad, expected, **given)
+        for name, value in made.items():
+            _close(f"{name}, {way}", value, results[name], rtol=3e-6, atol=min(least, 2e-7) if alone else least)
 
 
-def compare_results(rows: Rows) -> None:
+def compare_results(rows: Rows, least: float = 4e-6) -> None:
     """Compare the results of a call without gradients."""
     expected = rows.exact().forward()
     for name, value in rows.forward().items():
-        torch.testing.assert_close(
-            value.double().cpu(), expected[name].double(), rtol=4e-6, atol=4e-6, equal_nan=True,
-            msg=lambda text, name=name: f"{name}: {text}",
-        )  # fmt: skip
+        _close(name, value, expected[name], rtol=4e-6, atol=least)
+
+
+def _close(name: str, found: Tensor, expected: Tensor, **close: float) -> None:
+    torch.testing.assert_close(
+        found.double().cpu(), expected.double(), **close, equal_nan=True, msg=lambda text: f"{name}: {text}"
+    )
+
+
+def padded(values: Tensor, start: int = 0) -> Tensor:
+    """Return a copy that begins `start` elements after a boundary, in memory of whole vectors, as on a GPU."""
+    memory = torch.full((-(-(start + values.numel()) // 8) * 8,), 1000, dtype=values.dtype, device=values.device)
+    return memory[start : start + values.numel()].view(values.shape).copy_(values)
+
+
+def draw(
+    target: Target, vocabulary: int, dtype: torch.dtype, options: str = "plain", asked: str = "all", rows: int = 5
+) -> Rows:
+    """Return rows with the first and the last class, some ignored; with weights, one of them has weight 0.
+
+    With an odd number of classes, five rows have different offsets from a boundary of memory.
+    """
+    generator = torch.Generator().manual_seed(vocabulary)
+    given = dict(OPTIONS[options])
+    logits = 3 * torch.randn(rows, vocabulary, generator=generator)
+    classes = torch.randint(vocabulary, (rows,), generator=generator)
+    classes[0], classes[-1], classes[2::4] = 0, vocabulary - 1, -100
+    weight, sample, temperature = (
+        torch.rand(size, generator=generator) * wide + least
+        for size, wide, least in ((vocabulary, 2, 0), (rows, 1, 0.5), (rows, 2, 0.4))
+    )
+    weight[::7], sample[1] = 0, 0
+    upstream = torch.randn(4, rows, generator=generator).to(target.device)
+    return Rows(
+        padded(logits.to(target.device, dtype)),
+        classes.to(target.device),
+        weight.to(target.device) if given.pop("weight", False) else None,
+        sample.to(target.device) if given.pop("sample_weight", False) else None,
+        temperature.to(target.device) if given.pop("temperature", False) else None,
+        options=given,
+        stats=() if asked == "loss" else ROW_STATS,
+        upstream=Upstream(
+            *(one if name in ASKED[asked] else None for name, one in zip(Upstream._fields, upstream, strict=True))
+        ),
+    )

@@ -131,25 +131,3 @@ def test_ties_go_to_the_lowest_class(target: Target, width: int) -> None:
     logits[:, [3, 4, 20, 66]] = 50.0
     classes, options = classes.clamp(min=0), gather(target, 67)
     assert (by_tiles(options, logits, classes, 4, width)["predictions"] == 3).all()
-
-
-@pytest.mark.parametrize("name", ["plain", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("workspace", [None, 1, 100, 67 * 4 * 3, 10**9])
-def test_workspace_makes_no_difference(target: Target, name: str, dtype: torch.dtype, workspace: int | None) -> None:
-    torch.manual_seed(0)
-    hidden, weight = (torch.randn(rows, 8, device=target.device).to(dtype) for rows in (3, 67))
-    classes = torch.randint(67, (3,), device=target.device)
-    options = dict(OPTIONS[name])
-    if options.pop("weight", False):
-        options["weight"] = torch.rand(67, device=target.device)
-    found, stats = xent.linear_cross_entropy(
-        hidden, weight, classes, workspace=workspace, stats=STAT_NAMES, backend=target.name, **options
-    )
-    expected, expected_stats = xent.linear_cross_entropy(
-        hidden, weight, classes, stats=STAT_NAMES, backend="torch", **options
-    )
-    close = 3e-6 if dtype == torch.float32 else 1e-2
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
-    for field in STAT_NAMES:
-        torch.testing.assert_close(getattr(stats, field), getattr(expected_stats, field), rtol=close, atol=close)
