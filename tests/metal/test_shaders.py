@@ -9,12 +9,10 @@ import xent
 from tests.metal.emulator.frontend import FrontendError
 from tests.metal.emulator.kernels import Emulator
 from tests.metal.emulator.launch import EmulatorError
-from tests.metal.test_tensors import DEVICE, METAL, draw, outcome
-from xent.backends import ALSO
+from tests.metal.test_tensors import METAL, TARGETS, draw, outcome
 from xent.backends.metal import sources
 from xent.backends.metal.torch_steps import MetalSteps
 from xent.command.check.case import Case
-from xent.command.check.judge import judge_case
 
 
 def several_launches() -> None:
@@ -31,8 +29,7 @@ pytestmark = pytest.mark.usefixtures("emulator")
 def test_fewer_threads_if_the_pipeline_has_a_limit(emulator: Emulator, limit: int, reduction: str) -> None:
     emulator.limit = lambda source: limit
     case = Case("cross_entropy", (3,), 20_000, "float32", "plain", reduction=reduction, ignored=0.0)
-    for comparison in judge_case(ALSO["metal"](), ALSO["metal"]().harness(DEVICE), case):
-        assert comparison.passed, comparison
+    TARGETS[0].judge(case)
 
 
 @pytest.mark.parametrize("limit", [0, 16])

@@ -9,34 +9,42 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import xent
-from tests.cases import LOG_PROBS, SHAPES, log_prob_cases, paired_cases
+from tests.cases import EVERYWHERE, FUNCTIONS, LOG_PROBS, SHAPES, log_prob_cases, paired_cases
 from tests.divergence.cases import divergence_cases
+from tests.metal.test_rows import (  # noqa: F401
+    test_columns_of_minus_infinity,
+    test_nan_and_infinity_affect_only_their_row,
+)
 from tests.options import option_cases
+from tests.targets import Target
+from tests.test_gradients import passes, test_inplace_gives_the_same_gradient  # noqa: F401
+from tests.test_log_probs import test_same_bits_with_and_without_gradients_and_statistics  # noqa: F401
+from tests.test_stats import (  # noqa: F401
+    test_results_of_log_probabilities_equal_the_reference,
+    test_statistics_equal_the_reference,
+)
+from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: F401
 from xent.backends import ALSO
 from xent.backends.metal import torch_machine
 from xent.command.check.case import Case
-from xent.command.check.judge import judge_case
 from xent.command.check.plan import chunk_cases
 from xent.command.check.run import check_all, planned
-from xent.core.spec import STAT_NAMES
 
-DTYPES = ("float32", "bfloat16", "float16")
-FUNCTIONS = ("cross_entropy", "linear_cross_entropy")
 METAL = {"backend": "metal"}
 DEVICE = torch_machine.DEVICES[0]
+TARGETS = [Target("metal", DEVICE, also=True)]
 
 
 def matrix() -> list[Case]:
     """Return every named option and shape of both functions, each with one dtype and reduction."""
     cases = []
     for function in FUNCTIONS:
-        dealt = cycle(product(DTYPES, ("mean", "sum", "none")))
+        dealt = cycle(product(EVERYWHERE, ("mean", "sum", "none")))
         named = [case for case in option_cases(function, "float32") if case.reduction == "mean"]
         cases += [replace(case, dtype=dtype, reduction=how) for case, (dtype, how) in zip(named, dealt, strict=False)]
         shapes = [replace(shape, function=function, name=name) for name, shape in SHAPES.items() if not shape.offset]
@@ -47,30 +55,26 @@ def matrix() -> list[Case]:
 def rows() -> list[Case]:
     """Return cases of log-probabilities and of losses whose statistics carry gradients, each with one dtype."""
     shapes = [case for function in LOG_PROBS for case in log_prob_cases(function) if case.dtype != "float64"]
-    return shapes + [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, DTYPES)]
+    return shapes + [case for function in (*FUNCTIONS, *LOG_PROBS) for case in paired_cases(function, EVERYWHERE)]
 
 
 @pytest.mark.parametrize("case", matrix() + rows(), ids=str)
-def test_loss_and_gradients(case: Case) -> None:
-    for comparison in judge_case(ALSO["metal"](), ALSO["metal"]().harness(DEVICE), case):
-        assert comparison.passed, comparison
-        assert comparison.bound < 0.5, "a zero gradient must not pass"
+def test_loss_and_gradients(target: Target, case: Case) -> None:
+    passes(target, case)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_long_rows_and_chunks(function: str, dtype: str) -> None:
-    harness = ALSO["metal"]().harness(DEVICE)
+@pytest.mark.parametrize("dtype", EVERYWHERE)
+def test_long_rows_and_chunks(target: Target, function: str, dtype: str) -> None:
     plain = Case(function, (5,), 1, dtype, "", hidden=16, ignored=0.0, alone=True)
     cases = [
         replace(plain, name=name, vocabulary=vocabulary, reduction=reduction)
-        for name, vocabulary in harness.sizes(dtype).items()
+        for name, vocabulary in target.harness.sizes(dtype).items()
         for reduction in ("mean", "none")
     ]
     cases += chunk_cases(function, dtype) if plain.is_linear else []
-    for case in cases[DTYPES.index(dtype) :: 3]:
-        for comparison in judge_case(ALSO["metal"](), harness, case):
-            assert comparison.passed, (str(case), comparison)
+    for case in cases[EVERYWHERE.index(dtype) :: 3]:
+        target.judge(case)
 
 
 def draw(rows: int = 6, vocabulary: int = 300, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -86,63 +90,6 @@ def outcome(logits: Tensor, target: Tensor, upstream: Tensor | None = None, **op
     loss = xent.cross_entropy(leaf, target, **options)
     (grad,) = torch.autograd.grad(loss, leaf, upstream)
     return [loss.detach(), grad]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("name", ["sliced", "transposed", "expanded", "offset", "padded"])
-def test_any_strides(name: str, reduction: str) -> None:
-    logits, target = draw()
-    strided = {
-        "sliced": logits.repeat(1, 2)[:, : logits.shape[1]],
-        "transposed": logits.t().contiguous().t(),
-        "expanded": logits[:1].expand(6, -1),
-        "offset": torch.cat([logits.new_zeros(3), logits.flatten()])[3:].view(logits.shape),
-        "padded": torch.nn.functional.pad(logits, (0, 5))[:, :-5],
-    }[name]
-    upstream = torch.arange(6.0, device=DEVICE) if reduction == "none" else None
-    options = METAL | {"reduction": reduction, "label_smoothing": 0.1}
-    for one, other in zip(
-        outcome(strided, target, upstream, **options),
-        outcome(strided.contiguous().clone(), target, upstream, **options),
-        strict=True,
-    ):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("vocabulary", [40, 3000, 70_001])
-def test_gradient_is_the_same_in_place(reduction: str, vocabulary: int) -> None:
-    logits, target = draw(vocabulary=vocabulary)
-    upstream = torch.ones(6, device=DEVICE) if reduction == "none" else None
-    _, expected = outcome(logits, target, upstream, reduction=reduction, **METAL)
-    leaf = logits.detach().requires_grad_()
-    loss = xent.cross_entropy(leaf * 1, target, reduction=reduction, inplace=True, **METAL)
-    (found,) = torch.autograd.grad(loss, leaf, upstream)
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("probabilities", [False, True])
-@pytest.mark.parametrize("sample_weight", [False, True])
-def test_statistics_equal_backend_torch(probabilities: bool, sample_weight: bool) -> None:
-    logits, target = draw()
-    if probabilities:
-        target = torch.rand(logits.shape, device=DEVICE).softmax(-1)
-    options = {"z_loss": 0.1, "stats": STAT_NAMES}
-    if sample_weight:
-        options["sample_weight"] = torch.tensor([0.0, 1.0, 2.0, 0.5, 0.0, 1.0], device=DEVICE)
-    _, found = xent.cross_entropy(logits, target, **options, **METAL)
-    _, expected = xent.cross_entropy(logits, target, **options, backend="torch")
-    for name in STAT_NAMES:
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_nan_and_infinity_affect_only_their_row(value: float) -> None:
-    logits, target = draw()
-    logits[1, 7] = logits[2, 7] = value  # row 2 is ignored
-    loss, grad = outcome(logits, target, torch.ones(6, device=DEVICE), reduction="none", **METAL)
-    for found in (loss, grad.sum(1)):
-        assert found.isnan().tolist() == [False, True, *[False] * 4]
 
 
 def test_target_out_of_range_gives_nan_in_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
