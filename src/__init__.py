@@ -7,10 +7,15 @@ imported by the first call that needs it.
 
 import sys as _sys
 
-from xent.core.api import cross_entropy, linear_cross_entropy
+from xent.core.api import (
+    cross_entropy,
+    divergence,
+    linear_cross_entropy,
+    linear_divergence,
+    linear_log_probs,
+    log_probs,
+)
 from xent.core.dispatch import backends
-from xent.core.divergence import divergence, linear_divergence
-from xent.core.log_probs import linear_log_probs, log_probs
 from xent.core.spec import (
     BackendError,
     BackendInfo,

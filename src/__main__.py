@@ -1,14 +1,43 @@
 """`python -m xent` lists backends and versions; `check` tests gradients; `bench` compares with the unfused loss."""
 
 import argparse
+import importlib.metadata
+import os
+import platform
 import sys
 
-from xent import __version__
+from xent import __version__, backends
 from xent.command.bench import add_arguments, bench
 from xent.command.check.run import check
-from xent.command.show import environment
 
-__all__ = ["main"]
+__all__ = ["VARIABLES", "environment", "main"]
+
+VARIABLES = {
+    "XENT_BACKEND": 'replaces backend="auto"',
+    "XENT_CHECK_TARGETS": "1: look at targets on accelerators too, which synchronises",
+    "XENT_PORTABLE": "1: turn the Hopper kernels off",
+    "TRITON_INTERPRET": "1: Triton interprets its kernels on the CPU",
+}
+_LIBRARIES = ("numpy", "torch", "triton", "mlx", "mlx-lm", "transformers", "trl", "liger-kernel", "cut-cross-entropy")
+
+
+def environment() -> int:
+    """Print versions, backends, fast paths and environment variables; return the exit status."""
+    print(f"xent {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    found = []
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    print(", ".join(found) + "\n")
+    for info in backends():
+        state = "; ".join([info.reason or "available", *info.notes])
+        print(f"{info.name:7} {info.framework:6} {', '.join(info.devices) or '-':8} {state}")
+    print()
+    for name, meaning in VARIABLES.items():
+        print(f"{name:19} {os.environ.get(name, 'not set'):8} {meaning}")
+    return 0
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -155,11 +155,12 @@ def test_several_draws_decide_if_one_fails(
 ) -> None:
     seeds = []
 
-    def draw(backend: Any, harness: Any, case: Any, seed: int, workspace: Any) -> list[Comparison]:
+    def results_of(backend: Any, harness: Any, case: Any, seed: int) -> Any:
         seeds.append(seed)
-        return [Comparison("logits", errors[seed], bounds[seed])]
+        return {"logits": seed}, {"logits": None}, {"logits": None}, {}
 
-    monkeypatch.setattr(judge, "_judge_draw", draw)
+    monkeypatch.setattr(judge, "results_of_case", results_of)
+    monkeypatch.setattr(judge, "compare", lambda name, made, seed, *_: Comparison(name, errors[seed], bounds[seed]))
     nobody = None
     (comparison,) = judge_case(nobody, nobody, Case("cross_entropy", (2,), 3, "float32", ""))
     assert comparison.passed == passes

@@ -72,7 +72,7 @@ def dtensors_of(array: Any, axis: Any) -> Any:
 
 def rank_named(vocab_parallel: Any, array: Any) -> AbstractContextManager[None]:
     """Return a context in which errors of a call with shards on this array name this rank."""
-    if not hasattr(array, "requires_grad"):
+    if vocab_parallel is None or not hasattr(array, "requires_grad"):
         return nullcontext()
     try:
         from xent.backends.torch.shards import ranges

@@ -28,8 +28,6 @@ class Harness(Generic[Array]):
     """Names of the float dtypes to check, widest first."""
     processes: int = 1
     """In how many processes the cases run: several where most of the time goes into compiling on the host."""
-    seconds: float
-    """About how long a process takes for a case of `python -m xent check`, which is said at the start."""
     kernels: tuple[str, ...]
     """The names of the device's kernels, or a description of the framework's own operations."""
 
@@ -175,7 +173,7 @@ class Harness(Generic[Array]):
         if self.is_float(y):
             nll = -(y * finite).sum(-1)
         else:
-            nll = -self.picked(log_p, y[..., None])[..., 0]
+            nll = -self.picked(log_p, self.cast(where(ignored, 0, y), self.ops.int64)[..., None])[..., 0]
             nll = where(nll == math.inf, math.inf, nll)  # a constant: no gradient
         rows = {"lse": lse, "nll": nll, "entropy": -(self.ops.exp(log_p) * finite).sum(-1)}
         return {name: where(ignored, 0, row) for name, row in rows.items()}

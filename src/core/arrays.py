@@ -25,8 +25,20 @@ INTEGER_DTYPES = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32"
 PLAIN = (int, float, type(None))
 """Types of numbers that are neither arrays nor NumPy's."""
 _NUMBERS = ("normalizer", "label_smoothing", "z_loss", "softcap", "logit_scale")
-_OF_TEACHER = ("teacher.input", "teacher.weight", "teacher.ids", "teacher.log_probs")
-_REQUIRED = ("logits", "input", "linear_weight", "target", *_OF_TEACHER)
+_HINTS = {
+    "mlx.nn": ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)",
+    "torch.nn.modules": ": pass module.weight, and linear_bias=module.bias",
+}
+_REQUIRED = (
+    "logits",
+    "input",
+    "linear_weight",
+    "target",
+    "teacher.input",
+    "teacher.weight",
+    "teacher.ids",
+    "teacher.log_probs",
+)
 
 
 def framework_of(value: Any) -> str | None:
@@ -110,7 +122,7 @@ def wide(value: Any) -> Any:
 
 
 def one_framework(arrays: dict[str, Any]) -> str:
-    """Return the framework that all arrays share; those that are None are left out. A `normalizer` may be a number."""
+    """Return the framework that all arrays share; those that are None are left out."""
     met: dict[str, Any] = {}
     first, framework, kind = "", None, type(None)
     for name, array in arrays.items():
@@ -118,8 +130,6 @@ def one_framework(arrays: dict[str, Any]) -> str:
             continue
         owner = framework if type(array) is kind else framework_of(array)
         if owner is None:
-            if name == "normalizer":
-                continue
             raise TypeError(
                 f"{name} must be a torch, MLX or NumPy array, got {describe(array)}{_of_module(name, array)}"
             )
@@ -145,13 +155,9 @@ def one_framework(arrays: dict[str, Any]) -> str:
 
 def _of_module(name: str, value: Any) -> str:
     """Return the hint how to pass a module's arrays, or "" if `value` is not a module."""
-    if name != "linear_weight":
-        return ""
-    if any(base.__module__.startswith("mlx.nn") for base in type(value).__mro__):
-        return ": pass linear_weight, linear_bias = xent.integrations.mlx.classifier(module)"
-    if any(base.__module__.startswith("torch.nn.modules") for base in type(value).__mro__):
-        return ": pass module.weight, and linear_bias=module.bias"
-    return ""
+    modules = [base.__module__ for base in type(value).__mro__ if name == "linear_weight"]
+    hints = (hint for start, hint in _HINTS.items() if any(module.startswith(start) for module in modules))
+    return next(hints, "")
 
 
 def _check_tensors(tensors: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "TopK",
     "array_of",
     "fields_of",
+    "gathered",
     "replaced",
     "vocabulary_of",
 ]
@@ -187,3 +188,11 @@ def vocabulary_of(source: Source) -> int:
     """Return the number of classes that a source has here: V, or those of a shard with its padding."""
     size: int = source.logits.shape[source.axis] if isinstance(source, Given) else source.weight.shape[0]
     return size
+
+
+def gathered(source: Source, ids: Any) -> Source:
+    """Return the logits of these classes: columns of stored ones, or rows of the classifier."""
+    if isinstance(source, Given):
+        return replaced(source, logits=source.logits[(slice(None),) * source.axis + (ids,)])
+    bias = None if source.bias is None else source.bias[ids]
+    return replaced(source, weight=source.weight[ids], bias=bias)

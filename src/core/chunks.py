@@ -18,29 +18,25 @@ MOST_ROUNDED_SUMS_MLX = 8
 _MIB = 2**20
 # Matrix products need some hundred rows per chunk. With fewer, they are limited by reading the classifier.
 _ROWS_WANTED = 256
-_CHUNK_ELEMENTS_CPU = 2**24
+# MLX on NVIDIA GPUs stores the gradient of a chunk beside its logits, so chunks are a little smaller. If the classifier
+# is trained, MLX allocates a new sum of its gradient for each chunk in the queue, so chunks are few and large.
+# On Apple silicon memory is short, and a few hundred rows are enough for fast matrix products.
+# On a CPU, chunks of 64 rows are not slower in MLX: 0.92 times the time of 256 rows at 512x128x16384 (tokens x width x
+# vocabulary). Under mx.compile, 1024x64x32768 in bfloat16 takes 50 MiB with 64 rows and 192 MiB with 512 rows; the
+# unfused loss takes 196 MiB.
+_CHUNKS = {"cpu": (2**24, 256), "mlx-cpu": (2**21, 64), "mlx-cuda": (13 * 2**24, 256), "metal": (2**26, 256)}
+"""Device -> elements of a chunk, and the least number of rows."""
+_CHUNK_BYTES_MLX_CUDA_SUMMED = 2**30
 # On an accelerator each chunk reads and writes the gradient of the classifier once. With 2048 rows this is cheap. A
 # chunk has fewer rows if the vocabulary is very large (a bound on the memory of its logits), and more if it is small:
 # 4096 rows up to 53760 classes. With more classes, a batch of less than four chunks is split into four chunks of at
 # least 1024 rows. A batch of at most 2048 rows is one chunk, so that the host need not wait for a count. If each chunk
 # rounds the gradient once more, the chunks of a large batch are up to twice as large.
-_ROWS_WANTED_ACCELERATOR = (1024, 2048)
-_ROWS_OF_FEW_CLASSES, _FEW_CLASSES_ELEMENTS = 4096, 210 * 2**20
-_CHUNKS_WANTED_ACCELERATOR = 4
-_CHUNK_ELEMENTS_ACCELERATOR = (2**27, 2**29)
-_GROWN_CHUNK_ELEMENTS = 420 * 2**20  # times the growth: the bound for large batches, if it exceeds 2**29
-_MOST_GROWTH_ACCELERATOR = 2
-# MLX on NVIDIA GPUs stores the gradient of a chunk beside its logits, so chunks are a little smaller. If the classifier
-# is trained, MLX allocates a new sum of its gradient for each chunk in the queue, so chunks are few and large.
-# On Apple silicon memory is short, and a few hundred rows are enough for fast matrix products.
-_CHUNK_ELEMENTS_MLX_CUDA = 13 * 2**24
-_CHUNK_BYTES_MLX_CUDA_SUMMED = 2**30
-_CHUNK_ELEMENTS_METAL = 2**26
-# On a CPU, chunks of 64 rows are not slower in MLX: 0.92 times the time of 256 rows at 512x128x16384 (tokens x width x
-# vocabulary). Under mx.compile, 1024x64x32768 in bfloat16 takes 50 MiB with 64 rows and 192 MiB with 512 rows; the
-# unfused loss takes 196 MiB.
-_CHUNK_ELEMENTS_MLX_CPU = 2**21
-_ROWS_WANTED_MLX_CPU = 64
+_FEWEST, _ENOUGH, _MANY = 1024, 2048, 4096
+_FEW_CLASSES_ELEMENTS = 210 * _MIB
+_LEAST_ELEMENTS, _MOST_ELEMENTS = 2**27, 2**29
+_GROWN_ELEMENTS = 420 * _MIB  # times the growth: the bound for large batches, if it exceeds 2**29
+_MOST_GROWTH = 2
 # PyTorch's matrix products work on tiles of 256 or 128 rows. Eight chunks of 1024 rows take less time than nine of 911.
 _ROWS_MULTIPLES, _ROWS_MULTIPLES_MLX = (256, 128), (128,)
 _MOST_EXCESS = 1 / 8  # by which rounding up may exceed a default size
@@ -51,13 +47,6 @@ _BLOCK_BYTES_ACCELERATOR = 256 * _MIB
 _TILE_BYTES = 32 * _MIB
 _TILE_ROWS = 8192
 _TILE_CLASSES = 256
-
-_CHUNK_ELEMENTS = {
-    "cpu": _CHUNK_ELEMENTS_CPU,
-    "mlx-cpu": _CHUNK_ELEMENTS_MLX_CPU,
-    "mlx-cuda": _CHUNK_ELEMENTS_MLX_CUDA,
-    "metal": _CHUNK_ELEMENTS_METAL,
-}
 
 
 def rows_per_chunk(
@@ -74,19 +63,17 @@ def rows_per_chunk(
     elif device == "mlx-cuda" and sums:
         size, budget = vocabulary * itemsize, _CHUNK_BYTES_MLX_CUDA_SUMMED
         wanted = rows * size // MOST_ROUNDED_SUMS_MLX
-        most = max(min(max(wanted, budget), _MOST_GROWTH_ACCELERATOR * budget) // size, _ROWS_WANTED)
-    elif device in _CHUNK_ELEMENTS:
-        least = _ROWS_WANTED_MLX_CPU if device == "mlx-cpu" else _ROWS_WANTED
-        most = max(_CHUNK_ELEMENTS[device] // vocabulary, least)
+        most = max(min(max(wanted, budget), _MOST_GROWTH * budget) // size, _ROWS_WANTED)
+    elif device in _CHUNKS:
+        elements, least = _CHUNKS[device]
+        most = max(elements // vocabulary, least)
     else:
-        fewest, enough = _ROWS_WANTED_ACCELERATOR
-        quarter = rows // _CHUNKS_WANTED_ACCELERATOR
-        growth = min(max(quarter / enough, 1), _MOST_GROWTH_ACCELERATOR if sums else 1)
-        wanted = enough if rows <= enough else max(min(quarter, int(enough * growth)), fewest)
-        if _ROWS_OF_FEW_CLASSES * vocabulary <= _FEW_CLASSES_ELEMENTS:
-            wanted = max(wanted, _ROWS_OF_FEW_CLASSES)
-        least, largest = _CHUNK_ELEMENTS_ACCELERATOR
-        elements = min(max(wanted * vocabulary, least), max(largest, int(_GROWN_CHUNK_ELEMENTS * growth)))
+        quarter = rows // 4
+        growth = min(max(quarter / _ENOUGH, 1), _MOST_GROWTH if sums else 1)
+        wanted = _ENOUGH if rows <= _ENOUGH else max(min(quarter, int(_ENOUGH * growth)), _FEWEST)
+        if _MANY * vocabulary <= _FEW_CLASSES_ELEMENTS:
+            wanted = max(wanted, _MANY)
+        elements = min(max(wanted * vocabulary, _LEAST_ELEMENTS), max(_MOST_ELEMENTS, int(_GROWN_ELEMENTS * growth)))
         most = max(elements // vocabulary, _ROWS_WANTED)
     if rows <= most:
         return max(rows, 1)

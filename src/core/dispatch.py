@@ -3,17 +3,18 @@
 import os
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from xent.backends import ALSO, TABLE, dtensors_of, rank_named
 from xent.backends.protocol import Backend
 from xent.core.arrays import framework_of, shown
 from xent.core.call import Call
+from xent.core.describe import described
 from xent.core.spec import BackendError, BackendInfo, Stats
 
 __all__ = ["backends", "evaluate"]
 
+_SOURCES = ("logits", "input", "linear_weight")
 _warned: set[str] = set()
 
 
@@ -36,29 +37,29 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def evaluate(
-    function: Callable[..., Any], describe: Callable[..., Call], name: str, *source: Any, **others: Any
-) -> Any:
-    """Return the result of a public function on the backend called `name`, or with "auto" on the first that serves it.
+def evaluate(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+    """Return the result of a public function on the backend that its arguments name, or on the first that serves it.
 
-    `describe` validates the arguments. `source` is the logits, or the hidden states and the classifier. DTensors call
-    the function again with their local parts.
+    DTensors call the function again with their local parts.
     """
+    source = [arguments[name] for name in _SOURCES if name in arguments]
     if hasattr(source[-1], "placements"):
-        shards = dtensors_of(source[-1], others.get("axis", 0))
+        shards = dtensors_of(source[-1], arguments.get("axis", 0))
         if shards is not None:
             cut = shards.of_logits if len(source) == 1 else shards.of_linear
-            return cut(function, *source, others | {"backend": name})
-    parallel = others["vocab_parallel"]
-    with nullcontext() if parallel is None else rank_named(parallel, source[0]):
-        call = describe(*source, **others)
-        loss, found = _selected(name, call, source[0]).run(call)
+            return cut(function, *source, {name: arguments[name] for name in arguments if name not in _SOURCES})
+    with rank_named(arguments["vocab_parallel"], source[0]):
+        call = described(arguments)
+        loss, found = _selected(arguments["backend"], call, source[0]).run(call)
     stats = call.options.stats
     if not call.options.accuracy_of_rows:
         return (loss, found) if stats else loss
-    results = [0 - loss, *((found.entropy,) if "entropy" in stats else ())]  # log-probabilities
+    results = [0 - loss]  # log-probabilities
+    if "entropy" in stats:
+        results.append(found.entropy)
     asked = {name: getattr(found, name) for name in stats if name != "entropy"}
-    results += [Stats(**asked)] if asked else []
+    if asked:
+        results.append(Stats(**asked))
     return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -67,11 +68,11 @@ def _selected(name: str, call: Call, array: Any) -> Backend:
     if not isinstance(name, str):
         raise TypeError(f"backend must be 'auto' or one of {', '.join(map(repr, TABLE))}, got {shown(name)}")
     framework: Any = framework_of(array)
+    origin = ""
+    if name == "auto":
+        name, origin = os.environ.get("XENT_BACKEND") or "auto", " (from the environment variable XENT_BACKEND)"
     if name != "auto":
-        return _named(name, f"backend {name!r}", framework, call)
-    name = os.environ.get("XENT_BACKEND") or "auto"
-    if name != "auto":
-        return _named(name, f"backend {name!r} (from the environment variable XENT_BACKEND)", framework, call)
+        return _named(name, f"backend {name!r}{origin}", framework, call)
     refusals = []
     for candidate in TABLE:
         backend = _loaded(candidate, framework)
@@ -106,8 +107,6 @@ def _named(name: str, title: str, framework: str, call: Call) -> Backend:
         served = " and ".join(load[name]().framework for load in (TABLE, ALSO) if name in load)
         raise BackendError(
             f"{title} takes {served} arrays and got {framework} arrays: use backend {' or '.join(others)}, or 'auto'"
-            if others
-            else f"{title} takes {served} arrays and got {framework} arrays, which no backend takes"
         )
     reason = backend.missing() or backend.refuse(call)
     if reason is not None:

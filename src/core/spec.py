@@ -1,6 +1,6 @@
 """Public descriptions of arguments and results, and the exception of xent. Imports no framework."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
@@ -96,6 +96,11 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         """(V, D) of the weight before packing."""
         return self.packed.shape[0], self.packed.shape[1] * 32 // self.bits
+
+    def __getitem__(self, ids: Any) -> "QuantizedWeight":
+        """Return the rows of these classes."""
+        biases = None if self.biases is None else self.biases[ids]
+        return replace(self, packed=self.packed[ids], scales=self.scales[ids], biases=biases)
 
 
 @dataclass(frozen=True, eq=False)

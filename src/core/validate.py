@@ -1,8 +1,8 @@
-"""Validate options and arrays that several functions take. Errors name the argument, its value and what is allowed."""
+"""Check the options of a call, and arrays that several functions take. Errors name the argument and what is allowed."""
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,118 +10,127 @@ import numpy as np
 from xent.core.arrays import (
     FLOAT_DTYPES,
     INTEGER_DTYPES,
-    PLAIN,
     describe,
     dtype_name,
     framework_of,
     is_tracing,
     number_of,
     shown,
-    wide,
 )
-from xent.core.call import Activation, Options, Shards
-from xent.core.spec import REDUCTIONS, STAT_NAMES, QuantizedWeight, VocabParallel, bounded
+from xent.core.call import Shards
+from xent.core.spec import (
+    DIVERGENCE_STATS,
+    DIVERGENCES,
+    LOG_PROB_STATS,
+    REDUCTIONS,
+    STAT_NAMES,
+    TAILS,
+    QuantizedWeight,
+    VocabParallel,
+    bounded,
+)
 
-__all__ = [
-    "check_classifier",
-    "check_dtype",
-    "check_int",
-    "check_name",
-    "check_numbers",
-    "check_sequence",
-    "check_shape",
-    "check_stats",
-    "check_tokens",
-    "check_weights",
-    "class_axis",
-    "divided",
-    "head_weights",
-    "loss_options",
-    "one_shift",
-    "parts_of",
-    "shards_of",
-    "shift_and_workspace",
-]
+__all__ = ["RANGES", "check_classifier", "check_dtype", "check_int", "check_options", "check_shape", "shards_of"]
 
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "label_smoothing": ("in [0, 1]", lambda value: 0 <= value <= 1),
-    "z_loss": ("finite and >= 0", lambda value: 0 <= value < math.inf),
-    "softcap": ("finite and > 0, or None", lambda value: 0 < value < math.inf),
-    "logit_scale": ("finite", lambda value: -math.inf < value < math.inf),
-    "normalizer": ("finite and >= 0", lambda value: 0 <= value < math.inf),
-    "beta": ("in [0, 1]", lambda value: 0 <= value <= 1),
-    "head_weight": ("finite", lambda value: -math.inf < value < math.inf),
-    "temperature": ("finite and > 0", lambda value: 0 < value < math.inf),
+RANGES = {
+    "label_smoothing": ("in [0, 1]", 0, 1),
+    "z_loss": ("finite and >= 0", 0, math.inf),
+    "softcap": ("finite and > 0, or None", 0, math.inf),
+    "logit_scale": ("finite", -math.inf, math.inf),
+    "normalizer": ("finite and >= 0", 0, math.inf),
+    "beta": ("in [0, 1]", 0, 1),
+    "temperature": ("finite and > 0", 0, math.inf),
 }
+"""The options that are numbers: what is allowed, and the bounds."""
+_POSITIVE = ("softcap", "temperature")
+"""The options whose lower bound is not allowed."""
+_NAMES = {"reduction": REDUCTIONS, "kind": DIVERGENCES, "teacher.tail": TAILS}
+_FLAGS = ("inplace", "entropy", "vocab_parallel.sequence_parallel")
 _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 """The dtypes of 0-d arrays that may be numbers."""
 
 
-def loss_options(
-    framework: str,
-    *,
-    reduction: Any,
-    ignore_index: Any,
-    label_smoothing: Any,
-    z_loss: Any,
-    softcap: Any,
-    logit_scale: Any,
-    stats: Any,
-    **others: Any,
-) -> tuple[Activation, Options]:
-    """Check the options of the losses for which no other array is needed; `others` are added unchecked."""
-    check_name("reduction", reduction, REDUCTIONS)
-    ignore_index = check_int("ignore_index", ignore_index)
-    if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    given = {"label_smoothing": label_smoothing, "z_loss": z_loss, "softcap": softcap, "logit_scale": logit_scale}
-    smoothing, z_loss, cap, scale = check_numbers(framework, given, arrays=True)
-    stats = check_stats(stats, STAT_NAMES)
-    return Activation(scale, cap), Options(reduction, ignore_index, smoothing, z_loss, stats=stats, **others)
+def check_options(framework: str, given: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
+    """Return arguments by name, after checking each option among them. Raise TypeError or ValueError.
 
-
-def check_numbers(framework: str, given: dict[str, Any], other: str = "", arrays: bool = False) -> list[Any]:
-    """Return options, by name, that must be numbers: those of NumPy as Python numbers, a softcap of at most `LARGEST`.
-
-    Raise TypeError or ValueError for one that is no number, or out of range. A softcap or normalizer may be None.
-    `other` is what else is allowed. If `arrays`, an option may be a 0-d PyTorch tensor or MLX array, whose value is not
-    read. While a compiler traces, tensors are not checked: numbers of NumPy are tensors then.
+    Numbers of NumPy become Python numbers, a softcap is at most `LARGEST`, and statistics have the order of
+    `STAT_NAMES`. If `arrays`, a number may be a 0-d PyTorch tensor or MLX array, whose value is not read, and a
+    temperature an array.
     """
-    made: list[Any] = []
+    made = dict(given)
+    made |= _numbers(framework, {name: value for name, value in given.items() if name in RANGES}, arrays)
     for name, value in given.items():
-        if type(value) not in PLAIN:
-            value = number_of(framework, value)
-        if value is None and name in ("softcap", "normalizer"):
-            made.append(None)
-            continue
-        allowed, holds = _RANGES.get(name) or _RANGES["head_weight"]
-        if type(value) in (int, float) or (type(value) is not bool and isinstance(value, numbers.Real)):
-            if not holds(value):
-                raise ValueError(f"{name} must be {allowed}{other}, got {value!r}")
-            made.append(bounded(value) if name == "softcap" else value)
-            continue
-        is_array = framework_of(value) == framework
-        if not (arrays and _is_real(framework, value)):
-            if is_array and arrays and framework == "torch":
-                raise TypeError(f"{name} must be a number or a 0-d tensor of one, got {describe(value)}")
-            if not (is_array and is_tracing(framework)):
-                raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(value)}")
-        made.append(value)
+        if name in _NAMES and (not isinstance(value, str) or value not in _NAMES[name]):
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(f"{name} must be one of {', '.join(map(repr, _NAMES[name]))}, got {shown(value)}")
+        elif name in _FLAGS and not isinstance(value, bool):
+            raise TypeError(f"{name} must be a bool, got {shown(value)}")
+    if "stats" in given:
+        made["stats"] = _stats(given)
+    if "ignore_index" in given:
+        made["ignore_index"] = ignore_index = check_int("ignore_index", given["ignore_index"])
+        if not -(2**63) <= ignore_index < 2**63:
+            raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
+    if given.get("workspace") is not None:
+        allowed = "None or a positive int, a number of bytes;"
+        made["workspace"] = check_int("workspace", given["workspace"], allowed, 1)
+    if "shift" in given:
+        made["shift"] = _shifts(given["shift"], "head_weight" in given)
+    if given.get("head_weight") is not None:
+        made["head_weight"] = _head_weights(framework, given["head_weight"], made["shift"], given["reduction"])
+    reduction = given.get("reduction", "mean")
+    if reduction != "mean" and given.get("normalizer") is not None:
+        raise ValueError(
+            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
+            "by it, or divide the result, loss / normalizer"
+        )
     return made
 
 
-def _is_real(framework: str, value: Any) -> bool:
-    """Return whether a value is a 0-d array of the framework and of a dtype that a number may have."""
-    return framework_of(value) == framework and not value.shape and dtype_name(value) in _REAL.get(framework, ())
+def _numbers(framework: str, given: Mapping[str, Any], arrays: bool) -> dict[str, Any]:
+    """Return the options that must be numbers in their range, or where allowed None or an array.
+
+    While a compiler traces, tensors are not checked: numbers of NumPy are tensors then.
+    """
+    made: dict[str, Any] = {}
+    for name, value in given.items():
+        allowed, least, most = RANGES.get(name) or RANGES["logit_scale"]
+        made[name] = number = number_of(framework, value)
+        if value is None and name in ("softcap", "normalizer"):
+            continue
+        other = ", or an array of floats" if arrays and name == "temperature" else ""
+        if _is_number(number):
+            inside = least < number if name in _POSITIVE else least <= number
+            if not (inside and number <= most and -math.inf < number < math.inf):
+                raise ValueError(f"{name} must be {allowed}{other}, got {number!r}")
+            made[name] = bounded(number) if name == "softcap" else number
+            continue
+        is_own = framework_of(number) == framework
+        if name == "normalizer" and is_own:
+            if len(number.shape) != 0:
+                raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(number)}")
+            if dtype_name(number) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
+                raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(number)}")
+            continue
+        if is_own and (other or (arrays and not number.shape and dtype_name(number) in _REAL.get(framework, ()))):
+            continue
+        if is_own and arrays and framework == "torch":
+            raise TypeError(f"{name} must be a number or a 0-d tensor of one, got {describe(number)}")
+        if not (is_own and is_tracing(framework)):
+            raise TypeError(f"{name} must be a number, {allowed}{other}; got {describe(number)}")
+    return made
 
 
 def check_int(name: str, value: Any, allowed: str = "an int,", least: int | None = None) -> int:
     """Return an integer of Python or NumPy as one of Python. Raise TypeError, or ValueError if it is below `least`."""
-    if type(value) is int and least is None:
-        return value
     if not _is_int(value) or (least is not None and value < least):
         raise (ValueError if _is_int(value) else TypeError)(f"{name} must be {allowed} got {shown(value)}")
     return value if isinstance(value, int) else int(value)  # one of Python may be symbolic, and is not converted
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a real number of Python, and no boolean."""
+    return type(value) in (int, float) or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def _is_int(value: Any) -> bool:
@@ -129,47 +138,39 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
-def divided(activation: Activation, temperature: Any) -> Activation:
-    """Fold a temperature T that is one number into scale and softcap. No 16-bit dtype rounds the quotients.
+def _stats(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the statistics to compute, with the entropy of a log-probability function."""
+    stats = given["stats"]
+    names = LOG_PROB_STATS if "entropy" in given else DIVERGENCE_STATS if "teacher" in given else STAT_NAMES
+    listed = ", ".join(map(repr, names))
+    if not isinstance(stats, (tuple, list, set, frozenset)):
+        raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {shown(stats)}")
+    for name in stats:
+        if name not in names:
+            more = ": pass entropy=True" if name == "entropy" else ""
+            raise ValueError(f"stats must be names from {listed}; got {shown(name)}{more}")
+    return tuple(name for name in STAT_NAMES if name in stats or (name == "entropy" and given.get(name)))
 
-    x = k tanh(s z / k) / T = k' tanh(s' z / k') with k' = k / T and s' = s / T.
-    """
-    heat, cap = bounded(temperature), activation.softcap
-    if framework_of(heat) == "torch":  # while a compiler traces
-        heat = heat.where(heat > 0, math.nan)
-    return Activation(wide(activation.logit_scale) / heat, None if cap is None else wide(cap) / heat)
 
-
-def shift_and_workspace(shift: Any, workspace: Any) -> tuple[int | tuple[int, ...], int | None]:
-    """Return shift, of several heads a tuple, and workspace, as Python ints. Raise if one is invalid."""
-    if workspace is not None:
-        workspace = check_int("workspace", workspace, "None or a positive int, a number of bytes;", 1)
+def _shifts(shift: Any, has_heads: bool) -> int | tuple[int, ...]:
+    """Return a shift as a Python int; if the function has heads, it may be a tuple with one for each."""
     if not isinstance(shift, (tuple, list)):
-        return check_int("shift", shift, "an int >= 0,", 0), workspace
+        return check_int("shift", shift, "an int >= 0,", 0)
+    if not has_heads:
+        raise ValueError(
+            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
+            f"{shown(shift)}"
+        )
     integers = all(map(_is_int, shift))
     if not shift or not integers or min(shift) < 0:
         raise (ValueError if integers else TypeError)(
             f"shift must be an int >= 0, or a tuple with one such int for each head, got {shown(shift)}"
         )
-    return tuple(check_int("shift", one) for one in shift), workspace
+    return tuple(check_int("shift", one) for one in shift)
 
 
-def one_shift(shift: Any) -> Any:
-    """Return a shift. Raise ValueError for a tuple, one entry for each head, of a function that has no heads."""
-    if isinstance(shift, (tuple, list)):
-        raise ValueError(
-            f"shift must be an int >= 0, since only xent.linear_cross_entropy takes a tuple for several heads; got "
-            f"{shown(shift)}"
-        )
-    return shift
-
-
-def head_weights(
-    framework: str, shift: int | tuple[int, ...], head_weight: Any, reduction: str
-) -> tuple[Any, ...] | None:
-    """Return the weights of the heads that a validated `shift` names; None for 1 each. Raise if they do not fit."""
-    if head_weight is None:
-        return None
+def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...], reduction: str) -> tuple[Any, ...]:
+    """Return the weights of the heads that a checked `shift` names. Raise if they do not fit."""
     if not isinstance(shift, tuple):
         raise ValueError(f"head_weight needs a tuple as shift, with one entry for each head; got shift={shift}")
     if not isinstance(head_weight, (tuple, list)):
@@ -181,43 +182,15 @@ def head_weights(
             "head_weight would be ignored with reduction='none', which returns the rows of each head: leave it out, "
             "and multiply the rows by it"
         )
-    return tuple(check_numbers(framework, {f"head_weight[{head}]": one for head, one in enumerate(head_weight)}))
-
-
-def check_name(option: str, value: Any, allowed: tuple[str, ...]) -> str:
-    """Return one of the allowed names. Raise TypeError or ValueError for other values of that option."""
-    if not isinstance(value, str) or value not in allowed:
-        error = ValueError if isinstance(value, str) else TypeError
-        raise error(f"{option} must be one of {', '.join(map(repr, allowed))}, got {shown(value)}")
-    return value
-
-
-def check_stats(stats: Any, allowed: tuple[str, ...], of_entropy: str = "") -> tuple[str, ...]:
-    """Return the names of statistics in the order of `allowed`. Raise TypeError or ValueError for other names.
-
-    `of_entropy` is added to the message about the name "entropy".
-    """
-    if stats == ():
-        return ()
-    listed = ", ".join(map(repr, allowed))
-    if not isinstance(stats, (tuple, list, set, frozenset)):
-        raise TypeError(f"stats must be a tuple, list or set of names from {listed}; got {shown(stats)}")
-    unknown = [name for name in stats if name not in allowed]
-    if unknown:
-        more = of_entropy if unknown[0] == "entropy" else ""
-        raise ValueError(f"stats must be names from {listed}; got {shown(unknown[0])}{more}")
-    return tuple(name for name in allowed if name in stats)
+    named = {f"head_weight[{head}]": one for head, one in enumerate(head_weight)}
+    return tuple(_numbers(framework, named, False).values())
 
 
 def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
     """Raise TypeError for an array of another dtype."""
     if dtype_name(array) not in allowed:
-        dtypes = (
-            "must have an integer dtype,"
-            if "int64" in allowed
-            else f"must have one of the dtypes {', '.join(allowed)};"
-        )
-        raise TypeError(f"{name} {dtypes} got {describe(array)}")
+        dtypes = "an integer dtype," if "int64" in allowed else f"one of the dtypes {', '.join(allowed)};"
+        raise TypeError(f"{name} must have {dtypes} got {describe(array)}")
 
 
 def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
@@ -226,43 +199,14 @@ def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:
         raise ValueError(message.format(shape, tuple(array.shape)))
 
 
-def class_axis(logits: Any, axis: Any) -> int:
-    """Return the axis of the classes, at least 0. Raise TypeError or ValueError if logits or axis are invalid."""
-    check_dtype("logits", logits)
-    shape = tuple(logits.shape)
-    if not shape:
-        raise ValueError("logits must have a class axis, got a 0-d array")
-    place = check_int("axis", axis)
-    if not -len(shape) <= place < len(shape):
-        raise ValueError(f"axis must be in [{-len(shape)}, {len(shape) - 1}] for logits of shape {shape}, got {axis}")
-    return place % len(shape)
-
-
-def parts_of(weight: Any, name: str) -> dict[str, Any]:
-    """Return the arrays of a classifier, by the names that error messages use. `name` is that of the argument."""
-    if not isinstance(weight, QuantizedWeight):
-        return {name: weight}
-    parts = {part: getattr(weight, part) for part in ("packed", "scales", "biases")}
-    for part in ("packed", "scales"):
-        if parts[part] is None:
-            raise TypeError(f"{name}.{part} must be an MLX array, got None")
-    return {f"{name}.{part}": array for part, array in parts.items()}
-
-
-def check_classifier(
-    framework: str,
-    input: Any,
-    weight: Any,
-    bias: Any,
-    names: tuple[str, str, str] = ("input", "linear_weight", "linear_bias"),
-) -> None:
-    """Check hidden states and a classifier. `names` are those of the three arguments in error messages."""
-    for name, array in zip(names, (input, weight, bias), strict=True):
+def check_classifier(framework: str, of_input: str, input: Any, of_weight: str, weight: Any, bias: Any) -> None:
+    """Check hidden states and a classifier. `of_input` and `of_weight` are their names in error messages."""
+    of_bias = of_weight.replace("weight", "bias")
+    for name, array in ((of_input, input), (of_weight, weight), (of_bias, bias)):
         if isinstance(array, QuantizedWeight):
             _check_quantized(framework, array, name)
         elif array is not None:
             check_dtype(name, array)
-    of_input, of_weight, of_bias = names
     if len(input.shape) < 1:
         raise ValueError(f"{of_input} must have shape (..., D), got a 0-d array")
     if len(weight.shape) != 2 or weight.shape[1] != input.shape[-1]:
@@ -296,33 +240,6 @@ def _check_quantized(framework: str, weight: QuantizedWeight, name: str) -> None
             )
 
 
-def check_weights(framework: str, sample_weight: Any, normalizer: Any, rows: tuple[int, ...], reduction: str) -> None:
-    """Raise TypeError or ValueError for sample weights that do not fit rows of this shape, or an invalid normalizer."""
-    if sample_weight is normalizer is None:
-        return
-    if sample_weight is not None:
-        if dtype_name(sample_weight) not in (*FLOAT_DTYPES, *INTEGER_DTYPES, "bool", "bool_"):
-            raise TypeError(f"sample_weight must hold real numbers or booleans, got {describe(sample_weight)}")
-        check_shape(sample_weight, rows, "sample_weight must have shape {}, one per row; got {}")
-    if normalizer is not None and reduction != "mean":
-        raise ValueError(
-            f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
-            "by it, or divide the result, loss / normalizer"
-        )
-    if normalizer is None or framework_of(normalizer) is None:
-        check_numbers(framework, {"normalizer": normalizer})
-    elif len(normalizer.shape) != 0:
-        raise ValueError(f"normalizer must be a number or a 0-d array, got {describe(normalizer)}")
-    elif dtype_name(normalizer) not in (*FLOAT_DTYPES, *INTEGER_DTYPES):
-        raise TypeError(f"normalizer must be a real number or a 0-d array of one, got {describe(normalizer)}")
-
-
-def check_sequence(shift: Any, input: Any) -> None:
-    """Raise ValueError for a shift of hidden states (D,), which have no sequence axis."""
-    if shift and len(input.shape) < 2:
-        raise ValueError(f"shift={shift} needs a sequence axis: input of shape (..., T, D), got {tuple(input.shape)}")
-
-
 def shards_of(framework: str, given: Any) -> Shards | None:
     """Return the validated description of shards, or None if the vocabulary is not in shards."""
     if given is None:
@@ -335,37 +252,13 @@ def shards_of(framework: str, given: Any) -> Shards | None:
     if isinstance(given, Shards):
         return given
     shards = given if isinstance(given, VocabParallel) else VocabParallel(given)
+    found: dict[str, Any] = {}
     for name, least in (("first", 0), ("size", 1)):
-        value: Any = getattr(shards, name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise TypeError(f"vocab_parallel.{name} must be an int or None, got {describe(value)}")
-        if not least <= int(value) < 2**31:
-            raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
-    sequence_parallel: Any = shards.sequence_parallel
-    if not isinstance(sequence_parallel, bool):
-        raise TypeError(f"vocab_parallel.sequence_parallel must be a bool, got {shown(sequence_parallel)}")
-    first, size = (None if value is None else int(value) for value in (shards.first, shards.size))
-    return Shards(shards.group, first, size, -2 if sequence_parallel else None)
-
-
-def check_tokens(input: Any, target: Any, axis: int, heads: int | None) -> tuple[int, ...]:
-    """Return the shape of the rows (..., T), which is the target's, for an `input` (..., T_r, D) split along `axis`.
-
-    With heads, both the input and the result have a first axis of heads.
-    """
-    rows = tuple(target.shape)
-    if dtype_name(target) in FLOAT_DTYPES:
-        rows = rows[:-1]
-    shape = tuple(input.shape)
-    lead = 0 if heads is None else 1
-    mine = shape[lead:-1]
-    cut = axis % max(len(mine) + 1, 1)
-    alike = len(mine) == len(rows) and all(mine[place] == rows[place] for place in range(len(mine)) if place != cut)
-    if not mine or not alike or mine[cut] > rows[cut]:
-        raise ValueError(
-            f"with sequence_parallel, input must have shape (..., T_r, D) and target that of all tokens, (..., T); got "
-            f"input {tuple(input.shape)} and target {tuple(target.shape)}"
-        )
-    return shape[:lead] + rows
+        value = getattr(shards, name)
+        if value is not None:
+            value = check_int(f"vocab_parallel.{name}", value, "an int or None,")
+            if not least <= value < 2**31:
+                raise ValueError(f"vocab_parallel.{name} must be in [{least}, 2^31), got {value}")
+        found[name] = value
+    check_options(framework, {_FLAGS[-1]: shards.sequence_parallel})
+    return Shards(shards.group, **found, axis=-2 if shards.sequence_parallel else None)

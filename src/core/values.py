@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
+from xent.core.call import Source, vocabulary_of
 from xent.core.spec import mass_tolerance
 
-__all__ = ["check_support", "check_targets", "check_temperature", "check_top_k"]
+__all__ = ["check_subset", "check_support", "check_targets", "check_temperature", "check_top_k"]
 
 
 def check_targets(ids: Any, vocabulary: int, ignore_index: int, shift: int) -> None:
@@ -43,6 +44,19 @@ def check_support(classes: Any, begin: Any, end: Any, vocabulary: int) -> None:
     if (times > 1).any():
         row, again = divmod(int(found[times > 1][0]), vocabulary)
         raise ValueError(f"support.ids must hold a class at most once in a row; row {row} has {again} more than once")
+
+
+def check_subset(ids: Any, source: Source) -> None:
+    """Raise IndexError or ValueError for ids that are no classes of the teacher or repeat."""
+    size = vocabulary_of(source)
+    outside = np.flatnonzero((ids < 0) | (ids >= size))
+    if outside.size:
+        place = outside[0]
+        raise IndexError(f"teacher.ids[{place}] is {ids[place]}; the teacher's classes are 0 to {size - 1}")
+    ordered = np.sort(ids)
+    again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    if again.size:
+        raise ValueError(f"teacher.ids of a xent.Subset must hold a class at most once, got {ordered[again[0]]} again")
 
 
 def check_top_k(ids: Any, log_probs: Any, used: Any, tail: str, dtype: str, vocabulary: int) -> None:

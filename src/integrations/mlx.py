@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
 from xent.core.spec import QuantizedWeight
-from xent.core.validate import head_weights, loss_options, shift_and_workspace
+from xent.core.validate import check_options
 
 __all__ = ["FUSE_FIRST", "CrossEntropyLoss", "LinearCrossEntropyLoss", "classifier", "is_adapted"]
 
@@ -193,8 +193,8 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
             logit_scale=logit_scale,
             stats=stats,
         )
-        shifts, _ = shift_and_workspace(shift, workspace)
-        head_weights("mlx", shifts, head_weight, reduction)
+        heads = {"shift": shift, "head_weight": head_weight, "workspace": workspace, "reduction": reduction}
+        check_options("mlx", heads)
         self.shift, self.head_weight = shift, head_weight
         self.workspace = workspace
 
@@ -226,7 +226,7 @@ class _Options:
 
     def __init__(self, weight: mx.array | None, backend: str, **named: Any) -> None:
         """Validate the options, so that the module's constructor raises errors and not the first batch."""
-        loss_options("mlx", **named)
+        check_options("mlx", named, arrays=True)
         self.named = named | {"weight": weight, "backend": backend}
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from xent.core.api import cross_entropy, linear_cross_entropy
-from xent.core.validate import head_weights, loss_options, shift_and_workspace
+from xent.core.validate import check_options
 
 __all__ = ["CrossEntropyLoss", "LinearCrossEntropyLoss"]
 
@@ -141,8 +141,8 @@ class LinearCrossEntropyLoss(nn.Module):
         self.z_loss, self.softcap, self.logit_scale = z_loss, softcap, logit_scale
         self.workspace, self.stats, self.backend = workspace, stats, backend
         _check(self)
-        shifts, _ = shift_and_workspace(shift, workspace)
-        head_weights("torch", shifts, head_weight, reduction)
+        heads = {"shift": shift, "head_weight": head_weight, "workspace": workspace, "reduction": reduction}
+        check_options("torch", heads)
         self.shift, self.head_weight = shift, head_weight
 
     def forward(
@@ -175,8 +175,7 @@ def _options(module: Any) -> dict[str, Any]:
 
 def _check(module: Any) -> None:
     """Raise for wrong options now rather than at the first batch."""
-    options = _options(module)
-    loss_options("torch", **{name: value for name, value in options.items() if name not in ("weight", "backend")})
+    check_options("torch", _options(module), arrays=True)
 
 
 def _describe(module: Any) -> str:

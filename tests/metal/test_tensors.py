@@ -32,8 +32,7 @@ from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: 
 from xent.backends import ALSO
 from xent.backends.metal import torch_machine
 from xent.command.check.case import Case
-from xent.command.check.plan import chunk_cases
-from xent.command.check.run import check_all, planned
+from xent.command.check.run import check_all, chunk_cases, planned
 
 METAL = {"backend": "metal"}
 DEVICE = torch_machine.DEVICES[0]

@@ -28,11 +28,11 @@ from xent.core.call import (
     Source,
     TopK,
     array_of,
+    gathered,
     vocabulary_of,
 )
-from xent.core.describe_divergence import check_values, gathered
 from xent.core.spec import LARGEST, mass_tolerance
-from xent.core.values import check_support, check_targets, check_temperature, check_top_k
+from xent.core.values import check_subset, check_support, check_targets, check_temperature, check_top_k
 
 __all__ = ["aligned", "gather_facts"]
 
@@ -57,7 +57,7 @@ def _restricted(target: Dense) -> Dense:
     if target.ids is None:
         return target
     ids = target.ids.astype(mx.int64)
-    _check(check_values, [ids], target.source)
+    _check(check_subset, [ids], target.source)
     ordered, places = mx.sort(ids), mx.clip(ids, 0, max(vocabulary_of(target.source) - 1, 0))
     wrong = (ids != places).any() | (ordered[1:] == ordered[:-1]).any()
     source: Any = gathered(target.source, places)

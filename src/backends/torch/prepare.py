@@ -27,12 +27,13 @@ from xent.core.call import (
     Product,
     Source,
     TopK,
+    gathered,
     replaced,
     vocabulary_of,
 )
-from xent.core.describe_divergence import check_values, gathered
 from xent.core.spec import LARGEST, ROW_STATS, bounded
-from xent.core.validate import check_numbers
+from xent.core.validate import check_options
+from xent.core.values import check_subset
 
 __all__ = ["aligned", "compute_of", "is_per_row", "prepare", "rows_of"]
 
@@ -193,7 +194,7 @@ def _restricted(target: Dense, looks: bool, acc: torch.dtype) -> Dense:
     """Return a teacher with the student's classes only; invalid classes that the host cannot see make it NaN."""
     ids, size, activation = target.ids.to(torch.int64), vocabulary_of(target.source), target.activation
     if looks:
-        check_values(ids.cpu().numpy(), target.source)
+        check_subset(ids.cpu().numpy(), target.source)
     else:
         ordered, given = ids.sort().values, ids
         ids = given.clamp(0, max(size - 1, 0))
@@ -219,7 +220,7 @@ def _with_numbers(call: Call, acc: torch.dtype, trains_scale: bool) -> Call:
         if isinstance(value, Tensor):
             looks = looks_at_targets(value.device)
             given[name] = value.item() if looks else cast(value.detach(), acc)
-    check_numbers("torch", {name: value for name, value in given.items() if not isinstance(value, Tensor)})
+    check_options("torch", {name: value for name, value in given.items() if not isinstance(value, Tensor)})
     cap, scale = given.pop("softcap"), given.pop("logit_scale")
     cap = cap.clamp(max=LARGEST) if isinstance(cap, Tensor) else bounded(cap)
     if trains_scale and compute_of(call.source) != torch.float16:

@@ -1,37 +1,51 @@
-"""`python -m xent check`: run the gradient checks of this machine's backends on its own hardware, and report them."""
+"""`python -m xent check`: run the gradient checks of this machine's backends on its own hardware, and report them.
 
+Its cases are the smallest set that reaches every kernel and loop; `--full` adds pairs of options.
+"""
+
+import random
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import groupby
+from itertools import chain, combinations, groupby
 from multiprocessing import get_context
-from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from xent.backends import ALSO, TABLE
 from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
-from xent.command.check.case import Case
+from xent.command.check.case import LOSSES, Case
 from xent.command.check.judge import Comparison, judge_case
-from xent.command.check.plan import FUNCTIONS, pairs, reaching
-from xent.command.show import progress, table
 from xent.core.dispatch import backends
+from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["Line", "Work", "cases_of", "check", "check_all", "expected", "planned", "summary"]
+__all__ = [
+    "FUNCTIONS",
+    "Line",
+    "Work",
+    "cases_of",
+    "check",
+    "check_all",
+    "chunk_cases",
+    "covering",
+    "pairs",
+    "planned",
+    "reaching",
+    "summary",
+]
 
 _CASES_OF_A_PROCESS = 8  # cases sent to a process at a time; neighbouring cases use the same compiled kernels
 _MOST_FAILURES = 20
-_NOTHING = Comparison("", 0.0, 1.0)
+_ROW = "{:8} {:8} {:21} {:9} {:>5} {:>12} {:>9}  {}".format
 Kind = tuple[str, str]
 """(function, dtype)"""
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """Results for one backend, function and dtype: number of cases, and the comparison with the largest error/bound."""
 
     backend: str
@@ -77,38 +91,33 @@ def check(names: list[str], full: bool = False) -> int:
         if reason is not None:
             print(f"{name} cannot be checked: {reason}", file=sys.stderr)
             return 2
-    works = planned(names or None, full)
+    works = planned(names, full)
     if not works:
         print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
         return 1
-    print(expected(works), flush=True)
-    with progress(sum(map(len, works))) as tell:
-        lines = list(check_all(works, tell))
-    rows: list[tuple[str, ...]] = [
-        ("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result")
-    ]
-    for line in lines:
-        result = f"{len(line.failed)} failed" if line.failed else "passed"
-        worst = (f"{line.worst.error:.1e}", f"{line.worst.bound:.1e}")
-        rows.append((line.backend, line.device, line.function, line.dtype, str(line.cases), *worst, result))
-    print(table(rows))
+    print(f"{sum(map(len, works))} cases for {', '.join(map(str, works))}")
+    print(_ROW("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), flush=True)
+    lines = []
+    for line in check_all(works):
+        *named, worst, failures = line
+        result = f"{len(failures)} failed" if failures else "passed"
+        print(_ROW(*named, f"{worst.error:.1e}", f"{worst.bound:.1e}", result), flush=True)
+        lines.append(line)
     failed = [failure for line in lines for failure in line.failed]
     for failure in failed[:_MOST_FAILURES]:
         print(f"FAILED {failure}")
-    if len(failed) > _MOST_FAILURES:
-        print(f"and {len(failed) - _MOST_FAILURES} more")
-    for note in sorted({note for work in works for note in work.notes}):
+    for note in sorted(set().union(*(work.notes for work in works))):
         print(f"Note: {note}")
     print(summary(works, lines))
     return 1 if failed else 0
 
 
-def planned(names: list[str] | None = None, full: bool = False) -> list[Work]:
-    """Return the checks of the named backends, or of all available backends except the reference."""
+def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
+    """Return the checks of the named backends, or without names of all available ones except the reference."""
     found = []
     for name, load in (*TABLE.items(), *ALSO.items()):
         backend = load()
-        if name == "numpy" or (names is not None and name not in names) or not backend.info().available:
+        if name == "numpy" or (names and name not in names) or not backend.info().available:
             continue
         for device in backend.info().devices:
             harness = backend.harness(device)
@@ -122,29 +131,24 @@ def cases_of(harness: Harness[Any], function: str, dtype: str, full: bool = Fals
     return reaching(harness, function, dtype) + (pairs(function, dtype) if full else [])
 
 
-def expected(works: Sequence[Work]) -> str:
-    """Return the number of cases, and about how long they take."""
-    seconds = sum(len(work) * work.harness.seconds / work.harness.processes for work in works) + 1
-    time = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
-    return f"{sum(map(len, works))} cases for {', '.join(map(str, works))}: about {time}."
-
-
-def check_all(works: Sequence[Work], tell: Callable[[str], None] = lambda text: None) -> Iterator[Line]:
-    """Run the checks, and call `tell` with each case. If a full check of a backend passes, tell its harness."""
+def check_all(works: Sequence[Work]) -> Iterator[Line]:
+    """Run the checks. If a full check of a backend passes, tell its harness."""
     for work in works:
-        good = True
-        for (function, dtype), group in groupby(_parts(work, tell), key=itemgetter(0)):
-            comparisons: list[Comparison] = []
-            failures: list[str] = []
-            for _, (found, failed, seen, notes) in group:
-                comparisons += found
-                failures += failed
-                work.seen.update(seen)
-                work.notes.update(notes)
-            worst = max(comparisons, key=_nearness, default=_NOTHING)
-            good = good and not failures
-            count = len(work.cases[function, dtype])
-            yield Line(work.backend.name, work.device, function, dtype, count, worst, tuple(failures))
+        some = 1 if work.harness.processes == 1 else _CASES_OF_A_PROCESS
+        parts = [
+            (kind, cases[at : at + some]) for kind, cases in work.cases.items() for at in range(0, len(cases), some)
+        ]
+        good, results = True, _results(work, [cases for _, cases in parts])
+        for kind, group in groupby(zip(parts, results, strict=True), key=lambda one: one[0][0]):
+            found, failed, seen, notes = (
+                list(chain.from_iterable(some)) for some in zip(*(part for _, part in group), strict=True)
+            )
+            work.seen.update(seen)
+            work.notes.update(notes)
+            good = good and not failed
+            worst = max(found, key=_nearness, default=Comparison("", 0.0, 1.0))
+            function, dtype = kind
+            yield Line(work.backend.name, work.device, function, dtype, len(work.cases[kind]), worst, tuple(failed))
         if good and work.full and not work.notes:
             work.harness.passed()
 
@@ -153,27 +157,15 @@ _Part = tuple[list[Comparison], list[str], set[str], set[str]]
 """What some cases found: comparisons, descriptions of failures, kernels that ran, and warnings."""
 
 
-def _parts(work: Work, tell: Callable[[str], None]) -> Iterator[tuple[Kind, _Part]]:
-    """Judge a few cases at a time, in this process or in several, each of which compiles its own kernels."""
-    count = work.harness.processes
-    some = 1 if count == 1 else _CASES_OF_A_PROCESS
-    parts = [(kind, cases[at : at + some]) for kind, cases in work.cases.items() for at in range(0, len(cases), some)]
+def _results(work: Work, parts: Sequence[Sequence[Case]]) -> Iterator[_Part]:
+    """Judge parts of the cases in this process, or in several, each of which compiles its own kernels."""
+    if work.harness.processes == 1:
+        yield from (_judged(work.backend, work.harness, cases) for cases in parts)
+        return
     # Ctrl-C, which the terminal sends to all processes, ends these silently.
     silently = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    pool = None if count == 1 else ProcessPoolExecutor(count, get_context("spawn"), silently)
-    names = work.backend.name, work.device
-    sent = [] if pool is None else [pool.submit(_judged_there, *names, cases) for _, cases in parts]
-    try:
-        for place, (kind, cases) in enumerate(parts):
-            for case in cases:
-                tell(f"{work}: {case}")
-            try:
-                yield kind, _judged(work.backend, work.harness, cases) if pool is None else sent[place].result()
-            except Exception as error:  # a process died
-                yield kind, ([], [f"{case}: {type(error).__name__}: {error}" for case in cases], set(), set())
-    finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+    with ProcessPoolExecutor(work.harness.processes, get_context("spawn"), silently) as pool:
+        yield from pool.map(partial(_judged_there, work.backend.name, work.device), parts)
 
 
 def _judged_there(name: str, device: str, cases: Sequence[Case]) -> _Part:
@@ -207,12 +199,157 @@ def summary(works: Sequence[Work], lines: Sequence[Line]) -> str:
     """Return one sentence with the number of passed or failed cases and the kernels that ran."""
     count, failed = sum(line.cases for line in lines), sum(len(line.failed) for line in lines)
     result = f"All {count} cases passed" if not failed else f"{failed} of {count} cases failed"
-    return f"{result}; {'; '.join(map(_ran, works))}."
+    for work in works:
+        left = [name for name in work.harness.kernels if not any(seen.startswith(name) for seen in work.seen)]
+        result += f"; {work} ran {', '.join(sorted(work.seen)) or 'unknown kernels'}"
+        result += f" (not reached: {', '.join(left)})" if left and work.seen else ""
+    return f"{result}."
 
 
-def _ran(work: Work) -> str:
-    if not work.seen:
-        return f"which kernels ran as {work} is not known"
-    left = [name for name in work.harness.kernels if not any(seen.startswith(name) for seen in work.seen)]
-    not_reached = f" (not reached: {', '.join(left)})" if left else ""
-    return f"{work} ran {', '.join(sorted(work.seen))}{not_reached}"
+FUNCTIONS = (*LOSSES, "log_probs", "linear_log_probs", "divergence", "linear_divergence")
+
+Setting = dict[str, Any]
+"""Options, and fields of a case, that belong together."""
+_BENDS: dict[str, Sequence[Any]] = {"softcap": (3.0,), "logit_scale": (1.5, -0.7)}
+"""Factors, each with values for the option or field of its name, or with settings. A case may also have none."""
+_OF_LINEAR = {"bias": (True,), "shift": (2,), "workspace": (67 * 8 * 5,)}
+_OF_LOSSES = _BENDS | {
+    "reduction": (
+        {"normalizer": 13.5},
+        {"normalizer": "array"},
+        "sum",
+        "none",
+        {"reduction": "none", "stats": DIFFERENTIABLE},
+    ),
+    "target": ({"ignore_index": 2}, {"probabilities": True}, {"probabilities": True, "trained": True}),
+    "weight": (True,),
+    "label_smoothing": (0.1, 1.0),
+    "z_loss": (0.02,),
+    "sample_weight": (True,),
+}
+_OF_LOG_PROBS = _BENDS | {
+    "entropy": (
+        True,
+        {"entropy": True, "missing": ("log_probs",)},
+        {"entropy": True, "stats": ("lse",), "missing": ("entropy",)},
+    ),
+    "temperature": (0.7, "rows"),
+    "ignore_index": (2,),
+    "support": (True,),
+}
+_OF_DIVERGENCES = _BENDS | {
+    "teacher": (
+        {"beta": 0.5},
+        {"beta": 1.0},
+        {"teacher": "linear", "beta": 0.1, "teacher_softcap": 4.0},
+        {"kind": "tv"},
+        "bucket",
+        {"teacher": "bucket", "kind": "tv"},
+        "renormalize",
+        "drop",
+    ),
+    "reduction": ({"normalizer": 13.5}, "sum", "none"),
+    "temperature": (2.5,),
+    "sample_weight": (True,),
+    "stats": ({"stats": ("entropy",), "missing": ("entropy",)},),
+}
+_EVERY = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "logit_scale": 0.8, "sample_weight": True}
+_OF_ROWS: Setting = {"temperature": "rows", "softcap": 5.0, "logit_scale": 0.8, "entropy": True, "stats": ("lse",)}
+_SETTINGS: dict[str, Sequence[Setting]] = {
+    "cross_entropy": (
+        {},
+        {"reduction": "none"},
+        _EVERY | {"weight": True, "ignored": 0.3},
+        _EVERY | {"probabilities": True, "ignored": 0.3},
+    ),
+    "linear_cross_entropy": ({}, {"reduction": "none"}),
+    "log_probs": (_OF_ROWS | {"support": True},),
+    "linear_log_probs": (_OF_ROWS,),
+}
+"""The settings that reach every kernel and loop of a number of classes."""
+_FIELDS = {one.name for one in fields(Case)}
+
+
+def reaching(harness: Harness[Any], function: str, dtype: str) -> list[Case]:
+    """Return the smallest set of cases that reaches every kernel and loop of the device.
+
+    One dtype, bfloat16, gets every size that the harness names; the others a short row.
+    """
+    sizes = {"short": 67} | (harness.sizes(dtype) if dtype == "bfloat16" else {})
+    is_linear, is_all = function.startswith("linear_"), len(sizes) > 1
+    if function.endswith("divergence"):
+        short = Case(function, (3, 7), 67, dtype, "short", reduction="none")
+        chunks = replace(short, name="chunks", workspace=67 * 8 * 5, reduction="mean")
+        long = replace(short, name="long", rows=(3,), vocabulary=3001, classes=64, reduction="mean")
+        cases = [short, *([chunks if is_linear else long] if is_all else [])]
+        return [_set(case, (setting,)) for case in cases for setting in _settings(_OF_DIVERGENCES)["teacher"]]
+    reduction = "mean" if function in LOSSES else "none"
+    cases = [
+        Case(function, (5,), size, dtype, name, reduction=reduction, hidden=16, ignored=0.0, alone=True)
+        for name, size in sizes.items()
+    ]
+    found = [_set(case, (setting,)) for case in cases for setting in _SETTINGS[function]]
+    if function == "linear_log_probs":  # in a longer row the gradient of a class in one row's support would cancel
+        found.append(_set(cases[0], (_OF_ROWS, {"support": True})))
+    return found + (chunk_cases(function, dtype) if is_linear and is_all else [])
+
+
+def chunk_cases(function: str, dtype: str) -> list[Case]:
+    """Return cases of a linear function in one chunk, in four (the last one smaller), and in more than 16.
+
+    The gradient of a classifier is accumulated in another way over more than 16 chunks.
+    """
+    one = Case(function, (24,), 1000, dtype, "one chunk", hidden=32, ignored=0.2, alone=True)
+    if function not in LOSSES:
+        one = replace(one, reduction="none", entropy=True)
+    row = one.vocabulary * {"float64": 8, "float32": 4}.get(dtype, 2)
+    several = replace(one, name="several chunks", workspace=7 * row, bias=True)
+    more = [replace(several, reduction="none"), replace(one, name="many chunks", workspace=row)]
+    return [one, several, *(more if function in LOSSES else [])]
+
+
+def pairs(function: str, dtype: str) -> list[Case]:
+    """Return cases that have every pair of two settings of options, results and gradients."""
+    factors = _OF_LOSSES if function in LOSSES else _OF_DIVERGENCES if "divergence" in function else _OF_LOG_PROBS
+    if function.startswith("linear_"):
+        factors = factors | _OF_LINEAR
+    reduction = "none" if function.endswith("log_probs") else "mean"
+    base = Case(function, (4, 12), 67, dtype, "", reduction=reduction)
+    return [_set(base, row) for row in covering(_settings(factors), function + dtype)]
+
+
+def _settings(factors: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Setting]]:
+    """Return the settings of each factor, and none."""
+    return {
+        name: [{}, *(value if isinstance(value, dict) else {name: value} for value in values)]
+        for name, values in factors.items()
+    }
+
+
+def _set(case: Case, settings: Sequence[Setting]) -> Case:
+    """Return a case with some settings, which also name it."""
+    given = {name: value for setting in settings for name, value in setting.items()}
+    shown = [f"{name}={value}" for name, value in given.items() if name not in ("reduction", "teacher")]
+    options = {name: value for name, value in given.items() if name not in _FIELDS}
+    own = {name: value for name, value in given.items() if name in _FIELDS}
+    return replace(case, name=", ".join(filter(None, [case.name, *shown])) or "plain", options=options, **own)
+
+
+def covering(factors: Mapping[str, Sequence[Setting]], seed: str) -> list[tuple[Setting, ...]]:
+    """Return rows, each with one setting of every factor, in which every pair of settings of two factors occurs.
+
+    Of some random rows, those are kept that have the most pairs which are still missing.
+    """
+    generator, sizes = random.Random(seed), [range(len(settings)) for settings in factors.values()]
+    settings = [(place, setting) for place, size in enumerate(sizes) for setting in size]
+    missing = {pair for pair in combinations(settings, 2) if pair[0][0] != pair[1][0]}
+    rows = []
+    while missing:
+        drawn = [[generator.choice(size) for size in sizes] for _ in range(50)]
+        (one, first), (other, second) = min(missing)
+        for row in drawn:
+            row[one], row[other] = first, second
+        best = max(drawn, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2))))
+        missing.difference_update(combinations(enumerate(best), 2))
+        rows.append(tuple(every[chosen] for every, chosen in zip(factors.values(), best, strict=True)))
+    return rows

@@ -17,7 +17,6 @@ from multiprocessing import get_context
 
 from tests.triton.compile.build import TARGETS, Built, build
 from tests.triton.compile.record import Launch, check_cases, hopper, record
-from xent.command.show import table
 
 __all__ = ["main", "some_of"]
 
@@ -57,7 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         if built.failure is not None:
             reasons[launch.name, name, built.failure] += 1
     heading = ("kernel", "GPU", "signatures", "failed", "registers", "spilled bytes", "shared bytes")
-    print(table([heading, *(_row(*key, builts) for key, builts in cells.items())]))
+    for row in (heading, *(_row(*key, builts) for key, builts in cells.items())):
+        print("{:44} {:8} {:>10} {:>6} {:>9} {:>13} {:>12}".format(*row))
     for name in broken:
         print(f"NOT RECORDED {name}")
     for (kernel, name, failure), count in reasons.items():

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement
 from xent.backends.torch.shards.ranges import group_of
 from xent.core.arrays import describe
 from xent.core.call import Shards
-from xent.core.describe_divergence import NO_SUBSET
+from xent.core.describe import NO_SUBSET
 from xent.core.spec import ROW_STATS, LinearTeacher, Stats, Subset, TopKTeacher, VocabParallel
 
 __all__ = ["is_cut", "of_linear", "of_logits"]
