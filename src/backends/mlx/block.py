@@ -99,6 +99,16 @@ class Block:
             log_p = (self.x - peak[:, None]) - log_sum[:, None]
         p = exp(log_p) if self._p is None and log_p is not None else self._p
         assert p is not None
+        if (
+            self._shares is None
+            and given.rest is None
+            and given.beta is None
+            and not self.apart
+            and self._p is not None
+        ):
+            # If p_y is near 1 the whole gradient is small: subtract 1 before any product is rounded. In one array.
+            less = p.at[mx.arange(len(p)), self.facts.target].add(-1)
+            return self._finished(less * given.gamma[:, None], given.delta)
         grad = p * given.alpha[:, None]
         if given.beta is not None and log_p is not None:
             grad = grad + product(p, given.beta[:, None] * log_p)
