@@ -409,8 +409,8 @@ FAULTS = [
         (STATS, "tests/triton/test_statistics.py"), "triton",
     ),
     Fault(
-        "kernel: strides of row weights", "backends/triton/inputs.py",
-        "            _contiguous(options.sample_weight),", "            options.sample_weight,",
+        "kernel: strides of row weights", "backends/torch/prepare.py",
+        "return values.reshape(-1).contiguous()", "return values.reshape(-1)",
         ("tests/test_promises.py", "-k", "strides"), "triton",
     ),
     Fault(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from xent.backends.harness import Harness
 from xent.backends.torch import TorchBackend
 from xent.core.arrays import dtype_name
-from xent.core.call import Call, Given
+from xent.core.call import Call, array_of
 from xent.core.spec import BackendInfo
 
 if TYPE_CHECKING:
@@ -39,21 +39,24 @@ class TritonBackend(TorchBackend):
 
         notes: tuple[str, ...] = ()
         if MISSING is None:
-            from xent.backends.triton.hopper.products import note
+            import torch
 
-            notes = (note(),)
+            from xent.backends.triton.hopper.products import off
+
+            self.register()  # the probe is a call
+            reason = off(torch.device("cuda"))
+            notes = ("Hopper kernels: " + ("on" if reason is None else f"off, {reason}"),)
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
 
     def refuse(self, call: Call) -> str | None:
         """Refuse tensors on other devices, and float64, which these kernels would round to float32."""
         from xent.backends.triton.machine import DEVICES
 
-        source = call.source
-        arrays = [source.logits] if isinstance(source, Given) else [source.input, source.weight]
-        device = arrays[0].device.type
+        array = array_of(call)
+        device = array.device.type
         if device not in (*DEVICES, "meta"):
             return f"it serves {' and '.join(DEVICES)} tensors and got a {device} tensor, which backend 'torch' serves"
-        if "float64" in map(dtype_name, arrays):
+        if dtype_name(array) == "float64":
             return "its kernels accumulate in float32 and would round float64, which backend 'torch' serves"
         return None
 

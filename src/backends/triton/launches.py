@@ -79,15 +79,15 @@ class Upstreams(NamedTuple):
 class Results(NamedTuple):
     """The results of rows, (N,) float32 each, in the order of the call. Those not asked for are None."""
 
-    loss: Any
+    loss: Any = None
     lse: Any = None
     nll: Any = None
     entropy: Any = None
     predictions: Any = None
     """int64"""
-    hits: Any = None
+    accuracy: Any = None
     """1 where the prediction is the target."""
-    z_term: Any = None
+    z_loss: Any = None
     log_sum_sq_probs: Any = None
     mean_logit: Any = None
 
@@ -162,6 +162,7 @@ class Way(NamedTuple):
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}
+_UNSPECIALISED = {int, float, Numbers, type(None)}
 _MOST = 4096  # kinds; if there are more, the cache is cleared
 
 
@@ -183,22 +184,14 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
         return
     options.setdefault("enable_fp_fusion", True)
     # id: a kernel's own hash is computed anew each time. It lives as long as its module.
-    kinds: list[Any] = [id(function), torch.cuda.current_device()]
-    for one in arguments:
-        if one is None:
-            kinds.append(None)
-        elif isinstance(one, Tensor):
-            kinds.append(one.dtype)
-        elif not isinstance(one, (int, float, Numbers)):
-            kinds.append(_kind(one))
-    key = (*kinds, *constants.values(), *options.values())
+    device = torch.cuda.current_device()
+    kinds = [None if type(one) in _UNSPECIALISED else _kind(one) for one in arguments]
+    key = (id(function), device, *kinds, *constants.values(), *options.values())
     found = _compiled.get(key)
     if found is not None:
         made, values = found
         made[(programs, 1, 1)](*arguments, *values)
         return
-    if torch.version.hip:  # AMD's compiler has no limit of registers
-        options.pop("maxnreg", None)
     made = function[(programs,)](*arguments, **constants, **options)
     if isinstance(made, triton.compiler.CompiledKernel):  # unless a hook kept Triton from compiling
         if len(_compiled) >= _MOST:
@@ -207,10 +200,12 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
 
 
 def _kind(argument: Any) -> Any:
-    """Return what a kernel is compiled for in a group of tensors, or in a descriptor for the copy engine."""
+    """Return what a kernel is compiled for in a tensor, a group of tensors, or a descriptor for the copy engine."""
+    if isinstance(argument, Tensor):
+        return argument.dtype
     if isinstance(argument, tuple):  # Triton specialises the members of groups for aligned addresses
         return tuple([None if one is None else (one.dtype, one.data_ptr() % 16 == 0) for one in argument])
-    return (argument.base.dtype, *argument.block_shape)
+    return argument.base.dtype, *argument.block_shape
 
 
 def is_interpreted(function: Any) -> bool:

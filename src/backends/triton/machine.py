@@ -4,7 +4,7 @@ import re
 from functools import cache
 from typing import Any
 
-__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors", "release"]
+__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors"]
 
 _OLDEST = (3, 4)
 _OLDEST_CAPABILITY = (8, 0)
@@ -21,7 +21,7 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
     except ImportError as error:
         return f"{error}; pip install triton for an NVIDIA GPU, or use backend 'torch'", versions, ()
     versions["triton"] = str(triton.__version__)
-    if release() < _OLDEST:
+    if tuple(map(int, re.findall(r"\d+", triton.__version__)[:2])) < _OLDEST:
         oldest = ".".join(map(str, _OLDEST))
         return f"it needs Triton {oldest} or later and found {triton.__version__}", versions, ()
     if _is_interpreting():
@@ -36,13 +36,6 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
         return f"it needs GPUs of compute capability {needed} or later and found one of {found}", versions, ()
     return None, versions, ("cuda",)
-
-
-def release() -> tuple[int, ...]:
-    """Return the first two numbers of Triton's version."""
-    import triton
-
-    return tuple(map(int, re.findall(r"\d+", triton.__version__)[:2]))
 
 
 def _is_interpreting() -> bool:

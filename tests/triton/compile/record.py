@@ -8,6 +8,8 @@ products of 16-bit factors), so that a few signatures of linear losses differ.
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -57,7 +59,7 @@ def record(cases: Iterable[Case]) -> tuple[list[Launch], list[str]]:
             except Exception as error:
                 failed.append(f"{case}: {type(error).__name__}: {error}")
         _call_hopper()
-        with patch.object(products, "is_on", lambda device: True):  # the kernel that joins the products' sums
+        with patch.object(products, "off", lambda device: None):  # the kernel that joins the products' sums
             _call(Case("linear_log_probs", (24,), 1000, "bfloat16", "", hidden=32, reduction="none", entropy=True))
     return list(found), failed
 
@@ -105,9 +107,7 @@ def rebuilt(kind: Any) -> Any:
         return first(*map(rebuilt, second))
     if what == "tensor":
         return torch.empty(64, dtype=first)[0 if second else 1 :]
-    from xent.backends.triton.hopper.products import _descriptor
-
-    return _descriptor(torch.empty(second, dtype=first), list(second))
+    return products._descriptor(torch.empty(second, dtype=first), second[0])
 
 
 def _call(case: Case) -> None:
@@ -138,16 +138,19 @@ def _call(case: Case) -> None:
 
 
 def _call_hopper() -> None:
-    """Launch both products for Hopper GPUs with all their constants."""
-    from xent.backends.triton.hopper.products import fold_chunks, write_gradient
-
+    """Launch the product for Hopper GPUs with all its constants."""
     for dtype in (torch.bfloat16, torch.float16):
         hidden, weight = torch.zeros(128, 64, dtype=dtype), torch.zeros(256, 64, dtype=dtype)
-        classes, coefficients = torch.zeros(128, dtype=torch.int32), torch.zeros(4, 128)
-        for bend in ((None, None), (0.5, None), (None, 5.0), (0.5, 5.0)):
-            for more in (False, True):
-                fold_chunks(hidden, weight, classes, bend, more)
-                write_gradient(hidden, weight, classes, coefficients, torch.zeros(128, 256, dtype=dtype), bend, more)
+        classes, sums, grad = (
+            torch.zeros(128, dtype=torch.int32),
+            torch.zeros(4, 1, 128),
+            torch.zeros(128, 256, dtype=dtype),
+        )
+        for scaled, capped, more in product((False, True), repeat=3):
+            way = launches.Way(capped, scaled, *[False] * 5)
+            steps = SimpleNamespace(way=way, numbers=launches.Numbers(1.0, 0.0, 0.0, 5.0, 0.5))
+            products.product(steps, hidden, weight, classes, None, sums, more)
+            products.product(steps, hidden, weight, classes, sums[:, 0], grad, more)
 
 
 def hopper(launch: Launch) -> bool:

@@ -1,17 +1,19 @@
-"""The forward pass on Hopper, in Gluon, if the logits are not needed later: a matrix product that never stores them.
+"""The product of hidden states and classifier on Hopper, in Gluon, which never stores logits: sums, or a gradient.
 
 A program computes tiles of logits, 128 rows by 256 classes, one after the other. A producer warp copies slices of both
 factors, 64 columns at a time, into a ring of slots in shared memory, with the bulk copy engine and one mbarrier per
 slot. Two consumers of four warps have 64 rows each. The tensor cores add the product of a slot to logits in registers.
-When a tile is complete, the consumer folds it into its rows' sums. Because of the slots, one consumer can run ahead of
-the other, so that one folds while the other multiplies.
+When a tile is complete, the consumer folds it into its rows' sums, or stores its gradient. Because of the slots, one
+consumer can run ahead of the other, so that one folds while the other multiplies.
 
 A unit of work is a band of 128 rows and a chunk of a few class tiles. Its sums stay in registers until they are
 written. `join_kernel` merges the chunks in order. The chunks depend on the vocabulary only, so that a row has the same
 bits in every batch. Programs that run at the same time share a few bands and a few hundred classes, which they read
 from the L2 cache.
 
-`gradient_product_kernel` shares the tiles and the ring of slots.
+Gradients are computed from the coefficients of `finish_kernel`. For a class c other than the target,
+
+    g_c = e^(x_c - m) (factor + tilt log2(e) (x_c - m)) dx_c/dz_c.
 """
 
 from triton.experimental import gluon
@@ -24,25 +26,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-__all__ = [
-    "FLOOR",
-    "LOG2E",
-    "accumulator",
-    "bent",
-    "exp2",
-    "multiply",
-    "place",
-    "produce",
-    "product_kernel",
-    "slots_of",
-]
+__all__ = ["product_kernel"]
 
 LOG2E = gl.constexpr(1.4426950408889634)
 FLOOR = gl.constexpr(-300.0)  # keeps 0 * -inf out of sums: e^(x - largest) is 0 there
+_GROUP = gl.constexpr(12)  # bands computed at the same time, whose rows and common classes stay in the L2 cache
+_SLOTS = gl.constexpr(4)
+_DEAD = gl.constexpr(-2)  # the class of rows whose gradient is 0
 
 
 @gluon.jit
-def exp2(x):
+def _exp2(x):
     """Return 2^x; 0 if it is too small for a normal float32."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
@@ -60,19 +54,7 @@ def _finite(largest):
 
 
 @gluon.jit
-def _fade(c, larger):
-    """Return the factor that converts a sum relative to c into one relative to a larger reference."""
-    return exp2(gl.minimum(c - larger, 0.0) * LOG2E)
-
-
-@gluon.jit
-def _below(x, softcap):
-    """Return 1 / (1 + e^(2 x / k)), from which both the softcap and its slope are computed."""
-    return _reciprocal(1 + exp2(x * (2 * LOG2E / softcap)))
-
-
-@gluon.jit
-def bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
+def _bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
     """Return x = k tanh(s z / k), or s z, for bend = (s, k), and dx/dz = s (1 - tanh(s z / k)^2), or s.
 
     The softcap is computed as k - 2k / (1 + e^(2 s z / k)), which is exact enough for 16-bit logits. The slope does not
@@ -84,7 +66,7 @@ def bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
     if SCALED:
         x = x * logit_scale
     if CAPPED:
-        below = _below(x, softcap)
+        below = _reciprocal(1 + _exp2(x * (2 * LOG2E / softcap)))
         x = softcap - 2 * softcap * below
         steep = 4 * below * (1 - below)
         if SCALED:
@@ -98,62 +80,62 @@ _load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_
 
 
 @gluon.constexpr_function
-def accumulator(classes, warps):
+def _accumulator(classes, warps):
     """Return the layout of a consumer's logits, (rows, classes), in its registers."""
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, classes, 16])
 
 
-@gluon.jit
-def _next_slot(slot, phase, SLOTS: gl.constexpr):
-    """Return the next slot, and the phase of its barrier."""
-    slot += 1
-    wrapped = slot == SLOTS
-    return gl.where(wrapped, 0, slot), phase ^ wrapped.to(gl.int32)
+@gluon.constexpr_function
+def _stored(rows, classes):
+    """Return the layout for storing a tile: each thread has 8 classes (16 bytes) of a row.
 
-
-@gluon.jit
-def _before(slot, SLOTS: gl.constexpr):
-    """Return the previous slot. A variable for it in the loop would be lost by Triton 3.6."""
-    return gl.where(slot == 0, SLOTS - 1, slot - 1)
-
-
-@gluon.jit
-def multiply(halves, columns, full, empty, slot, phase, steps, SLOTS: gl.constexpr):
-    """Compute the logits (rows, columns) of a tile from `steps` slots. Return them, the next slot and its phase.
-
-    A slot holds slices of the rows, halves (rows, depth), and of the classes, columns (columns, depth).
+    Converting from `_accumulator` exchanges data between four neighbouring threads of a warp only.
     """
+    registers = [[0, 1], [0, 2], [0, 4], [8, 0]] + [[0, 2**bit] for bit in range(5, classes.bit_length() - 1)]
+    warps = [[2**bit, 0] for bit in range(4, rows.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], warps, [], [rows, classes])
+
+
+@gluon.jit
+def _multiply(slots, HALF_INDEX: gl.constexpr, turn, steps):
+    """Compute the logits (rows, columns) of a tile from `steps` slots. Return them and the next turn.
+
+    A slot holds slices of the rows, two halves (rows, depth), and of the classes, columns (columns, depth). Turn t uses
+    slot t modulo their number.
+    """
+    halves, columns, full, empty = slots
     HALF: gl.constexpr = halves.shape[1]
     CLASSES: gl.constexpr = columns.shape[1]
-    LAYOUT: gl.constexpr = accumulator(CLASSES, gl.num_warps())
-    z = gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)
+    z = gl.zeros([HALF, CLASSES], gl.float32, _accumulator(CLASSES, gl.num_warps()))
     for step in range(steps):
-        mbarrier.wait(full.index(slot), phase)
-        z = warpgroup_mma(halves.index(slot), columns.index(slot).permute([1, 0]), z, is_async=True)
+        slot = turn % _SLOTS
+        mbarrier.wait(full.index(slot), turn // _SLOTS % 2)
+        z = warpgroup_mma(halves.index(2 * slot + HALF_INDEX), columns.index(slot).permute([1, 0]), z, is_async=True)
         z = warpgroup_mma_wait(1, deps=[z])  # waits for the previous product, after which its slot is free
-        mbarrier.arrive(empty.index(_before(slot, SLOTS)), pred=step > 0)
-        slot, phase = _next_slot(slot, phase, SLOTS)
+        mbarrier.arrive(empty.index((turn + _SLOTS - 1) % _SLOTS), pred=step > 0)
+        turn += 1
     z = warpgroup_mma_wait(0, deps=[z])
-    mbarrier.arrive(empty.index(_before(slot, SLOTS)))
-    return z, slot, phase
+    mbarrier.arrive(empty.index((turn + _SLOTS - 1) % _SLOTS))
+    return z, turn
 
 
 @gluon.jit
-def place(unit, walk):
-    """Return a unit's band of rows, its first class tile, and the end of its class tiles.
+def _place(unit, walk):
+    """Return a unit's band of rows, its chunk, its first class tile, and the end of its class tiles.
 
     Units go through a group of bands chunk by chunk. The last group may have fewer bands.
     """
-    units, group, chunks, tiles_per_chunk, class_tiles, _steps = walk
-    first = unit // (group * chunks) * group
-    size = gl.minimum(group, units // chunks - first)
+    units, chunks, tiles, _steps = walk
+    first = unit // (_GROUP * chunks) * _GROUP
+    size = gl.minimum(_GROUP, units // chunks - first)
     rest = unit - first * chunks
-    begin = rest // size * tiles_per_chunk
-    return first + rest % size, begin, gl.minimum(begin + tiles_per_chunk, class_tiles)
+    per_chunk = (tiles + chunks - 1) // chunks
+    chunk = rest // size
+    return first + rest % size, chunk, chunk * per_chunk, gl.minimum((chunk + 1) * per_chunk, tiles)
 
 
 @gluon.jit
-def slots_of(hidden, classifier, SLOTS: gl.constexpr):
+def _slots_of(hidden, classifier):
     """Allocate a ring of slots in shared memory, for the upper and lower rows of a tile and for its classes.
 
     Return also arrays of "full" and "empty" barriers, one a slot. A "full" barrier expects one arrival, an "empty"
@@ -163,41 +145,39 @@ def slots_of(hidden, classifier, SLOTS: gl.constexpr):
     HALF: gl.constexpr = hidden.block_shape[0]
     CLASSES: gl.constexpr = classifier.block_shape[0]
     DEPTH: gl.constexpr = classifier.block_shape[1]
-    upper = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
-    lower = gl.allocate_shared_memory(hidden.dtype, [SLOTS, HALF, DEPTH], hidden.layout)
-    columns = gl.allocate_shared_memory(classifier.dtype, [SLOTS, CLASSES, DEPTH], classifier.layout)
-    full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
+    halves = gl.allocate_shared_memory(hidden.dtype, [2 * _SLOTS, HALF, DEPTH], hidden.layout)
+    columns = gl.allocate_shared_memory(classifier.dtype, [_SLOTS, CLASSES, DEPTH], classifier.layout)
+    full = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [_SLOTS, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(_SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=2)
     fence_async_shared()
-    return upper, lower, columns, full, empty
+    return halves, columns, full, empty
 
 
 @gluon.jit
-def produce(slots, hidden, classifier, walk, SLOTS: gl.constexpr):
+def _produce(slots, hidden, classifier, walk):
     """Code of the producer, one warp: copy the next slices into a slot as soon as it is free."""
-    upper, lower, columns, full, empty = slots
-    units, _group, _chunks, _tiles_per_chunk, _class_tiles, steps = walk
-    HALF: gl.constexpr = upper.shape[1]
+    halves, columns, full, empty = slots
+    HALF: gl.constexpr = halves.shape[1]
     CLASSES: gl.constexpr = columns.shape[1]
     DEPTH: gl.constexpr = columns.shape[2]
     BYTES: gl.constexpr = (2 * HALF + CLASSES) * DEPTH * columns.dtype.primitive_bitwidth // 8
-    slot = 0
-    phase = 1
-    for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        band, begin, end = place(unit, walk)
+    turn = 0
+    for unit in range(gl.program_id(0), walk[0], gl.num_programs(0)):
+        band, _chunk, begin, end = _place(unit, walk)
         row = band * (2 * HALF)
-        for part in range(begin, end):
-            for step in range(steps):
-                mbarrier.wait(empty.index(slot), phase)
-                mbarrier.expect(full.index(slot), BYTES)
+        for tile in range(begin, end):
+            for step in range(walk[3]):
+                slot = turn % _SLOTS
                 at = step * DEPTH
-                _load(hidden, [row, at], full.index(slot), upper.index(slot))
-                _load(hidden, [row + HALF, at], full.index(slot), lower.index(slot))
-                _load(classifier, [part * CLASSES, at], full.index(slot), columns.index(slot))
-                slot, phase = _next_slot(slot, phase, SLOTS)
+                mbarrier.wait(empty.index(slot), turn // _SLOTS % 2 ^ 1)
+                mbarrier.expect(full.index(slot), BYTES)
+                _load(hidden, [row, at], full.index(slot), halves.index(2 * slot))
+                _load(hidden, [row + HALF, at], full.index(slot), halves.index(2 * slot + 1))
+                _load(classifier, [tile * CLASSES, at], full.index(slot), columns.index(slot))
+                turn += 1
 
 
 @gluon.jit
@@ -207,113 +187,136 @@ def _by_lane(x):
 
 
 @gluon.jit
-def _growth(m, ref):
-    """Return the increase of the reference from m to ref, in units of log2; 0 if m is -inf."""
-    return gl.where(m == float("-inf"), 0.0, (ref - m) * LOG2E)
+def _rebased(m, s, t, ref, MORE: gl.constexpr):
+    """Return sums relative to m, which may be -inf, as sums relative to a reference that is not smaller."""
+    kept = _exp2(gl.minimum(_finite(m) - ref, 0.0) * LOG2E)
+    if MORE:
+        t = kept * (t - gl.where(m == float("-inf"), 0.0, (ref - m) * LOG2E) * s)
+    return s * kept, t
 
 
 @gluon.jit
-def _fold(m, s, t, x, ENTROPY: gl.constexpr):
-    """Add a tile (R, C) to per-lane sums (R, 4): the largest x, the sum of e, and with ENTROPY the sum of e log2 e."""
+def _fold(m, s, t, x, MORE: gl.constexpr):
+    """Add a tile (R, C) to per-lane sums (R, 4): the largest x, the sum of e, and with MORE the sum of e log2 e."""
     x = _by_lane(x)
     larger = gl.maximum(m, gl.max(gl.max(x, 3), 1))
     ref = _finite(larger)
     e2 = (x - ref[:, None, :, None]) * LOG2E
-    e = exp2(e2)
-    kept = _fade(_finite(m), ref)
-    if ENTROPY:
-        t = kept * (t - _growth(m, ref) * s) + gl.sum(gl.sum(e * gl.maximum(e2, FLOOR), 3), 1)
-    return larger, s * kept + gl.sum(gl.sum(e, 3), 1), t
+    e = _exp2(e2)
+    s, t = _rebased(m, s, t, ref, MORE)
+    if MORE:
+        t += gl.sum(gl.sum(e * gl.maximum(e2, FLOOR), 3), 1)
+    return larger, s + gl.sum(gl.sum(e, 3), 1), t
 
 
 @gluon.jit
 def _consume(
-    slots, target, sums, rows, vocabulary, walk, bend,
-    HALF_INDEX: gl.constexpr, SLOTS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, ENTROPY: gl.constexpr,
+    slots, rest, walk, bend,
+    HALF_INDEX: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, WRITES: gl.constexpr, MORE: gl.constexpr,
 ):  # fmt: skip
-    """Code of a consumer, four warps: fold one half of the rows of each tile."""
-    upper, lower, columns, full, empty = slots
-    halves = upper
-    if HALF_INDEX == 1:
-        halves = lower
-    peaks, totals, mixed = sums
-    units = walk[0]
-    tiles_per_chunk = walk[3]
-    HALF: gl.constexpr = upper.shape[1]
-    CLASSES: gl.constexpr = columns.shape[1]
-    LAYOUT: gl.constexpr = accumulator(CLASSES, gl.num_warps())
+    """Code of a consumer, four warps: compute one half of the rows of each tile."""
+    target, coefficients, out, rows, vocabulary, pitch8 = rest
+    units, chunks, _tiles, steps = walk
+    HALF: gl.constexpr = slots[0].shape[1]
+    CLASSES: gl.constexpr = slots[1].shape[1]
+    LAYOUT: gl.constexpr = _accumulator(CLASSES, gl.num_warps())
     PER_ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    STORED: gl.constexpr = _stored(HALF, CLASSES)
     inside = gl.arange(0, HALF, layout=PER_ROW)
     classes = gl.arange(0, CLASSES, layout=gl.SliceLayout(0, LAYOUT))
-    slot = 0
-    phase = 0
+    stored_rows = gl.arange(0, HALF, layout=gl.SliceLayout(1, STORED))
+    stored_classes = gl.arange(0, CLASSES, layout=gl.SliceLayout(0, STORED))
     nothing = gl.sum(gl.sum(_by_lane(gl.zeros([HALF, CLASSES], gl.float32, LAYOUT)), 3), 1)
+    turn = 0
     for unit in range(gl.program_id(0), units, gl.num_programs(0)):
-        band, begin, end = place(unit, walk)
-        row = band * (2 * HALF) + HALF_INDEX * HALF + inside
-        y = gl.load(target + row, mask=row < rows, other=-1).to(gl.int32)
-        m = nothing + float("-inf")
+        band, chunk, begin, end = _place(unit, walk)
+        first_row = band * (2 * HALF) + HALF_INDEX * HALF
+        row = first_row + inside
+        here = row < rows
+        y = gl.load(target + row, mask=here, other=-1)
+        m = gl.load(coefficients + row, mask=here, other=0.0)
+        factor = gl.load(coefficients + rows + row, mask=here, other=0.0)
+        of_target = gl.load(coefficients + 2 * rows + row, mask=here, other=0.0)
+        tilt = gl.load(coefficients + 3 * rows + row, mask=here, other=0.0)
+        line = out + (first_row + stored_rows).to(gl.int64) * (pitch8 * 8)
+        if not WRITES:  # the compiler drops the loads
+            m = nothing + float("-inf")
         s = nothing
         t = nothing
-        for part in range(begin, end):
-            first = part * CLASSES
-            with_target = gl.max(((y >= first) & (y < first + CLASSES)).to(gl.int32), 0)
-            z, slot, phase = multiply(halves, columns, full, empty, slot, phase, walk[5], SLOTS)
-            x, _steep = bent(z, bend, SCALED, CAPPED)
-            if (with_target != 0) | (first + CLASSES > vocabulary):
-                others = ((first + classes) < vocabulary)[None, :] & ((first + classes)[None, :] != y[:, None])
-                m, s, t = _fold(m, s, t, gl.where(others, x, float("-inf")), ENTROPY)
+        for tile in range(begin, end):
+            first = tile * CLASSES
+            c = first + classes
+            special = gl.max((((y >= first) & (y < first + CLASSES)) | (y == _DEAD)).to(gl.int32), 0)
+            z, turn = _multiply(slots, HALF_INDEX, turn, steps)
+            x, steep = _bent(z, bend, SCALED, CAPPED)
+            if WRITES:
+                e2 = (x - m[:, None]) * LOG2E
+                g = _exp2(e2)
+                if MORE:
+                    g = g * (factor[:, None] + tilt[:, None] * gl.maximum(e2, FLOOR))
+                else:
+                    g = g * factor[:, None]
+                if SCALED or CAPPED:
+                    g = g * steep
+                if (special != 0) | (first + CLASSES > vocabulary):
+                    g = gl.where(c[None, :] == y[:, None], of_target[:, None], g)
+                    g = gl.where((c < vocabulary)[None, :] & (y != _DEAD)[:, None], g, 0.0)
+                made = gl.convert_layout(g.to(out.dtype.element_ty), STORED)
+                at = first + stored_classes
+                mask = (first_row + stored_rows < rows)[:, None] & (at < pitch8 * 8)[None, :]
+                gl.store(line[:, None] + at[None, :], made, mask=mask)
+            elif (special != 0) | (first + CLASSES > vocabulary):
+                others = (c < vocabulary)[None, :] & (c[None, :] != y[:, None])
+                m, s, t = _fold(m, s, t, gl.where(others, x, float("-inf")), MORE)
             else:
-                m, s, t = _fold(m, s, t, x, ENTROPY)
-        at = (begin // tiles_per_chunk) * rows + row
-        top = gl.max(m, 1)
-        ref = _finite(top)
-        kept = _fade(_finite(m), ref[:, None])
-        gl.store(peaks + at, gl.convert_layout(top, PER_ROW), mask=row < rows)
-        gl.store(totals + at, gl.convert_layout(gl.sum(s * kept, 1), PER_ROW), mask=row < rows)
-        if ENTROPY:
-            mix = gl.sum(kept * (t - _growth(m, ref[:, None]) * s), 1)
-            gl.store(mixed + at, gl.convert_layout(mix, PER_ROW), mask=row < rows)
+                m, s, t = _fold(m, s, t, x, MORE)
+        if not WRITES:
+            place = out + (chunk * rows + row)
+            top = gl.max(m, 1)
+            s, t = _rebased(m, s, t, _finite(top)[:, None], MORE)
+            gl.store(place, gl.convert_layout(top, PER_ROW), mask=here)
+            gl.store(place + chunks * rows, gl.convert_layout(gl.sum(s, 1), PER_ROW), mask=here)
+            if MORE:
+                gl.store(place + 2 * chunks * rows, gl.convert_layout(gl.sum(t, 1), PER_ROW), mask=here)
 
 
 @gluon.jit(
-    do_not_specialize=["rows", "vocabulary", "units", "group", "chunks", "tiles_per_chunk", "class_tiles", "steps"],
-    do_not_specialize_on_alignment=["target", "peaks", "totals", "mixed"],
+    do_not_specialize=["rows", "vocabulary", "chunks", "pitch8", "steps"],
+    do_not_specialize_on_alignment=["target", "coefficients"],
 )
 def product_kernel(
     hidden,  # descriptor for the copy engine: (R, D) in blocks of [64, 64]
     classifier,  # descriptor: (V, D) in blocks of [256, 64]
-    target,  # (R,) int32, the classes to exclude
-    peaks,  # (chunks, R) float32: the largest x of the classes of a chunk, -inf if there was none
-    totals,  # (chunks, R) float32: the sum of e = e^(x - largest)
-    mixed,  # (chunks, R) float32: the sum of e log2 e, with ENTROPY
+    target,  # (R,) int32, the classes to exclude; with WRITES -2 in rows whose gradient is 0
+    coefficients,  # with WRITES (4 or more, R) float32: m, factor, the target's gradient, tilt
+    out,  # with WRITES the gradient (R, 8 * pitch8), 16-bit, aligned to 16 bytes, 0 beyond the vocabulary. Otherwise
+    # (2 or 3, chunks, R) float32: the largest x of the classes of a chunk, -inf if there was none; the sum of
+    # e = e^(x - largest); and with MORE that of e log2 e
     rows,
     vocabulary,
-    units,  # units of work: number of chunks times number of bands of 128 rows
-    group,  # number of bands that are computed at the same time
     chunks,
-    tiles_per_chunk,
-    class_tiles,
-    steps,
+    pitch8,
+    steps,  # slices of the width
     logit_scale,
     softcap,
-    SLOTS: gl.constexpr,
     SCALED: gl.constexpr,
     CAPPED: gl.constexpr,
-    ENTROPY: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    WRITES: gl.constexpr,
+    MORE: gl.constexpr,  # with WRITES: there is a tilt
 ):
-    """Compute the sums of all rows; see the module's docstring."""
-    slots = slots_of(hidden, classifier, SLOTS)
-    walk = (units, group, chunks, tiles_per_chunk, class_tiles, steps)
-    sums = (peaks, totals, mixed)
+    """Compute the sums or the gradients of all rows; see the module's docstring."""
+    slots = _slots_of(hidden, classifier)
+    bands = (rows + 2 * hidden.block_shape[0] - 1) // (2 * hidden.block_shape[0])
+    tiles = (vocabulary + classifier.block_shape[0] - 1) // classifier.block_shape[0]
+    walk = (bands * chunks, chunks, tiles, steps)
+    rest = (target, coefficients, out, rows, vocabulary, pitch8)
     bend = (logit_scale, softcap)
     gl.warp_specialize(
         [
-            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 0, SLOTS, SCALED, CAPPED, ENTROPY)),
-            (_consume, (slots, target, sums, rows, vocabulary, walk, bend, 1, SLOTS, SCALED, CAPPED, ENTROPY)),
-            (produce, (slots, hidden, classifier, walk, SLOTS)),
+            (_consume, (slots, rest, walk, bend, 0, SCALED, CAPPED, WRITES, MORE)),
+            (_consume, (slots, rest, walk, bend, 1, SCALED, CAPPED, WRITES, MORE)),
+            (_produce, (slots, hidden, classifier, walk)),
         ],
         [4, 1],  # warps of the second consumer and of the producer
-        [REGISTERS, 24],  # and their registers
+        [240, 24],  # and their registers
     )

@@ -112,28 +112,26 @@ def take_kernel(
 
 @kernel
 def scale_kernel(
-    grad,  # rows at position(row, inner, outer_stride, row_stride), or one row that is all memory
+    grad,  # rows at position(row, inner, outer_stride, row_stride)
     inner: "i64",
     outer_stride: "i64",
     row_stride: "i64",
-    out,  # like `grad`; may be the same tensor
     upstream,  # ()
     deferred,  # () or None
     rows: "i64",
     length: "i64",  # elements of a row
     GROUPED: tl.constexpr,
-    INPLACE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a gradient by factors and round once. INPLACE: do nothing if the product of the factors is 1."""
+    """Multiply a gradient by factors and round once; do nothing if the product of the factors is 1."""
     blocks = tl.cdiv(length, BLOCK)
     factor = tl.load(upstream).to(tl.float32)
     if deferred is not None:
         factor *= tl.load(deferred)
-    if (factor != 1) | (not INPLACE):
+    if factor != 1:
         for block in range(tl.program_id(0).to(tl.int64), rows * blocks, tl.num_programs(0)):
             begin = position(block // blocks, inner, outer_stride, row_stride, GROUPED)
             places = block % blocks * BLOCK + tl.arange(0, BLOCK)
             inside = places < length
             scaled = tl.load(grad + begin + places, mask=inside, other=0.0).to(tl.float32) * factor
-            tl.store(out + begin + places, scaled.to(out.dtype.element_ty), mask=inside)
+            tl.store(grad + begin + places, scaled.to(grad.dtype.element_ty), mask=inside)

@@ -264,7 +264,7 @@ def support_kernel(
             present |= (known & (classes == y)).to(tl.int32)
             strange |= (inside & ~known).to(tl.int32)
             peaks = tl.maximum(peaks, tl.where(known, activate(z, side[2], way), -float("inf")))
-            if (results.predictions is not None) or (results.hits is not None):
+            if (results.predictions is not None) or (results.accuracy is not None):
                 key = order(z, known, side[2], way)
                 largest = tl.max(key, 0)
                 lowest = tl.min(tl.where(known & (key == largest), classes, NOWHERE), 0)
