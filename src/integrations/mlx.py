@@ -217,8 +217,7 @@ class LinearCrossEntropyLoss(nn.Module):  # type: ignore[misc]
         )
 
     def _extra_repr(self) -> str:
-        heads = "" if self.head_weight is None else f", head_weight={self.head_weight}"
-        return f"{self._options}, shift={self.shift}{heads}, workspace={self.workspace}"
+        return f"{self._options}, shift={self.shift}, head_weight={self.head_weight}, workspace={self.workspace}"
 
 
 class _Options:

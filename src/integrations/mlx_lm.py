@@ -120,7 +120,7 @@ def _linear(model: nn.Module, batch: mx.array, counts: mx.array) -> dict[str, An
     """Return the arguments of `xent.linear_cross_entropy` for the hidden states of all tokens but the last."""
     head, hidden, softcap, scale = _before_head(model, batch[:, :-1])
     weight, bias = classifier(head)
-    if isinstance(weight, mx.array) and weight.dtype != hidden.dtype:
+    if isinstance(weight, mx.array):
         common = mx.result_type(weight, hidden)
         weight, hidden = weight.astype(common), hidden.astype(common)
         bias = None if bias is None else bias.astype(common)

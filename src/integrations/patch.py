@@ -1,10 +1,13 @@
-"""The context manager that both `patch` functions return."""
+"""Replacement of attributes of other packages, and the context manager that both `patch` functions return."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-__all__ = ["Patch"]
+__all__ = ["Patch", "replace", "restore"]
+
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""(object, attribute) -> the original value and the one that replaces it."""
 
 
 class Patch(ExitStack):
@@ -19,3 +22,19 @@ class Patch(ExitStack):
 
     def __enter__(self) -> Any:
         return self._value
+
+
+def replace(place: Any, name: str, ours: Any) -> bool:
+    """Replace an attribute. Return False if it was replaced before, and leave it then."""
+    if (place, name) in _replaced:
+        return False
+    _replaced[place, name] = getattr(place, name), ours
+    setattr(place, name, ours)
+    return True
+
+
+def restore(place: Any, name: str) -> None:
+    """Undo `replace`, unless something else has replaced the attribute since."""
+    theirs, ours = _replaced.pop((place, name), (None, None))
+    if ours is not None and getattr(place, name, None) is ours:
+        setattr(place, name, theirs)

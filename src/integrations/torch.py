@@ -164,8 +164,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
     def extra_repr(self) -> str:
         """Return the options, for printing the module."""
-        heads = "" if self.head_weight is None else f", head_weight={self.head_weight}"
-        return f"{_describe(self)}, shift={self.shift}{heads}, workspace={self.workspace}"
+        return f"{_describe(self)}, shift={self.shift}, head_weight={self.head_weight}, workspace={self.workspace}"
 
 
 def _options(module: Any) -> dict[str, Any]:

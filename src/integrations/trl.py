@@ -7,6 +7,7 @@ continue to use its own kernels.
 
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 import xent
-from xent.integrations.patch import Patch
+from xent.integrations.patch import Patch, replace, restore
 
 __all__ = [
     "ChunkedDivergenceFunction",
@@ -281,9 +282,6 @@ _PLACES = (
     _Place("trl.trainer.utils", "_fused_logprob_entropy", selective_log_softmax_and_entropy, needs_triton=True),
 )
 
-_replaced: dict[_Place, Any] = {}
-"""TRL's original object of each place."""
-
 
 def patch() -> Patch:
     """Make TRL's trainers compute log-probabilities, entropies and divergences with xent.
@@ -310,26 +308,21 @@ def patch() -> Patch:
     >>> trl.GRPOTrainer(model, reward_funcs=reward, train_dataset=prompts).train()  # doctest: +SKIP
     >>> unpatch()
     """
-    found = {place: _find(place) for place in _PLACES if not place.needs_triton or _has_triton()}
-    changed = not _replaced
-    for place, theirs in found.items():
-        if theirs is not place.function:
-            _replaced[place] = theirs
-            setattr(importlib.import_module(place.module), place.name, place.function)
-    return Patch(unpatch if changed else None)
+    triton = importlib.import_module("transformers.utils").is_triton_available()  # without it TRL has no such kernel
+    found = [(_find(place), place) for place in _PLACES if triton or not place.needs_triton]
+    changed = [replace(module, place.name, place.function) for module, place in found]
+    return Patch(unpatch if any(changed) else None)
 
 
 def unpatch() -> None:
     """Undo `patch`: restore TRL's functions. Without a patch it does nothing."""
-    for place, theirs in _replaced.items():
-        module = importlib.import_module(place.module)
-        if getattr(module, place.name) is place.function:  # otherwise something else has replaced it since
-            setattr(module, place.name, theirs)
-    _replaced.clear()
+    for place in _PLACES:
+        if place.module in sys.modules:
+            restore(sys.modules[place.module], place.name)
 
 
 def _find(place: _Place) -> Any:
-    """Return TRL's object of a place; raise ImportError if it does not exist or has other parameters."""
+    """Return the module of a place; raise ImportError if it does not have the object, or one with other parameters."""
     try:
         module = importlib.import_module(place.module)
     except ModuleNotFoundError as error:
@@ -337,14 +330,12 @@ def _find(place: _Place) -> Any:
     theirs = getattr(module, place.name, None)
     if theirs is None:
         raise ImportError(_words(place, "it has no such name"))
-    if theirs is place.function:
-        return theirs
     expected, actual = _parameters(place.function), _parameters(theirs)
     if actual != expected:
         raise ImportError(
             _words(place, f"it takes ({', '.join(actual)}) there, where xent takes ({', '.join(expected)})")
         )
-    return theirs
+    return module
 
 
 def _parameters(function: Any) -> list[str]:
@@ -354,20 +345,9 @@ def _parameters(function: Any) -> list[str]:
 
 
 def _words(place: _Place, what: str) -> str:
+    version = getattr(sys.modules.get("trl"), "__version__", "(not installed)")
     return (
-        f"xent.integrations.trl looked for {place.name} in {place.module} of TRL {_version()}, and {what}. It is "
+        f"xent.integrations.trl looked for {place.name} in {place.module} of TRL {version}, and {what}. It is "
         "written for TRL 1.16: install that with pip install 'trl==1.16.0', or call xent.linear_log_probs and "
         "xent.linear_divergence in a loss of your own. TRL was left as it was"
     )
-
-
-def _version() -> str:
-    try:
-        return str(importlib.import_module("trl").__version__)
-    except ImportError:
-        return "(not installed)"
-
-
-def _has_triton() -> bool:
-    """Whether TRL found Triton. Without Triton it has no kernel for logits to replace."""
-    return bool(importlib.import_module("transformers.utils").is_triton_available())

@@ -7,8 +7,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from xent.integrations.transformers.heads import defer_logits
 from xent.integrations.transformers.history import History
+from xent.integrations.transformers.patching import defer_logits
 
 __all__ = [
     *("LISTED", "MODELS", "SMALL", "TOKENS", "VOCABULARY"),

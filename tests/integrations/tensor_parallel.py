@@ -105,7 +105,7 @@ WAYS: dict[str, tuple[str, Callable[[Any, DeviceMesh], Any], str]] = {
     "plan rowwise": (
         "llama",
         by_plan({"lm_head": "rowwise_split_input"}),
-        "its tensor-parallel plan gives the head transformers' RowwiseParallel",
+        "the head's weight has placements (Shard(dim=1),)",
     ),
     "plan auto, patched before": (
         "llama",
@@ -233,8 +233,7 @@ def by_torch_and_fsdp2(head_alone: bool) -> Callable[[DeviceMesh], Any]:
 MESHES: dict[str, tuple[Callable[[DeviceMesh], Any], str]] = {
     "plan auto with fsdp2": (by_plan_and_fsdp2, ""),
     "torch with fsdp2": (by_torch_and_fsdp2(False), ""),
-    # The logits are a DTensor, which transformers' loss does not support.
-    "torch with fsdp2, head alone": (by_torch_and_fsdp2(True), "FSDP2 shards the tensor-parallel head on its own"),
+    "torch with fsdp2, head alone": (by_torch_and_fsdp2(True), ""),
 }
 """Name -> (how a two-dimensional mesh is used, why training is not fused, or "")."""
 

@@ -59,7 +59,6 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "more classes than there are": lambda z: F.cross_entropy(z[..., :99].view(-1, 16), TARGET.flatten()),
     "one row": lambda z: F.cross_entropy(z[1, 2], TARGET[1, 1]),
     "flatten": lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()),
-    "an ellipsis for no axis": lambda z: mean(z[:, :, :12, ...], TARGET.clamp(max=11)),
     "torch.reshape": lambda z: F.cross_entropy(torch.reshape(z, (-1, 16)), TARGET.flatten()),
     "view": lambda z: F.cross_entropy(z.view(-1, 16), TARGET.flatten()),
     "view classes": lambda z: F.cross_entropy(z.view(10, -1), TARGET.flatten()),
@@ -91,6 +90,7 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "scaled, and another": lambda z: mean(z * 2 + z * 0.5),
     "sum over rows": lambda z: mean(z + z[:1]),
     "sum of dtypes": lambda z: mean(z + z.to(torch.float64)).float(),
+    "an ellipsis for no axis": lambda z: mean(z[:, :, :12, ...], TARGET.clamp(max=11)),
     "classes in the middle": lambda z: F.cross_entropy(z, TARGET.new_zeros(2, 16)),
     "trained target": lambda z: F.cross_entropy(
         z.view(10, 16), torch.full((10, 16), 1 / 16, device=device, requires_grad=True)
@@ -172,6 +172,23 @@ def test_sum_with_trained_numbers(fused: list[tuple[int, ...]]) -> None:
     numbers.data.mul_(2)
     with pytest.raises(RuntimeError, match="never computed"):
         logits.sum()
+
+
+def test_other_tensors_that_take_logits_as_an_argument() -> None:
+    """A method of another tensor does something to that tensor, not to the logits."""
+    plain, deferring, hidden = heads()
+    other = torch.arange(3, device=device)
+    for z in (plain(hidden), deferring(hidden)):
+        assert torch.equal(other.to(z), other.float())
+
+
+def test_constant_of_another_dtype_after_a_conversion() -> None:
+    plain, deferring, hidden = heads()
+    results = []
+    for head in (plain, deferring):
+        head.to(torch.bfloat16)
+        results.append(mean(head(hidden.to(torch.bfloat16)).float() + NUMBERS))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-2)
 
 
 def test_sum_of_two_heads(fused: list[tuple[int, ...]]) -> None:

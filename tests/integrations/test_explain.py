@@ -31,7 +31,7 @@ def test_fused() -> None:
     assert explain(model).startswith("Gemma2ForCausalLM is not patched: its training takes the memory of its logits")
     patch(model)
     assert explain(model).splitlines() == [
-        "Gemma2ForCausalLM is patched: its head lm_head (32 to 96) defers its logits.",
+        "Gemma2ForCausalLM is patched, and its head defers its logits: lm_head (32 to 96).",
         "Training: none has been seen.",
         "Evaluation: none has been seen.",
     ]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["dispatch_modes", "group_named", "keeps_graph", "saved_hooks", "transforms_active"]
+__all__ = ["dispatch_modes", "group_named", "keeps_graph", "transforms_active"]
 
 _C: Any = torch._C  # type checkers do not know all of it
 
@@ -31,13 +31,6 @@ custom operations for every call."""
 
 keeps_graph: Callable[[], bool] = _found(lambda: _C._autograd._get_current_graph_task_keep_graph, lambda: True)
 """() -> whether the running backward was given retain_graph=True. Without it: new gradients, never reused memory."""
-
-saved_hooks: Callable[[bool], Any] = _found(
-    lambda: _C._autograd._top_saved_tensors_default_hooks,
-    lambda ignores_tracing: None,
-)
-"""(ignore that a tracer runs) -> the innermost hooks on tensors that autograd saves, those of a checkpoint among them.
-Without it: deferred logits that are read in a checkpoint that did not call the head raise CheckpointError."""
 
 
 def _no_groups(name: str) -> Any:

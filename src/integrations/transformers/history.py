@@ -1,46 +1,61 @@
-"""The history of each patched model: whether its logits were computed, for `explain` and for one warning per model.
+"""The history of each patched model: whether its logits were computed, and what has changed since its head was called.
+
+The first is for `explain` and for one warning per model.
 
 A step that is not fused computes the right numbers, but takes the memory that `patch` should save. The first such
 training step emits a warning with the function that read the logits and the line that called it. The functions that
 record something take and return numbers, because torch.compile passes only constants to what it calls while it traces.
+
+Deferred logits that are computed later must not use changed weights. An `Origin` stores the state of each tensor.
+Writes increment a tensor's version counter. Fused optimizers do not, so that a hook does it after each step, for the
+weights of the heads that defer logits. Writes through `parameter.data` increment nothing. For those, an `Origin` stores
+the address of the tensor and a few elements of a weight. Elements are compared only when the logits are read, because
+that synchronises with the device.
 """
 
+import inspect
 import itertools
 import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.optimizer import Optimizer
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 __all__ = [
     "Call",
     "History",
+    "Origin",
     "begin_call",
-    "forget",
+    "check_unchanged",
+    "histories",
     "history_of",
     "inner",
+    "local",
     "looks",
-    "modules_around",
     "note",
-    "note_step",
-    "register",
+    "origin",
+    "shards",
     "trl_computes_with",
+    "unwatch",
+    "watch",
     "why_unused",
 ]
 
-_INSIDE = ("torch", __name__.rpartition(".")[0])
+_INSIDE = ("torch.", f"{__name__.rpartition('.')[0]}.")
 """Packages that are skipped in a stack trace, because the user's line is above them."""
 
-_histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
+histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
 """Patched model -> its history. Its heads, and copies of them, refer to the same history."""
 
-_by_key: "weakref.WeakValueDictionary[int, History]" = weakref.WeakValueDictionary()
+_by_key: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""The histories, and the last calls of their heads."""
 _keys = itertools.count(1)
 
 
@@ -48,7 +63,8 @@ _keys = itertools.count(1)
 class Call:
     """One call of a head."""
 
-    number: int
+    history: "History"
+    training: bool
     compiled: bool
     fused: str | None = None
     """If the loss was computed without logits: the operations between head and loss, in words."""
@@ -60,14 +76,13 @@ class History:
     """The last training step and the last evaluation of a patched model."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.calls, self.key = name, 0, next(_keys)
+        self.name, self.key = name, next(_keys)
         self.last: dict[bool, Call] = {}
         """The last call in training (True) and in evaluation (False)."""
-        self.compiled = False
-        """Whether any call was compiled."""
+        self.stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """The optimizers that made a step since the last call of the head."""
         self.went_past = False
-        """Whether the last training step did not call the head."""
-        self._calls_before: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Whether a training step since then did not call the head."""
         self._warned = False
         _by_key[self.key] = self
 
@@ -79,78 +94,43 @@ class History:
         """Pickle only the name."""
         return History, (self.name,)
 
-    def warn(self, reason: str | None, unused: bool = False) -> None:
+    def warn(self, reason: str, unused: bool = False) -> None:
         """Warn once that training is not fused, or does not use xent, and why."""
         if self._warned:
             return
         self._warned = True
-        last = self.last.get(True)
-        compiled = last is not None and last.compiled
-        said = f"training this {self.name} takes the memory of its logits, as without xent"
-        if unused:
-            said = f"training this {self.name} does without xent"
-        elif compiled:
-            said = "this compiled training step takes the memory of its logits, as without xent"
+        compiled = True in self.last and self.last[True].compiled
+        step = "this compiled training step" if compiled else f"training this {self.name}"
+        does = "does without xent" if unused else "takes the memory of its logits, as without xent"
         details = "For details, print(xent.integrations.transformers.explain(model))"
-        warnings.warn(f"{said}: {reason}. {details}", RuntimeWarning, stacklevel=2)
-
-    def goes_past(self, optimizer: Optimizer) -> bool:
-        """Whether the head was not called since this optimizer's last step, or never, if this is its first step."""
-        unused = self._calls_before.get(optimizer, 0) == self.calls and not self.compiled
-        self._calls_before[optimizer] = self.calls
-        self.went_past = self.went_past and unused
-        return unused
+        warnings.warn(f"{step} {does}: {reason}. {details}", RuntimeWarning, stacklevel=2)
 
 
-def register(model: nn.Module, heads: Iterable[Any]) -> History:
-    """Return the history of a patched model. If its heads have one, as those of an inner model do, share it."""
-    known = [vars(head)["_xent_history"] for head in heads if "_xent_history" in vars(head)]
-    history: History = known[0] if known else History("")
-    history.name = type(model).__name__
-    _histories[model] = history
-    return history
-
-
-def forget(model: nn.Module) -> None:
-    """Delete the history of a model that is no longer patched."""
-    _histories.pop(model, None)
-
-
-def history_of(model: nn.Module) -> History | None:
-    """Return the history of a model."""
-    return _histories.get(model)
-
-
-def modules_around(head: nn.Module) -> Iterator[nn.Module]:
-    """Return the modules of the patched model that has this head."""
-    for model, history in list(_histories.items()):
-        if history is vars(head).get("_xent_history"):
-            yield from model.modules()
+def history_of(module: nn.Module) -> History | None:
+    """Return the history of a patched model or of one of its heads."""
+    return vars(module).get("xent_history", histories.get(module))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def begin_call(key: int, training: bool, compiled: bool, computed: str | None) -> tuple[int, int]:
+def begin_call(key: int, training: bool, compiled: bool, computed: str | None) -> int:
     """Record a call of a head, and why it computes its logits. Return what `note` takes."""
-    history = _by_key[key]
-    history.calls += 1
-    history.compiled = history.compiled or compiled
-    history.last[training] = Call(history.calls, compiled)
-    call = key, history.calls
+    history, call = _by_key[key], next(_keys)
+    history.went_past = False
+    history.stepped.clear()
+    history.last[training] = _by_key[call] = Call(history, training, compiled)
     if computed is not None:
-        note(call, computed=computed)
+        note(call, "computed", computed)
     return call
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def note(call: tuple[int, int], fused: str | None = None, computed: str | None = None) -> int:
-    """Record that the loss was fused, or why the logits were computed. Warn in training if it is not fused."""
-    history = _by_key.get(call[0])
-    for training, last in history.last.items() if history is not None else ():
-        if last.number == call[1] and history is not None:
-            last.fused = last.fused if fused is None else fused
-            last.computed = last.computed if computed is None else computed
-            if training and last.fused is None:
-                history.warn(computed)
+def note(call: int, what: str, said: str) -> int:
+    """Record what is known of a call, "fused" or "computed". Warn in training if it is not fused."""
+    last = _by_key.get(call)
+    if last is not None:
+        setattr(last, what, said)
+        if last.training and last.fused is None:
+            last.history.warn(said)
     return 0
 
 
@@ -159,62 +139,49 @@ def looks(function: Any) -> str:
     if torch.compiler.is_compiling():
         return "what is compiled looks at them"
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{name}." for name in _INSIDE)):
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_INSIDE):
         frame = frame.f_back
     where = "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
     return f"{_name(function)} looked at them {where}"
 
 
 def _name(function: Any) -> str:
-    """Return a function's name for messages: `Tensor.max`, or `Tensor.T` for the getter of an attribute."""
+    """Return a function's name for messages, for example `Tensor.max`."""
     function = inner(function)
     name = getattr(function, "__name__", type(function).__name__)
-    if name == "__get__":
-        name = getattr(getattr(function, "__self__", None), "__name__", name)
     return f"Tensor.{name}" if hasattr(torch.Tensor, name) else str(getattr(function, "__qualname__", name))
 
 
 def inner(function: Any) -> Any:
-    """Return the function inside of a functools.partial or a method."""
+    """Return the function inside of decorators such as accelerate's, of a functools.partial and of a method."""
+    function = inspect.unwrap(function)
     function = getattr(function, "func", function)
     return getattr(function, "__func__", function)
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Warn if a training step did not call the head: a sign that the forward or the head was replaced."""
-    unused = {history for history in set(_histories.values()) if history.goes_past(optimizer)}
-    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"]} if unused else set()
-    for model, history in list(_histories.items()) if unused else ():
-        if history in unused and any(weight.requires_grad and id(weight) in trained for weight in model.parameters()):
-            history.went_past = True
-            whose = trl_computes_with(model)
-            if whose == "trl":
-                history.warn(
-                    "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
-                    "xent.integrations.trl.patch()",
-                    unused=True,
-                )
-            elif whose is None:
-                history.warn(why_unused(model))
+def shards(hook: Any) -> bool:
+    """Whether a hook is one of PyTorch's or DeepSpeed's for models in shards, which does not need the logits."""
+    return str(getattr(inner(hook), "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
 
 
 def why_unused(model: Any) -> str:
     """Return why the heads of a patched model were not called."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if head is not None and not any("_xent_history" in vars(part) for part in head.modules()):
+    if head is not None and all(history_of(part) is None for part in head.modules()):
         return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
-    for module in model.modules():
-        forward = vars(module).get("forward")
-        if forward is not None and not hasattr(module, "_old_forward"):  # accelerate's forward calls the old one
-            code = getattr(inner(forward), "__code__", None)
-            where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-            return f"the forward of its {type(module).__name__} was replaced by {_name(forward)}{where}"
+    for module, forward in _replaced_forwards(model):
+        code = getattr(forward, "__code__", None)
+        where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+        return f"the forward of its {type(module).__name__} was replaced by {_name(forward)}{where}"
     return "its head was not called"
 
 
-_TRL_MODULE, _TRL_FUNCTION = "trl.trainer.utils", "_ChunkedLogProbFunction"
-_KEPT = ("forward", "_original_forward", "_old_forward")
-"""Attributes of a module that may hold a forward other than its class's; accelerate stores the wrapped one in them."""
+def _replaced_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
+    """Return the modules of a model whose forward is not, and does not wrap, one of their classes, and the forward."""
+    for module in model.modules():
+        forward = inner(vars(module).get("forward"))
+        if forward is not None and all(vars(kind).get("forward") is not forward for kind in type(module).__mro__):
+            yield module, forward
 
 
 def trl_computes_with(model: nn.Module) -> str | None:
@@ -224,10 +191,135 @@ def trl_computes_with(model: nn.Module) -> str | None:
     and does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs
     xent's. Return None if the model's forward is not TRL's.
     """
-    for module in model.modules():
-        for name in _KEPT:
-            forward = inner(vars(module).get(name))
-            if isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == _TRL_MODULE:
-                function = forward.__globals__.get(_TRL_FUNCTION)
-                return "xent" if str(getattr(function, "__module__", "")).startswith("xent.") else "trl"
+    for _, forward in _replaced_forwards(model):
+        names = getattr(forward, "__globals__", {})
+        if names.get("__name__") == "trl.trainer.utils":
+            module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
+            return "xent" if module.startswith("xent.") else "trl"
     return None
+
+
+_steps: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""Each head that defers its logits -> the number of optimizer steps on its weights."""
+_hook: list[Any] = []
+
+
+_TRL_WITHOUT = (
+    "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
+    "xent.integrations.trl.patch()"
+)
+_MOVED = "moved, replaced, sharded or offloaded (parameter.data = ..., model.to(...), merging an adapter)"
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """A tensor from which logits are computed, and its state when the head was called."""
+
+    name: str
+    source: Tensor
+    kept: Any
+    """The tensor, or this process's shard of it. None if FSDP frees what it gathers for the head's call."""
+    head: nn.Module | None
+    """The head whose optimizer steps count."""
+    gathered: bool
+    """Whether the weight may be whole only during the head's call."""
+    state: dict[str, Any]
+    """What must stay the same, by the words for a change."""
+    sample: Tensor | None
+    """Some elements of a weight."""
+
+
+def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: bool = False) -> Origin:
+    """Return the present state of a tensor: "hidden states" or "weights"."""
+    head = None if torch.compiler.is_compiling() else head
+    shard = local(tensor)
+    kept = None if gathered and shard is tensor else shard
+    sample = None if kept is None or name == "hidden states" else _sample(kept).clone()
+    return Origin(name, tensor, kept, head, gathered, _state(kept, head, gathered), sample)
+
+
+def _state(tensor: Any, head: nn.Module | None, gathered: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {} if head is None else {"changed by an optimizer's step": _steps.get(head, 0)}
+    if tensor is not None:
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot trace Tensor.is_inference and addresses
+        if not gathered and not compiling:
+            state[_MOVED] = tensor.data_ptr()
+        state["written to in place"] = tensor._version if compiling or not tensor.is_inference() else 0
+    return state
+
+
+def check_unchanged(origins: Iterable[Origin], looked_at: bool = True) -> None:
+    """Raise RuntimeError if computing the logits would no longer give those of the unpatched model.
+
+    Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
+    """
+    if torch.compiler.is_compiling():
+        return
+    looked_at = looked_at and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    for one in origins:
+        now = _state(one.kept, one.head, one.gathered)
+        happened = next((words for words, value in one.state.items() if now[words] != value), None)
+        compares = looked_at and happened is None and one.sample is not None
+        if compares and not torch.allclose(_sample(one.kept), one.sample, 0, 0, equal_nan=True):
+            happened = "written to through parameter.data (by hand, or by merging an adapter)"
+        if happened is not None:
+            raise RuntimeError(
+                f"these logits were never computed, and cannot be computed now: the {one.name} were {happened} after "
+                "the model was called. Read them before that, for example with outputs.logits.detach(). With FSDP2, "
+                "keep the outermost group unsharded after forward: fully_shard(model, reshard_after_forward=False). Or "
+                "restore the model's own head with xent.integrations.transformers.unpatch(model)"
+            )
+
+
+def watch(head: nn.Module) -> None:
+    """Count the steps of optimizers that hold a weight of this head."""
+    _steps.setdefault(head, 0)
+    if not _hook:
+        hook: Any = torch.compiler.disable(_after_step)  # traced, it would lose its effect
+        _hook.append(register_optimizer_step_post_hook(hook))
+
+
+def unwatch(*heads: nn.Module) -> bool:
+    """Undo `watch`. Return whether no head is left, and remove the hook then."""
+    for head in heads:
+        _steps.pop(head, None)
+    if _hook and not _steps:
+        _hook.pop().remove()
+    return not _steps
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a step, also in the weights' version counters, and warn if it did not call the head of a patched model.
+
+    PyTorch calls this after each step of each optimizer. A head is not called if it or a forward was replaced.
+    """
+    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    for head in list(_steps):
+        own = list(head.parameters())  # none if FSDP1 holds them: then any step may be one on them
+        weights = [local(weight) for weight in own if id(weight) in trained]
+        if weights or not own:
+            increment_version(weights)
+            _steps[head] += 1
+    for history, model in {history: model for model, history in histories.items()}.items():
+        counted = not any(call.compiled for call in history.last.values())  # compiled code does not record its calls
+        unused = counted and (optimizer in history.stepped or not history.last)
+        history.stepped.add(optimizer)
+        if unused and any(id(weight) in trained for weight in model.parameters()):
+            history.went_past = True
+            whose = trl_computes_with(model)
+            if whose != "xent":
+                history.warn(why_unused(model) if whose is None else _TRL_WITHOUT, unused=whose is not None)
+
+
+def local(weight: Any) -> Tensor:
+    """Return what this process keeps of a weight: its shard in DeepSpeed's ZeRO-3 or in a DTensor."""
+    shard: Any = getattr(weight, "ds_tensor", weight)
+    if hasattr(shard, "placements"):
+        with torch.no_grad():
+            shard = shard.to_local()
+    return shard  # type: ignore[no-any-return]
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return a strided view of some hundred elements of a weight."""
+    return weight.detach()[tuple([slice(None, None, max(size // 16, 1)) for size in weight.shape])]

@@ -1,19 +1,42 @@
-"""patch and unpatch, for one model or for all models that are created later, and explain."""
+"""patch, unpatch and explain, and the heads that defer their logits: a subclass of torch.nn.Linear.
+
+The weight of a tensor-parallel head is a DTensor. PyTorch's ColwiseParallel adds two hooks to the head: one converts
+hidden states to DTensors, one redistributes the logits. The hooks stay, and deferred logits record the redistribution.
+The plans of transformers instead replace the head's forward by one that does both. `patch` removes that forward; it is
+called only if logits are computed.
+"""
 
 import contextlib
 import functools
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from xent.integrations.patch import Patch
-from xent.integrations.transformers.changes import unwatch
-from xent.integrations.transformers.heads import defer_logits, find_heads, find_owner, restore
-from xent.integrations.transformers.history import Call, forget, history_of, register, trl_computes_with, why_unused
-from xent.integrations.transformers.loss import smooth_from_hidden_states
+from xent.backends.torch.private import transforms_active
+from xent.integrations.patch import Patch, replace, restore
+from xent.integrations.transformers.calls import smooth_from_hidden_states
+from xent.integrations.transformers.deferred import Recipe, autocast_dtype, defer
+from xent.integrations.transformers.history import (
+    Call,
+    History,
+    begin_call,
+    histories,
+    history_of,
+    inner,
+    origin,
+    shards,
+    trl_computes_with,
+    unwatch,
+    watch,
+    why_unused,
+)
 
-__all__ = ["explain", "patch", "unpatch"]
+__all__ = ["DeferringHead", "defer_logits", "explain", "patch", "unpatch"]
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -57,13 +80,15 @@ def patch(model: nn.Module | None = None) -> Patch:
     ...     fused = model(tokens, labels=tokens).loss
     >>> torch.testing.assert_close(fused, plain)
     """
+    kind, smoother = _hook_points()
     if model is None:
-        return Patch(unpatch if _patch_all() else None)
+        return Patch(unpatch if replace(kind, "post_init", _patching(kind.post_init)) else None)
     owner = find_owner(model)
-    heads, smoother = find_heads(owner), _hook_points()[1]
-    if not hasattr(smoother.__call__, "_xent_wraps"):
-        smoother.__call__ = smooth_from_hidden_states(smoother.__call__)
-    history = register(owner, heads)
+    heads = find_heads(owner)
+    replace(smoother, "__call__", smooth_from_hidden_states(smoother.__call__))
+    history = next(filter(None, map(history_of, heads)), None) or History("")  # an inner model's heads have one
+    history.name = type(owner).__name__
+    histories[owner] = history
     changed = [defer_logits(head, history) for head in heads]
     return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
 
@@ -83,22 +108,18 @@ def unpatch(model: nn.Module | None = None) -> None:
     """
     kind, smoother = _hook_points()
     if model is None:
-        kind.post_init = getattr(kind.post_init, "_xent_wraps", kind.post_init)
+        restore(kind, "post_init")
     else:
         owner = find_owner(model)
         for head in find_heads(owner):
-            restore(head)
-        forget(owner)
+            restore_head(head)
+        histories.pop(owner, None)
     if unwatch():
-        smoother.__call__ = getattr(smoother.__call__, "_xent_wraps", smoother.__call__)
+        restore(smoother, "__call__")
 
 
-def _patch_all() -> bool:
-    """Patch all models when they are created; return whether this was off before."""
-    kind = _hook_points()[0]
-    post_init = kind.post_init
-    if hasattr(post_init, "_xent_wraps"):
-        return False
+def _patching(post_init: Any) -> Any:
+    """Return a `post_init` that patches the model."""
 
     @functools.wraps(post_init)
     def post_init_and_patch(self: Any) -> None:
@@ -106,9 +127,7 @@ def _patch_all() -> bool:
         with contextlib.suppress(ValueError):  # no head, or one that cannot be patched
             patch(self)
 
-    post_init_and_patch._xent_wraps = post_init  # type: ignore[attr-defined]
-    kind.post_init = post_init_and_patch
-    return True
+    return post_init_and_patch
 
 
 def _hook_points() -> tuple[Any, Any]:
@@ -116,24 +135,20 @@ def _hook_points() -> tuple[Any, Any]:
     transformers: Any = importlib.import_module("transformers")
     version = transformers.__version__
     with contextlib.suppress(ImportError, AttributeError):
-        model = transformers.PreTrainedModel
         smoother = importlib.import_module("transformers.trainer_pt_utils").LabelSmoother
-        complete = hasattr(model, "post_init") and hasattr(model, "get_output_embeddings")
-        if int(version.partition(".")[0]) >= 5 and complete:
-            return model, smoother
+        if int(version.partition(".")[0]) >= 5 and transformers.PreTrainedModel.post_init:
+            return transformers.PreTrainedModel, smoother
     raise ImportError(
         f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
         "call xent.linear_cross_entropy instead of head and loss"
     )
 
 
-_TRL = {
-    whose: f"Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, {words}."
-    for whose, words in {
-        "xent": "xent computes log-probabilities from hidden states, without logits",
-        "trl": "kernels of TRL's compute log-probabilities from hidden states, until you call "
-        "xent.integrations.trl.patch()",
-    }.items()
+_TRL_BY = {
+    "xent": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, xent computes "
+    "log-probabilities from hidden states, without logits.",
+    "trl": "Its forward is TRL's: where TRL's trainers call it with fused_lm_head=True, kernels of TRL's compute "
+    "log-probabilities from hidden states, until you call xent.integrations.trl.patch().",
 }
 """Texts for a model whose forward TRL replaced, by the library that computes its log-probabilities."""
 
@@ -169,36 +184,28 @@ def explain(model: nn.Module) -> str:
     >>> with patch(model):
     ...     loss = model(tokens, labels=tokens).loss
     ...     print(explain(model))
-    CohereForCausalLM is patched: its head lm_head (16 to 64) defers its logits.
+    CohereForCausalLM is patched, and its head defers its logits: lm_head (16 to 64).
     Training: fused. Between head and loss: multiplied by 0.5.
     Evaluation: none has been seen.
     """
     owner = find_owner(model)
-    name = type(owner).__name__
-    try:
-        heads: list[Any] = find_heads(owner)
-    except ValueError as error:
-        return f"{name} is not patched: {error}"
-    patched = [head for head in heads if "_xent_history" in vars(head)]
-    trl = _TRL.get(trl_computes_with(owner) or "")
+    name, trl = type(owner).__name__, _TRL_BY.get(trl_computes_with(owner) or "")
+    patched = {key: module for key, module in owner.named_modules() if "xent_history" in vars(module)}
     if not patched and trl is not None:
         return f"{name} is not patched. {trl}"
     if not patched:
-        why = (
-            "you call patch(model)"
-            if history_of(owner) is None
-            else "you call patch(model) again, because its head was replaced (resize_token_embeddings does so)"
-        )
-        return f"{name} is not patched: its training takes the memory of its logits until {why}."
-    names = {module: key for key, module in owner.named_modules(remove_duplicate=False)}
-    listed = " and ".join([f"{names[head]} ({head.in_features} to {head.out_features})" for head in patched])
-    lines = [
-        f"{name} is patched: its head {listed} defers its logits."
-        if len(patched) == 1
-        else f"{name} is patched: its heads {listed} defer their logits."
-    ]
-    history = patched[0]._xent_history
-    for kind, call in (("Training", history.last.get(True)), ("Evaluation", history.last.get(False))):
+        replaced = ", because its head was replaced (resize_token_embeddings does so)"
+        again = "" if history_of(owner) is None else f" again{replaced}"
+        try:
+            find_heads(owner)
+        except ValueError as error:
+            return f"{name} is not patched: {error}"
+        return f"{name} is not patched: its training takes the memory of its logits until you call patch(model){again}."
+    listed = ", ".join([f"{key} ({head.in_features} to {head.out_features})" for key, head in patched.items()])
+    lines = [f"{name} is patched, and its head defers its logits: {listed}."]
+    history = next(iter(patched.values())).xent_history
+    for kind, training in (("Training", True), ("Evaluation", False)):
+        call = history.last.get(training)
         if call is not None or trl is None:  # TRL's forward does not call the head
             lines.append(f"{kind}: {_words(call)}")
     if trl is not None:
@@ -219,3 +226,277 @@ def _words(call: Call | None) -> str:
     if call.computed is not None:
         return f"{how}not fused: {call.computed}."
     return f"{how}logits were deferred, and no loss of them was taken."
+
+
+class DeferringHead:
+    """Mixin that makes a subclass of torch.nn.Linear defer its logits. It is the first base of the class."""
+
+    xent_plain: type
+    """The class without this mixin."""
+    xent_history: History | None = None
+    """The history of the model. None: the logits are not deferred."""
+    xent_plan: Callable[[Tensor], Tensor] | None = None
+    """The forward that a tensor-parallel plan of transformers gave the head."""
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
+        if hasattr(self._parameters.get("weight"), "ds_id") and not kwargs:
+            made = _deferred(self, args[0], self.weight, self.bias)
+            if made is not None:
+                return made
+        computed: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return computed
+
+    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
+        """Return deferred logits if possible, otherwise logits. With a task, return task(input, weight, bias)."""
+        weight, bias = self.weight, self.bias  # a parametrization computes them at each look
+        if task is not None:
+            return task(input, weight, bias)
+        made = None if hasattr(weight, "ds_id") else _deferred(self, input, weight, bias)
+        plan = getattr(self, "xent_plan", None)  # a plan may still call this forward when the class was restored
+        if made is not None or plan is None:
+            return F.linear(input, weight, bias) if made is None else made
+        history, self.xent_plan, self.xent_history = self.xent_history, None, None  # the plan may call this forward
+        try:
+            computed: Tensor = plan(input)
+        finally:
+            self.xent_plan, self.xent_history = plan, history
+        return computed
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        """Pickle with the original class, because the class of the head cannot be imported."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _new, (self.xent_plain,), *reduced[2:]
+
+
+@functools.cache
+def _deferring(kind: type) -> Any:
+    """Return the subclass of `kind` that defers its logits."""
+    return type(f"Deferring{kind.__name__}", (DeferringHead, kind), {"xent_plain": kind})
+
+
+def _new(kind: type) -> Any:
+    """Return an empty head for unpickling."""
+    return object.__new__(_deferring(kind))
+
+
+def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
+    """Return deferred logits, or None if this call must compute its logits."""
+    history, compiling = getattr(head, "xent_history", None), torch.compiler.is_compiling()
+    if history is None:
+        return None
+    why = _why_computed(head, input, weight, bias)
+    training = head.training and torch.is_grad_enabled()
+    call: Any = None if _is_exporting() else begin_call(history.key, training, compiling, why)
+    if why is not None:
+        return None
+    if _in_shards(input):  # its gradient is summed over ranks
+        input = input.to_local(grad_placements=input.placements)
+    if not compiling:
+        watch(head)
+        if input.is_inference():
+            input = input.clone()  # no version counter would count a write to it
+    caller, autocast = _caller(head, weight), autocast_dtype(input.device.type)
+    said = {"the classes stay in shards": _in_shards(weight), "the head's bias added": bias is not None}
+    size = (*input.shape[:-1], getattr(weight, "ds_shape", weight.shape)[0])
+    return defer(
+        Recipe(
+            (input,),
+            (weight,),
+            bias,
+            (
+                origin("hidden states", input),
+                *[origin("weights", each, head, caller is not None) for each in (weight, bias) if each is not None],
+            ),
+            (call,),
+            size,
+            torch.empty(size, device="meta").stride(),
+            autocast or input.dtype,
+            autocast,
+            caller,
+            steps=tuple([words for words, holds in said.items() if holds]),
+            placement=weight.placements[0] if _in_shards(weight) and head.xent_plan is None else None,
+        )
+    )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _is_exporting() -> bool:
+    """Whether torch.export traces the model. Before PyTorch 2.13 Dynamo replaces the same call by True."""
+    return torch.compiler.is_exporting()
+
+
+def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
+    """Return why this call must compute its logits, or None if it can defer them.
+
+    Logits are deferred for plain tensors, if no hook needs the head's output. Without gradients they are not deferred
+    for a single position, which means generation, nor under torch.compile: there, inference mode, in which tensors have
+    no version counter, cannot be detected.
+    """
+    compiling = torch.compiler.is_compiling()
+    if not compiling and (torch.jit.is_tracing() or transforms_active()):
+        return "torch.jit or torch.func traces the model"
+    if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
+        return "there is one position, as in generation"
+    if not compiling and _is_of_plan(vars(head).get("forward")):
+        return "transformers made the head tensor-parallel after patch(model): call patch(model) after that"
+    if _in_shards(weight):
+        why = _why_computed_in_shards(head, input, weight)
+        if why is not None:
+            return why
+    else:
+        for tensor, name in ((input, "hidden states"), (weight, "weight")):
+            if type(tensor) not in (Tensor, nn.Parameter):
+                return f"the head's {name} are a {type(tensor).__name__}"
+    if not all(shards(hook) for hook in head._forward_hooks.values()):
+        return "the head has a forward hook, which is given its logits"
+    if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
+        return f"the head's hidden states are {input.dtype} on {input.device}, its weight is on {weight.device}"
+    dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
+    if len(dtypes) > 1 if autocast_dtype(input.device.type) is None else torch.float64 in dtypes:
+        return f"hidden states, weight and bias of the head differ in dtype, or are float64 under autocast: {dtypes}"
+    if compiling and (not torch.is_grad_enabled() or _is_exporting()):
+        return "the model is exported, or compiled without gradients"
+    return None
+
+
+def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
+    """Return why a head whose weight is a DTensor cannot defer its logits, or None."""
+    if torch.compiler.is_compiling():
+        return "torch.compile defers no logits with classes in shards"
+    mesh, placements = weight.device_mesh, tuple(weight.placements)
+    if mesh.ndim > 1 or not placements[0].is_shard(0):
+        return f"the head's weight has placements {placements}, and they must be (Shard(dim=0),) when it is called"
+    if _in_shards(input) and (input.device_mesh != mesh or not all(each.is_replicate() for each in input.placements)):
+        return f"the head's hidden states have placements {input.placements} on {input.device_mesh}"
+    if head.xent_plan is None:
+        return None
+    style = inspect.getclosurevars(head.xent_plan).nonlocals["self"]
+    layout = getattr(style, "output_layouts", None)
+    if layout is None or not layout.is_replicate() or not style.use_local_output:
+        return (
+            f"its tensor-parallel plan gives the head transformers' {type(style).__name__}, and logits are deferred "
+            'for "colwise_gather_output" and "replicate"'
+        )
+    return None
+
+
+def _in_shards(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def _is_of_plan(forward: Any) -> bool:
+    """Whether a forward was installed by transformers' tensor parallelism."""
+    module, name = getattr(forward, "__module__", None), getattr(forward, "__qualname__", "")
+    return str(module).startswith("transformers.") and name.endswith("install_forward.<locals>.tp_forward")
+
+
+def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
+    """Return what calls the head so that its weight is gathered, if it may be gathered only for that."""
+    if torch.compiler.is_compiling():
+        return None
+    if hasattr(weight, "ds_id"):
+        return head  # type: ignore[no-any-return]
+    if hasattr(head, "unshard"):  # `fully_shard` was applied to the head, alone or with other modules
+        return functools.partial(_gathered, head)
+    if isinstance(weight, nn.Parameter):
+        return None
+    for model, history in histories.items():
+        for module in model.modules() if history is head.xent_history else ():
+            if getattr(module, "module", None) is head:  # FSDP1
+                return module  # type: ignore[no-any-return]
+    return None
+
+
+def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Tensor:
+    """Return the result of the head's forward, with the weights of its FSDP2 group."""
+    head.unshard()
+    try:
+        made: Tensor = head.forward(input, task)
+    finally:
+        head.reshard()
+    return made
+
+
+def find_owner(model: nn.Module) -> Any:
+    """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
+    owner: Any = model
+    while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
+        owner = owner.module  # a wrapper such as DistributedDataParallel
+    if not hasattr(owner, "get_output_embeddings"):
+        raise ValueError(
+            f"model must be a transformers model with a language-model head, got {type(model).__name__}, which has no "
+            "get_output_embeddings(); for other models call xent.linear_cross_entropy instead of head and loss"
+        )
+    return owner
+
+
+def find_heads(owner: Any) -> list[nn.Module]:
+    """Return the linear layers that compute the model's logits; raise ValueError if there are none.
+
+    With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
+    """
+    head = owner.get_output_embeddings()
+    found: list[Any] = [] if head is None else [module for module in head.modules() if _is_linear(module)]
+    if not found:
+        causal = getattr(owner, "loss_type", None) == "ForCausalLM"
+        raise ValueError(
+            f"the head of {type(owner).__name__} cannot be patched: get_output_embeddings() is "
+            f"{'None' if head is None else type(head).__name__}, and it must be, or hold, a torch.nn.Linear with the "
+            f"forward of its class; the model was left as it was. {_CAUSAL if causal else _ADVICE}"
+        )
+    classes = max(module.out_features for module in found)
+    return [module for module in found if module.out_features == classes]
+
+
+def _is_linear(module: Any) -> bool:
+    forward = inner(vars(module).get("forward", type(module).forward))
+    known = forward in (nn.Linear.forward, DeferringHead.forward) or _is_of_plan(forward)
+    return isinstance(module, nn.Linear) and (known or isinstance(module, DeferringHead))
+
+
+_ADVICE = (
+    "What fits its logits is xent.cross_entropy(outputs.logits, labels), which shifts nothing; for images of labels, "
+    "xent.cross_entropy(logits, labels, axis=1) of logits in the size of the labels; for questions and answers, "
+    "xent.cross_entropy(outputs.start_logits, start_positions), and the same of the end. If it has no language-model "
+    "head: load the class that has one (transformers.AutoModelForCausalLM, AutoModelForMaskedLM, "
+    "AutoModelForSeq2SeqLM), or call xent.linear_cross_entropy(outputs.last_hidden_state, classifier.weight, labels), "
+    "with shift=1 for a causal model"
+)
+_CAUSAL = (
+    "With model.loss_function = xent.integrations.transformers.causal_lm_loss it still does without the float32 copies "
+    "of its logits"
+)
+
+
+def defer_logits(head: Any, history: Any) -> bool:
+    """Make a head defer its logits; return whether this changed the head."""
+    watch(head)
+    if _is_of_plan(vars(head).get("forward")):
+        head.xent_plan = vars(head).pop("forward")
+    changed = "xent_history" not in vars(head)
+    head.xent_history = history
+    if not isinstance(head, DeferringHead):
+        _set_class(head, _deferring(type(head)))
+    return changed
+
+
+def restore_head(head: Any) -> None:
+    """Make a head compute its logits again."""
+    unwatch(head)
+    vars(head).pop("xent_history", None)
+    plan = vars(head).pop("xent_plan", None)
+    if plan is not None:
+        head.forward = plan
+    kind = getattr(head, "xent_plain", None)
+    if kind is not None and type(head) is _deferring(kind):  # otherwise another library has derived its own class
+        _set_class(head, kind)
+
+
+def _set_class(head: Any, kind: type) -> None:
+    """Set the head's class, and bind its forward again where an attribute, such as one of accelerate's, holds it."""
+    for name, value in vars(head).items():
+        if getattr(value, "__func__", None) is type(head).forward:
+            setattr(head, name, kind.forward.__get__(head))  # type: ignore[attr-defined]
+    head.__class__ = kind

@@ -1,0 +1,329 @@
+"""The calls that deferred logits record, the losses that are computed from hidden states, and losses of transformers.
+
+Importing this registers the calls; others compute real logits. Most record a step: given the recipe and a tensor
+without memory that has the shape, strides and dtype of the logits, a step returns the recipe after the call and the
+tensor that the call makes of this one. It returns None if it cannot record the call.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+import xent
+from xent.integrations.transformers.deferred import (
+    KNOWN,
+    DeferredLogits,
+    Recipe,
+    autocast_dtype,
+    derive,
+    getter,
+    identity,
+    is_open,
+    run,
+    unhandled,
+)
+from xent.integrations.transformers.history import check_unchanged, note, origin, shards
+
+__all__ = ["causal_lm_loss", "smooth_from_hidden_states"]
+
+_Made = tuple[Recipe, Tensor] | None
+
+
+def _functions(names: str) -> list[Any]:
+    places = (Tensor, torch, F)
+    return [getattr(place, name) for name in names.split() for place in places if hasattr(place, name)]
+
+
+_DIVIDES = frozenset(_functions("div true_divide __truediv__"))
+
+
+def _scale(recipe: Recipe, like: Tensor, function: Any, factor: Any) -> _Made:
+    """Record a multiplication or division by a number. After tanh it must stay a softcap, which is positive."""
+    if type(factor) not in (int, float) or not math.isfinite(factor) or factor == 0:
+        return None
+    times, said = (1 / factor, "divided") if function in _DIVIDES else (factor, "multiplied")
+    softcap = recipe.softcap and recipe.softcap * times
+    if softcap is not None and softcap <= 0:
+        return None
+    steps = (*recipe.steps, f"{said} by {factor}")
+    return replace(recipe, scale=recipe.scale * times, softcap=softcap, steps=steps), function(like, factor)
+
+
+def _tanh(recipe: Recipe, like: Tensor, function: Any) -> _Made:
+    """Record a tanh, which is part of a softcap."""
+    if recipe.softcap is not None:
+        return None
+    return replace(recipe, softcap=1.0, steps=(*recipe.steps, "tanh")), function(like)
+
+
+def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
+    """Record the sum of two heads (LoRA), or of logits and one constant per class (final_logits_bias)."""
+    changed = recipe.scale != 1 or recipe.softcap is not None or recipe.offset is not None
+    if not isinstance(other, Tensor) or changed or recipe.in_shards:
+        return None
+    if isinstance(other, DeferredLogits):
+        theirs = other._recipe
+        parts = theirs.bias, theirs.offset, theirs.softcap, theirs.caller, recipe.caller
+        alike = (theirs.size, theirs.dtype, theirs.autocast) == (recipe.size, recipe.dtype, recipe.autocast)
+        if not is_open(other) or not alike or any(part is not None for part in parts):
+            return None
+        added = [each * theirs.scale for each in theirs.hidden]
+        recipe = replace(recipe, hidden=(*recipe.hidden, *added), weights=(*recipe.weights, *theirs.weights))
+        recipe = replace(recipe, calls=(*recipe.calls, *theirs.calls))
+        origins, said = theirs.origins, "1 more product added (LoRA)"
+    else:
+        kinds = (recipe.hidden[0].dtype,) if recipe.autocast is None else (recipe.dtype, torch.float32)
+        fits = other.ndim <= like.ndim and other.shape[-1:] == recipe.size[-1:] and other.numel() == recipe.size[-1]
+        plain = type(other) in (Tensor, Parameter) and other.device == recipe.origins[0].source.device
+        if not fits or not plain or other.dtype not in kinds:
+            return None
+        recipe, said = replace(recipe, offset=other), "a number for each class added"
+        origins = (origin("weights", other),)
+    recipe = replace(recipe, origins=(*recipe.origins, *origins), steps=(*recipe.steps, said))
+    return recipe, function(like, like)
+
+
+def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+    """Record a conversion to a dtype that can represent every value, on the device of the logits."""
+    empty = recipe.origins[0].source.new_empty(0, dtype=recipe.dtype)
+    made = function(empty, *args, **kwargs)
+    if made.device != empty.device or torch.promote_types(made.dtype, recipe.dtype) != made.dtype:
+        return None
+    if made.dtype == recipe.dtype:
+        return recipe, like
+    return replace(recipe, steps=(*recipe.steps, f"converted to {made.dtype}")), like.to(made.dtype)
+
+
+def _reshape(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
+    """Record a copy, or a reshape of the leading axes."""
+    shaped = function(like, *args, **kwargs)
+    if shaped is like:  # `contiguous` of contiguous logits
+        return recipe, like
+    if shaped.shape[-1:] != like.shape[-1:] or shaped.dtype != like.dtype:
+        return None
+    return recipe.on_rows(lambda hidden: hidden.reshape(*shaped.shape[:-1], hidden.shape[-1])), shaped
+
+
+def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
+    """Record an index: slices of rows and of the first classes, or one boolean mask of rows."""
+    if isinstance(index, Tensor):
+        if index.dtype != torch.bool or index.ndim >= like.ndim:
+            return None
+        recipe = recipe.on_rows(lambda hidden: hidden[index])
+        return recipe, like.new_empty((*recipe.hidden[0].shape[:-1], like.shape[-1]))
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is Ellipsis or isinstance(part, slice) or type(part) is int for part in parts):
+        return None
+    taken = function(like, index)
+    if len(parts) >= like.ndim or Ellipsis in parts[:-1]:  # the last part is of the classes
+        chosen, stop = parts[-1], taken.shape[-1] if taken.ndim else 0
+        if not isinstance(chosen, slice) or chosen.start not in (None, 0) or chosen.step not in (None, 1) or stop == 0:
+            return None
+        if stop != like.shape[-1] and recipe.in_shards:
+            return None
+        parts = (*parts[:-1], slice(None))
+    return recipe.on_rows(lambda hidden: hidden[parts]), taken
+
+
+def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Record a step of the first of the arguments that are deferred logits."""
+    place = next((place for place, each in enumerate(args) if is_open(each)), None)
+    if place is None or not kwargs.keys() <= _OPTIONS or (place > 0 and step not in (_add, _scale)):
+        return NotImplemented
+    if function is Tensor.__getitem__ and isinstance(args[1], Tensor):
+        args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
+    recipe = args[place]._recipe
+    like = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device="meta")
+    made = step(recipe, like, function, *args[:place], *args[place + 1 :], **kwargs)
+    if made is None:
+        return NotImplemented
+    return args[place] if made[0] is recipe else derive(made[0], (function, args, kwargs), made[1])
+
+
+def _detach(function: Any, logits: Any) -> Any:
+    """Record what DeepSpeed's ZeRO-3 does in a Function of its own to all outputs of a model."""
+    if not is_open(logits) or not logits._recipe.gathers or torch.is_grad_enabled():
+        return NotImplemented
+    with torch.enable_grad():
+        return derive(logits._recipe, (identity, (logits,), {}))
+
+
+def _register_hook(function: Any, logits: Any, hook: Any) -> Any:
+    """Register a backward hook of FSDP, which gathers weights, or of DeepSpeed on the loss of these logits too.
+
+    If the loss is computed outside of the module that is wrapped, its gradients do not pass through these logits.
+    """
+    if not is_open(logits) or not shards(hook):
+        return NotImplemented
+    logits._recipe = replace(logits._recipe, hooks=(*logits._recipe.hooks, hook), is_view=False)
+    return unhandled(function, logits, hook)
+
+
+def _base(function: Any, logits: Any) -> Any:
+    """Return None as the base of logits that are not a view of others, although their memory is an expanded view."""
+    return None if is_open(logits) and not logits._recipe.is_view else NotImplemented
+
+
+def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
+    """Return `xent.linear_cross_entropy` of deferred logits (..., V) and targets (...)."""
+    recipe = logits._recipe
+    check_unchanged(recipe.origins, looked_at=False)
+    offset = recipe.offset
+
+    def task(hidden: Any, weights: Any, bias: Any) -> Any:
+        several, classes = len(weights) > 1, recipe.size[-1]
+        input, weight = (torch.cat(hidden, -1), torch.cat(weights, -1)) if several else (*hidden, *weights)
+        if weight.shape[0] != classes:  # the first classes were taken
+            weight, bias = weight[:classes], None if bias is None else bias[:classes]
+        if offset is not None:
+            numbers = offset.flatten()[:classes]
+            bias = numbers if bias is None else bias + numbers
+        loss: Tensor = xent.linear_cross_entropy(
+            input, weight, target, linear_bias=bias, logit_scale=recipe.scale, softcap=recipe.softcap, **options
+        )
+        return loss
+
+    with nullcontext() if recipe.tracked else torch.no_grad():
+        loss = recipe.hooked(run(recipe, task))
+    for call in recipe.calls:
+        note(call, "fused", ", ".join(recipe.steps))
+    return loss
+
+
+def _cross_entropy(
+    function: Any, input: Any, target: Any, size_average: Any = None, reduce: Any = None, **options: Any
+) -> Any:
+    """Return `function`, torch.nn.functional.cross_entropy, of deferred logits (N, V) or (V,), or NotImplemented.
+
+    The result has the dtype that PyTorch's has: that of the logits, or float32 under autocast.
+    """
+    if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
+        return NotImplemented
+    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.requires_grad:
+        return NotImplemented
+    if not target.is_floating_point() and target.shape != input.shape[:-1]:
+        raise ValueError(
+            f"labels must hold one class for each of the {input.shape[:-1].numel()} rows of logits, got shape "
+            f"{tuple(target.shape)}: pass labels of the shape of input_ids, and with logits_to_keep, or shift_labels, "
+            "only those of the positions that are kept"
+        )
+    loss = _loss(input, target, **options)
+    autocast = autocast_dtype(input.device.type) is not None
+    return loss.to(torch.promote_types(input.dtype, torch.float32) if autocast else input.dtype)
+
+
+def causal_lm_loss(
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """Compute transformers' loss of a causal language model from logits, with `xent.cross_entropy`.
+
+    Set ``model.loss_function = causal_lm_loss``. The model still computes all logits; this saves their float32 copy and
+    the float32 copy of their gradient. `patch` saves the logits as well, and needs no loss function.
+
+    Parameters
+    ----------
+    logits : tensor (..., T, V), float
+        The final logits of the model, after its scale or softcap.
+    labels : integer tensor (..., T), optional
+        The tokens; position t predicts token t + 1. Ignored if ``shift_labels`` is given.
+    vocab_size : int
+        V.
+    num_items_in_batch : int or 0-d tensor, optional
+        The divisor of the sum over tokens: the token count over all micro-batches and ranks. By default, the number of
+        tokens of this call that are not ignored.
+    ignore_index : int
+        Labels with this value are ignored.
+    shift_labels : integer tensor (..., T), optional
+        The target of each position, already shifted.
+    **kwargs
+        Other arguments that the model passes to its loss function. They are ignored, as in transformers.
+
+    Returns
+    -------
+    loss : 0-d tensor, float32
+
+    Raises
+    ------
+    ValueError
+        There are no labels, or their number of positions differs from that of the logits.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from xent.integrations.transformers import causal_lm_loss
+    >>> causal_lm_loss(torch.zeros(1, 3, 8), torch.tensor([[1, 2, 3]]), vocab_size=8)
+    tensor(2.0794)
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("labels or shift_labels must be given, got neither")
+        shift_labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
+    target, rows = shift_labels.reshape(-1).to(logits.device), logits.numel() // vocab_size
+    if len(target) != rows:
+        raise ValueError(
+            f"labels must hold one token for each of the {rows} positions of logits {tuple(logits.shape)}, "
+            f"got {len(target)}"
+        )
+    flat = logits.view(-1, vocab_size)
+    call: Any = _loss if is_open(flat) else xent.cross_entropy
+    loss: Tensor = call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)
+    return loss
+
+
+def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a LabelSmoother.__call__ that computes the loss of deferred logits from hidden states."""
+
+    @functools.wraps(smooth)
+    def smoothed(self: Any, model_output: Any, labels: Tensor, shift_labels: bool = False, **kwargs: Any) -> Any:
+        logits = model_output["logits"] if isinstance(model_output, dict) else model_output[0]
+        if not is_open(logits) or labels.shape != logits.shape[:-1]:
+            return smooth(self, model_output, labels, shift_labels, **kwargs)
+        return _loss(
+            logits,
+            labels,
+            ignore_index=self.ignore_index,
+            label_smoothing=self.epsilon,
+            normalizer=kwargs.get("num_items_in_batch"),  # older releases of transformers 5 do not pass it
+            shift=int(shift_labels),
+        )
+
+    return smoothed
+
+
+_OPTIONS = {"dtype", "device", "non_blocking", "start_dim", "end_dim"}
+"""The keyword arguments of steps."""
+_STEPS: dict[str, Callable[..., _Made]] = {
+    "tanh": _tanh,
+    "add __add__ __radd__": _add,
+    "mul multiply __mul__ __rmul__ div true_divide __truediv__": _scale,
+    "to float": _to,
+    "contiguous clone view reshape flatten": _reshape,
+    "__getitem__": _take,
+}
+"""Names of functions and methods of PyTorch -> their step."""
+
+KNOWN.update(
+    {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
+)
+KNOWN.update(
+    {
+        F.cross_entropy: _cross_entropy,
+        Tensor.detach: _detach,
+        Tensor.register_hook: _register_hook,
+        getter("_base"): _base,
+    }
+)
