@@ -46,58 +46,57 @@ FAULTS = [
     # The finish of PyTorch: losses, statistics, coefficients.
     Fault(
         "smoothing without the target's own share", PORTABLE + "finish.py",
-        "(others + times(w_y, nll))", "others", (MATRIX, "-k", "smoothing"),
+        "(1 - smoothing + spread)", "(1 - smoothing)", (MATRIX, "-k", "smoothing"),
     ),
     Fault(
         "z-loss not weighted by rows", PORTABLE + "finish.py",
-        "z_term = z_term if weight is None else z_term * weight", "z_term = z_term", (MATRIX, "-k", "z_loss"),
+        "z_term = weight * times(z_loss", "z_term = times(z_loss", (MATRIX, "-k", "z_loss"),
     ),
     Fault(
         "gradient of the z-loss halved", PORTABLE + "finish.py",
-        "excess + 2 * options.z_loss * r * (peak", "excess + options.z_loss * r * (peak",
+        "excess + 2 * z_loss * r * lse", "excess + z_loss * r * lse",
         (MATRIX, "-k", "z_loss"),
     ),
     Fault(
         "gradient of the entropy without the entropy", PORTABLE + "finish.py",
-        "excess - of_entropy * self.entropy()", "excess - of_entropy", (MATRIX, "-k", "entropy"),
+        "excess - of_entropy * entropy", "excess - of_entropy", (MATRIX, "-k", "entropy"),
     ),
     Fault(
         "gradient of the entropy, sign of log p", PORTABLE + "finish.py",
-        "beta, move = -of_entropy / total, of_entropy * self.log_sum",
-        "beta, move = -of_entropy / total, -of_entropy * self.log_sum", (MATRIX, "-k", "entropy"),
+        "gamma + excess + of_entropy * log_sum", "gamma + excess - of_entropy * log_sum", (MATRIX, "-k", "entropy"),
     ),
     Fault(
         "nll of class probabilities without gradient", PORTABLE + "finish.py",
-        'gamma = gamma if of_nll is None else gamma + of_nll * sums["given"]', "gamma = gamma",
+        '(gamma, excess + of_nll * sums["given"])', "(gamma, excess)",
         (MATRIX, "-k", "probabilities and stats"),
     ),
     Fault(
         "gradient of smoothing over one class too many", PORTABLE + "finish.py",
-        "delta = _each(r * (options.label_smoothing / self._setting.vocabulary), total)",
-        "delta = _each(r * (options.label_smoothing / (self._setting.vocabulary + 1)), total)",
+        "smoothing / facts.setting.vocabulary", "smoothing / (facts.setting.vocabulary + 1)",
         (MATRIX, "-k", "smoothing"),
     ),
     Fault(
         "smoothing of the target not weighted", PORTABLE + "finish.py",
-        "g_y = g_y - delta * w_y", "g_y = g_y - delta",
+        'w_y = sums.get("row_weight", 1) * (', "w_y = (",
         (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
-        "softcap not differentiated at the target", PORTABLE + "finish.py",
-        "g_y = g_y * slope(sums[\"target\"], self._activation)", "pass", (MATRIX, "-k", "softcap"),
+        "softcap not differentiated at the target", PORTABLE + "rows.py",
+        "        if self._slope is not None:\n",
+        "        if self._slope is not None:\n            self._put(self._slope, 1.0)\n", (MATRIX, "-k", "softcap"),
     ),
     Fault(
         "scale and temperature not differentiated", PORTABLE + "finish.py",
-        "r = at(facts.scale, self._index) * linear", "r = at(facts.scale, self._index)",
+        "r, of_lse, of_nll, of_entropy = given", "r, of_lse, of_nll, of_entropy = (one / linear for one in given)",
         (MATRIX, "-k", "scale or temperature"),
     ),
     Fault(
         "entropy without the target", PORTABLE + "finish.py",
-        "found = found + times(self._own, self._nll)", "pass", (STATS, MATRIX, "-k", "entropy"),
+        "entropy + times(own, nll)", "entropy", (STATS, MATRIX, "-k", "entropy"),
     ),
     Fault(
         "log sum of squares, one log too few", PORTABLE + "finish.py",
-        "of_square = squares.log() - 2 * self.log_sum", "of_square = squares.log() - self.log_sum", (STATS,),
+        "own.square())).log() - 2 * log_sum", "own.square())).log() - log_sum", (STATS,),
     ),
     Fault(
         "mean logit over one class too many", PORTABLE + "finish.py",
@@ -105,27 +104,26 @@ FAULTS = [
     ),
     Fault(
         "lse relative to the peak", PORTABLE + "finish.py",
-        'found["lse"] = sums["peak"] + self.log_sum', 'found["lse"] = self.log_sum + 0', (STATS, MATRIX, "-k", "lse"),
+        'found["lse"] = lse', 'found["lse"] = log_sum', (STATS, MATRIX, "-k", "lse"),
     ),
     # The facts of rows.
     Fault(
         "ignored rows weigh", PORTABLE + "facts.py",
-        "weight = weight.masked_fill(self.ignored, 0)", "weight = weight * 1", (MATRIX, "-k", "ignore_index"),
+        "self._weigh(weight.masked_fill(self.ignored, 0))", "self._weigh(weight)", (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
         "ignore_index is always -100", PORTABLE + "facts.py",
-        "self.ignored = outside = ids == ignore_index", "self.ignored = outside = ids == -100",
+        "self.ignored = ids == ignore_index", "self.ignored = ids == -100",
         (MATRIX, "-k", "ignore_index"),
     ),
     Fault(
         "divisor without row weights", PORTABLE + "facts.py",
-        "whole = of_rows if weight is None else weight * of_rows", "whole = of_rows",
+        "whole = weight * weights_of(", "whole = weights_of(",
         (MATRIX, "-k", "sample_weight and weight"),
     ),
     Fault(
         "upstream gradient of the loss lost", PORTABLE + "facts.py",
-        "self.scale = 0.0 if upstream.loss is None else self.scale * upstream.loss.to(dtype)",
-        "self.scale = 0.0 if upstream.loss is None else self.scale * torch.ones_like(upstream.loss)",
+        "self.scale * upstream.loss.to(dtype)", "self.scale * torch.ones_like(upstream.loss)",
         (MATRIX, "-k", "none"),
     ),
     Fault(
@@ -134,14 +132,10 @@ FAULTS = [
         "self.scale, self.deferred = weight / size, divided(torch.ones_like(size), self.divisor)",
         (MATRIX, "-k", "float16 and sample_weight"),
     ),
-    Fault(
-        "an ignored class counts", PORTABLE + "facts.py",
-        "return not low <= ignore_index <= high", "return True", (MATRIX, "-k", "ignore_index"),
-    ),
     # Results.
     Fault(
         "accuracy over all rows", PORTABLE + "finish.py",
-        'correct.sum().to(dtype) / self._value("count").clamp(min=1)', "correct.sum().to(dtype) / count",
+        'correct.sum().to(facts.dtype) / result(facts, "count").clamp(min=1)', "correct.to(facts.dtype).mean()",
         (STATS, "-k", "accuracy or stat"),
     ),
     Fault(
@@ -172,17 +166,16 @@ FAULTS = [
     ),
     Fault(
         "class weights not in the gradient of smoothing", PORTABLE + "rows.py",
-        "made.delta[:, None] if weight is None else made.delta[:, None] * weight",
-        "made.delta[:, None]", (MATRIX, "-k", "weight and smoothing"),
+        "g.sub_(share[:, None] * shares)", "g.sub_(share[:, None])", (MATRIX, "-k", "weight and smoothing"),
     ),
     Fault(
         "reference of long rows without its factor", PORTABLE + "rows.py",
-        "return peak, rest * self._factor", "return peak, rest", ("tests/torch/test_many_classes.py", "-k", "kinds"),
+        "return peak, rest * factor", "return peak, rest", ("tests/torch/test_many_classes.py", "-k", "kinds"),
     ),
     Fault(
-        "support: gradient of the wrong classes", PORTABLE + "rows.py",
-        "self._columns, self._outside = local.masked_fill_(~valid, 0), ~valid",
-        "self._columns, self._outside = local.masked_fill_(~valid, 0).flip(1), ~valid.flip(1)",
+        "support: the wrong classes", PORTABLE + "facts.py",
+        "return outside.scatter_(1, local, False)[:, :width]",
+        "return outside.scatter_(1, local, False)[:, :width].flip(1)",
         (ROWS, LOG_PROBS, MATRIX, "-k", "support"),
     ),
     Fault(
@@ -196,11 +189,11 @@ FAULTS = [
     ),
     Fault(
         "reverse divergence without its mean", PORTABLE + "divergence.py",
-        'p * (made["pull"][:, None] - v)', "-p * v", (DIVERGENCE,),
+        'times(p, made["pull"][:, None] - v)', "times(p, -v)", (DIVERGENCE,),
     ),
     Fault(
         "bucket without the other classes", PORTABLE + "divergence.py",
-        "grown / total - torch.where(left == 0, 0, left / rest)", "grown / total", (DIVERGENCE,),
+        "(pulled[:, -1:] / rest)", "(p[:, -1:] / rest)", (DIVERGENCE,),
     ),
     Fault(
         "total variation with its gradient turned", PORTABLE + "divergence.py",
@@ -208,7 +201,8 @@ FAULTS = [
     ),
     Fault(
         "total variation of cells with another factor", PORTABLE + "divergence.py",
-        "pull = (up * b - (2 - up) * a) / 4", "pull = (up * b - (2 - up) * a) / 2", (DIVERGENCE, "-k", "tv"),
+        "times(p, times(p, v).sum(-1, keepdim=True) - v) * factor",
+        "times(p, times(p, v).sum(-1, keepdim=True) - v) * 2", (DIVERGENCE, "-k", "tv"),
     ),
     Fault(
         "classes of a subset in another order", "backends/torch/prepare.py",
@@ -223,13 +217,12 @@ FAULTS = [
     ),
     Fault(
         "divergence of the first rank only", PORTABLE + "finish.py",
-        "found = {name: _added(one) for name, one in given.items()}",
-        "found = {name: one[0] for name, one in given.items()}",
+        "                total = total + other", "                pass",
         ("tests/distributed/test_divergences.py",),
     ),
     Fault(
         "top-k classes of the first rank only", PORTABLE + "finish.py",
-        "found |= {name: one.amax(0) for", "found |= {name: one[0] for", ("tests/distributed/test_divergences.py",),
+        "found = {name: one.amax(0) for", "found = {name: one[0] for", ("tests/distributed/test_divergences.py",),
     ),
     # Loop, sources, products.
     Fault(
@@ -348,18 +341,16 @@ FAULTS = [
     # Shards.
     Fault(
         "sums of ranks not rebased", PORTABLE + "finish.py",
-        "growth, factors = peak - peaks, (peaks - peak).exp()",
-        "growth, factors = peak - peaks, torch.ones_like(peaks)", (SHARDS,),
+        "factors, rest = (-growth).exp(), given", "factors, rest = torch.ones_like(growth), given", (SHARDS,),
     ),
     Fault(
         "entropy of ranks not rebased", PORTABLE + "finish.py",
-        '_added(factors * (given["mixed"] - growth * given["rest"]))',
-        '_added(factors * given["mixed"])', (SHARDS, "-k", "stats or entropy"),
+        'factors * (given["mixed"] - growth * rest)', 'factors * given["mixed"]', (SHARDS, "-k", "stats or entropy"),
     ),
     Fault(
         "smoothing of ranks not rebased", PORTABLE + "finish.py",
-        "moved = given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)",
-        "moved = given[name] + 0", (SHARDS, "-k", "smoothing or probabilities"),
+        "given[name] + (given[count] * growth).masked_fill(given[count] == 0, 0)", "given[name]",
+        (SHARDS, "-k", "smoothing or probabilities"),
     ),
     Fault(
         "prediction of the first rank", PORTABLE + "finish.py",

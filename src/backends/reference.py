@@ -1,8 +1,7 @@
 """The reference implementation in float64 NumPy, which defines every option. All other backends are tested against it.
 
 It is written to be compared with the formulas, not to be fast. As backend "numpy" it serves NumPy arrays (values only,
-no autograd). `cross_entropy_gradient`, `linear_cross_entropy_gradients` and `target_gradient` return the analytic
-gradients, which tests verify by finite differences.
+no autograd). `gradients` returns the analytic gradients, which tests verify by finite differences.
 """
 
 from collections.abc import Sequence
@@ -10,13 +9,15 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from xent.backends.reference_divergence import divergence, student_entropy
-from xent.backends.reference_logits import Array, activated, float64, gradients, raw, reduced, scaled
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Options, Probabilities, TopK
+from xent.backends.reference_divergence import Array, between, expectation, from_top_k
+from xent.core.call import Activation, Allowed, Call, Dense, Given, Options, Probabilities, Source, TopK
 from xent.core.spec import ROW_STATS, BackendInfo, Stats
 from xent.core.values import check_support, check_targets, check_temperature
 
-__all__ = ["BACKEND", "Reference", "cross_entropy_gradient", "linear_cross_entropy_gradients", "target_gradient"]
+__all__ = ["BACKEND", "Reference", "gradients"]
+
+_quiet = np.errstate(invalid="ignore", over="ignore", divide="ignore")
+"""Rows without a loss may hold any numbers."""
 
 
 class Reference:
@@ -40,14 +41,13 @@ class Reference:
             return "inplace=True reuses the logits for their gradient, and NumPy arrays get no gradient"
         return None
 
+    @_quiet
     def run(self, call: Call) -> tuple[Any, Stats]:
         """Return loss and statistics as float64."""
-        if isinstance(call.target, Dense | TopK):
-            return divergence(call), Stats(entropy=student_entropy(call) if call.options.stats else None)
         if call.options.heads is not None:
             return _combined(call, [self.run(one) for one in _apart(call)])
         rows = _Rows(call)
-        return rows.reduce(rows.per_row()[0]), rows.stats()
+        return rows.reduced(rows.loss), rows.stats()
 
     def harness(self, device: str | None = None) -> NoReturn:
         """Raise: the checks compare other backends with the reference."""
@@ -57,51 +57,46 @@ class Reference:
 BACKEND = Reference()
 
 
-def cross_entropy_gradient(call: Call, upstream: Any = 1.0, **others: Any) -> Array:
-    """Return the gradient with respect to the logits, in their shape.
+@_quiet
+def gradients(call: Call, upstream: Any = 1.0, **others: Any) -> dict[str, Array]:
+    """Return the gradients by argument: "logits", or "input", "linear_weight" and "linear_bias" (given or not).
 
-    `upstream` is the upstream gradient of the loss; `others` are those of lse, nll and entropy.
+    Class probabilities have one as "target". `upstream` is the upstream gradient of the loss; `others` are those of
+    lse, nll and entropy.
     """
-    return gradients(call.source, _Rows(call).gradient(upstream, **others))["logits"]
-
-
-def linear_cross_entropy_gradients(call: Call, upstream: Any = 1.0, **others: Any) -> tuple[Array, Array, Array]:
-    """Return the gradients with respect to input, linear_weight and a bias (given or not)."""
-    options = call.options
-    if options.heads is None:
-        made = gradients(call.source, _Rows(call).gradient(upstream, **others))
-        return made["input"], made["linear_weight"], made["linear_bias"]
-    upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
-    parts = [
-        linear_cross_entropy_gradients(one, mine, **{name: given[head] for name, given in others.items()})
-        for head, (one, mine) in enumerate(zip(_apart(call), upstreams, strict=True))
-    ]
-    inputs, classifiers, biases = map(np.stack, zip(*parts, strict=True))
-    return inputs, classifiers.sum(0), biases.sum(0)
-
-
-def target_gradient(call: Call, upstream: Any = 1.0, nll: Any = None, **_: Any) -> Array:
-    """Return the gradient with respect to a target of class probabilities, in its shape.
-
-    `upstream` is the upstream gradient of the loss, `nll` that of nll; other statistics do not depend on the target.
-    """
-    made = _Rows(call).target_gradient(upstream, nll)
-    if isinstance(call.source, Given):
-        return gradients(call.source, made)["logits"]
-    assert isinstance(call.target, Probabilities)
-    rows = made.reshape(call.target.values.shape)
-    shift = _shift(call.options)
-    moved = np.zeros_like(rows)
-    moved[..., shift:, :] = rows[..., : max(rows.shape[-2] - shift, 0), :] if shift else rows
-    return moved
+    source, target, options = call.source, call.target, call.options
+    if options.heads is not None:
+        upstreams = upstream if options.reduction == "none" else [upstream * factor for factor in _factors(options)]
+        parts = [
+            gradients(one, mine, **{name: given[head] for name, given in others.items()})
+            for head, (one, mine) in enumerate(zip(_apart(call), upstreams, strict=True))
+        ]
+        stacked = {name: np.stack([part[name] for part in parts]) for name in parts[0]}
+        return {name: values if name == "input" else values.sum(0) for name, values in stacked.items()}
+    rows = _Rows(call)
+    grad = rows.gradient(upstream, others)
+    if isinstance(source, Given):
+        found = {"logits": grad}
+    else:
+        hidden, weight = _float64(source.input), _float64(source.weight)
+        # Rows without a gradient contribute nothing, even if their hidden states are NaN.
+        flat = np.where(grad.any(-1, keepdims=True), hidden.reshape(-1, weight.shape[1]), 0.0)
+        found = {"input": (grad @ weight).reshape(hidden.shape), "linear_weight": grad.T @ flat}
+        found["linear_bias"] = grad.sum(0)
+    if isinstance(target, Probabilities):
+        # The last rows of a sequence, which have no target, have no gradient either.
+        found["target"] = np.roll(rows.target_gradient(upstream, others.get("nll")), options.shift, 0)
+    for name in found.keys() & {"logits", "target"}:
+        found[name] = np.moveaxis(found[name].reshape(*rows.shape, rows.p.shape[-1]), -1, _axis(source))
+    return found
 
 
 def _apart(call: Call) -> list[Call]:
     """Return one call per head. Head j predicts target t + shift[j] from row t of its own hidden states."""
     source, options = call.source, call.options
     assert not isinstance(source, Given)
+    assert isinstance(options.shift, tuple)
     shifts = options.shift
-    assert isinstance(shifts, tuple)
     if "accuracy" in options.stats and "count" not in options.stats:
         options = options._replace(stats=(*options.stats, "count"))
     return [
@@ -136,15 +131,15 @@ def _combined(call: Call, parts: Sequence[tuple[Any, Stats]]) -> tuple[Any, Stat
 
 
 class _Rows:
-    """N rows of raw logits z (N, V), and all quantities in the formulas of `xent.cross_entropy`.
+    """N rows of raw logits z (N, V), and all quantities in the formulas of the public functions.
 
     Row t of a shifted call has the target and weight at t + shift.
     """
 
     def __init__(self, call: Call) -> None:
-        target, activation, options = call.target, call.activation, call.options
-        assert isinstance(target, Classes | Allowed | Probabilities)
-        self.options, shift, z = options, _shift(options), raw(call.source)
+        target, activation, self.options = call.target, call.activation, call.options
+        options, shift, z = self.options, self.options.shift, _raw(call.source)
+        assert isinstance(shift, int)
         if activation.temperature is not None:
             check_temperature(np.asarray(activation.temperature), shift)
         self.shape, vocabulary = z.shape[:-1], z.shape[-1]
@@ -156,144 +151,161 @@ class _Rows:
             values = np.ones(self.shape) if values is None else np.asarray(values)
             if shift:
                 values = np.take(values, np.minimum(here, max(length - 1, 0)), axis=len(self.shape) - 1)
-            flat: Array = values.reshape(count, *values.shape[len(self.shape) :])
-            return flat
+            return np.asarray(values.reshape(count, *values.shape[len(self.shape) :]))
 
-        ignored = (np.broadcast_to(here >= length, self.shape) if shift else np.zeros(self.shape, bool)).reshape(count)
-        self.class_weight = np.ones(vocabulary) if options.weight is None else float64(options.weight)
-        outside = None
+        self.ignored = np.broadcast_to(here >= length if shift else False, self.shape).reshape(count)
+        self.class_weight = np.ones(vocabulary) if options.weight is None else _float64(options.weight)
+        self.outside, weight, row_weight = None, _float64(moved(options.sample_weight)), np.ones(count)
+        """(N, V): the mask of the classes that are not in each row's support, or None."""
+        self.q = np.zeros((count, vocabulary))
         if isinstance(target, Probabilities):
-            values = target.values
-            axis = call.source.axis if isinstance(call.source, Given) else -1
-            self.q = float64(moved(np.moveaxis(values, axis, -1)))
-            self.truth, row_weight = self.q.argmax(-1), np.ones(count)
+            self.q = _float64(moved(np.moveaxis(np.asarray(target.values), _axis(call.source), -1)))
+        elif isinstance(target, Dense | TopK):
+            self.ignored = self.ignored | (weight == 0)
         else:
             ids = moved(target.ids)
-            ignored = ignored | (ids == options.ignore_index)
-            self.truth = np.where(ignored, 0, ids)
             check_targets(np.asarray(target.ids), vocabulary, options.ignore_index, shift)
-            self.q = (self.truth[:, None] == np.arange(vocabulary)).astype(np.float64)
-            row_weight = self.class_weight[self.truth]
+            self.ignored = self.ignored | (ids == options.ignore_index)
+            ids = np.where(self.ignored, 0, ids)
+            self.q, row_weight = (ids[:, None] == np.arange(vocabulary)) * 1.0, self.class_weight[ids]
             if isinstance(target, Allowed):
-                outside = _outside(target, count, vocabulary)[moved(np.arange(count).reshape(self.shape))]
-        self.ignored, self.outside = ignored, outside
-        """(N, V): the mask of the classes that are not in each row's support, or None."""
-        self.a = np.where(ignored, 0.0, float64(moved(options.sample_weight)))
-        self.dead = (self.a == 0)[:, None]
-        smoothing = options.label_smoothing
-        # The factor of -log p_c: (1-e) w_y [c==y] + (e/V) w_c for a class index y, w_c q'_c for class probabilities.
-        self.share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
-        given = options.normalizer
-        self.divisor = (self.a * row_weight).sum() if given is None else float(given)
+                self.outside = _outside(target, count, vocabulary)[moved(np.arange(count).reshape(self.shape))]
+        self.a = np.where(self.ignored, 0.0, weight)
+        self.dead = self.a == 0
+        self.divisor = (self.a * row_weight).sum() if options.normalizer is None else float(options.normalizer)
+        self.scaled_z = activation.logit_scale * z.reshape(count, vocabulary)
+        x, slope = _activated(z.reshape(count, vocabulary), activation)
+        temperature = _float64(moved(activation.temperature))[:, None]
+        self.x, self.slope = x / temperature, slope / temperature
+        self.lse, self.surprise = _normalized(self._inside(self.x, -np.inf))
+        self.surprise = self._inside(self.surprise, np.inf)
+        """-log p, (N, V)."""
+        self.p, self.z_term = np.exp(-self.surprise), np.zeros(count)
+        if isinstance(target, TopK):
+            loss, self.derivative = from_top_k(-self.surprise, target, self.shape, self.dead, options.kind)
+        elif isinstance(target, Dense):
+            teacher = _activated(_raw(target.source).reshape(count, vocabulary), target.activation)[0]
+            loss, self.derivative = between(-self.surprise, -_normalized(teacher)[1], options.kind, options.beta)
+        else:
+            # The factor of -log p_c: (1-e) w_y [c==y] + (e/V) w_c for a class index, w_c q'_c for class probabilities.
+            smoothing = options.label_smoothing
+            share = self.class_weight * ((1 - smoothing) * self.q + smoothing / vocabulary)
+            loss, total = expectation(share, self.surprise), share.sum(-1)
+            if options.z_loss:  # otherwise not even where lse is infinite, in a row whose support is empty
+                self.z_term = self._masked(self.a * options.z_loss * self.lse**2, self.dead)
+                total = total + 2 * options.z_loss * self.lse
+            self.derivative = total[:, None] * self.p - share
+        self.loss = self._masked(self.a * loss + self.z_term, self.dead)
 
-        with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
-            z = z.reshape(count, vocabulary)
-            scaled_z = activation.logit_scale * z
-            self.predictions = np.where(ignored, -1, _inside(scaled_z, outside, -np.inf).argmax(-1))
-            temperature = float64(moved(activation.temperature))[:, None]
-            x, slope = activated(z, activation)
-            x, self.slope = x / temperature, slope / temperature
-            classes = vocabulary if outside is None else np.maximum((~outside).sum(-1), 1)
-            self.mean_logit = _inside(x, outside, 0.0).sum(-1) / classes
-            x = _inside(x, outside, -np.inf)
-            largest = x.max(-1, keepdims=True)
-            largest = np.where(largest == -np.inf, 0, largest)
-            self.lse = np.log(np.exp(x - largest).sum(-1)) + largest[:, 0]
-            self.surprise = _inside(self.lse[:, None] - x, outside, np.inf)
-            self.p = _inside(np.exp(-self.surprise), outside, 0.0)
+    def _inside(self, values: Array, other: float) -> Array:
+        """Return values (N, V) with another one outside of the support."""
+        return values if self.outside is None else np.where(self.outside, other, values)
 
-    def per_row(self) -> tuple[Array, Array]:
-        """Return l_i and its z-loss term, both (N,)."""
-        with np.errstate(invalid="ignore"):
-            # Without a z-loss also where lse is infinite, in a row whose support is empty.
-            z_term = _masked(self.a * self.options.z_loss * self.lse**2, self.dead[:, 0] | (self.options.z_loss == 0))
-            loss = self.a * _expectation(self.share, self.surprise) + z_term
-        return _masked(loss, self.dead[:, 0]), z_term
+    def _masked(self, values: Array, mask: Array) -> Array:
+        """Return values (N, ...) with 0 in some rows."""
+        return np.where(mask if values.ndim == 1 else mask[:, None], 0.0, values)
 
-    def reduce(self, values: Array) -> Any:
-        """Reduce values (N,) by the reduction of the call."""
-        return reduced(values, self.options, self.divisor, self.shape)
+    def reduced(self, values: Array) -> Any:
+        """Reduce values (N,) by the reduction of the call; 0 where the divisor of a mean is 0."""
+        if self.options.reduction == "none":
+            return values.reshape(self.shape)
+        divisor = self.divisor if self.options.reduction == "mean" else 1
+        return values.sum() / divisor if divisor != 0 else np.float64(0.0)
 
-    def gradient(self, upstream: Any, **others: Any) -> Array:
+    def _scale(self, upstream: Any) -> Array:
+        """Return the factor (N,) of the derivative of each row's loss: row weight, divisor and upstream gradient."""
+        scale = self.a * _float64(upstream).reshape(-1)
+        if self.options.reduction != "mean":
+            return np.asarray(scale)
+        return np.asarray(scale / self.divisor if self.divisor != 0 else scale * 0.0)
+
+    def gradient(self, upstream: Any, others: dict[str, Any]) -> Array:
         """Return the (N, V) gradient with respect to the raw logits; `others`: upstream of lse, nll and entropy."""
-        scale = scaled(self.a, upstream, self.options, self.divisor)
-        beyond = np.isinf(_expectation(self.q, self.surprise)) & (self.outside is not None)  # targets without support
-        with np.errstate(invalid="ignore"):
-            total = self.share.sum(-1) + (2 * self.options.z_loss * self.lse if self.options.z_loss else 0.0)
-            grad = scale[:, None] * (total[:, None] * self.p - self.share) * self.slope
-            grad = np.where(self.dead | beyond[:, None], 0.0, grad)
-            for name, given in others.items():
-                each = np.asarray(given, np.float64).reshape(-1)[:, None] * self._derivative(name) * self.slope
-                each = np.where(beyond[:, None] & (name == "nll"), 0.0, each)
-                grad = grad + np.where(self.ignored[:, None], 0.0, each)
-        nothing = self.options.reduction == "mean" and self.divisor == 0
-        return np.asarray(np.where(nothing, 0.0, grad))
+        # The loss and the nll of a target outside its support have no gradient.
+        beyond = np.isinf(expectation(self.q, self.surprise)) & (self.outside is not None)
+        grad = self._masked(self._scale(upstream)[:, None] * self.derivative * self.slope, self.dead | beyond)
+        for name, given in others.items():
+            each = _float64(given).reshape(-1)[:, None] * self._derivative(name) * self.slope
+            grad = grad + self._masked(each, self.ignored | (beyond & (name == "nll")))
+        return np.where(self.options.reduction == "mean" and self.divisor == 0, 0.0, grad)
 
     def target_gradient(self, upstream: Any, nll: Any) -> Array:
         """Return the (N, V) gradient with respect to class probabilities; `nll`: upstream of the statistic, or None."""
-        scale = scaled(self.a, upstream, self.options, self.divisor)
-        factor = scale[:, None] * (1 - self.options.label_smoothing) * self.class_weight
+        factor = self._scale(upstream)[:, None] * (1 - self.options.label_smoothing) * self.class_weight
         if nll is not None:
-            factor = factor + _masked(np.asarray(nll, np.float64).reshape(-1), self.ignored)[:, None]
-        with np.errstate(invalid="ignore"):
-            return np.asarray(np.where(factor == 0, 0.0, factor * self.surprise))
+            factor = factor + self._masked(_float64(nll).reshape(-1), self.ignored)[:, None]
+        return np.where(factor == 0, 0.0, factor * self.surprise)
 
     def _derivative(self, name: str) -> Array:
         """Return the derivative (N, V) of a statistic with respect to x."""
         if name == "lse":
-            return np.asarray(self.p)
+            return self.p
         if name == "nll":
             return np.asarray(self.q.sum(-1, keepdims=True) * self.p - self.q)
-        entropy = _expectation(self.p, self.surprise)[:, None]
-        return np.asarray(np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy)))
+        entropy = expectation(self.p, self.surprise)[:, None]
+        return np.where(self.p == 0, 0.0, self.p * (self.surprise - entropy))
 
     def stats(self) -> Stats:
         """Return the statistics that the options name."""
-        count = int((~self.ignored).sum())
-        hits = (self.predictions == self.truth) & ~self.ignored
-        accuracy = np.float64(hits.sum() / count if count else 0.0)
-        with np.errstate(invalid="ignore", divide="ignore"):
-            values = {
-                "lse": _masked(self.lse, self.ignored).reshape(self.shape),
-                "nll": _masked(_expectation(self.q, self.surprise), self.ignored).reshape(self.shape),
-                "entropy": _masked(_expectation(self.p, self.surprise), self.ignored).reshape(self.shape),
-                "predictions": self.predictions.reshape(self.shape),
-                "log_sum_sq_probs": _masked(np.log((self.p**2).sum(-1)), self.ignored).reshape(self.shape),
-                "mean_logit": _masked(self.mean_logit, self.ignored).reshape(self.shape),
-                "z_loss": self.reduce(self.per_row()[1]),
-                "accuracy": hits.astype(np.float64).reshape(self.shape) if self.options.accuracy_of_rows else accuracy,
-                "count": np.int64(count),
-            }
+        count, classes = int((~self.ignored).sum()), self._inside(np.ones_like(self.x), 0.0).sum(-1)
+        predictions = self._inside(self.scaled_z, -np.inf).argmax(-1)
+        hits = self._masked(1.0 * (predictions == self.q.argmax(-1)), self.ignored)
+        rows = {
+            "lse": self.lse,
+            "nll": expectation(self.q, self.surprise),
+            "entropy": expectation(self.p, self.surprise),
+            "predictions": predictions,
+            "log_sum_sq_probs": np.log((self.p**2).sum(-1)),
+            "mean_logit": self._inside(self.x, 0.0).sum(-1) / np.maximum(classes, 1),
+        }
+        values: dict[str, Any] = {
+            name: self._masked(each, self.ignored).reshape(self.shape) for name, each in rows.items()
+        }
+        values["predictions"] = np.where(self.ignored, -1, predictions).reshape(self.shape)
+        values |= {"z_loss": self.reduced(self.z_term), "count": np.int64(count)}
+        values["accuracy"] = hits.reshape(self.shape) if self.options.accuracy_of_rows else hits.sum() / max(count, 1)
         return Stats(**{name: values[name] for name in self.options.stats})
 
 
-def _expectation(weights: Array, values: Array) -> Array:
-    """Sum weights * values over classes; a weight of 0 contributes 0, even if the value is infinite."""
-    with np.errstate(invalid="ignore"):
-        products: Array = np.where(weights == 0, 0.0, weights * values)
-    return np.asarray(products.sum(-1))
+def _float64(array: Any) -> Array:
+    """Return an array in float64."""
+    return np.asarray(array, np.float64)
 
 
-def _inside(values: Array, outside: Array | None, other: float) -> Array:
-    """Return values (N, V) with another one outside of the support."""
-    return values if outside is None else np.where(outside, other, values)
+def _axis(source: Source) -> int:
+    """Return the axis of the classes."""
+    return source.axis if isinstance(source, Given) else -1
 
 
-def _masked(values: Array, mask: Array) -> Array:
-    return np.where(mask, 0.0, values)
+def _raw(source: Source) -> Array:
+    """Return raw logits z (..., V)."""
+    if isinstance(source, Given):
+        return np.moveaxis(_float64(source.logits), source.axis, -1)
+    z = _float64(source.input) @ _float64(source.weight).T
+    return np.asarray(z if source.bias is None else z + _float64(source.bias))
 
 
-def _shift(options: Options) -> int:
-    """Return the shift of a call with one head."""
-    assert isinstance(options.shift, int)
-    return options.shift
+def _activated(z: Array, activation: Activation) -> tuple[Array, Array]:
+    """Return x = k tanh(s z / k), or s z, and dx/dz, without the temperature of rows."""
+    scale, softcap = activation.logit_scale, activation.softcap
+    if softcap is None:
+        return np.asarray(scale * z), np.full_like(z, scale)
+    tanh = np.tanh(scale * z / softcap)
+    return softcap * tanh, scale * (1 - tanh**2)
+
+
+def _normalized(x: Array) -> tuple[Array, Array]:
+    """Return the log-sum-exp (N,) of x (N, V), and its difference to x: -log p."""
+    largest = x.max(-1)
+    largest = np.where(largest == -np.inf, 0, largest)
+    lse = np.log(np.exp(x - largest[:, None]).sum(-1)) + largest
+    return lse, lse[:, None] - x
 
 
 def _outside(support: Allowed, count: int, vocabulary: int) -> Array:
     """Return the mask (N, V) of the classes that are not in each row's support; raise for an invalid support."""
     ids, begin, end = (np.asarray(part, np.int64) for part in (support.classes, support.begin, support.end))
     check_support(ids, begin, end, vocabulary)
-    rows = np.repeat(np.arange(count), end - begin)
     outside = np.ones((count, vocabulary), bool)
-    outside[rows, ids] = False
+    outside[np.repeat(np.arange(count), end - begin), ids] = False
     return outside

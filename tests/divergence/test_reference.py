@@ -9,7 +9,7 @@ import pytest
 import xent
 from tests.divergence.cases import TEACHERS
 from tests.test_reference import slopes
-from xent.backends.reference_divergence import divergence_gradients
+from xent.backends.reference import gradients
 from xent.command.check.case import Case, make_inputs
 from xent.command.check.judge import call_of
 
@@ -61,7 +61,7 @@ def test_gradient_equals_finite_differences(case: Case) -> None:
         ).sum()
 
     call = call_of(case, inputs.differentiable, inputs.options | {"teacher": inputs.target})
-    analytic = divergence_gradients(call, inputs.upstream)
+    analytic = gradients(call, inputs.upstream)
     for name, numeric in slopes(total, inputs.differentiable).items():
         np.testing.assert_allclose(analytic[name], numeric, rtol=1e-6, atol=2e-8)
 

@@ -14,6 +14,8 @@ from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, constants,
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
 from xent.backends.torch.portable import PortableSteps
 from xent.backends.torch.portable.facts import Index, at, index_of
+from xent.backends.torch.portable.finish import record
+from xent.backends.torch.portable.rows import probabilities
 from xent.core.call import Classes, Probabilities
 from xent.core.spec import ROW_STATS
 
@@ -30,7 +32,7 @@ class MetalSteps(PortableSteps):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        facts, options, names = self._facts, setting.call.options, self._space.names
+        facts, options, names = self._facts, setting.call.options, self._facts.names
         self._places = {"peak": 0, "log_sum": 1} | ({"entropy": names.index("mixed")} if "mixed" in names else {})
         self._asked = {
             name: torch.int64 if name == "predictions" else torch.float32
@@ -48,15 +50,15 @@ class MetalSteps(PortableSteps):
         self._rows_of: dict[str, Tensor | None] = {
             "target": facts.target,
             "bend": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
-            "weight": ones if facts.weight is None else ones * facts.weight,
-            "scale": ones * facts.scale,
+            "weight": facts.weight,
+            "scale": facts.scale,
             "dead": ones == 0 if facts.dead is None else facts.dead.contiguous(),
         }
 
     def whole_rows(self, block: Block, part: Part, saved: Tensor | None) -> None:
         """Compute rows with one launch of the kernel."""
         logits, stats, count = block.logits, self._setting.call.options.stats, len(block.logits)
-        index = index_of(part, block.start, block.start + count, self._setting.count)
+        index = index_of(part, block.start, block.start + count)
         found = {name: logits.new_empty(count, dtype=dtype) for name, dtype in self._asked.items()}
         found["loss"] = logits.new_empty(count, dtype=torch.float32)
         if saved is not None or not {"lse", "z_loss"}.isdisjoint(stats):
@@ -69,14 +71,14 @@ class MetalSteps(PortableSteps):
             if "z_loss" in stats:
                 weight, factor = at(self._facts.weight, index), self._setting.call.options.z_loss
                 term = factor * lse.square() if smooths(factor) else torch.zeros_like(lse)
-                found["z_loss"] = term if weight is None else term * weight
+                found["z_loss"] = term * weight
             if saved is not None:
                 kept = {"peak": peak, "log_sum": log_sum} | found
                 for name, place in self._places.items():
-                    saved[place, slice(None) if index is None else index] = kept[name]
+                    saved[place, index] = kept[name]
         if "accuracy" in stats and isinstance(self._setting.call.target, Probabilities):
-            found["truth"] = self._space.given(index).argmax(-1)
-        self._results.record(found, index)
+            found["truth"] = probabilities(self._facts, index).argmax(-1)
+        record(self._facts, found, index)
 
     def finish(self, sums: Tensor, part: Part, wanted: bool, saved: Tensor | None) -> Any:
         """Return the saved values by name, (R,) each: this is called in backward passes only."""
@@ -87,7 +89,7 @@ class MetalSteps(PortableSteps):
         rows, upstream = slice(block.start, block.start + len(block.logits)), self._facts.upstream
         if not len(block.logits) or block.grad is None:
             return
-        index = index_of(part, rows.start, rows.stop, self._setting.count)
+        index = index_of(part, rows.start, rows.stop)
         saved = {name: values[rows] for name, values in coefficients.items()}
         known, stacked = torch.stack([saved["peak"], saved["log_sum"]], -1), None
         if any(one is not None for one in upstream):
@@ -108,7 +110,7 @@ class MetalSteps(PortableSteps):
         facts, options, logits, grad = self._facts, self._setting.call.options, block.logits, block.grad
         (count, vocabulary), values = logits.shape, None
         if isinstance(self._setting.call.target, Probabilities):
-            values = self._space.given(index)
+            values = probabilities(self._facts, index)
             values = (values if values.dtype in _TYPES else values.float()).contiguous()
         if grad is not None:
             results = results | {"grad": grad if grad.dtype == logits.dtype else torch.empty_like(logits)}

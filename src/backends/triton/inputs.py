@@ -14,7 +14,8 @@ from torch import Tensor
 from xent.backends.torch.contract import Part, Setting, columns, smooths
 from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
-from xent.backends.torch.portable.facts import check_targets, impossible, weights_of
+from xent.backends.torch.portable.facts import impossible, weights_of
+from xent.backends.torch.refusals import check_targets
 from xent.backends.triton.kernels.beside import divisor_kernel
 from xent.backends.triton.launches import Columns, Numbers, Results, Rows, Upstreams, Way, launch, next_power_of_2
 from xent.core.call import Allowed, Classes, Probabilities, TopK
@@ -70,9 +71,10 @@ class Inputs:
         self.rows = Rows(ids, options.sample_weight, weight, total, None, temperature, numbers)
         if upstream is None and looks_at_targets(self.device):
             if ids is not None and self.limit != _NO_LIMIT:
-                check_targets(cast(ids, torch.int64), self.limit, self.ignore_index)
+                check_targets(ids, self.ignore_index, self.limit)
             elif isinstance(target, TopK):
-                impossible(target, setting, None if options.sample_weight is None else options.sample_weight == 0)
+                of_rows = torch.ones(self.count) if options.sample_weight is None else options.sample_weight
+                impossible(target, setting, of_rows == 0)
         self.mean = options.reduction == "mean"
         self.counted: Tensor | None = None
         """() int64: the number of rows with a target; None if no statistic needs it."""

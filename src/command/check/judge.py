@@ -24,10 +24,9 @@ import numpy as np
 import xent
 from xent.backends.harness import Harness
 from xent.backends.protocol import Backend
-from xent.backends.reference import cross_entropy_gradient, linear_cross_entropy_gradients, target_gradient
-from xent.backends.reference_divergence import divergence_gradients
+from xent.backends.reference import gradients
 from xent.command.check.case import LOSSES, Case, Inputs, make_inputs, mapped, placed
-from xent.core.call import Call, Dense, Given, TopK
+from xent.core.call import Call
 from xent.core.describe import described
 
 __all__ = ["Comparison", "call_of", "compare", "judge_case", "results_of_case", "typical_of", "worst_of"]
@@ -214,15 +213,7 @@ def _norms(gradient: Any) -> Any:
 
 
 def _gradients(call: Call, upstream: Any, others: Results, names: Collection[str]) -> Results:
-    if isinstance(call.target, Dense | TopK):
-        made: Results = divergence_gradients(call, upstream)
-    elif isinstance(call.source, Given):
-        made = {"logits": cross_entropy_gradient(call, upstream, **others)}
-    else:
-        parts = linear_cross_entropy_gradients(call, upstream, **others)
-        made = dict(zip(("input", "linear_weight", "linear_bias"), parts, strict=True))
-    if "target" in names:
-        made["target"] = target_gradient(call, upstream, **others)
+    made = gradients(call, upstream, **others)
     return {name: made[name] for name in names}
 
 

@@ -14,18 +14,17 @@ With a top-k teacher a row has K + 1 cells: the K classes, and all others as one
 classes is summed directly, because 1 minus the probability of the K classes would cancel.
 """
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import Block, Setting
+from xent.backends.torch.contract import Block
 from xent.backends.torch.portable.facts import Facts, Index, activate, at, tolerance
-from xent.backends.torch.portable.rows import Workspace
+from xent.backends.torch.portable.rows import times
 from xent.core.call import Dense, Options, TopK
 
-__all__ = ["SECOND", "FinishedDivergence", "TeacherRows"]
+__all__ = ["SECOND", "TeacherRows", "finish_divergence"]
 
 SECOND = ("divergence", "pull")
 """The sums of the second fold."""
@@ -34,56 +33,55 @@ SECOND = ("divergence", "pull")
 class TeacherRows:
     """R rows of a divergence: logits (R, C) of the student, and what the teacher knows of them."""
 
-    _student: Any = None
-    """x - peak and its exponentials, (R, C); `_others`: the same of the teacher, or without the K classes."""
-    _others: Any = None
-    _top: Any = None
-    """(R, 1): the most probable class of the student, if all classes are here."""
-    _made: tuple[Any, ...] = ()
+    _made: Any = None
     """The terms of the second fold, for the gradient."""
 
-    def __init__(self, space: Workspace, block: Block, index: Index) -> None:
-        self._names, self._facts, self._index, self._grad = space.names, space.facts, index, block.grad
-        self._options, target = space.setting.call.options, space.setting.call.target
-        self._dense = isinstance(target, Dense)
-        x = self._x = block.logits.to(space.dtype, copy=True)
-        self._slope = activate(x, self._facts.activation, None if block.grad is None else partial(torch.empty_like, x))
+    def __init__(self, facts: Facts, block: Block, index: Index) -> None:
+        self._facts, self._index, self._grad = facts, index, block.grad
+        self._options, target = facts.setting.call.options, facts.setting.call.target
+        self._held: dict[str, tuple[Tensor, Tensor]] = {}
+        """The results of `_relative` by side."""
+        x = self._x = block.logits.to(facts.dtype, copy=True)
+        self._slope = activate(x, facts.activation, block.grad is not None)
+        self._side = "teacher_"
         if isinstance(target, Dense):
             assert block.teacher is not None
-            self._other = block.teacher.to(space.dtype, copy=True)
+            self._other = block.teacher.to(facts.dtype, copy=True)
             activate(self._other, target.activation)
             return
         assert isinstance(target, TopK)
-        ids = at(target.ids, index).to(torch.int64) - space.setting.first
+        self._side = "others_"
+        ids = at(target.ids, index).to(torch.int64) - facts.setting.first
         here = (at(target.log_probs, index) != -torch.inf) & (ids >= 0) & (ids < x.shape[1])
         self._ids, self._here = ids.masked_fill(~here, 0), here
-        self._other, self._of_ids = x, torch.full_like(ids, -torch.inf, dtype=x.dtype)
-        if x.shape[1]:
-            self._of_ids = torch.where(here, x.gather(1, self._ids), -torch.inf)
-            # Entries that are not here have +inf, which does not change the class that they point to.
-            removed = torch.where(here, -torch.inf, torch.inf).to(x.dtype)
-            self._other = x.scatter_reduce(1, self._ids, removed, "amin")
+        self._of_ids = x.gather(1, self._ids).masked_fill(~here, -torch.inf)
+        # Entries that are not here have +inf, which does not change the class that they point to.
+        self._other = x.scatter_reduce(1, self._ids, torch.where(here, -torch.inf, torch.inf).to(x.dtype), "amin")
+
+    def _relative(self, side: str, peak: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x - peak, in the memory of x, and its exponentials; of the student for the side ""."""
+        if side not in self._held:
+            away = (self._other if side else self._x).sub_(peak[:, None])
+            self._held[side] = away, away.exp()
+        return self._held[side]
 
     def fold(self) -> dict[str, Tensor]:
         """Return the sums (R,) of the first fold by name."""
-        names, x, other, found = self._names, self._x, self._other, dict[str, Tensor]()
-        if self._dense:
-            found["teacher_top"] = x.new_zeros(len(x))
-            if x.shape[1] and (self._options.kind == "tv" or self._options.beta != 0):
-                self._top = x.argmax(-1, keepdim=True)
-                found["teacher_top"] = other.gather(1, self._top)[:, 0]
-        else:
+        x, found = self._x, dict[str, Tensor]()
+        if self._side == "others_":
             found = {f"known_{k}": one for k, one in enumerate(self._of_ids.unbind(1))}
-        if "peak" in names:
-            peak = found["peak"] = _largest(x)
-            away, e = self._student = _relative(x, peak)
-            found["rest"] = e.sum(-1)
-            if "mixed" in names:
-                found["mixed"] = torch.where(e == 0, 0, e * away).sum(-1)
-        side = "teacher_" if self._dense else "others_"
-        peak = found[side + "peak"] = _largest(other)
-        self._others = _relative(other, peak)
-        return found | {side + "rest": self._others[1].sum(-1)}
+        elif self._options.kind == "tv" or self._options.beta != 0:
+            found["teacher_top"] = self._other.gather(1, x.argmax(-1, keepdim=True))[:, 0]
+        else:
+            found["teacher_top"] = x.new_zeros(len(x))
+        for side, values in (("", x), (self._side, self._other)):
+            if side + "peak" in self._facts.names:
+                peak = values.amax(-1).clamp(min=torch.finfo(x.dtype).min)
+                away, e = self._relative(side, peak)
+                found |= {side + "peak": peak, side + "rest": e.sum(-1)}
+                if not side and "mixed" in self._facts.names:
+                    found["mixed"] = times(e, away).sum(-1)
+        return found
 
     def refold(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the sums of the second fold, from those of the first one over all classes.
@@ -91,41 +89,33 @@ class TeacherRows:
         `pull` is the sum of p v, relative to the v of the most probable class: if that class has nearly all
         probability, its v differs from the mean by much less than either is, and the difference would cancel.
         """
-        rest, peak_q, rest_q = sums["rest"], sums["teacher_peak"], sums["teacher_rest"]
-        if self._student is None:
-            self._student, self._others = _relative(self._x, sums["peak"]), _relative(self._other, peak_q)
-        (away, p), (away_q, q), norms = self._student, self._others, rest_q.log() - rest.log()
-        p.div_(rest[:, None])
-        q.div_(rest_q[:, None])
-        cost, v, factor = _terms(self._options, p, q, away, away_q.sub_(norms[:, None]))
-        pull = torch.zeros_like(rest)
+        rest, peak_q, rest_q = (sums[name][:, None] for name in ("rest", "teacher_peak", "teacher_rest"))
+        (away, p), (away_q, q) = self._relative("", sums["peak"]), self._relative("teacher_", sums["teacher_peak"])
+        norms = rest_q.log() - rest.log()
+        p.div_(rest)
+        q.div_(rest_q)
+        cost, v, factor = _terms(self._options, p, q, away, away_q.sub_(norms))
+        pull = torch.zeros_like(sums["rest"])
         if v is not None:
-            if self._top is None:
-                of_top = (sums["teacher_top"] - peak_q)[:, None]
-                q_top = of_top.exp() / rest_q[:, None]
-                v_top = _terms(self._options, 1 / rest[:, None], q_top, 0, of_top - norms[:, None])[1]
-            else:
-                v_top = v.gather(1, self._top)
-            v = v - v_top
-            pull = torch.where(p == 0, 0, p * v).sum(-1)
+            of_top = sums["teacher_top"][:, None] - peak_q
+            v = v - _terms(self._options, 1 / rest, of_top.exp() / rest_q, 0, of_top - norms)[1]
+            pull = times(p, v).sum(-1)
         self._made = p, q, v, factor
         return {"divergence": cost.sum(-1), "pull": pull}
 
     def gradient(self, made: dict[str, Tensor]) -> None:
-        """Write the gradient of raw logits from the coefficients of `FinishedDivergence`."""
+        """Write the gradient of raw logits from the coefficients of `finish_divergence`."""
         facts, grad = self._facts, self._grad
         assert grad is not None
-        if self._dense:
-            if not self._made:
+        if self._side == "teacher_":
+            if self._made is None:
                 self.refold(made)
             p, q, v, factor = self._made
-            derivative = p - q if v is None else torch.where(p == 0, 0, p * (made["pull"][:, None] - v)) * factor
+            derivative = p - q if v is None else times(p, made["pull"][:, None] - v) * factor
         else:
-            _, e = _relative(self._other, made["others_peak"]) if self._others is None else self._others
-            derivative = e.mul_(made["others"][:, None])
-            derivative.scatter_add_(1, self._ids, torch.where(self._here, made["of_ids"], 0))
-        scale = at(facts.scale, self._index) * facts.activation.logit_scale
-        derivative *= scale[:, None] if isinstance(scale, Tensor) and scale.dim() else scale
+            derivative = self._relative("others_", made["others_peak"])[1].mul_(made["others"][:, None])
+            derivative.scatter_add_(1, self._ids, made["of_ids"].masked_fill(~self._here, 0))
+        derivative *= (at(facts.scale, self._index) * facts.activation.logit_scale)[:, None]
         if self._slope is not None:
             derivative *= self._slope
         if facts.dead is not None:
@@ -133,80 +123,45 @@ class TeacherRows:
         grad.copy_(derivative)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """Return the largest x (R, C) of each row, finite; C may be 0."""
-    least = torch.finfo(x.dtype).min
-    return x.amax(-1).clamp(min=least) if x.shape[1] else x.new_full((len(x),), least)
+def finish_divergence(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the results of rows with these sums, and the coefficients of the gradient."""
+    target = facts.setting.call.target
+    if isinstance(target, TopK):
+        sums = sums | _cells(facts.setting.call.options, target, at(target.log_probs, index), sums)
+    found = {"loss": sums["divergence"] * at(facts.weight, index)}
+    if "mixed" in sums:
+        found["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
+    return found, sums
 
 
-def _relative(x: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x - peak, in the memory of x, and its exponentials."""
-    x.sub_(peak[:, None])
-    return x, x.exp()
+def _cells(options: Options, target: TopK, log_probs: Tensor, sums: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the divergence from a top-k teacher, and dl/dx of the other classes and (R, K) of the K classes.
 
-
-class FinishedDivergence:
-    """R rows with merged sums, (R,) each."""
-
-    def __init__(self, setting: Setting, facts: Facts, sums: dict[str, Tensor], index: Index) -> None:
-        self._facts, self._index, self._options, self._target = facts, index, setting.call.options, setting.call.target
-        self._sums = sums if isinstance(self._target, Dense) else self._cells(sums)
-
-    def results(self) -> dict[str, Tensor]:
-        """Return the losses, and the entropies if the options name them."""
-        sums, weight = self._sums, at(self._facts.weight, self._index)
-        loss = sums["divergence"]
-        found = {"loss": loss if weight is None else loss * weight}
-        if "mixed" in sums:
-            found["entropy"] = sums["rest"].log() - sums["mixed"] / sums["rest"]
-        return found
-
-    def coefficients(self) -> dict[str, Tensor]:
-        """Return the coefficients of the gradient."""
-        return self._sums
-
-    def _cells(self, sums: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the divergence from a top-k teacher, and dl/dx of the other classes and (R, K) of the K classes.
-
-        dl/dx_c is others e^(x_c - others_peak) for the other classes.
-        """
-        target, options = self._target, self._options
-        assert isinstance(target, TopK)
-        peak, rest = sums["others_peak"], sums["others_rest"]
-        x_k = torch.stack([one for name, one in sums.items() if name.startswith("known")], 1)
-        log_q = at(target.log_probs, self._index).to(peak.dtype)
-        given = log_q != -torch.inf
-        top = torch.maximum(peak, x_k.amax(-1))
-        grown = (peak - top).exp()
-        e_k = (x_k - top[:, None]).exp()
-        total = rest * grown + e_k.sum(-1)
-        p_k, p_left, log_total = e_k / total[:, None], rest * grown / total, total.log()
-        if target.tail == "renormalize":
-            log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-        q = torch.where(given, log_q.exp(), 0)
-        mass = q.sum(-1)
-        left = (1 - mass).clamp(min=0) if target.tail == "bucket" else torch.zeros_like(mass)
-        # The remaining mass is only rounding if no other class can have it.
-        left = left.masked_fill((rest == 0) & (left <= tolerance(target)), 0)
-        if options.kind == "tv":
-            # dl/dx_c = p_c ((1 + s) b - (1 - s) a) / 4, with the signs s of p - q, and the sums a and b of p (1 + s)
-            # and p (1 - s).
-            p, apart = torch.cat((p_k, p_left[:, None]), 1), torch.cat((p_k - q, (p_left - left)[:, None]), 1)
-            up = 1 + apart.sign()
-            a, b = (p * up).sum(-1, keepdim=True), (p * (2 - up)).sum(-1, keepdim=True)
-            pull = (up * b - (2 - up) * a) / 4
-            loss, others, of_ids = apart.abs().sum(-1) / 2, pull[:, -1] * grown / total, p_k * pull[:, :-1]
-        else:
-            u = x_k - top[:, None] - log_total[:, None] - log_q
-            if target.tail == "bucket":
-                log_left = rest.log() + (peak - top) - log_total
-                loss = torch.where(given, _gaps(q, p_k, u), 0).sum(-1) + (mass + left - 1)
-                loss = loss + _gaps(left, p_left, log_left - left.log())
-            else:
-                loss = -torch.where(given, q * u, 0).sum(-1)
-            others = (mass + left) * grown / total - torch.where(left == 0, 0, left / rest)
-            of_ids = (mass + left)[:, None] * p_k - q
-        return sums | {"divergence": loss, "others": others, "of_ids": of_ids}
+    dl/dx_c is others e^(x_c - others_peak) for the other classes.
+    """
+    peak, rest = sums["others_peak"][:, None], sums["others_rest"][:, None]
+    x_k = torch.stack([one for name, one in sums.items() if name.startswith("known")], 1)
+    top = torch.maximum(peak, x_k.amax(-1, keepdim=True))
+    log_p = torch.cat((x_k - top, rest.log() + (peak - top)), 1).log_softmax(-1)
+    p, log_q = log_p.exp(), log_probs.to(peak.dtype)
+    if target.tail == "renormalize":
+        log_q = log_q - log_q.logsumexp(-1, keepdim=True)
+    mass = log_q.exp().sum(-1, keepdim=True)
+    left = (1 - mass).clamp(min=0) if target.tail == "bucket" else torch.zeros_like(mass)
+    # The remaining mass is only rounding if no other class can have it.
+    left = left.masked_fill((rest == 0) & (left <= tolerance(target)), 0)
+    log_q = torch.cat((log_q, left.log()), 1)
+    q, whole = torch.cat((log_q[:, :-1].exp(), left), 1), mass + left
+    cost, v, factor = _terms(options, p, q, log_p, log_q)
+    if v is None:
+        pulled = whole * p - q
+        cost = times(q, log_q - log_p) if target.tail == "drop" else cost
+        loss = cost.sum(-1) if target.tail == "drop" else cost.sum(-1) + (whole[:, 0] - 1)
+    else:
+        v = v - v.gather(1, p.argmax(-1, keepdim=True))
+        loss, pulled = cost.sum(-1), times(p, times(p, v).sum(-1, keepdim=True) - v) * factor
+    others = (pulled[:, -1:] / rest).masked_fill(rest == 0, 0)[:, 0]
+    return {"divergence": loss, "others": others, "of_ids": pulled[:, :-1]}
 
 
 def _terms(options: Options, p: Tensor, q: Tensor, log_p: Any, log_q: Tensor) -> tuple[Tensor, Any, Any]:

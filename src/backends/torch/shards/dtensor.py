@@ -19,12 +19,12 @@ from torch.distributed.tensor.placement_types import Placement
 from xent.backends.torch.shards.ranges import group_of
 from xent.core.arrays import describe
 from xent.core.call import Shards
-from xent.core.describe import NO_SUBSET
-from xent.core.spec import ROW_STATS, LinearTeacher, Stats, Subset, TopKTeacher, VocabParallel
+from xent.core.spec import LinearTeacher, Stats, TopKTeacher, VocabParallel
 
 __all__ = ["is_cut", "of_linear", "of_logits"]
 
-_OF_TOP_K = ("ids", "log_probs")
+_ROWS_OF = {TopKTeacher: ("ids", "log_probs"), LinearTeacher: ("input",)}
+"""The arrays with one row per token of a teacher that is no array itself."""
 
 
 def is_cut(array: Any, axis: Any) -> bool:
@@ -37,46 +37,43 @@ def is_cut(array: Any, axis: Any) -> bool:
 def of_logits(function: Callable[..., Any], logits: DTensor, arguments: dict[str, Any]) -> Any:
     """Call a function of logits (..., V) with DTensors."""
     axis = arguments["axis"] % logits.dim()
-    cut = _Cut("logits", logits, axis, arguments.get("vocab_parallel"))
-    for place, placement in enumerate(logits.placements):
-        if place != cut.place and isinstance(placement, Shard) and cut.mesh.size(place) > 1:
-            cut.rows[place] = placement.dim if placement.dim < axis else placement.dim - 1
-    own = cut.own(arguments, logits, axis)
-    return cut.results(function(logits.to_local(), **own, vocab_parallel=cut.shards()), arguments)
+    cut = _Cut("logits", logits, axis, arguments)
+    cut.shard_rows(logits, lambda dim: dim - (dim > axis))
+    own = cut.own(logits, axis)
+    return cut.results(function(logits.to_local(), **own, vocab_parallel=cut.shards(None, True)))
 
 
 def of_linear(function: Callable[..., Any], input: Any, weight: DTensor, arguments: dict[str, Any]) -> Any:
     """Call a function of hidden states (..., D) and a classifier (V, D) with DTensors."""
-    cut = _Cut("linear_weight", weight, 0, arguments.get("vocab_parallel"))
-    for place, placement in enumerate(weight.placements):
+    cut, placements, bias = _Cut("linear_weight", weight, 0, arguments), weight.placements, arguments.get("linear_bias")
+    for place, placement in enumerate(placements):
         if place != cut.place and not placement.is_replicate():
             raise ValueError(
-                f"linear_weight has placements {weight.placements}: dimension {cut.name} of its mesh has the classes "
+                f"linear_weight has placements {placements}: dimension {cut.name} of its mesh has the classes "
                 f"in shards, and dimension {cut.named(place)} must have it whole"
             )
-    lead = 1 if isinstance(arguments.get("shift"), (tuple, list)) else 0
-    source, axis, reduces = cut.hidden(input, lead)
-    placements = [Partial() if place in cut.rows else placement for place, placement in enumerate(weight.placements)]
-    bias = arguments.get("linear_bias")
+    source, axis, reduces = cut.hidden(input)
+    grads = [Partial() if place in cut.rows else placement for place, placement in enumerate(placements)]
+    own = cut.own(input, -1)
     if bias is not None:
-        if not isinstance(bias, DTensor) or tuple(bias.placements) != tuple(weight.placements):
+        if not isinstance(bias, DTensor) or tuple(bias.placements) != tuple(placements):
             raise ValueError(
-                f"linear_bias must have the placements of linear_weight, {weight.placements}, got {_placed(bias)}"
+                f"linear_bias must have the placements of linear_weight, {placements}, got {_placed(bias)}"
             )
-        bias = bias.to_local(grad_placements=placements)
-    own = cut.own(arguments | {"linear_bias": bias}, input, -1)
-    shards = cut.shards(axis, reduces)
-    made = function(source, weight.to_local(grad_placements=placements), **own, vocab_parallel=shards)
-    return cut.results(made, arguments, lead)
+        own["linear_bias"] = bias.to_local(grad_placements=grads)
+    local = weight.to_local(grad_placements=grads)
+    return cut.results(function(source, local, **own, vocab_parallel=cut.shards(axis, reduces)))
 
 
 class _Cut:
     """The mesh dimensions over which classes and rows are sharded."""
 
-    def __init__(self, name: str, array: DTensor, axis: int, vocab_parallel: Any) -> None:
+    def __init__(self, name: str, array: DTensor, axis: int, arguments: dict[str, Any]) -> None:
         """Describe an array with classes on `axis`. `vocab_parallel.size` may say that they end in padding."""
         _check(name, array)
-        self.mesh, self.classes = array.device_mesh, array.shape[axis]
+        self.mesh, self.classes, self._arguments = array.device_mesh, array.shape[axis], arguments
+        self.lead = int(isinstance(arguments.get("shift"), (tuple, list)))
+        """The number of axes of the input before those of the target."""
         places = [place for place, placement in enumerate(array.placements) if placement.is_shard(axis)]
         if len(places) > 1:
             raise ValueError(
@@ -86,36 +83,40 @@ class _Cut:
             )
         self.place = places[0]
         """The dimension of the mesh that shards the classes."""
-        self.name = self.named(self.place)
+        self.name, self._group = self.named(self.place), self.mesh.get_group(self.place)
         self.rows: dict[int, int] = {}
         """Dimension of the mesh -> axis of the rows that it shards."""
-        step = -(-self.classes // self.mesh.size(self.place))
-        self.first = min(self.mesh.get_group(self.place).rank() * step, self.classes)
-        self.count = min(step, self.classes - self.first)
-        given = vocab_parallel if isinstance(vocab_parallel, VocabParallel) else VocabParallel(vocab_parallel)
-        if vocab_parallel is not None and (
-            group_of(given) is not self.mesh.get_group(self.place) or given.first is not None or given.sequence_parallel
+        step = -(-self.classes // self._group.size())
+        self._first = min(self._group.rank() * step, self.classes)
+        self._count = min(step, self.classes - self._first)
+        given = arguments.get("vocab_parallel")
+        said = given if isinstance(given, VocabParallel) else VocabParallel(given)
+        if given is not None and (
+            group_of(said) is not self._group or said.first is not None or said.sequence_parallel
         ):
             raise ValueError(
                 "DTensors say themselves where their shards are: leave out vocab_parallel, or, where the classes end "
                 f"in padding, pass xent.VocabParallel(mesh, size=...) with the dimension {self.name} of their mesh"
             )
-        self.size = self.classes if given.size is None else given.size
+        self._size = self.classes if said.size is None else said.size
 
     def named(self, place: int) -> str:
         """Return the name of a mesh dimension in error messages."""
         names = self.mesh.mesh_dim_names
         return str(place) if names is None else repr(names[place])
 
-    def shards(self, axis: int | None = None, reduces: bool = True) -> Shards:
+    def shards(self, axis: int | None, reduces: bool) -> Shards:
         """Return the description of this rank's shard."""
-        return Shards(self.mesh.get_group(self.place), self.first, self.size, axis, reduces)
+        return Shards(self._group, self._first, self._size, axis, reduces)
 
-    def hidden(self, input: Any, lead: int) -> tuple[Tensor, int | None, bool]:
-        """Return (hidden states, axis along which tokens are split, whether the call sums the gradient over ranks).
+    def shard_rows(self, array: DTensor, row_of: Callable[[int], int]) -> None:
+        """Set the rows that the other dimensions of the mesh shard, for an array with axis `row_of(dim)` on `dim`."""
+        for place, placement in enumerate(array.placements):
+            if place != self.place and isinstance(placement, Shard) and self.mesh.size(place) > 1:
+                self.rows[place] = row_of(placement.dim)
 
-        `lead`: the number of axes of the input before those of the target.
-        """
+    def hidden(self, input: Any) -> tuple[Tensor, int | None, bool]:
+        """Return (hidden states, axis along which tokens are split, whether the call sums the gradient over ranks)."""
         others = [place for place in range(self.mesh.ndim) if place != self.place and self.mesh.size(place) > 1]
         if not isinstance(input, DTensor):
             if others:
@@ -125,57 +126,62 @@ class _Cut:
                 )
             return input, None, True
         _check("input", input)
+        placements = list(input.placements)
         if input.device_mesh != self.mesh:
             raise ValueError(f"input must be on the mesh of linear_weight, {self.mesh}; got {input.device_mesh}")
-        placements = list(input.placements)
-        for axis, whole in ((input.dim() - 1, "its last axis"), *([(0, "its axis of heads")] if lead else [])):
+        for axis, whole in ((input.dim() - 1, "its last axis"), *[(0, "its axis of heads")] * self.lead):
             if any(placement.is_shard(axis) for placement in placements):
                 raise ValueError(f"input must have {whole} whole, got placements {input.placements}")
-        for place in others:
-            placement = placements[place]
-            if isinstance(placement, Shard):
-                self.rows[place] = placement.dim - lead
+        self.shard_rows(input, lambda dim: dim - self.lead)
         mine = placements[self.place]
         if isinstance(mine, Shard):
-            if mine.dim - lead in self.rows.values():
+            if mine.dim - self.lead in self.rows.values():
                 raise ValueError(f"input has one axis in shards twice, by placements {input.placements}")
             return input.to_local(), mine.dim - input.dim(), True
         placements[self.place] = Partial()
         return input.to_local(grad_placements=placements), None, False
 
-    def own(self, arguments: dict[str, Any], source: Any, axis: int) -> dict[str, Any]:
+    def own(self, source: Any, axis: int) -> dict[str, Any]:
         """Return the arguments, with this rank's part of arrays; `axis` is that of the classes of a float target."""
-        own = {name: value for name, value in arguments.items() if name != "vocab_parallel"}
-        of_classes = {"weight": 0}
-        if "teacher" in own:
-            own["teacher"] = self._teacher(own["teacher"], axis, source)
-        elif own["target"].is_floating_point():
-            of_classes["target"] = axis % own["target"].dim()
-        for name in ("weight", "target", "sample_weight", "temperature"):
+        own = {name: value for name, value in self._arguments.items() if name != "vocab_parallel"}
+        of_classes = {"weight": 0, "teacher": axis}
+        if "target" in own and own["target"].is_floating_point():
+            of_classes["target"] = axis
+        for name in ("weight", "target", "teacher", "sample_weight", "temperature"):
             if isinstance(own.get(name), Tensor):
                 own[name] = self._part(name, own[name], of_classes.get(name), source)
         for name in ("normalizer", "softcap", "logit_scale"):
             if isinstance(own.get(name), DTensor):
                 own[name] = own[name].full_tensor()
-        if self.rows:
-            self._refuse_means_of_parts(own, source)
+        if type(own.get("teacher")) in _ROWS_OF:
+            own["teacher"] = self._teacher(own["teacher"], source)
+        if self.rows:  # this rank's rows alone do not determine these results
+            shift = own.get("shift", 0)
+            if (any(shift) if self.lead else shift) and source.dim() - 2 - self.lead in self.rows.values():
+                raise ValueError(
+                    f"shift={shift} needs the last axis of the rows whole, got placements {source.placements}: shift "
+                    "the target before it is cut, and leave out shift"
+                )
+            if own.get("support") is not None:
+                raise ValueError(
+                    "a support goes with whole rows: redistribute them, or pass local tensors and vocab_parallel"
+                )
+            if own.get("reduction") == "mean" and own["normalizer"] is None:
+                raise ValueError(
+                    "a mean over rows in shards needs normalizer=, the number of tokens on all ranks; or take "
+                    'reduction "sum"'
+                )
+            if "accuracy" in own["stats"] and "reduction" in own:
+                raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
         return own
 
-    def _teacher(self, teacher: Any, axis: int, source: Any) -> Any:
-        """Return this rank's part of a teacher."""
-        if isinstance(teacher, Subset):
-            raise ValueError(NO_SUBSET)
-        if isinstance(teacher, TopKTeacher):
-            parts: dict[str, Any] = {
-                name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in _OF_TOP_K
-            }
-            return replace(teacher, **parts)
-        if not isinstance(teacher, LinearTeacher):
-            return self._part("teacher", teacher, axis % teacher.dim(), source)
+    def _teacher(self, teacher: Any, source: Any) -> Any:
+        """Return this rank's part of a teacher that is no array."""
+        names = _ROWS_OF[type(teacher)]
+        parts = {name: self._part(f"teacher.{name}", getattr(teacher, name), None, source) for name in names}
         wanted = tuple(Shard(0) if place == self.place else Replicate() for place in range(self.mesh.ndim))
-        parts = {"input": self._part("teacher.input", teacher.input, None, source)}
         for name in ("weight", "bias"):
-            array = getattr(teacher, name)
+            array = getattr(teacher, name, None)
             if array is None:
                 continue
             if not isinstance(array, DTensor) or tuple(array.placements) != wanted or array.shape[0] != self.classes:
@@ -189,6 +195,7 @@ class _Cut:
     def _part(self, name: str, array: Tensor, axis: int | None, source: Any) -> Tensor:
         """Return this rank's part of an array with classes on `axis`, or None, whose other axes are rows."""
         wanted: list[Placement] = [Replicate()] * self.mesh.ndim
+        axis = None if axis is None else axis % array.dim()
         has_rows = array.dim() > (axis is not None)
         if has_rows:
             for place, row in self.rows.items():
@@ -197,9 +204,8 @@ class _Cut:
             wanted[self.place] = Shard(axis)
         if isinstance(array, DTensor):
             _check(name, array)
-            if tuple(array.placements) == tuple(wanted):
-                return array.to_local()
-            if axis is not None and not all(placement.is_replicate() for placement in array.placements):
+            cut = axis is not None and not all(placement.is_replicate() for placement in array.placements)
+            if cut and tuple(array.placements) != tuple(wanted):
                 raise ValueError(f"{name} must have placements {tuple(wanted)}, or be whole; got {array.placements}")
             return array.redistribute(self.mesh, wanted).to_local()
         if self.rows and has_rows:
@@ -214,51 +220,27 @@ class _Cut:
                 f"{name} must have all {self.classes} classes where it is no DTensor beside DTensors, got "
                 f"{describe(array)}"
             )
-        return array.narrow(axis, self.first, self.count)
+        return array.narrow(axis, self._first, self._count)
 
-    def _refuse_means_of_parts(self, arguments: dict[str, Any], source: Any) -> None:
-        """Raise an error for results that this rank's rows alone do not determine."""
-        shift = arguments.get("shift", 0)
-        lead = isinstance(shift, (tuple, list))
-        if (any(shift) if lead else shift) and source.dim() - (3 if lead else 2) in self.rows.values():
-            raise ValueError(
-                f"shift={shift} needs the last axis of the rows whole, got placements {source.placements}: shift the "
-                "target before it is cut, and leave out shift"
-            )
-        if arguments.get("support") is not None:
-            raise ValueError(
-                "a support goes with whole rows: redistribute them, or pass local tensors and vocab_parallel"
-            )
-        if arguments.get("reduction") == "mean" and arguments["normalizer"] is None:
-            raise ValueError(
-                "a mean over rows in shards needs normalizer=, the number of tokens on all ranks; or take "
-                'reduction "sum"'
-            )
-        if "accuracy" in arguments["stats"] and "reduction" in arguments:
-            raise ValueError("accuracy is a mean over rows, which are in shards: count hits among the predictions")
-
-    def results(self, made: Any, arguments: dict[str, Any], lead: int = 0) -> Any:
+    def results(self, made: Any) -> Any:
         """Return the results as DTensors if the target or the teacher's array of rows is one, else as plain tensors."""
-        teacher = arguments.get("teacher")
-        rows_of = {TopKTeacher: "ids", LinearTeacher: "input"}.get(type(teacher))
-        of_rows = arguments["target"] if teacher is None else teacher if rows_of is None else getattr(teacher, rows_of)
+        teacher = self._arguments.get("teacher")
+        names = _ROWS_OF.get(type(teacher))
+        of_rows = getattr(teacher, names[0]) if names else self._arguments.get("target", teacher)
         if not isinstance(of_rows, DTensor):
             return made
-        places, losses = range(self.mesh.ndim), "reduction" in arguments
-        each_row = not losses or arguments["reduction"] == "none"
+        places = range(self.mesh.ndim)
         sums = [Partial() if place in self.rows else Replicate() for place in places]
-        rows = [Shard(self.rows[place] + lead) if place in self.rows else Replicate() for place in places]
-        flat = (*ROW_STATS, *(["z_loss"] if each_row else []), *([] if losses else ["accuracy"]))
+        rows = [Shard(self.rows[place] + self.lead) if place in self.rows else Replicate() for place in places]
 
-        def placed(values: Any, per_row: bool) -> Any:
+        def placed(values: Any) -> Any:
             if isinstance(values, Stats):
-                named = {name: getattr(values, name) for name in Stats.__dataclass_fields__}
-                return Stats(**{name: placed(value, name in flat) for name, value in named.items()})
+                return Stats(**{name: placed(getattr(values, name)) for name in Stats.__dataclass_fields__})
             if values is None:
                 return None
-            return DTensor.from_local(values, self.mesh, rows if per_row else sums, run_check=False)
+            return DTensor.from_local(values, self.mesh, rows if values.dim() else sums, run_check=False)
 
-        return tuple(placed(part, each_row) for part in made) if isinstance(made, tuple) else placed(made, each_row)
+        return tuple(map(placed, made)) if isinstance(made, tuple) else placed(made)
 
 
 def _placed(array: Any) -> str:

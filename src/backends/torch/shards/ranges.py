@@ -20,10 +20,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from xent.backends.torch import private
-from xent.backends.torch.contract import smooths
 from xent.backends.torch.shards.collectives import gather, tokens_of
 from xent.core.arrays import describe
-from xent.core.call import Allowed, Call, Classes, Dense, Given, Product, Shards, TopK, array_of, vocabulary_of
+from xent.core.call import Allowed, Call, Classes, Given, Product, Shards, array_of, vocabulary_of
 from xent.core.spec import BackendError, VocabParallel
 
 __all__ = ["group_of", "named", "ranges_of"]
@@ -61,14 +60,18 @@ def ranges_of(call: Call, count: int, *kind: object) -> tuple[Shards, int]:
     assert call.shards is not None
     first, size, group = call.shards.first, call.shards.size, call.shards.group
     group = private.group_named(group) if isinstance(group, str) else group_of(group)
-    shards = call.shards._replace(group=group)
+    shards, options = call.shards._replace(group=group), call.options
     if isinstance(call.source, Product):
         tokens_of(shards, tuple(call.source.input.shape), count)  # raises an error before anything is sent
     checks = os.environ.get("XENT_CHECK_TARGETS") == "1"
     if first is None or size is None or checks:
         first, size = _agree(_exchange(call, shards, (count, *kind)), int(group.rank()))
     if checks:
-        _compare_rows(call, group)
+        ids = call.target.ids if isinstance(call.target, Classes | Allowed) else None
+        rows = {"target": ids, "sample_weight": options.sample_weight, "temperature": call.activation.temperature}
+        for name, values in rows.items():
+            if values is not None:
+                _compare(name, gather(values.detach().reshape(-1).contiguous(), group).land())
     first = min(first, size)
     return shards._replace(first=first, size=size), min(vocabulary_of(call.source), size - first)
 
@@ -100,6 +103,7 @@ class _Said(NamedTuple):
     """-1 for None; the same for `size`."""
     size: int
     kind: int
+    """A checksum of what must be equal on all ranks."""
     sample: list[int]
 
 
@@ -112,40 +116,30 @@ def _exchange(call: Call, shards: Shards, kind: tuple[object, ...]) -> list[_Sai
             f"vocab_parallel=xent.VocabParallel(group, first={rows} * group.rank(), size={rows * ranks})"
         )
     first, size = (-1 if value is None else value for value in (shards.first, shards.size))
-    options = call.options
-    text = repr(
-        (
-            *(type(part).__name__ for part in call[:2]),
-            *(array.dtype, None if isinstance(call.source, Given) else (array.shape[-1], call.source.workspace)),
-            *(options.reduction, options.stats, options.exact, smooths(options.label_smoothing)),
-            *(options.kind, options.beta, _teaches(call.target)),
-            *(getattr(values, "dtype", None) for values in (*_rows(call).values(), options.weight)),
-            *(options.normalizer is None, shards.axis, shards.reduces, *kind),
-        )
-    )
+    text = repr((_form(call._replace(shards=None)), shards.axis, shards.reduces, kind))
     numbers = torch.tensor([rows, first, size, zlib.crc32(text.encode())]).to(array.device)
-    said_nothing = first < 0 and size < 0
-    sample = _sample(array if isinstance(call.source, Given) else call.source.weight, said_nothing)
+    sample = _sample(array if isinstance(call.source, Given) else call.source.weight, first < 0 and size < 0)
     table = gather(torch.cat((numbers, sample)), shards.group).land().tolist()
     return [_Said(row[0], row[1], row[2], row[3], row[4:]) for row in table]
 
 
-def _teaches(target: Any) -> Any:
-    """Return what must be equal on all ranks of a teacher: the kind and the width of its arrays."""
-    if isinstance(target, TopK):
-        return target.ids.shape, target.tail
-    if isinstance(target, Dense):
-        source = target.source
-        return (source.logits.dtype,) if isinstance(source, Given) else (source.dtype, source.input.shape)
-    return None
+def _form(value: Any, name: str = "") -> Any:
+    """Return a part of a call with only the dtypes of tensors, and the widths of those that all ranks have."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape[-1] if name in ("input", "ids") else None
+    if not isinstance(value, tuple):
+        return value
+    names = getattr(value, "_fields", [""] * len(value))
+    return type(value).__name__, [_form(one, name) for name, one in zip(names, value, strict=True)]
 
 
 def _sample(shard: Tensor, wanted: bool) -> Tensor:
     """Return the bits (_SAMPLES,) int64 of some values of a shard; zeros if they tell nothing, or are not `wanted`."""
+    places = torch.arange(_SAMPLES, device=shard.device)
     if not wanted or not shard.numel():
-        return torch.zeros(_SAMPLES, dtype=torch.int64, device=shard.device)
-    flat = shard.detach().reshape(-1) if shard.is_contiguous() else shard.detach()[..., -1].reshape(-1)
-    found = flat[torch.arange(_SAMPLES, device=flat.device) * flat.numel() // _SAMPLES].float()
+        return places * 0
+    flat = (shard.detach() if shard.is_contiguous() else shard.detach()[..., -1]).reshape(-1)
+    found = flat[places * flat.numel() // _SAMPLES].float()
     return torch.where(found.isfinite().all(), found, 0).view(torch.int32).long()
 
 
@@ -184,7 +178,25 @@ def _agree(table: list[_Said], rank: int) -> tuple[int, int]:
         firsts = [sum(said.rows for said in table[:place]) for place in range(ranks)]
     stops = [first + said.rows for first, said in zip(firsts, table, strict=True)]
     size = max(stops) if one.size < 0 else one.size
-    _check_cover([(min(first, size), min(stop, size)) for first, stop in zip(firsts, stops, strict=True)], size)
+    if size == 0:
+        raise ValueError("there must be at least one class, got empty shards on all ranks")
+    stop, before = 0, None
+    for first, end, other in sorted(zip(firsts, stops, range(ranks), strict=True)):
+        first, end = min(first, size), min(end, size)
+        if first == end:
+            continue
+        if first != stop:
+            after = "" if before is None else f", after those of rank {before}"
+            raise ValueError(
+                f"the shards {'overlap' if first < stop else 'leave a gap'}: rank {other} has classes [{first}, {end}) "
+                f"and should have [{stop}, {stop + end - first}){after}"
+            )
+        stop, before = end, other
+    if stop != size:
+        raise ValueError(
+            f"the shards leave a gap: rank {before} has the last classes, up to {stop}, and should have those up to "
+            f"vocab_parallel.size = {size}"
+        )
     return firsts[rank], size
 
 
@@ -192,44 +204,12 @@ def _text(value: int) -> str:
     return "None" if value < 0 else str(value)
 
 
-def _check_cover(ranges: list[tuple[int, int]], size: int) -> None:
-    """Raise an error if the ranges do not cover [0, size), each class once."""
-    if size == 0:
-        raise ValueError("there must be at least one class, got empty shards on all ranks")
-    stop, before = 0, None
-    for rank, (first, end) in sorted(enumerate(ranges), key=lambda item: item[1]):
-        if first == end:
-            continue
-        if first != stop:
-            after = "" if before is None else f", after those of rank {before}"
-            raise ValueError(
-                f"the shards {'overlap' if first < stop else 'leave a gap'}: rank {rank} has classes [{first}, {end}) "
-                f"and should have [{stop}, {stop + end - first}){after}"
-            )
-        stop, before = end, rank
-    if stop != size:
+def _compare(name: str, whole: Tensor) -> None:
+    """Raise the same error on all ranks if an array (ranks, N) with one value per row differs between them."""
+    differs = (whole != whole[0]) & ~(whole.isnan() & whole[0].isnan())
+    if bool(differs.any()):
+        rank, row = differs.nonzero()[0].tolist()
         raise ValueError(
-            f"the shards leave a gap: rank {before} has the last classes, up to {stop}, and should have those up to "
-            f"vocab_parallel.size = {size}"
+            f"{name} of row {row} differs between ranks: it is {whole[0, row].item()} on rank 0 and "
+            f"{whole[rank, row].item()} on rank {rank}"
         )
-
-
-def _compare_rows(call: Call, group: Any) -> None:
-    """Raise the same error on all ranks if an array that has one value per row differs between them."""
-    for name, values in _rows(call).items():
-        if values is None:
-            continue
-        whole = gather(values.detach().reshape(-1).contiguous(), group).land()
-        differs = (whole != whole[0]) & ~(whole.isnan() & whole[0].isnan())
-        if bool(differs.any()):
-            rank, row = differs.nonzero()[0].tolist()
-            raise ValueError(
-                f"{name} of row {row} differs between ranks: it is {whole[0, row].item()} on rank 0 and "
-                f"{whole[rank, row].item()} on rank {rank}"
-            )
-
-
-def _rows(call: Call) -> dict[str, Any]:
-    """Return the arrays (N,) that must have the same values on all ranks, or None, by name."""
-    ids = call.target.ids if isinstance(call.target, Classes | Allowed) else None
-    return {"target": ids, "sample_weight": call.options.sample_weight, "temperature": call.activation.temperature}
