@@ -1,6 +1,7 @@
 """`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
 
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def test_pairs_are_cases_with_names_of_their_own(function: str) -> None:
 class Watched:
     """A harness with two kernels, of which only the first runs."""
 
-    dtypes, kernels, processes = ("float64",), ("first", "second"), 1
+    dtypes, kernels, processes, seconds = ("float64",), ("first", "second"), 1, 2.0
 
     def __init__(self) -> None:
         self.has_passed = False
@@ -191,6 +192,15 @@ def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.failed[0].startswith("cross_entropy-4x12x67-float31-mean-plain: ")
 
 
+@pytest.mark.parametrize("rich", [True, False])
+def test_lines_are_shown_behind_a_bar(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    lines = [run.Line("some", "chip", "log_probs", "float64", 3, Comparison("loss", 0.0, 1.0), ())] * 2
+    assert list(run._shown(iter(lines), 2)) == lines
+    assert not capsys.readouterr().out
+
+
 def test_command_prints_one_sentence_per_device(
     target: Target, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,7 +213,7 @@ def test_command_prints_one_sentence_per_device(
     monkeypatch.setattr(run, "cases_of", few)
     assert main(["check", target.name]) == 0
     first, *_, last = capsys.readouterr().out.splitlines()
-    assert re.search(rf"^\d+ cases for {target.name} on ", first)
+    assert re.search(rf"^\d+ cases for {target.name} on .*: about \d+ s\.$", first)
     assert last.startswith("All ")
     for work in planned([target.name]):
         assert f"{work} ran " in last

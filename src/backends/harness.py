@@ -28,6 +28,8 @@ class Harness(Generic[Array]):
     """Names of the float dtypes to check, widest first."""
     processes: int = 1
     """In how many processes the cases run: several where most of the time goes into compiling on the host."""
+    seconds: float
+    """About how long a process takes for a case of `python -m xent check`, which it says at the start."""
     kernels: tuple[str, ...]
     """The names of the device's kernels, or a description of the framework's own operations."""
 

@@ -201,6 +201,6 @@ def checked_by(harness: Any, ran: set[str]) -> Any:
         seen.update(ran)
 
     harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
-    harness.kernels = ("forward", "backward")
+    harness.kernels, harness.seconds = ("forward", "backward"), 0.3
     harness.watched, harness.sizes = watched, lambda dtype: row_sizes(4 if dtype == "float32" else 2)
     return harness

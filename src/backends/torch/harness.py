@@ -17,7 +17,7 @@ __all__ = ["TorchHarness"]
 class TorchHarness(Harness[Tensor]):
     """The harness for one device."""
 
-    ops = torch
+    ops, seconds = torch, 0.03
 
     def __init__(self, device: str | None = None) -> None:
         self.device = device or devices()[0]

@@ -36,6 +36,7 @@ class TritonHarness(TorchHarness):
         super().__init__(device or DEVICES[0])
         self.dtypes = tuple(dtype for dtype in self.dtypes if dtype != "float64")
         self._interprets = self.device == "cpu"
+        self.seconds = 0.8 if self._interprets else 5.0  # to compile takes most of it
         self.processes = 1 if self._interprets else min(os.cpu_count() or 1, _MOST_PROCESSES)
         paths = sorted(Path(__file__).parent.rglob("*.py"))
         found = (name for path in paths for name in _KERNEL.findall(path.read_text(encoding="utf-8")))

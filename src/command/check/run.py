@@ -7,7 +7,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -95,10 +95,11 @@ def check(names: list[str], full: bool = False) -> int:
     if not works:
         print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
         return 1
-    print(f"{sum(map(len, works))} cases for {', '.join(map(str, works))}")
+    seconds = sum(len(work) * work.harness.seconds / work.harness.processes for work in works) + 1
+    print(f"{sum(map(len, works))} cases for {', '.join(map(str, works))}: about {seconds:.0f} s.")
     print(_ROW("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), flush=True)
     lines = []
-    for line in check_all(works):
+    for line in _shown(check_all(works), sum(len(work.cases) for work in works)):
         *named, worst, failures = line
         result = f"{len(failures)} failed" if failures else "passed"
         print(_ROW(*named, f"{worst.error:.1e}", f"{worst.bound:.1e}", result), flush=True)
@@ -110,6 +111,16 @@ def check(names: list[str], full: bool = False) -> int:
         print(f"Note: {note}")
     print(summary(works, lines))
     return 1 if failed else 0
+
+
+def _shown(lines: Iterator[Line], count: int) -> Iterable[Line]:
+    """Return the lines as they are known, or if `rich` is installed all of them, after a progress bar on stderr."""
+    try:
+        from rich.console import Console
+        from rich.progress import track
+    except ImportError:
+        return lines
+    return list(track(lines, "checking", count, console=Console(stderr=True), transient=True))
 
 
 def planned(names: Sequence[str] = (), full: bool = False) -> list[Work]:
