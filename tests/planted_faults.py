@@ -397,7 +397,7 @@ FAULTS = [
     Fault(
         "kernel: sum of squares of a sure row", KERNELS + "algebra.py",
         "log1p(squares / tl.where(sure, square, 1.0)) - 2 * nll", "log1p(squares / tl.where(sure, square, 1.0)) - nll",
-        (STATS, "tests/triton/test_statistics.py"), "triton",
+        ("tests/triton/test_rows.py", "-k", "hard_rows and statistics"), "triton",
     ),
     Fault(
         "kernel: strides of row weights", "backends/torch/prepare.py",
