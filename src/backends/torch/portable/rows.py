@@ -203,12 +203,13 @@ class LogitRows:
         if not (low > 0 and high < _LARGEST_SUM):
             limit = torch.where(reference == 0, _LARGEST_EXACT_SUM, _LARGEST_SUM)
             far = ((total > 0) & (total < limit)).logical_not_().nonzero()[:, 0]
-            again = self._activated("again")[far]
-            # An infinite or NaN logit makes a row's results NaN.
-            reference[far] = largest = again.amax(-1).clamp_(min=self._least)
-            again.sub_(largest[:, None]).exp_()
-            total[far], rest[far] = self._split(again, place[far])
-            e[far] = again
+            if len(far):
+                again = self._activated("again")[far]
+                # An infinite or NaN logit makes a row's results NaN.
+                reference[far] = largest = again.amax(-1).clamp_(min=self._least)
+                again.sub_(largest[:, None]).exp_()
+                total[far], rest[far] = self._split(again, place[far])
+                e[far] = again
         peak = total.log().add_(reference).clamp_(min=self._least)
         factor = (reference - peak).exp_()
         self._factor = factor
