@@ -300,7 +300,7 @@ FAULTS = [
     ),
     Fault(
         "retained graph overwritten", "backends/torch/function.py",
-        "drops = plain and not private.keeps_graph()", "drops = plain", (EAGER, AUTOGRAD),
+        "drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())", "drops = plain", (EAGER, AUTOGRAD),
     ),
     Fault(
         "version of overwritten logits", "backends/torch/function.py",

@@ -186,9 +186,8 @@ class Run:
 
     def gradients(self, kept: Any, tensors: Any, upstream: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         """Return the gradients that were asked for, from what was kept and the tensors of the call."""
-        # With create_graph the operations raise an error for second derivatives.
-        plain = not (self.form or torch.is_grad_enabled()) and is_plain([one for one in upstream if one is not None])
-        drops = plain and not private.keeps_graph()
+        plain = not self.form and is_plain([one for one in upstream if one is not None])
+        drops = plain and not (torch.is_grad_enabled() or private.keeps_graph())
         made: list[Tensor | None] = [None] * len(self.asked)
         missing = self.asked
         if self.first:
@@ -283,7 +282,7 @@ class Loss(torch.autograd.Function):
         ctx.save_for_backward(*kept, *tensors)
         constant = [value for name, value in zip(run.names, output, strict=False) if name not in run.linked]
         # What is kept connects the gradients to the graph, so that their derivatives raise an error.
-        ctx.mark_non_differentiable(*constant, *(() if run.first else kept))
+        ctx.mark_non_differentiable(*constant, *(kept if run.form and not run.first else ()))
         ctx.set_materialize_grads(False)
 
     @staticmethod
@@ -298,8 +297,11 @@ class Loss(torch.autograd.Function):
             if again is not None and not torch.compiler.is_dynamo_compiling():
                 # While a tracer runs, which may not use the second derivative, raise later.
                 made = [torch.ops.xent.refuse_second(again, leaf) for leaf in saved[: len(ctx.dtypes)]]
-            else:
+            elif run.form or not torch.is_grad_enabled():
                 made = run.gradients(saved[: ctx.kept], saved[ctx.kept :], upstream[:count])
+            else:
+                arguments = saved[: ctx.kept], saved[ctx.kept :], upstream[:count]
+                made = Once.apply(lambda *_: run.gradients(*arguments), *saved)
         made = [one if one is None else cast(one, dtype) for one, dtype in zip(made, ctx.dtypes, strict=True)]
         return None, *made, *[None] * (len(ctx.needs_input_grad) - 1 - len(made))
 

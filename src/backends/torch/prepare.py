@@ -264,6 +264,8 @@ def _with_heads(call: Call, acc: torch.dtype) -> Call:
             if ids is not None:  # invalid targets do not count
                 parts = parts * ((ids >= 0) & (ids < _size(call))).view(heads, -1)
             divisor = parts.sum(1, keepdim=True)
+        elif not isinstance(divisor, Tensor):
+            divisor = torch.full((), divisor, dtype=acc, device=weight.device)
         weight = divided(weight, divisor)
     if factors is not None:
         weight = torch.stack([row * factor for row, factor in zip(weight, factors, strict=True)])
