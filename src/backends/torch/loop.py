@@ -86,6 +86,8 @@ def setting_of(call: Call, needs: tuple[bool, ...], upstream: Upstream | None = 
         count = target.ids.shape[0]
     elif isinstance(target, Probabilities) and target.order is not None:
         count = target.order.shape[0]
+    elif isinstance(target, Probabilities):  # hidden states may be this rank's tokens only
+        count = math.prod(target.values.shape[:-1])
     else:
         count = math.prod(given.shape[:-1])
     compute = given.dtype if dtype is None else getattr(torch, dtype)
