@@ -25,7 +25,6 @@ import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
 from xent.backends.mlx.kernels import Coefficients, Facts, Gap, Sums, coefficients
-from xent.core.call import Allowed
 
 __all__ = ["Block", "FusedBlock", "fuses", "needs_memory"]
 
@@ -33,7 +32,7 @@ _ADDED = 4096  # classes that MLX's softmax adds accurately
 
 
 class Block:
-    """R rows of raw logits z (R, V). With a support, x of other classes is -inf, and all x of invalid rows are NaN."""
+    """R rows of raw logits z (R, V). With supports x of padding entries is -inf, and all x of invalid rows are NaN."""
 
     def __init__(self, z: mx.array, facts: Facts) -> None:
         self.z, self.facts, self.acc = z, facts, facts.weight.dtype
@@ -153,15 +152,19 @@ class Block:
         key = self.z
         if self.facts.scales:
             key = mx.sign(self.facts.number("logit_scale")).astype(key.dtype) * key
-        key = key if self.facts.end is None else mx.where(self.x == -mx.inf, -mx.inf, key)
-        return mx.argmax(key, axis=-1).astype(mx.int32)
+        ids, none = self.facts.ids, mx.iinfo(mx.int32).max
+        if ids is None:
+            return mx.argmax(key, axis=-1).astype(mx.int32)
+        key = mx.where(ids < 0, -mx.inf, mx.where(mx.isnan(key), mx.inf, key))
+        best = mx.where((ids >= 0) & (key == key.max(-1, keepdims=True)), ids, none).min(-1)
+        return mx.where(best == none, 0, best)
 
     def _mean(self, below: mx.array, peak: mx.array) -> mx.array:
         """Return the mean of x (R,); 0 for empty supports."""
-        if self.facts.end is None:
+        ids = self.facts.ids
+        if ids is None:
             return mx.where(peak == -mx.inf, -mx.inf, peak - class_sum(below) / float(below.shape[-1]))
-        out = self.x == -mx.inf
-        return peak - class_sum(mx.where(out, 0, below)) / mx.maximum((~out).sum(-1), 1)
+        return peak - class_sum(mx.where(ids < 0, 0, below)) / mx.maximum((ids >= 0).sum(-1), 1)
 
     def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
         """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
@@ -191,8 +194,8 @@ class Block:
         if facts.target_logits is not None:
             x = self._with_target(x, facts.target_logits)
         x, slope = facts.activate(x)
-        if isinstance(facts.call.target, Allowed) and facts.begin is not None and facts.end is not None:
-            x = _within(x, facts.call.target.classes, facts.begin[:, None], facts.end[:, None])
+        if facts.ids is not None and facts.begin is not None:
+            x = mx.where(facts.ids < 0, mx.where(facts.begin < 0, mx.nan, -mx.inf)[:, None].astype(x.dtype), x)
         return x, slope
 
     def _index(self) -> mx.array:
@@ -231,20 +234,6 @@ class Block:
 def _gap(weight: mx.array, below: mx.array) -> Gap:
     """Return the gap of classes with these weights, (V,) or (R, V)."""
     return Gap(class_sum(product(weight, below)), class_sum(weight))
-
-
-def _within(x: mx.array, classes: mx.array, begin: mx.array, end: mx.array) -> mx.array:
-    """Return x (R, V) with -inf outside of the supports, classes[begin:end] with `begin` and `end` (R, 1).
-
-    An invalid row is NaN: `begin` is -1, or it has the class V.
-    """
-    given, vocabulary = len(classes), x.shape[1]
-    place = begin + mx.arange(min(given, vocabulary), dtype=mx.int32)
-    inside = place < end
-    ids = mx.where(inside, classes[mx.clip(place, 0, given - 1)], vocabulary)
-    invalid = (inside & (ids == vocabulary)).any(-1, keepdims=True) | (begin < 0)
-    mask = mx.put_along_axis(mx.zeros((len(x), vocabulary + 1), mx.bool_), ids, mx.array(True), -1)[:, :vocabulary]
-    return mx.where(mask & ~invalid, x, mx.where(invalid, mx.nan, -mx.inf))
 
 
 def fuses(z: mx.array, facts: Facts) -> bool:

@@ -129,7 +129,7 @@ def gather_facts(call: Call) -> Facts:
         found["bend"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
         invalid = None if invalid is None else invalid | mx.isnan(heat)
     if "begin" in found and invalid is not None:
-        found["begin"] = mx.where(invalid, -1, found["begin"])
+        found |= {name: mx.where(invalid, -1, found[name]) for name in ("begin", "end")}
     class_weight = None if options.weight is None else options.weight.astype(acc)
     by_class = class_weight[found["target"]] if class_weight is not None and "target" in found else 1
     return Facts(
@@ -182,19 +182,16 @@ def _weights(call: Call, weight: Any, ignored: mx.array, invalid: mx.array | Non
 
 
 def _support(target: Allowed, shape: tuple[int, ...], vocabulary: int, each: _Each) -> tuple[Allowed, mx.array]:
-    """Return the target for rows, and whether offsets are invalid, 0-d.
-
-    The classes are int32, at least one, and V if they are outside of [0, V).
-    """
+    """Return the target for rows, and whether their sets are invalid, (N,). The classes are int32, at least one."""
     _check(check_support, list(target[1:4]), vocabulary)
     given = len(target.classes)
     classes = target.classes.astype(mx.int64) if given else mx.zeros((1,), mx.int64)
-    classes = mx.where((classes < 0) | (classes >= vocabulary), vocabulary, classes).astype(mx.int32)
+    outside = mx.pad(mx.cumsum((classes < 0) | (classes >= vocabulary)).astype(mx.int32), (1, 0))
     begin, end = (part.astype(mx.int64) for part in (target.begin, target.end))
     sizes = end - begin
     broken = (begin[0] != 0) | (end[-1] != given) | ((sizes < 0) | (sizes > vocabulary)).any()
     begin, end = (each(mx.clip(part, 0, given).astype(mx.int32).reshape(shape), 0) for part in (begin, end))
-    return Allowed(target.ids, classes, begin, end), broken
+    return Allowed(target.ids, classes.astype(mx.int32), begin, end), broken | (outside[begin] < outside[end])
 
 
 def _known(teacher: TopK, vocabulary: int, acc: mx.Dtype) -> dict[str, mx.array]:

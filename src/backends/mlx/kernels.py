@@ -82,11 +82,12 @@ class Facts:
     begin: mx.array | None = None
     """(R,) int32: where the support of each row begins in the classes of the call's target; -1 in invalid rows."""
     end: mx.array | None = None
-    """(R,) int32: where it ends."""
+    """(R,) int32: where it ends; -1 in invalid rows."""
     teacher: mx.array | None = None
     """(R, V): the raw logits of a dense teacher."""
     ids: mx.array | None = None
-    """(R, K) int64: the classes of a top-k teacher, V outside of [0, V) and negative for padding entries."""
+    """(R, K) the classes of a top-k teacher, V outside of [0, V); or of the supports of a block, whose logits are then
+    of these classes, and whose targets are positions in K. Padding entries are negative."""
     log_q: mx.array | None = None
     """(R, K): its log-probabilities."""
     target_logits: mx.array | None = None
@@ -147,9 +148,9 @@ class Facts:
         bends = [value[:, None] if value is not None and value.ndim else value for value in values]
         return activate(z.astype(self.weight.dtype), *bends)
 
-    def part(self, rows: slice) -> "Facts":
+    def part(self, rows: slice | mx.array) -> "Facts":
         """Return the facts of some rows."""
-        if self.order is None and rows.stop - rows.start == self.count:
+        if isinstance(rows, slice) and self.order is None and rows.stop - rows.start == self.count:
             return self
         named = {name: value for name, value in vars(self).items() if isinstance(value, mx.array)}
         cut: dict[str, Any] = {name: value[rows] for name, value in named.items() if name not in _WHOLE}

@@ -13,25 +13,33 @@ import mlx.core as mx
 from xent.backends.mlx.block import Block, FusedBlock, fuses, needs_memory
 from xent.backends.mlx.devices import device_type
 from xent.backends.mlx.kernels import Facts, Results, coefficients, finish, joined
+from xent.core.call import Allowed
 from xent.core.chunks import rows_per_block
 
 __all__ = ["backward", "forward", "target_gradient"]
+
+_Compute = Callable[[Block, Any], tuple[list[mx.array], mx.array | None]]
+"""Maps a block and its rows, a slice or indices, to (results, gradient)."""
 
 
 def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
     """Compute a block of rows: see `xent.backends.mlx.kernels`."""
     parts: list[Results] = []
 
-    def compute(block: Block, rows: slice) -> tuple[list[mx.array], mx.array | None]:
+    def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array | None]:
         sums, grad = block.fold(asked), None
-        parts.append(finish(sums, block.facts, asked))
+        parts.append(finish(sums, block.facts, asked) | ({} if isinstance(rows, slice) else {"order": rows}))
         if "grad" in asked:
             given = coefficients(block.facts, sums.peak + sums.log_sum, sums.target.total)
             grad = block.gradient(given, sums.peak, sums.log_sum)
         return list(parts[-1].values()), grad
 
     grad = _each(logits, facts, "grad" in asked and "entropy" not in asked, compute)
-    return joined(parts) if grad is None else joined(parts) | {"grad": grad}
+    found = joined(parts)
+    if "order" in found:
+        back = mx.argsort(found.pop("order"))
+        found = {name: value[back] for name, value in found.items()}
+    return found if grad is None else found | {"grad": grad}
 
 
 def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
@@ -43,7 +51,7 @@ def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
         plain = replace(facts, scale=mx.zeros_like(facts.scale), class_weight=None, upstream=alone)
         return backward(logits, plain, norm) + backward(logits, replace(facts, upstream=upstream), norm)
 
-    def compute(block: Block, rows: slice) -> tuple[list[mx.array], mx.array]:
+    def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array]:
         peak, log_sum = norm[rows, 0], norm[rows, 1]
         given = coefficients(block.facts, peak + log_sum, block.shares())
         return [], block.gradient(given, peak, log_sum)
@@ -62,7 +70,7 @@ def _each(
     logits: mx.array,
     facts: Facts,
     grad_only: bool,
-    compute: Callable[[Block, slice], tuple[list[mx.array], mx.array | None]],
+    compute: _Compute,
 ) -> Any:
     """Call `compute` for each part of the rows, which returns (results, gradient). Return the gradient of all rows.
 
@@ -71,6 +79,8 @@ def _each(
     the memory. MLX writes a part of the gradient in place if nothing else refers to it. So each part depends on the one
     before.
     """
+    if facts.begin is not None:
+        return _each_set(logits, facts, compute)
     (count, vocabulary), whole, tie = logits.shape, None, list[mx.array]()
     step, fused = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1), fuses(logits, facts)
     as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
@@ -90,3 +100,40 @@ def _each(
         whole = mx.zeros(logits.shape, grad.dtype) if whole is None else whole
         whole[rows] = grad
     return whole
+
+
+def _each_set(logits: mx.array, facts: Facts, compute: _Compute) -> mx.array | None:
+    """Call `compute` for blocks of rows with supports, of which only the logits in the support are read.
+
+    The size of a support is not known while MLX records operations. But of M classes in all, the support of rank i by
+    size, from 1, has at most M / i. So the rows are sorted, and a block has those of ranks i to 2i - 1, padded to M / i
+    classes: at most M log2(R) in all. The last column is padding, and stands for a target outside of its support.
+    """
+    assert isinstance(facts.call.target, Allowed)
+    assert facts.begin is not None
+    assert facts.end is not None
+    (count, vocabulary), classes, grad, tie = logits.shape, facts.call.target.classes, None, list[mx.array]()
+    order, start, columns = mx.argsort(facts.begin - facts.end), 0, mx.arange(vocabulary + 1, dtype=mx.int32)
+    while start < count:
+        width = min(len(classes) // (start + 1), vocabulary)
+        step = rows_per_block(width + 1, facts.weight.dtype.size, device_type(), 1)
+        rows = order[start : min(start + step, 2 * start + 1, count)]
+        start += len(rows)
+        some = facts.part(mx.depends(rows, tie) if tie else rows)
+        assert some.begin is not None
+        assert some.end is not None
+        assert some.target is not None
+        column = columns[: width + 1]
+        place = some.begin[:, None] + column
+        ids = mx.where(place < some.end[:, None], classes[mx.clip(place, 0, len(classes) - 1)], -1)
+        at = rows[:, None], mx.maximum(ids, 0)
+        target = mx.argmax((ids == some.target[:, None]) | (column == width), axis=-1)
+        results, part = compute(Block(logits[at], replace(some, target=target, ids=ids)), rows)
+        tie = results
+        if part is not None:
+            tie = [*results, part]
+            if grad is None:
+                nothing = mx.where(facts.begin < 0, mx.nan, 0).astype(part.dtype)
+                grad = mx.broadcast_to(nothing[:, None], logits.shape)
+            grad = grad.at[at].add(part)
+    return grad
