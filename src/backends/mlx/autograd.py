@@ -53,14 +53,23 @@ def guarded(tree: _Tree) -> _Tree:
     """Return an array, or a NamedTuple of arrays, with the same values and without gradient.
 
     mx.jvp and mx.vmap raise. MLX transforms a graph from its inputs on, so the first operation determines the error.
+    It is one operation of all arrays, so that it raises also for a result that the transformed array does not change.
     """
-    return cast(_Tree, _mapped(tree, lambda array: mx.stop_gradient(_guard()(array))))
+    arrays: list[mx.array] = []
+
+    def keep(array: mx.array) -> mx.array:
+        arrays.append(array)
+        return array
+
+    _mapped(tree, keep)
+    made = iter(_as_list(_guard()(*arrays)))
+    return cast(_Tree, _mapped(tree, lambda _: mx.stop_gradient(next(made))))
 
 
 @cache
 def _guard() -> Any:
-    """Return a function that returns its array, and raises in forward mode and under mx.vmap."""
-    return _custom(lambda same: same)
+    """Return a function that returns its arrays, and raises in forward mode and under mx.vmap."""
+    return _custom(lambda *same: list(same))
 
 
 def _custom(function: Callable[..., Any], vjp: Any = None, jvp: Any = None) -> Any:
