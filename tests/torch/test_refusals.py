@@ -44,6 +44,7 @@ def test_forward_mode_over_reverse_mode_raises(target: Target, tensors: dict[str
         torch.func.jvp(gradient, (tensors["logits"],), (tensors["logits"],))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # JSON, which it then leaves to Python
 @pytest.mark.parametrize("name", ["logits", "input", "linear_weight"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
@@ -124,6 +125,7 @@ def test_gradient_carries_the_tangent_of_its_upstream(
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, 3 * gradient)
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")  # JSON, which it then leaves to Python
 @pytest.mark.parametrize("name", ["logits", "input"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_vmap_raises(target: Target, tensors: dict[str, Tensor], name: str, compiled: bool) -> None:

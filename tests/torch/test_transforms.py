@@ -180,7 +180,8 @@ def test_second_derivatives_raise(target: Target, name: str, how: str) -> None:
         else:
             torch.autograd.grad(first[0].sum(), leaves[-1])
 
-    with pytest.raises(RuntimeError, match=r"no second derivatives|does not currently support double backward"):
+    compilers = "|does not currently support double backward|does not require grad"  # the latter: PyTorch 2.11
+    with pytest.raises(RuntimeError, match="no second derivatives" + compilers * (how == "compiled")):
         again()
 
 
