@@ -92,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "entropy without the target", PORTABLE + "finish.py",
-        "entropy + times(own, nll)", "entropy", (STATS, MATRIX, "-k", "entropy"),
+        "entropy + times(own, cast(Tensor, nll))", "entropy", (STATS, MATRIX, "-k", "entropy"),
     ),
     Fault(
         "log sum of squares, one log too few", PORTABLE + "finish.py",

@@ -27,7 +27,20 @@ from xent.core import call as calls
 from xent.core.call import Call, Dense, Given, TopK, array_of, fields_of
 from xent.core.spec import DIFFERENTIABLE
 
-__all__ = ["BATCHED", "Loss", "PlainLoss", "Run", "has_memory", "is_plain", "parse", "split", "text", "undisturbed"]
+__all__ = [
+    "BATCHED",
+    "Loss",
+    "Once",
+    "PlainLoss",
+    "Run",
+    "has_memory",
+    "is_plain",
+    "join",
+    "parse",
+    "split",
+    "text",
+    "undisturbed",
+]
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 

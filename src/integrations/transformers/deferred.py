@@ -221,7 +221,7 @@ class _LogitsInShards(_DispatchedLogits):
 
     def _call(self, known: bool, name: str, placement: Any, *args: Any, **kwargs: Any) -> Any:
         if known and is_open(self) and not kwargs.keys() - {"async_op"}:
-            made = methodcaller(name, *args, **kwargs), (self,), {}
+            made: Any = methodcaller(name, *args, **kwargs), (self,), {}
             return derive(replace(self._recipe, placement=placement), made)
         return getattr(real(self, getattr(self, name)), name)(*args, **kwargs)
 
@@ -293,7 +293,7 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
 def _compute(recipe: Recipe) -> Tensor:
     """Compute logits with the operations that the model called, in their order and dtypes."""
     if recipe.made is None:
-        made: Any = run(recipe, lambda hidden, weights, bias: _linear(*hidden, *weights, bias))
+        made: Any = run(recipe, lambda hidden, weights, bias: _linear(hidden[0], weights[0], bias))
         return made.full_tensor() if recipe.in_shards and recipe.placement is None else made  # type: ignore[no-any-return]
     function, args, kwargs = recipe.made
     args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])

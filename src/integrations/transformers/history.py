@@ -259,8 +259,8 @@ def check_unchanged(origins: Iterable[Origin], looked_at: bool = True) -> None:
     for one in origins:
         now = _state(one.kept, one.head, one.gathered)
         happened = next((words for words, value in one.state.items() if now[words] != value), None)
-        compares = looked_at and happened is None and one.sample is not None
-        if compares and not torch.allclose(_sample(one.kept), one.sample, 0, 0, equal_nan=True):
+        sample = one.sample if looked_at and happened is None else None
+        if sample is not None and not torch.allclose(_sample(one.kept), sample, 0, 0, equal_nan=True):
             happened = "written to through parameter.data (by hand, or by merging an adapter)"
         if happened is not None:
             raise RuntimeError(

@@ -36,7 +36,16 @@ from xent.integrations.transformers.history import (
     why_unused,
 )
 
-__all__ = ["DeferringHead", "defer_logits", "explain", "patch", "unpatch"]
+__all__ = [
+    "DeferringHead",
+    "defer_logits",
+    "explain",
+    "find_heads",
+    "find_owner",
+    "patch",
+    "restore_head",
+    "unpatch",
+]
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -270,7 +279,7 @@ class DeferringHead:
 
 
 @functools.cache
-def _deferring(kind: type) -> Any:
+def _deferring(kind: Any) -> Any:
     """Return the subclass of `kind` that defers its logits."""
     return type(f"Deferring{kind.__name__}", (DeferringHead, kind), {"xent_plain": kind})
 
@@ -334,7 +343,7 @@ def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
     no version counter, cannot be detected.
     """
     compiling = torch.compiler.is_compiling()
-    if not compiling and (torch.jit.is_tracing() or transforms_active()):
+    if not compiling and (torch.jit.is_tracing() or transforms_active()):  # type: ignore[attr-defined]
         return "torch.jit or torch.func traces the model"
     if not torch.is_grad_enabled() and (input.ndim < 2 or input.shape[-2] == 1):
         return "there is one position, as in generation"
@@ -405,7 +414,7 @@ def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
     for model, history in histories.items():
         for module in model.modules() if history is head.xent_history else ():
             if getattr(module, "module", None) is head:  # FSDP1
-                return module  # type: ignore[no-any-return]
+                return module
     return None
 
 
@@ -478,7 +487,8 @@ def defer_logits(head: Any, history: Any) -> bool:
     changed = "xent_history" not in vars(head)
     head.xent_history = history
     if not isinstance(head, DeferringHead):
-        _set_class(head, _deferring(type(head)))
+        kind: Any = type(head)
+        _set_class(head, _deferring(kind))
     return changed
 
 

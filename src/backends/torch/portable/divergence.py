@@ -14,7 +14,7 @@ With a top-k teacher a row has K + 1 cells: the K classes, and all others as one
 classes is summed directly, because 1 minus the probability of the K classes would cancel.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -110,7 +110,7 @@ class TeacherRows:
         if self._side == "teacher_":
             if self._made is None:
                 self.refold(made)
-            p, q, v, factor = self._made
+            p, q, v, factor = cast(Any, self._made)
             derivative = p - q if v is None else times(p, made["pull"][:, None] - v) * factor
         else:
             derivative = self._relative("others_", made["others_peak"])[1].mul_(made["others"][:, None])

@@ -16,7 +16,7 @@ w'_c is the share of a class in the loss, for class indices w_c ((1-e) [c==y] + 
 is 0, excess has n sum_c q_c too, and every class is one of the others.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[st
         found["nll"] = sums["surprise"] + times(sums["given"], log_sum) if nll is None else nll
     if "mixed" in sums:
         entropy = rest * log_sum - sums["mixed"]
-        entropy = found["entropy"] = (entropy if own is None else entropy + times(own, nll)) / total
+        entropy = found["entropy"] = (entropy if own is None else entropy + times(own, cast(Tensor, nll))) / total
     if "squares" in sums:
         found["log_sum_sq_probs"] = (sums["squares"] + (0 if own is None else own.square())).log() - 2 * log_sum
     if "deficit" in sums:
@@ -163,7 +163,7 @@ def finish(facts: Facts, sums: dict[str, Tensor], index: Index) -> tuple[dict[st
     if beyond is not None:
         empty = total == 0
         found |= {name: found[name].masked_fill(empty, _EMPTY[name]) for name in found.keys() & _EMPTY}
-        r, of_nll = (one if one is None else one.masked_fill(beyond, 0) for one in (r, of_nll))
+        r, of_nll = r.masked_fill(beyond, 0), None if of_nll is None else of_nll.masked_fill(beyond, 0)
         zero = empty if zero is None else zero | empty
     excess, gamma, beta, at_target = 0 if of_lse is None else of_lse, times(w_y, r), None, None
     if share is not None:
