@@ -25,11 +25,12 @@ __all__ = [
 def _public(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that evaluates the call that the signature of `function`, which has no body, describes."""
     defaults = {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    names = list(defaults)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         function(*args, **kwargs)  # raises TypeError for arguments that are missing or unknown
-        return evaluate(call, {**defaults, **dict(zip(defaults, args, strict=False)), **kwargs})
+        return evaluate(call, {**defaults, **dict(zip(names[: len(args)], args, strict=True)), **kwargs})
 
     return call
 

@@ -194,7 +194,7 @@ def _arrays_of(named: dict[str, Any]) -> dict[str, Any]:
     """Return the arrays of arguments, by the names that error messages use."""
     found: dict[str, Any] = {}
     for name, value in named.items():
-        parts = next((parts for kind, parts in _PARTS if isinstance(value, kind)), ())
+        parts = [part for kind, some in _PARTS if isinstance(value, kind) for part in some]
         if isinstance(value, Subset):
             found |= _arrays_of({name: value.teacher, f"{name}.ids": value.ids})
         elif parts:

@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from tests.integrations.models import SMALL, device, make
-from xent.integrations import trl
+from xent.integrations import patch, trl
 
 NAME = "xent.integrations.axolotl.XentPlugin"
 
@@ -59,7 +59,7 @@ def test_patches_the_model(plugin: Any, fused: list[Any]) -> None:
     plugin.post_model_load(SimpleNamespace(rl=None), model)
     torch.testing.assert_close(model(tokens, labels=tokens).loss, expected)
     assert len(fused) == 1
-    assert not trl._replaced
+    assert not [name for place, name in patch._replaced if place.__name__.startswith("trl")]
 
 
 def test_patches_trl_until_the_end_of_the_run(plugin: Any, monkeypatch: pytest.MonkeyPatch, fused: list[Any]) -> None:

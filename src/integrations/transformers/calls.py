@@ -78,7 +78,7 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
         added = [each * theirs.scale for each in theirs.hidden]
         recipe = replace(recipe, hidden=(*recipe.hidden, *added), weights=(*recipe.weights, *theirs.weights))
         recipe = replace(recipe, calls=(*recipe.calls, *theirs.calls))
-        origins, said = theirs.origins, "1 more product added (LoRA)"
+        origins, said, term = theirs.origins, "1 more product added (LoRA)", like
     else:
         kinds = (recipe.hidden[0].dtype,) if recipe.autocast is None else (recipe.dtype, torch.float32)
         fits = other.ndim <= like.ndim and other.shape[-1:] == recipe.size[-1:] and other.numel() == recipe.size[-1]
@@ -86,9 +86,9 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
         if not fits or not plain or other.dtype not in kinds:
             return None
         recipe, said = replace(recipe, offset=other), "a number for each class added"
-        origins = (origin("weights", other),)
+        origins, term = (origin("weights", other),), torch.empty_like(other, device="meta")
     recipe = replace(recipe, origins=(*recipe.origins, *origins), steps=(*recipe.steps, said))
-    return recipe, function(like, like)
+    return recipe, function(like, term)
 
 
 def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
