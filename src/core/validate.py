@@ -189,8 +189,10 @@ def _head_weights(framework: str, head_weight: Any, shift: int | tuple[int, ...]
 def check_dtype(name: str, array: Any, allowed: tuple[str, ...] = FLOAT_DTYPES) -> None:
     """Raise TypeError for an array of another dtype."""
     if dtype_name(array) not in allowed:
-        dtypes = "an integer dtype," if "int64" in allowed else f"one of the dtypes {', '.join(allowed)};"
-        raise TypeError(f"{name} must have {dtypes} got {describe(array)}")
+        dtypes = f"must have one of the dtypes {', '.join(allowed)};"
+        raise TypeError(
+            f"{name} {'must have an integer dtype,' if 'int64' in allowed else dtypes} got {describe(array)}"
+        )
 
 
 def check_shape(array: Any, shape: tuple[Any, ...], message: str) -> None:

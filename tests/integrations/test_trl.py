@@ -163,7 +163,7 @@ class TestExplain:
         model = make_model()
         patch_model(model)
         message = re.escape(
-            "training this LlamaForCausalLM does without xent: its forward is TRL's, which computes log-probabilities "
+            "training this LlamaForCausalLM is not using xent: its forward is TRL's, which computes log-probabilities "
             "with TRL's kernels until you call xent.integrations.trl.patch(). "
         )
         with pytest.warns(RuntimeWarning, match=message):
