@@ -18,7 +18,7 @@ import itertools
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -170,19 +170,14 @@ def why_unused(model: Any) -> str:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is not None and all(history_of(part) is None for part in head.modules()):
         return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
-    for module, forward in _replaced_forwards(model):
-        code = getattr(forward, "__code__", None)
-        where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
-        return f"the forward of its {type(module).__name__} was replaced by {_name(forward)}{where}"
-    return "its head was not called"
-
-
-def _replaced_forwards(model: nn.Module) -> Iterator[tuple[nn.Module, Any]]:
-    """Return the modules of a model whose forward is not, and does not wrap, one of their classes, and the forward."""
     for module in model.modules():
-        forward = inner(vars(module).get("forward"))
-        if forward is not None and all(vars(kind).get("forward") is not forward for kind in type(module).__mro__):
-            yield module, forward
+        forward = inner(vars(module).get("forward"))  # accelerate's wraps that of the class
+        own = [inner(vars(kind).get("forward")) for kind in type(module).__mro__]
+        if forward is not None and forward not in own:
+            code = getattr(forward, "__code__", None)
+            where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+            return f"the forward of its {type(module).__name__} was replaced by {_name(forward)}{where}"
+    return "its head was not called"
 
 
 def trl_computes_with(model: nn.Module) -> str | None:
@@ -192,11 +187,13 @@ def trl_computes_with(model: nn.Module) -> str | None:
     and does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs
     xent's. Return None if the model's forward is not TRL's.
     """
-    for _, forward in _replaced_forwards(model):
-        names = getattr(forward, "__globals__", {})
-        if names.get("__name__") == "trl.trainer.utils":
-            module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
-            return "xent" if module.startswith("xent.") else "trl"
+    for forward in [vars(module).get("forward") for module in model.modules()]:
+        while forward is not None:
+            names = getattr(forward, "__globals__", {})
+            if names.get("__name__") == "trl.trainer.utils":
+                module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
+                return "xent" if module.startswith("xent.") else "trl"
+            forward = getattr(forward, "__wrapped__", None)
     return None
 
 
