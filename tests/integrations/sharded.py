@@ -63,6 +63,21 @@ def step(way: str, outside: bool, patched: bool, device: torch.device) -> tuple[
     return loss.detach(), [getattr(part, "_local_tensor", part) for part in gradients], is_open(logits)
 
 
+def refuses_writes(way: str, device: torch.device) -> bool:
+    """Write to the shards of the head's weight through `.data` before its logits are read; return what follows."""
+    model = make("llama").to(device)
+    patch(model)
+    model = shard(model, way, device)
+    logits = model(batch()["input_ids"].to(device)).logits
+    for weight in model.get_submodule("lm_head").parameters():
+        getattr(weight, "_local_tensor", weight).data.add_(1)
+    try:
+        logits.sum()
+    except RuntimeError as error:
+        return "written to through parameter.data" in str(error)
+    return False
+
+
 def main() -> None:
     """Compare patched and unpatched models, and print the results."""
     warnings.filterwarnings("error", message=".*returned a view tensor")
@@ -79,6 +94,8 @@ def main() -> None:
             if dist.get_rank() == 0:
                 where = "outside" if outside else "inside"
                 print(f"{way}: loss {where}, {'deferred' if deferred else 'computed'}", flush=True)
+        if way.endswith("head alone"):
+            assert refuses_writes(way, device)
     time.sleep(1)  # as in `watched`
     dist.destroy_process_group()
 

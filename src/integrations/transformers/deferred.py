@@ -14,6 +14,7 @@ on to hidden states and weight.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from xent.integrations.transformers.history import Origin, check_unchanged, local, looks, note
+from xent.integrations.transformers.history import Origin, check_gathered, check_unchanged, local, looks, note
 
 __all__ = [
     "KNOWN",
@@ -293,12 +294,17 @@ def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) ->
 def _compute(recipe: Recipe) -> Tensor:
     """Compute logits with the operations that the model called, in their order and dtypes."""
     if recipe.made is None:
-        made: Any = run(recipe, lambda hidden, weights, bias: _linear(hidden[0], weights[0], bias))
+        made: Any = run(recipe, partial(_product, recipe.origins))
         return made.full_tensor() if recipe.in_shards and recipe.placement is None else made  # type: ignore[no-any-return]
     function, args, kwargs = recipe.made
     args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])
     computed: Tensor = function(*args, **kwargs)
     return computed
+
+
+def _product(origins: Any, hidden: Any, weights: Any, bias: Tensor | None) -> Tensor:
+    check_gathered(origins, (*weights, bias))
+    return _linear(hidden[0], weights[0], bias)
 
 
 def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:

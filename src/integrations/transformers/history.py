@@ -33,6 +33,7 @@ __all__ = [
     "History",
     "Origin",
     "begin_call",
+    "check_gathered",
     "check_unchanged",
     "histories",
     "history_of",
@@ -232,7 +233,7 @@ def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: b
     head = None if torch.compiler.is_compiling() else head
     shard = local(tensor)
     kept = None if gathered and shard is tensor else shard
-    sample = None if kept is None or name == "hidden states" else _sample(kept).clone()
+    sample = None if name == "hidden states" else _sample(tensor if kept is None else kept).clone()
     return Origin(name, tensor, kept, head, gathered, _state(kept, head, gathered), sample)
 
 
@@ -257,16 +258,38 @@ def check_unchanged(origins: Iterable[Origin], looked_at: bool = True) -> None:
     for one in origins:
         now = _state(one.kept, one.head, one.gathered)
         happened = next((words for words, value in one.state.items() if now[words] != value), None)
-        sample = one.sample if looked_at and happened is None else None
-        if sample is not None and not torch.allclose(_sample(one.kept), sample, 0, 0, equal_nan=True):
-            happened = "written to through parameter.data (by hand, or by merging an adapter)"
         if happened is not None:
-            raise RuntimeError(
-                f"these logits were never computed, and cannot be computed now: the {one.name} were {happened} after "
-                "the model was called. Read them before that, for example with outputs.logits.detach(). With FSDP2, "
-                "keep the outermost group unsharded after forward: fully_shard(model, reshard_after_forward=False). Or "
-                "restore the model's own head with xent.integrations.transformers.unpatch(model)"
-            )
+            raise _changed(one.name, happened)
+        if looked_at and one.kept is not None:
+            _compare(one, one.kept)
+
+
+def check_gathered(origins: Iterable[Origin], weights: Iterable[Tensor | None]) -> None:
+    """Compare elements of weights that were gathered again with those at the head's call; RuntimeError if they differ.
+
+    FSDP frees such weights after the call, so `check_unchanged` has nothing to look at.
+    """
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    own = [one for one in origins if one.name == "weights"]
+    for one, weight in zip(own, weights, strict=False):
+        if one.kept is None and weight is not None:
+            _compare(one, weight)
+
+
+def _compare(one: Origin, tensor: Tensor) -> None:
+    """Raise RuntimeError if the elements of a weight are not those at the head's call."""
+    if one.sample is not None and not torch.allclose(_sample(tensor), one.sample, 0, 0, equal_nan=True):
+        raise _changed(one.name, "written to through parameter.data (by hand, or by merging an adapter)")
+
+
+def _changed(name: str, happened: str) -> RuntimeError:
+    return RuntimeError(
+        f"these logits were never computed, and cannot be computed now: the {name} were {happened} after the model was "
+        "called. Read them before that, for example with outputs.logits.detach(). With FSDP2, keep the outermost group "
+        "unsharded after forward: fully_shard(model, reshard_after_forward=False). Or restore the model's own head "
+        "with xent.integrations.transformers.unpatch(model)"
+    )
 
 
 def watch(head: nn.Module) -> None:
