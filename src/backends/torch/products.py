@@ -140,7 +140,10 @@ class ProductSum:
                 self._sum = total = torch.zeros_like(self._like, dtype=dtype)
             factor = right.float()
             for tile in _tiles(total):
-                total[tile].add_(left[tile].float() @ factor)
+                if dtype == torch.float32:
+                    total[tile].addmm_(left[tile].float(), factor)
+                else:  # the only part
+                    total[tile] = left[tile].float() @ factor
 
     def result(self) -> Tensor:
         """Return the sum in the output dtype."""
