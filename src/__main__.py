@@ -49,11 +49,12 @@ def main(arguments: list[str] | None = None) -> int:
         "check", help="compare loss and gradients of each backend with the float64 reference"
     )
     checking.add_argument("--full", action="store_true", help="check every option and gradient in pairs, too")
+    checking.add_argument("--case", help="check only the case of this name, of all cases")
     checking.add_argument("backend", nargs="*", help="names of backends; all that are available if none is given")
     add_arguments(commands.add_parser("bench", help="time and memory beside the unfused loss, in a minute"))
     parsed = parser.parse_args(arguments)
     if parsed.command == "check":
-        return check(parsed.backend, parsed.full)
+        return check(parsed.backend, parsed.full, parsed.case)
     return bench(parsed) if parsed.command == "bench" else environment()
 
 

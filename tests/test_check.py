@@ -1,6 +1,8 @@
 """`python -m xent check`: its cases, its progress, its summary, and what counts as a failure."""
 
+import os
 import re
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -190,6 +192,43 @@ def test_failures_in_a_process_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert line.cases == 2
     assert len(line.failed) == 1
     assert line.failed[0].startswith("cross_entropy-4x12x67-float31-mean-plain: ")
+
+
+class Deadly:
+    """A number that ends the process that adds it to an array."""
+
+    def __init__(self, code: int | None) -> None:
+        self.code = code
+
+    def __radd__(self, other: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL) if self.code is None else os._exit(self.code)
+
+
+def test_a_process_that_ends_is_a_failed_case(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are judged, in a new process."""
+    pytest.importorskip("torch")
+    good = option_cases("cross_entropy", "float32")[:4]
+    dead = [replace(good[0], name=f"a name of {code}", offset=Deadly(code)) for code in (None, 3)]
+    cases = [good[0], dead[0], *good[1:], dead[1]]
+    monkeypatch.setattr(
+        run, "cases_of", lambda harness, function, dtype, full: cases if dtype == "float32" else good[:1]
+    )
+    monkeypatch.setattr(run, "FUNCTIONS", ("cross_entropy",))
+    monkeypatch.setattr(type(TABLE["torch"]().harness("cpu")), "processes", 2)
+    assert main(["check", "torch"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^torch +cpu +cross_entropy +float32 +6 .* 2 failed$", printed, re.MULTILINE)
+    for case, words in zip(dead, ("signal 9", "exit code 3"), strict=True):
+        command = f"python -m xent check torch --case '{case}'"
+        assert f"FAILED {case}: the process ended with {words}; to run it alone: {command}\n" in printed
+    assert re.search(r"^2 of \d+ cases failed; torch on cpu ran", printed, re.MULTILINE)
+    assert main(["check", "torch", "--case", str(dead[1])]) == 1
+    assert "1 of 1 cases failed" in capsys.readouterr().out
+    assert main(["check", "torch", "--case", str(good[1])]) == 0
+    assert main(["check", "torch", "--case", "another"]) == 2
+    assert "there is no case 'another'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rich", [True, False])

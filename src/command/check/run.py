@@ -4,15 +4,17 @@ Its cases are the smallest set that reaches every kernel and loop; `--full` adds
 """
 
 import random
+import shlex
 import signal
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from itertools import chain, combinations, groupby
+from itertools import chain, combinations, islice
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 from xent.backends import ALSO, TABLE
@@ -38,7 +40,7 @@ __all__ = [
     "summary",
 ]
 
-_CASES_OF_A_PROCESS = 8  # cases sent to a process at a time; neighbouring cases use the same compiled kernels
+_CASES_OF_A_PROCESS = 8  # cases that follow each other in a process; neighbours use the same compiled kernels
 _MOST_FAILURES = 20
 _ROW = "{:8} {:8} {:21} {:9} {:>5} {:>12} {:>9}  {}".format
 Kind = tuple[str, str]
@@ -77,11 +79,16 @@ class Work:
     def __len__(self) -> int:
         return sum(map(len, self.cases.values()))
 
+    def only(self, name: str) -> "Work":
+        """Return this work with the case of that name alone, or without any."""
+        cases = {kind: [case for case in cases if str(case) == name] for kind, cases in self.cases.items()}
+        return replace(self, full=False, cases={kind: some for kind, some in cases.items() if some})
 
-def check(names: list[str], full: bool = False) -> int:
+
+def check(names: Sequence[str] = (), full: bool = False, case: str | None = None) -> int:
     """Check the named backends, or all that are available; print a table; return the exit status.
 
-    If `full`, every pair of options is checked, and not only every kernel and loop.
+    If `full`, every pair of options is checked, and not only every kernel and loop. `case` names the only one to check.
     """
     found = backends()
     reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
@@ -91,10 +98,15 @@ def check(names: list[str], full: bool = False) -> int:
         if reason is not None:
             print(f"{name} cannot be checked: {reason}", file=sys.stderr)
             return 2
-    works = planned(names, full)
+    works = planned(names, full or case is not None)
     if not works:
         print("No backend to check: neither PyTorch nor MLX is installed.", file=sys.stderr)
         return 1
+    if case is not None:
+        works = list(filter(len, [work.only(case) for work in works]))
+        if not works:
+            print(f"there is no case {case!r}", file=sys.stderr)
+            return 2
     seconds = sum(len(work) * work.harness.seconds / work.harness.processes for work in works) + 1
     print(f"{sum(map(len, works))} cases for {', '.join(map(str, works))}: about {seconds:.0f} s.")
     print(_ROW("backend", "device", "function", "dtype", "cases", "worst error", "allowed", "result"), flush=True)
@@ -145,61 +157,97 @@ def cases_of(harness: Harness[Any], function: str, dtype: str, full: bool = Fals
 def check_all(works: Sequence[Work]) -> Iterator[Line]:
     """Run the checks. If a full check of a backend passes, tell its harness."""
     for work in works:
-        some = 1 if work.harness.processes == 1 else _CASES_OF_A_PROCESS
-        parts = [
-            (kind, cases[at : at + some]) for kind, cases in work.cases.items() for at in range(0, len(cases), some)
-        ]
-        good, results = True, _results(work, [cases for _, cases in parts])
-        for kind, group in groupby(zip(parts, results, strict=True), key=lambda one: one[0][0]):
+        good, results = True, _results(work)
+        for (function, dtype), cases in work.cases.items():
             found, failed, seen, notes = (
-                list(chain.from_iterable(some)) for some in zip(*(part for _, part in group), strict=True)
+                list(chain.from_iterable(some)) for some in zip(*islice(results, len(cases)), strict=True)
             )
             work.seen.update(seen)
             work.notes.update(notes)
             good = good and not failed
             worst = max(found, key=_nearness, default=Comparison("", 0.0, 1.0))
-            function, dtype = kind
-            yield Line(work.backend.name, work.device, function, dtype, len(work.cases[kind]), worst, tuple(failed))
+            yield Line(work.backend.name, work.device, function, dtype, len(cases), worst, tuple(failed))
         if good and work.full and not work.notes:
             work.harness.passed()
 
 
-_Part = tuple[list[Comparison], list[str], set[str], set[str]]
-"""What some cases found: comparisons, descriptions of failures, kernels that ran, and warnings."""
+_Result = tuple[list[Comparison], list[str], set[str], set[str]]
+"""Of a case: comparisons, descriptions of failures, kernels that ran, and warnings."""
 
 
-def _results(work: Work, parts: Sequence[Sequence[Case]]) -> Iterator[_Part]:
-    """Judge parts of the cases in this process, or in several, each of which compiles its own kernels."""
+def _results(work: Work) -> Iterator[_Result]:
+    """Judge the cases, in this process or in several, each of which compiles its own kernels. Yield in their order.
+
+    If a process ends, because of a crash or for want of memory, its case has failed, and a new process takes its place.
+    """
+    cases = list(chain.from_iterable(work.cases.values()))
     if work.harness.processes == 1:
-        yield from (_judged(work.backend, work.harness, cases) for cases in parts)
+        yield from (_judged(work.backend, work.harness, case) for case in cases)
         return
-    # Ctrl-C, which the terminal sends to all processes, ends these silently.
-    silently = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with ProcessPoolExecutor(work.harness.processes, get_context("spawn"), silently) as pool:
-        yield from pool.map(partial(_judged_there, work.backend.name, work.device), parts)
+    context, every, size = get_context("spawn"), range(len(cases)), _CASES_OF_A_PROCESS
+    waiting = deque(every[at : at + size] for at in every[::size])
+    found: dict[int, _Result] = {}
+    workers: dict[Any, tuple[Any, Sequence[int]]] = {}  # connection -> process, and its cases: the present one first
+
+    def go_on(places: Sequence[int] = (), pipe: Any = None, process: Any = None) -> None:
+        places = places or (waiting.popleft() if waiting else ())
+        if places and pipe is None:
+            pipe, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, work.backend.name, work.device), daemon=True)
+            process.start()
+            theirs.close()
+        if places:
+            with suppress(OSError):  # it has ended already
+                pipe.send(cases[places[0]])
+            workers[pipe] = process, places
+
+    try:
+        for _ in range(work.harness.processes):
+            go_on()
+        for place in every:
+            while place not in found:
+                for pipe in wait(list(workers)):
+                    process, (now, *rest) = workers.pop(pipe)
+                    try:
+                        found[now] = pipe.recv()
+                    except (EOFError, OSError):
+                        process.join()
+                        found[now] = [], [_ended(work, cases[now], process.exitcode)], set(), set()
+                        pipe = None
+                    go_on(rest, pipe, process)
+            yield found.pop(place)
+    finally:
+        for process, _ in workers.values():
+            process.terminate()
 
 
-def _judged_there(name: str, device: str, cases: Sequence[Case]) -> _Part:
-    """Judge cases in a worker process."""
+def _ended(work: Work, case: Case, code: int) -> str:
+    """Describe a case whose process ended."""
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    command = f"python -m xent check {work.backend.name} --case {shlex.quote(str(case))}"
+    return f"{case}: the process ended with {how}; to run it alone: {command}"
+
+
+def _serve(pipe: Any, name: str, device: str) -> None:
+    """Judge the cases that arrive in a worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which the terminal sends to all processes, is silent here
     backend = (TABLE | ALSO)[name]()
-    return _judged(backend, backend.harness(device), cases)
+    harness = backend.harness(device)
+    with suppress(EOFError):
+        while True:
+            pipe.send(_judged(backend, harness, pipe.recv()))
 
 
-def _judged(backend: Backend, harness: Harness[Any], cases: Sequence[Case]) -> _Part:
-    """Judge cases. An exception is a failure; a warning, which says that other code ran, is a note."""
-    comparisons: list[Comparison] = []
-    failed: list[str] = []
+def _judged(backend: Backend, harness: Harness[Any], case: Case) -> _Result:
+    """Judge a case. An exception is a failure; a warning, which says that other code ran, is a note."""
     with harness.watched() as seen, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", RuntimeWarning)
-        for case in cases:
-            try:
-                found = judge_case(backend, harness, case)
-            except Exception as error:
-                failed.append(f"{case}: {type(error).__name__}: {error}")
-                continue
-            comparisons += found
-            failed += [f"{case}: {result.output}" for result in found if not result.passed]
-    return comparisons, failed, seen, {str(one.message) for one in caught if "xent" in str(one.message)}
+        try:
+            found = judge_case(backend, harness, case)
+            failed = [f"{case}: {result.output}" for result in found if not result.passed]
+        except Exception as error:
+            found, failed = [], [f"{case}: {type(error).__name__}: {error}"]
+    return found, failed, seen, {str(one.message) for one in caught if "xent" in str(one.message)}
 
 
 def _nearness(result: Comparison) -> float:
