@@ -5,6 +5,7 @@ because reading them may synchronise with the device.
 """
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 from xent.core.arrays import (
@@ -73,10 +74,11 @@ _PARTS: tuple[tuple[type, tuple[str, ...]], ...] = (
 """The arrays of arguments that hold several."""
 
 
-def described(arguments: dict[str, Any]) -> Call:
+def described(arguments: dict[str, Any], passed: Collection[str]) -> Call:
     """Check the arguments of a public function, by their names, and describe the call.
 
-    Log-probabilities are described as a loss with reduction "none", not negated, with float32 logits.
+    The arguments that are not among those `passed` have valid values. Log-probabilities are described as a loss with
+    reduction "none", not negated, with float32 logits.
     """
     given = {"reduction": "none", "inplace": False, "shift": 0, "support": None, **arguments}
     is_linear, is_divergence, of_rows = "input" in given, "teacher" in given, "entropy" in given
@@ -86,14 +88,14 @@ def described(arguments: dict[str, Any]) -> Call:
         _check_teacher(given["teacher"])
     elif given["support"] is not None and not isinstance(given["support"], Support):
         raise TypeError(f"support must be a xent.Support or None, got {describe(given['support'])}")
-    arrays = _arrays_of({one: given[one] for one in _ARRAYS if one in given})
+    arrays = _arrays_of({one: given[one] for one in _ARRAYS if one in passed})
     for one in RANGES:
-        if type(given.get(one)) not in PLAIN:
+        if one in passed and type(given[one]) not in PLAIN:
             given[one] = number = number_of(framework_of(array), given[one])
             if framework_of(number) is not None and (one == "normalizer" or not is_divergence):
                 arrays[one] = number
     framework = one_framework(arrays)
-    given |= check_options(framework, {one: given[one] for one in arguments}, arrays=not is_divergence)
+    given |= check_options(framework, given, not is_divergence, passed)
     shift, shards = given["shift"], shards_of(framework, given["vocab_parallel"])
     if shards is not None and shards.axis is not None and (is_divergence or not is_linear):
         raise ValueError(

@@ -37,11 +37,12 @@ def backends() -> list[BackendInfo]:
     return [load().info() for name in TABLE for load in (TABLE[name], ALSO.get(name)) if load is not None]
 
 
-def evaluate(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def evaluate(function: Callable[..., Any], defaults: dict[str, Any], passed: dict[str, Any]) -> Any:
     """Return the result of a public function on the backend that its arguments name, or on the first that serves it.
 
     DTensors call the function again with their local parts.
     """
+    arguments = defaults | passed
     source = [arguments[name] for name in _SOURCES if name in arguments]
     if hasattr(source[-1], "placements"):
         shards = dtensors_of(source[-1], arguments.get("axis", 0))
@@ -49,7 +50,7 @@ def evaluate(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
             cut = shards.of_logits if len(source) == 1 else shards.of_linear
             return cut(function, *source, {name: arguments[name] for name in arguments if name not in _SOURCES})
     with rank_named(arguments["vocab_parallel"], source[0]):
-        call = described(arguments)
+        call = described(arguments, passed)
         loss, found = _selected(arguments["backend"], call, source[0]).run(call)
     stats = call.options.stats
     if not call.options.accuracy_of_rows:

@@ -2,7 +2,7 @@
 
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -50,36 +50,39 @@ _REAL = {"torch": (*FLOAT_DTYPES, *INTEGER_DTYPES), "mlx": FLOAT_DTYPES}
 """The dtypes of 0-d arrays that may be numbers."""
 
 
-def check_options(framework: str, given: Mapping[str, Any], arrays: bool = False) -> dict[str, Any]:
-    """Return arguments by name, after checking each option among them. Raise TypeError or ValueError.
+def check_options(
+    framework: str, given: Mapping[str, Any], arrays: bool = False, passed: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Return arguments by name, those `passed` or all, after checking the options. Raise TypeError or ValueError.
 
     Numbers of NumPy become Python numbers, a softcap is at most `LARGEST`, and statistics have the order of
     `STAT_NAMES`. If `arrays`, a number may be a 0-d PyTorch tensor or MLX array, whose value is not read, and a
     temperature an array.
     """
-    made = dict(given)
-    made |= _numbers(framework, {name: value for name, value in given.items() if name in RANGES}, arrays)
-    for name, value in given.items():
+    named = {name: given[name] for name in (given if passed is None else passed)}
+    made = named | _numbers(framework, {name: value for name, value in named.items() if name in RANGES}, arrays)
+    for name, value in named.items():
         if name in _NAMES and (not isinstance(value, str) or value not in _NAMES[name]):
             error = ValueError if isinstance(value, str) else TypeError
             raise error(f"{name} must be one of {', '.join(map(repr, _NAMES[name]))}, got {shown(value)}")
         elif name in _FLAGS and not isinstance(value, bool):
             raise TypeError(f"{name} must be a bool, got {shown(value)}")
-    if "stats" in given:
+    if "stats" in named or "entropy" in named:
         made["stats"] = _stats(given)
-    if "ignore_index" in given:
+    if "ignore_index" in named:
         made["ignore_index"] = ignore_index = check_int("ignore_index", given["ignore_index"])
         if not -(2**63) <= ignore_index < 2**63:
             raise ValueError(f"ignore_index must fit in 64 bits, got {ignore_index}")
-    if given.get("workspace") is not None:
+    if named.get("workspace") is not None:
         allowed = "None or a positive int, a number of bytes;"
         made["workspace"] = check_int("workspace", given["workspace"], allowed, 1)
-    if "shift" in given:
+    if "shift" in named:
         made["shift"] = _shifts(given["shift"], "head_weight" in given)
-    if given.get("head_weight") is not None:
-        made["head_weight"] = _head_weights(framework, given["head_weight"], made["shift"], given["reduction"])
+    if named.get("head_weight") is not None:
+        shift = made.get("shift", given["shift"])
+        made["head_weight"] = _head_weights(framework, given["head_weight"], shift, given["reduction"])
     reduction = given.get("reduction", "mean")
-    if reduction != "mean" and given.get("normalizer") is not None:
+    if reduction != "mean" and named.get("normalizer") is not None:
         raise ValueError(
             f"normalizer would be ignored with reduction={reduction!r}: pass reduction='mean', which divides the sum "
             "by it, or divide the result, loss / normalizer"

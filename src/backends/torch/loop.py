@@ -33,11 +33,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.torch.contract import STEPS, Schedule, Setting, Steps, Upstream, columns, wide
+from xent.backends.torch.contract import STEPS, Part, Schedule, Setting, Steps, Upstream, columns, wide
 from xent.backends.torch.memory import Rows, block_rows
 from xent.backends.torch.portable.facts import Facts, activate
-from xent.backends.torch.products import Classifier
-from xent.backends.torch.sources import Computed, Loaded, Stored
+from xent.backends.torch.sources import Computed, Loaded, Logits, Stored
 from xent.core.call import Activation, Allowed, Call, Classes, Dense, Given, Probabilities, TopK, vocabulary_of
 from xent.core.chunks import rows_per_chunk
 
@@ -250,16 +249,13 @@ def _probability_gradient(setting: Setting) -> Tensor:
 
 
 def _logits(setting: Setting) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first row, new logits (R, V) in the dtype of sums) of all rows."""
+    """Yield (first row, logits (R, V) in the dtype of sums) of all rows; the caller may overwrite them."""
     source, acc, count = setting.call.source, wide(setting.compute), setting.count
+    made, stored = Logits(source, setting), isinstance(source, Given)
     if isinstance(source, Given):
-        for start, block in Rows(source.logits).blocks(0, count, block_rows(source.logits, acc)):
-            yield start, block.to(acc, copy=True)
-        return
-    made = Classifier(source, setting.width)
-    step = rows_per_chunk(count, max(made.columns, 1), acc.itemsize, source.workspace, setting.device.type, False)
+        step = block_rows(source.logits, acc)
+    else:
+        step = rows_per_chunk(count, max(setting.width, 1), acc.itemsize, source.workspace, setting.device.type, False)
     for start in range(0, count, step):
-        hidden = made.hidden[start : start + step].to(made.compute)
-        logits = torch.empty(len(hidden), made.columns, dtype=acc, device=setting.device)
-        made.write_logits(hidden, logits)
-        yield start, logits[:, : made.classes]
+        part = Part(start, min(start + step, count))
+        yield start, made.block(part, 0, part.stop - start).to(acc, copy=stored)

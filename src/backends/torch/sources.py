@@ -16,7 +16,7 @@ from xent.backends.torch.products import Classifier, ProductSum, kept_dtype, pad
 from xent.core.call import Classes, Dense, Given, Product, Source, TopK
 from xent.core.chunks import rows_per_chunk, tile_shape
 
-__all__ = ["Computed", "Loaded", "Stored", "fold_tiles"]
+__all__ = ["Computed", "Loaded", "Logits", "Stored", "fold_tiles"]
 
 _WORKSPACE, _WORKSPACE_TOP_K, _WORKSPACE_CPU = 1280 * 2**20, 800 * 2**20, 128 * 2**20  # bytes, of divergences
 _FEWEST_ROWS = 256
@@ -48,7 +48,7 @@ class Stored:
         """`wanted`: gradients are computed; `reuse`: over given logits."""
         self._setting, self._steps, self.wanted = setting, steps, wanted
         target = setting.call.target
-        self._teacher = _Teacher(target.source, setting) if isinstance(target, Dense) else None
+        self._teacher = Logits(target.source, setting) if isinstance(target, Dense) else None
         self.step = self._open(setting.call.source, reuse)
 
     def _open(self, source: Any, reuse: bool) -> int:
@@ -264,8 +264,8 @@ class Computed(Stored):
         return torch.cat((made[:classes], *more)) if more else span(made, 0, classes)
 
 
-class _Teacher:
-    """The logits (R, V) of a dense teacher: stored, or computed in float32 (float64) part by part."""
+class Logits:
+    """The logits (R, V) of a source: stored, or computed in float32 (float64) part by part."""
 
     def __init__(self, source: Source, setting: Setting) -> None:
         self.bytes_per_row = 0

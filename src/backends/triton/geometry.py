@@ -41,11 +41,12 @@ class Placed(NamedTuple):
 def placed(block: Block) -> Iterator[Placed]:
     """Yield the rows of a block: all at once if a single launch can address them."""
     pieces: Any = [(0, block.logits, block.grad)]
-    if any(one is not None and not _is_direct(one) for one in pieces[0][1:]):
+    if not _is_direct(block.logits) or (block.grad is not None and not _is_direct(block.grad)):
         pieces = logit_blocks(block.logits, block.grad)
     for start, logits, grad in pieces:
         made = logits if grad is None else grad
-        rows, places, address = rows_of(logits), rows_of(made), logits.data_ptr()
+        rows, address = rows_of(logits), logits.data_ptr()
+        places = rows if made is logits else rows_of(made)
         assert rows is not None
         assert places is not None
         count, vocabulary, vector = logits.shape[:-1].numel(), logits.shape[-1], 16 // logits.itemsize

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from xent.backends.torch.contract import SCALES, STEPS, Block, Part, Setting, Steps, Taken
 from xent.backends.torch.memory import cast, is_dense
-from xent.backends.torch.portable.facts import divided
 from xent.backends.torch.portable.steps import PortableSteps
 from xent.backends.triton import targets
 from xent.backends.triton.geometry import in_blocks, placed, rows_of, sizes
@@ -221,9 +220,8 @@ class TritonSteps(Inputs):
     def results(self) -> list[Tensor]:
         """Return the loss and the statistics."""
         options, found = self.options, {**self.recorded._asdict(), "count": self.counted}
-        divisor = self.rows.divisor[0] if self.mean else None
         for name in ("loss", "z_loss") if options.reduction != "none" else ():
-            found[name] = None if found[name] is None else divided(found[name].sum(), divisor)
+            found[name] = None if found[name] is None else found[name].sum()
         if found["accuracy"] is not None and not options.accuracy_of_rows:
             found["accuracy"] = found["accuracy"].sum() / found["count"].clamp(min=1)
         return [found[name] for name in ("loss", *options.stats)]

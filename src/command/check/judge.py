@@ -121,7 +121,8 @@ def _worst(values: Any, truth: Any, sizes: Any) -> float:
 def call_of(case: Case, differentiable: Results, options: Results) -> Call:
     """Return the validated call of a case on NumPy arrays. `options` includes the target or teacher."""
     parameters = inspect.signature(getattr(xent, case.function)).parameters.values()
-    return described({one.name: one.default for one in parameters} | case.keywords | options | differentiable)
+    given = {one.name: one.default for one in parameters} | case.keywords | options | differentiable
+    return described(given, given)
 
 
 def results_of_case(

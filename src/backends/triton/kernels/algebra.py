@@ -43,6 +43,7 @@ __all__ = [
     "load",
     "log1p",
     "numbers_of",
+    "of_mean",
     "of_row",
     "order",
     "position",
@@ -343,8 +344,8 @@ def _log_of_squares(squares, rest, e_y, nll, log_sum):
 
 @triton.jit
 def finish(
-    row, inside, facts, dead, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams, numbers, bend,
-    way: tl.constexpr, BARRED: tl.constexpr = False,
+    rows, row, inside, facts, dead, r, w_y, z_y, m, sums, e2_y, mean_logit, found, given, results, upstreams, numbers,
+    bend, way: tl.constexpr, BARRED: tl.constexpr = False,
 ):  # fmt: skip
     """Record the results of rows. Return factor, tilt, delta, the gradient of the target's raw logit, and gamma.
 
@@ -386,13 +387,13 @@ def finish(
         all_q = given[1]
         surprise = all_q * log_sum + given[0]
     made = (
-        tl.where(dead, 0.0, a * cost),
+        of_mean(tl.where(dead, 0.0, a * cost), row, rows),
         tl.where(ignored, 0.0, lse),
         tl.where(ignored, 0.0, tl.where(invalid, float("nan"), surprise)),
         tl.where(ignored, 0.0, entropy),
         tl.where(ignored, -1, found).to(tl.int64),
         tl.where((found == y) & ~(ignored | invalid), 1.0, 0.0),
-        tl.where(dead, 0.0, a * squared),
+        of_mean(tl.where(dead, 0.0, a * squared), row, rows),
         tl.where(ignored, 0.0, squared_probabilities),
         tl.where(ignored, 0.0, mean_logit),
     )
@@ -426,6 +427,15 @@ def finish(
     if way.scaled or way.capped:
         g_y *= slope(z_y, bend, way, True)
     return factor, tilt, delta, g_y, gamma
+
+
+@triton.jit
+def of_mean(value, row, rows):
+    """Return what the loss of a row adds to a mean: 0 if the divisor is 0."""
+    if rows.divisor is not None:
+        d = tl.load(rows.divisor + row * 0)  # of the shape of the value
+        value = tl.where(d == 0, 0.0, tl.div_rn(value, tl.where(d == 0, 1.0, d)))
+    return value
 
 
 @triton.jit

@@ -34,6 +34,7 @@ from xent.backends.triton.kernels.algebra import (
     exp,
     finish,
     finite,
+    of_mean,
     order,
     record,
     record_nothing,
@@ -172,7 +173,7 @@ def top_k_kernel(
             found += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
         else:
             found = -tl.sum(tl.where(known, q * u, 0.0), 0)
-        record(results.loss, row, None, found * a)
+        record(results.loss, row, None, of_mean(found * a, row, rows))
         if ENTROPY:
             surprise = (below + s * (m - m_others)) * exp(m_others - m) + tl.sum(times(e_k, m - x_k), 0)
             record(results.entropy, row, None, surprise / total + log_total)
@@ -293,8 +294,8 @@ def support_kernel(
         e2_y = tl.where(has_target, (activate(z_y, side[2], way) - m) * LOG2E, -float("inf"))
         level = tl.where(wrong, nan, tl.sum(v, 0) / tl.maximum(size, 1))
         factor, tilt, _delta, g_y, _gamma = finish(
-            row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0)), e2_y, level, found,
-            None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
+            rows, row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0)), e2_y, level,
+            found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))

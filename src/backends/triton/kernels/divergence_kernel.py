@@ -23,7 +23,7 @@ In the last three, d and (for float32 logits) v are relative to an offset near t
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import LOG2E, exp, finite, record, times
+from xent.backends.triton.kernels.algebra import LOG2E, exp, finite, of_mean, record, times
 from xent.backends.triton.kernels.memory import begin, fill, peak, read, write
 from xent.backends.triton.launches import kernel
 
@@ -314,7 +314,7 @@ def divergence_kernel(
                     loss, total = tl.sum(found, 0) + unknown, tl.sum(pulls, 0) + unknown
                     if WHOLE:
                         pull = total
-                        record(results.loss, row, None, loss * a)
+                        record(results.loss, row, None, of_mean(loss * a, row, rows))
                         record(results.entropy, row, None, tl.sum(surprise, 0) + tl.log(z_p))
                     else:
                         tl.store(sums + here, loss)

@@ -357,7 +357,7 @@ def rows_kernel(
             elif way.smoothed and rows.class_weight is not None:
                 total_weight = tl.load(rows.total_weight)
             factor, tilt, delta, g_y, gamma = finish(
-                row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
+                rows, row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
                 (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
                 (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way,
             )  # fmt: skip

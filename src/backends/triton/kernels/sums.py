@@ -204,7 +204,7 @@ def finish_kernel(
     distance = x_y - m
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
     factor, tilt, delta, g_y, _gamma = finish(
-        row, inside, (y, a, ignored, invalid), dead, r, w_y, z_y, m, total, distance * LOG2E,
+        rows, row, inside, (y, a, ignored, invalid), dead, r, w_y, z_y, m, total, distance * LOG2E,
         m - deficit / vocabulary.to(tl.float32), found, None, results, upstreams,
         numbers_of(rows, vocabulary, numbers), bend, way,
     )  # fmt: skip
