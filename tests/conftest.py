@@ -12,6 +12,7 @@ import pytest
 from tests.interpreter import prepare
 from tests.targets import Target, targets
 from xent.backends import TABLE
+from xent.backends.proof import Proof
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,10 +78,10 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def unproven_metal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not write passed checks of the Metal kernels to the user's cache, where they would affect "auto"."""
+def unproven(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not write passed checks of kernels to the user's cache, where they would affect "auto"."""
+    monkeypatch.setattr(Proof, "file", lambda proof: tmp_path / "cache" / "passed.txt")
     if "metal" in asked_for():
         from xent.backends.metal import torch_machine
 
-        monkeypatch.setattr(torch_machine, "file", lambda: tmp_path / "cache" / "metal-passed.txt")
-        monkeypatch.setattr(torch_machine, "PROVEN", False)
+        monkeypatch.setattr(torch_machine.PROOF, "passed", False)

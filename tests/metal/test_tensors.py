@@ -31,11 +31,13 @@ from tests.test_stats import (  # noqa: F401
 from tests.torch.test_layouts import test_expanded_logits, test_logits  # noqa: F401
 from xent.backends import ALSO
 from xent.backends.metal import torch_machine
+from xent.backends.proof import Proof
 from xent.command.check.case import Case
 from xent.command.check.run import check_all, chunk_cases, planned
 
 METAL = {"backend": "metal"}
 DEVICE = torch_machine.DEVICES[0]
+VERSIONS = f"torch {torch.__version__}"
 TARGETS = [Target("metal", DEVICE, also=True)]
 
 
@@ -126,13 +128,13 @@ def test_auto_selects_metal_after_the_check_has_passed(monkeypatch: pytest.Monke
     ran.clear()
     xent.cross_entropy(logits, target)
     assert ran == ["metal"]
-    assert torch_machine._is_proven()
-    monkeypatch.setattr(torch_machine, "fingerprint", lambda: "other sources")
-    assert not torch_machine._is_proven()
+    assert Proof("metal", VERSIONS).passed
+    monkeypatch.setattr(Proof, "fingerprint", lambda proof: "other sources")
+    assert not Proof("metal", VERSIONS).passed
 
 
 def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_machine, "remember", lambda: pytest.fail("it was remembered"))
+    monkeypatch.setattr(Proof, "remember", lambda proof: pytest.fail("it was remembered"))
     monkeypatch.setattr("xent.command.check.run.cases_of", one_case)
     monkeypatch.setattr("xent.command.check.run.judge_case", lambda *_: 1 / 0)
     works = [work for work in planned(["metal"], full=True) if work.backend.framework == "torch"]
@@ -141,10 +143,10 @@ def test_failed_check_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_unwritable_cache_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(torch_machine, "file", lambda: tmp_path / "file" / "passed.txt")
+    monkeypatch.setattr(Proof, "file", lambda proof: tmp_path / "file" / "passed.txt")
     with pytest.warns(RuntimeWarning, match="this cannot be remembered"):
-        torch_machine.remember()
-    assert not torch_machine._is_proven()
+        Proof("metal", VERSIONS).remember()
+    assert not Proof("metal", VERSIONS).passed
 
 
 def test_other_devices_and_float64_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

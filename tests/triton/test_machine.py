@@ -9,7 +9,9 @@ import pytest
 import torch
 import triton
 
-from xent.backends.triton import machine
+from xent.backends.proof import Proof
+from xent.backends.triton import BACKEND, machine
+from xent.backends.triton.hopper import products
 
 
 def found() -> tuple[str | None, tuple[str, ...]]:
@@ -48,26 +50,57 @@ def test_new_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found() == (None, ("cuda",))
 
 
-def test_amd(monkeypatch: pytest.MonkeyPatch) -> None:
-    have_gpus(monkeypatch, (9, 4))
+def test_amd_is_not_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AMD's gfx90a has the compute capability (9, 0)."""
+    have_gpus(monkeypatch, (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    device = torch.device("cuda", 0)
+    assert products._is_hopper.__wrapped__(device)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert found() == ("its kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's", ())
+    assert not products._is_hopper.__wrapped__(device)
 
 
-@pytest.mark.parametrize(("cuda", "what"), [(None, "is built without CUDA"), ("13.0", "finds no NVIDIA GPU or driver")])
+@pytest.mark.parametrize(("hip", "capabilities"), [("6.4", ((9, 0),)), (None, ((9, 0), (7, 5)))])
+def test_gpus_that_kernels_were_only_compiled_for_need_the_check(
+    hip: str | None, capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_gpus(monkeypatch, *capabilities)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: f"GPU {index}")
+    name = machine._untried()
+    assert name == f"GPU {len(capabilities) - 1}"
+    assert found() == (None, ("cuda",))
+    proof = Proof("triton", name)
+    monkeypatch.setattr(machine, "UNTRIED", name)
+    monkeypatch.setattr(machine, "PROOF", proof)
+    reason = BACKEND.unproven()
+    assert reason is not None
+    assert f"its kernels are compiled for {name}, but never ran on a GPU of its kind: run python -m xent" in reason
+    BACKEND.harness("cpu").passed()
+    assert BACKEND.unproven() is None
+    assert Proof("triton", name).passed
+    assert not Proof("triton", "another GPU").passed
+
+
+def test_ampere_needs_no_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    have_gpus(monkeypatch, (8, 0), (12, 0))
+    assert machine._untried() is None
+
+
+@pytest.mark.parametrize(("cuda", "what"), [(None, "is built without CUDA"), ("13.0", "finds no GPU or driver")])
 def test_no_gpu(cuda: str | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     assert found() == (f"PyTorch {torch.__version__} {what}", ())
 
 
-@pytest.mark.parametrize("capabilities", [((7, 5),), ((9, 0), (7, 5))])
+@pytest.mark.parametrize("capabilities", [((7, 0),), ((9, 0), (7, 0))])
 def test_old_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch, *capabilities)
-    assert found() == ("it needs GPUs of compute capability 8.0 or later and found one of 7.5", ())
+    assert found() == ("it needs GPUs of compute capability 7.5 or later and found one of 7.0", ())
 
 
-@pytest.mark.parametrize("capabilities", [((8, 0),), ((8, 6), (12, 0))])
+@pytest.mark.parametrize("capabilities", [((7, 5),), ((8, 6), (12, 0))])
 def test_new_gpu(capabilities: tuple[tuple[int, int], ...], monkeypatch: pytest.MonkeyPatch) -> None:
     have_gpus(monkeypatch, *capabilities)
     assert found() == (None, ("cuda",))

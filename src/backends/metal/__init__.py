@@ -7,7 +7,7 @@ template arguments and the number of threads per row. There are two launchers:
 
 - For MLX `machine` finds out whether this machine has Metal. `rows` tries each kernel before it is used in a graph,
   launches it, and registers it with the driver.
-- For PyTorch `torch_machine` and `torch_steps` do the same, and `torch_machine` stores that the check has passed.
+- For PyTorch `torch_machine` and `torch_steps` do the same.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -110,9 +110,9 @@ class MetalTorchBackend(TorchBackend):
 
     def unproven(self) -> str | None:
         """Return why "auto" skips this backend: the check has not passed on this machine. Otherwise None."""
-        from xent.backends.metal.torch_machine import PROVEN
+        from xent.backends.metal.torch_machine import PROOF
 
-        return None if PROVEN else "its kernels are not proved here: run python -m xent check metal --full"
+        return None if PROOF.passed else "its kernels are not proved here: run python -m xent check metal --full"
 
     def refuse(self, call: Call) -> str | None:
         """Refuse shards, other devices, and float64, which Metal does not have."""
@@ -138,7 +138,7 @@ class MetalTorchBackend(TorchBackend):
         from xent.backends.torch.harness import TorchHarness
 
         made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]), torch_steps.RAN)
-        made.passed = torch_machine.remember
+        made.passed = torch_machine.PROOF.remember
         harness: Harness[Tensor] = made
         return harness
 

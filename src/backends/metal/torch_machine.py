@@ -1,18 +1,11 @@
-"""Whether PyTorch can use Metal on this machine, and whether `python -m xent check metal --full` has passed here.
+"""Whether PyTorch can use Metal on this machine, found once, at the first call that could use it."""
 
-Both are found once, at the first call that could use it. The kernels were written without an Apple GPU. So "auto" uses
-them for PyTorch tensors only after the check has passed, which a file records.
-"""
-
-import hashlib
 import os
 import platform
-import warnings
-from pathlib import Path
 
-__all__ = ["DEVICES", "MISSING", "PROVEN", "VERSIONS", "file", "find", "fingerprint", "remember"]
+from xent.backends.proof import Proof
 
-_PACKAGE = Path(__file__).parents[2]
+__all__ = ["DEVICES", "MISSING", "PROOF", "VERSIONS", "find"]
 
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
@@ -37,43 +30,6 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
     return None, versions, ("mps",)
 
 
-def file() -> Path:
-    """Return the path of the file. It has one line for each combination of versions that has passed."""
-    return Path.home() / "Library" / "Caches" / "xent" / "metal-passed.txt"
-
-
-def fingerprint() -> str:
-    """Return the versions for which a passed check is valid: a hash of this package's sources, PyTorch, the system."""
-    import torch
-
-    sources = sorted(path for path in _PACKAGE.rglob("*") if path.suffix in (".py", ".metal"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
-    return f"sources {digest}, torch {torch.__version__}, {platform.platform()}"
-
-
-def remember() -> None:
-    """Record that the check has passed; warn if the file cannot be written."""
-    global PROVEN
-    PROVEN = True
-    try:
-        file().parent.mkdir(parents=True, exist_ok=True)
-        with file().open("a", encoding="utf-8") as lines:
-            lines.write(f"{fingerprint()}\n")
-    except OSError as error:
-        warnings.warn(
-            f"the check has passed, but this cannot be remembered for later processes: {error}. There, pass "
-            "backend='metal', or set XENT_BACKEND=metal",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-
-
-def _is_proven() -> bool:
-    try:
-        return fingerprint() in file().read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return False
-
-
 MISSING, VERSIONS, DEVICES = find()
-PROVEN = MISSING is None and _is_proven()
+PROOF = Proof("metal", f"torch {VERSIONS.get('torch')}")
+"""For PyTorch's tensors "auto" uses the kernels only where they are proved."""

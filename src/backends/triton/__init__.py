@@ -1,4 +1,4 @@
-"""Backend "triton": kernels for NVIDIA GPUs, called by the loop of the PyTorch driver.
+"""Backend "triton": kernels for GPUs, called by the loop of the PyTorch driver.
 
 - `steps` implements `xent.backends.torch.contract.Steps`: whole rows in one launch, or fold, finish and gradient one by
   one. `targets` launches the kernels of supports and divergences.
@@ -46,7 +46,20 @@ class TritonBackend(TorchBackend):
             self.register()  # the probe is a call
             reason = off(torch.device("cuda"))
             notes = ("Hopper kernels: " + ("on" if reason is None else f"off, {reason}"),)
+            doubt = self.unproven()
+            notes += () if doubt is None else (f'"auto" does not take it: {doubt}',)
         return BackendInfo(self.name, self.framework, MISSING is None, MISSING, VERSIONS, DEVICES, notes)
+
+    def unproven(self) -> str | None:
+        """Return why "auto" skips this backend: it never ran on a GPU of this kind, and the check has not passed."""
+        from xent.backends.triton.machine import PROOF, UNTRIED
+
+        if UNTRIED is None or PROOF.passed:
+            return None
+        return (
+            f"its kernels are compiled for {UNTRIED}, but never ran on a GPU of its kind: run python -m xent check "
+            "triton --full, which proves them here"
+        )
 
     def refuse(self, call: Call) -> str | None:
         """Refuse tensors on other devices, and float64, which these kernels would round to float32."""
@@ -67,8 +80,12 @@ class TritonBackend(TorchBackend):
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""
         from xent.backends.triton.harness import TritonHarness
+        from xent.backends.triton.machine import PROOF, UNTRIED
 
-        return TritonHarness(device)
+        made = TritonHarness(device)
+        if UNTRIED is not None:
+            made.passed = PROOF.remember  # type: ignore[method-assign]
+        return made
 
 
 BACKEND = TritonBackend()

@@ -183,6 +183,8 @@ def launch(function: Any, programs: int, arguments: tuple[Any, ...], constants: 
         function[(programs,)](*arguments, **constants)
         return
     options.setdefault("enable_fp_fusion", True)
+    if torch.version.hip is not None:
+        options.pop("maxnreg", None)  # Triton does not have it for AMD's GPUs
     # id: a kernel's own hash is computed anew each time. It lives as long as its module.
     device = torch.cuda.current_device()
     kinds = [None if type(one) in _UNSPECIALISED else _kind(one) for one in arguments]

@@ -4,10 +4,13 @@ import re
 from functools import cache
 from typing import Any
 
-__all__ = ["DEVICES", "MISSING", "VERSIONS", "find", "multiprocessors"]
+from xent.backends.proof import Proof
+
+__all__ = ["DEVICES", "MISSING", "PROOF", "UNTRIED", "VERSIONS", "find", "multiprocessors"]
 
 _OLDEST = (3, 4)
-_OLDEST_CAPABILITY = (8, 0)
+_OLDEST_CAPABILITY = (7, 5)
+_TRIED_CAPABILITY = (8, 0)
 
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
@@ -26,16 +29,24 @@ def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
         return f"it needs Triton {oldest} or later and found {triton.__version__}", versions, ()
     if _is_interpreting():
         return None, versions, ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",)
-    if torch.version.hip is not None:
-        return "its kernels are for NVIDIA GPUs, and this PyTorch is built for AMD's", versions, ()
     if not torch.cuda.is_available():
-        built = "finds no NVIDIA GPU or driver" if torch.version.cuda else "is built without CUDA"
+        built = "finds no GPU or driver" if torch.version.cuda or torch.version.hip else "is built without CUDA"
         return f"PyTorch {torch.__version__} {built}", versions, ()
     worst = min(torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
-    if worst < _OLDEST_CAPABILITY:
+    if worst < _OLDEST_CAPABILITY and not torch.version.hip:
         needed, found = (".".join(map(str, pair)) for pair in (_OLDEST_CAPABILITY, worst))
         return f"it needs GPUs of compute capability {needed} or later and found one of {found}", versions, ()
     return None, versions, ("cuda",)
+
+
+def _untried() -> str | None:
+    """Return the name of a GPU for which the kernels have been compiled, but on whose kind they never ran; or None."""
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        if torch.version.hip or torch.cuda.get_device_capability(index) < _TRIED_CAPABILITY:
+            return torch.cuda.get_device_name(index)
+    return None
 
 
 def _is_interpreting() -> bool:
@@ -50,6 +61,8 @@ def _is_interpreting() -> bool:
 
 
 MISSING, VERSIONS, DEVICES = find()
+UNTRIED = _untried() if MISSING is None and DEVICES == ("cuda",) else None
+PROOF = Proof("triton", f"{VERSIONS}, {UNTRIED}")
 
 
 @cache

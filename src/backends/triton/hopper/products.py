@@ -154,7 +154,7 @@ def gradient_product(
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == _HOPPER
+    return torch.version.hip is None and torch.cuda.get_device_capability(device)[0] == _HOPPER
 
 
 def off(device: torch.device) -> str | None:
