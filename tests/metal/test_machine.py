@@ -14,7 +14,7 @@ from tests.divergence.cases import divergence_cases
 from tests.options import option_cases
 from tests.targets import Target
 from xent.backends import TABLE
-from xent.backends.metal import machine, torch_machine
+from xent.backends.metal import BACKEND, MetalBackend, torch_machine
 from xent.command.check import run as report
 
 PROBE = """
@@ -41,14 +41,14 @@ def test_without_metal_auto_selects_mlx() -> None:
 
 def test_with_metal_nothing_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mx.metal, "is_available", lambda: True)
-    assert machine.find() == (None, {"mlx": mx.__version__}, ("gpu",))
+    assert MetalBackend().missing() is None
 
 
 def test_reason_without_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mlx.core", None)
-    reason, versions, devices = machine.find()
-    assert (reason or "").startswith("MLX cannot be imported: ")
-    assert (versions, devices) == ({}, ())
+    info = MetalBackend().info()
+    assert (info.reason or "").startswith("MLX cannot be imported: ")
+    assert (info.available, info.versions, info.devices) == (False, {}, ())
 
 
 def test_auto_selects_metal(target: Target) -> None:
@@ -60,7 +60,7 @@ def test_other_devices_and_float64_are_refused(target: Target, monkeypatch: pyte
     (classes,) = target.arrays(np.array([1, 0]))
     with pytest.raises(xent.BackendError, match="no float64, which backend 'mlx' serves"):
         xent.cross_entropy(mx.zeros((2, 3), mx.float64), classes, backend=target.name)
-    monkeypatch.setattr(machine, "DEVICES", ("other",))
+    monkeypatch.setattr(BACKEND, "devices", lambda: ("other",))
     with pytest.raises(xent.BackendError, match=r"the moment, which backend 'mlx' serves; or mx.set_default_device"):
         xent.cross_entropy(mx.zeros((2, 3)), classes, backend=target.name)
 

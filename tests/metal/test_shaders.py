@@ -52,12 +52,7 @@ def test_a_kernel_is_compiled_once(emulator: Emulator) -> None:
     ("file", "right", "wrong", "message"),
     [
         ("sums", "metal::threadgroup_barrier(metal::mem_flags::mem_threadgroup);", "", r"missing|uninitialised"),
-        (
-            "maths",
-            "columns.packs = count / width<T>",
-            "columns.packs = count / width<T> + 1",
-            "out of bounds|no out",
-        ),
+        ("rows", "packs = V / xent::width<T>", "packs = V / xent::width<T> + 1", "out of bounds|no out"),
         ("rows", "xent::load_packs(logits + start", "xent::load_packs(logits + start + 9 * V", "out of bounds"),
         ("rows", "loss[row] = dead", "loss[row + 1] = dead", "out of bounds|no output"),
     ],

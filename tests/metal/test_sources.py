@@ -72,7 +72,7 @@ def test_compiler_fuses_no_products_and_sums_by_itself(emulator: Emulator) -> No
         ("sums", "mem_flags::mem_threadgroup", "mem_flags::mem_device", "missing barrier"),
         ("sums", "if (lane < groups)", "", "uninitialised"),
         ("sums", "  sums = no_sums();", "if (group > 3) threadgroup_barrier(mem_flags::mem_none);", "divergent"),
-        ("maths", "columns.packs = count / width<T>", "columns.packs = count / width<T> + 1", "out of bounds"),
+        ("rows", "packs = V / xent::width<T>", "packs = V / xent::width<T> + 1", "out of bounds"),
         ("maths", "packed_uint4", "uint4", "misaligned access"),
         ("loss", "columns.edge < columns.count", "columns.edge <= columns.count", "out of bounds"),
         ("rows", "threadgroup xent::Sums shared[32]", "threadgroup xent::Sums shared[4]", "out of bounds"),

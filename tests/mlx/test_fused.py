@@ -120,10 +120,10 @@ def test_pieces_of_the_classifier_gradient(
 ) -> None:
     monkeypatch.setattr(sources, "chunk_device", lambda: device)
     monkeypatch.setattr(sources, "_SLICE_BYTES", 2048)
-    sums = sources.WeightGradient(5000, 64, mx.bfloat16, chunks=2)
-    sums.add(mx.ones((3, 5000), mx.bfloat16), mx.ones((3, 64), mx.bfloat16))
-    assert len(sums.sums) == pieces
-    assert mx.array_equal(sums.result(), mx.full((5000, 64), 3, mx.bfloat16))
+    sums = sources.Gradients(["weight"], mx.ones((5000, 64), mx.bfloat16), mx.bfloat16, parts=2)
+    sums.add(mx.ones((3, 5000), mx.bfloat16), mx.ones((3, 64), mx.bfloat16), mx.zeros((3,), mx.bool_))
+    assert len(sums.of_weight) == pieces
+    assert mx.array_equal(sums.result()["weight"], mx.full((5000, 64), 3, mx.bfloat16))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

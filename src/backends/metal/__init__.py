@@ -5,9 +5,8 @@ The kernel is Metal source. A threadgroup computes one row, forward or backward.
 over a row) and `maths.metal` (also: which thread reads which 16 bytes). `sources` assembles the source text and chooses
 template arguments and the number of threads per row. There are two launchers:
 
-- For MLX `machine` finds out whether this machine has Metal. `rows` tries each kernel before it is used in a graph,
-  launches it, and registers it with the driver.
-- For PyTorch `torch_machine` and `torch_steps` do the same.
+- For MLX `rows` tries each kernel before it is used in a graph, and launches it.
+- For PyTorch `torch_steps` launches it. `torch_machine` finds out whether PyTorch can use Metal here.
 
 With x, e, w, a as in `xent.cross_entropy`, the row's gradient factor r, and W = sum_c w_c::
 
@@ -27,6 +26,7 @@ row fits into the registers of the threadgroup, 64 KiB: 32768 classes of 16 bits
 row is read twice, its last part first, because that may still be in the GPU's last-level cache.
 """
 
+import platform
 from typing import TYPE_CHECKING, Any
 
 from xent.backends.harness import Harness
@@ -49,27 +49,27 @@ class MetalBackend(MlxBackend):
     name = "metal"
 
     def missing(self) -> str | None:
-        """Return why Metal cannot be used, as found at the first call, or None."""
-        from xent.backends.metal import machine
+        """Return why Metal cannot be used, or None."""
+        if (reason := super().missing()) is not None:
+            return reason
+        import mlx.core as mx
 
-        return machine.MISSING
+        if mx.metal.is_available():
+            return None
+        here = f"{platform.system()} on {platform.machine()}"
+        return f"its kernels are for Apple GPUs, and MLX finds no Metal here ({here}); use backend 'mlx'"
 
-    def info(self) -> BackendInfo:
-        """Report the version of MLX, and the device."""
-        from xent.backends.metal import machine
-
-        return BackendInfo(
-            self.name, self.framework, machine.MISSING is None, machine.MISSING, machine.VERSIONS, machine.DEVICES
-        )
+    def devices(self) -> tuple[str, ...]:
+        """Return the device type of Apple GPUs."""
+        return ("gpu",)
 
     def refuse(self, call: Call) -> str | None:
         """Refuse float64, which Metal does not have, and MLX's CPU device."""
-        from xent.backends.metal import machine
         from xent.backends.mlx.devices import device_type
 
         if dtype_name(array_of(call)) == "float64":
             return "Metal has no float64, which backend 'mlx' serves on the CPU"
-        if device_type() not in machine.DEVICES:
+        if device_type() not in self.devices():
             return "MLX computes on the CPU at the moment, which backend 'mlx' serves; or mx.set_default_device(mx.gpu)"
         return None
 
@@ -81,10 +81,10 @@ class MetalBackend(MlxBackend):
 
     def harness(self, device: str | None = None) -> "Harness[mx.array]":
         """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import machine, rows, sources
+        from xent.backends.metal import sources
         from xent.backends.mlx.harness import MlxHarness
 
-        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or machine.DEVICES[0]), rows.RAN)
+        made: Harness[mx.array] = sources.checked_by(MlxHarness(device or self.devices()[0]))
         return made
 
 
@@ -134,10 +134,10 @@ class MetalTorchBackend(TorchBackend):
 
     def harness(self, device: str | None = None) -> "Harness[Tensor]":
         """Return the harness of the gradient checks, without float64."""
-        from xent.backends.metal import sources, torch_machine, torch_steps
+        from xent.backends.metal import sources, torch_machine
         from xent.backends.torch.harness import TorchHarness
 
-        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]), torch_steps.RAN)
+        made = sources.checked_by(TorchHarness(device or torch_machine.DEVICES[0]))
         made.passed = torch_machine.PROOF.remember
         harness: Harness[Tensor] = made
         return harness

@@ -76,53 +76,6 @@ inline float share_of(F facts, uint column, thread float& given) {
   return share;
 }
 
-// Return the facts of a row from the arrays of a launch; `logits` and `probabilities` begin with the row.
-template <
-    typename K,
-    bool EXACT,
-    bool BENT,
-    typename Given,
-    typename Bend,
-    typename Class,
-    typename Known,
-    typename Logits,
-    typename Probabilities,
-    typename ClassWeight>
-inline Facts<Probabilities, ClassWeight> facts_of(
-    Columns columns,
-    size_t row,
-    Given numbers,
-    Bend bend,
-    Class target,
-    Known target_logits,
-    Logits logits,
-    Probabilities probabilities,
-    ClassWeight class_weight) {
-  Facts<Probabilities, ClassWeight> facts;
-  facts.columns = columns;
-  facts.probabilities = probabilities;
-  facts.class_weight = class_weight;
-  Numbers own = Numbers{1.0f - numbers[0], numbers[4], numbers[1], numbers[2], numbers[3], numbers[5]};
-  if constexpr (BENT) {
-    own.logit_scale = bend[2 * row];
-    own.softcap = bend[2 * row + 1];
-  }
-  facts.numbers = own;
-  uint y = columns.count;
-  float z = 0.0f, w = 1.0f;
-  if constexpr (K::target) {
-    y = static_cast<uint>(target[row]);
-    if constexpr (EXACT) z = static_cast<float>(target_logits[row]);
-    else z = static_cast<float>(logits[y]);
-    if constexpr (K::weighted) w = class_weight[y];
-  }
-  facts.target.y = y;
-  facts.target.x = activate<float, K::capped>(z, own.softcap, own.logit_scale, facts.target.slope);
-  facts.target.share = own.keep * w;
-  facts.target.spread = own.spread * w;
-  return facts;
-}
-
 // Add `N` neighbouring columns of raw logits to a thread's sums.
 template <typename K, uint N, typename F>
 inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F facts) {
@@ -133,6 +86,7 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
     if constexpr (K::best) consider(sums, order(z[i], numbers.logit_scale), first + i);
     float slope;
     z[i] = activate<typename K::T, K::capped>(z[i], numbers.softcap, numbers.logit_scale, slope);
+    if constexpr (K::level) sums.level += z[i];
   }
   if (K::target && y - first < N) {
     XENT_UNROLL
@@ -151,9 +105,6 @@ inline void add_columns(thread Sums& sums, thread float (&z)[N], uint first, F f
       if (K::target && first + i == y) share = 0.0f;
     }
     add<K>(sums, shift, z[i], share, given);
-    if constexpr (K::level) {
-      if (!K::target || first + i != y) add_level(sums, shift, z[i]);
-    }
   }
 }
 
@@ -192,13 +143,11 @@ inline Sums read_row(const device typename K::T* logits, thread uint4 (&held)[HE
 
 // The results of a row, which one thread writes.
 struct Found {
-  float peak;
   float log_sum;
   float loss;  // before the row's weight
   float nll;
   float entropy;
   float log_sum_sq_probs;
-  float mean_logit;
 };
 
 // Add the target to the sums of all other classes, and compute the row's results.
@@ -226,11 +175,8 @@ inline Found finish(thread Sums& sums, Target target, Numbers numbers) {
     found.entropy = found.log_sum + (sums.mixed + times(power, shift - target.x)) * exact_exp(-found.log_sum);
     float log_squares = target.x == sums.peak ? log1p(sums.squares) : exact_log(sums.squares + power * power);
     found.log_sum_sq_probs = log_squares - 2.0f * found.log_sum;
-    if constexpr (K::level) add_level(sums, shift, target.x);
   }
-  found.peak = sums.peak;
-  found.mean_logit = sums.peak - sums.level / sums.count;
-  float lse = found.peak + found.log_sum;
+  float lse = sums.peak + found.log_sum;
   if (numbers.z_loss != 0.0f) found.loss += numbers.z_loss * lse * lse;
   return found;
 }

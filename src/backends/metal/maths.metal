@@ -131,17 +131,6 @@ struct Columns {
 };
 
 template <typename T>
-inline Columns share_out(uint count, uint thread_index, uint threads) {
-  Columns columns;
-  columns.count = count;
-  columns.packs = count / width<T>;
-  columns.edge = metal::min(columns.packs * width<T> + thread_index, count);
-  columns.first = thread_index;
-  columns.threads = threads;
-  return columns;
-}
-
-template <typename T>
 inline void unpack(uint4 bits, thread float (&values)[16 / sizeof(T)]) {
   if constexpr (sizeof(T) == 4) {
     float4 all = as_type<float4>(bits);

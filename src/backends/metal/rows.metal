@@ -2,7 +2,7 @@
 // gradient from `known`, a norm (the largest x, and log sum_c exp(x_c - largest)). `sources` has the signatures.
 //
 // Missing arrays, and results that are not needed, are bound to placeholders that are not accessed.
-// logits (R, V); numbers (8,); bend, known (R, 2); target, target_logits, weight, scale, dead (R,);
+// logits (R, V); numbers (8,); row_activation, known (R, 2); target, target_logits, weight, scale, dead (R,);
 // probabilities (R, V); class_weight (V,); upstream (R, 4): the upstream gradients of lse, nll and entropy, and the
 // entropy itself.
 
@@ -21,7 +21,8 @@ using K = xent::Kind<
     MEAN_LOGIT,
     UPSTREAM>;
 uint thread_index = thread_position_in_threadgroup.x, threads = threads_per_threadgroup.x;
-xent::Columns columns = xent::share_out<T>(V, thread_index, threads);
+uint packs = V / xent::width<T>;
+xent::Columns columns = {V, packs, metal::min(packs * xent::width<T> + thread_index, V), thread_index, threads};
 
 if (dead[row] && (KNOWN || SKIPS_DEAD)) {
   if (!KNOWN && thread_index == 0) {
@@ -36,16 +37,27 @@ if (dead[row] && (KNOWN || SKIPS_DEAD)) {
 uint4 held[HELD];
 xent::load_packs(logits + start, held, columns, thread_index);
 
-auto facts = xent::facts_of<K, TARGET_LOGITS, BEND>(
-    columns,
-    row,
-    numbers,
-    bend,
-    target,
-    target_logits,
-    logits + start,
-    probabilities + (TARGET ? 0 : row * V),
-    class_weight);
+xent::Facts<decltype(probabilities + 0), decltype(class_weight + 0)> facts;
+facts.columns = columns;
+facts.probabilities = probabilities + (TARGET ? 0 : row * V);
+facts.class_weight = class_weight;
+facts.numbers = {
+    1.0f - numbers[0],
+    numbers[4],
+    numbers[1],
+    ROW_ACTIVATION ? row_activation[2 * row + 1] : numbers[2],
+    ROW_ACTIVATION ? row_activation[2 * row] : numbers[3],
+    numbers[5]};
+float z = 0.0f, w = 1.0f;
+facts.target.y = V;
+if constexpr (TARGET) {
+  uint y = facts.target.y = static_cast<uint>(target[row]);
+  z = TARGET_LOGITS ? target_logits[row] : static_cast<float>(logits[start + y]);
+  if (CLASS_WEIGHT) w = class_weight[y];
+}
+facts.target.x = xent::activate<float, CAPPED>(z, facts.numbers.softcap, facts.numbers.logit_scale, facts.target.slope);
+facts.target.share = facts.numbers.keep * w;
+facts.target.spread = facts.numbers.spread * w;
 
 xent::Sums sums = xent::no_sums();
 if (!KNOWN) {
@@ -68,7 +80,7 @@ if (KNOWN) {
   log_sum = known[2 * row + 1];
 } else {
   xent::Found found = xent::finish<K>(sums, facts.target, facts.numbers);
-  peak = found.peak;
+  peak = sums.peak;
   log_sum = found.log_sum;
   if (thread_index == 0) {
     loss[row] = dead[row] ? 0.0f : weight[row] * found.loss;
@@ -80,7 +92,7 @@ if (KNOWN) {
     if (ENTROPY) entropy[row] = found.entropy;
     if (PREDICTIONS) predictions[row] = static_cast<int>(sums.at);
     if (LOG_SUM_SQ_PROBS) log_sum_sq_probs[row] = found.log_sum_sq_probs;
-    if (MEAN_LOGIT) mean_logit[row] = found.mean_logit;
+    if (MEAN_LOGIT) mean_logit[row] = sums.level / static_cast<float>(V);
   }
 }
 if (GRAD) {

@@ -12,15 +12,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, constants, mlx_kernel, within_limits
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, mlx_kernel
 from xent.backends.mlx import plain
 from xent.backends.mlx.kernels import Facts, Results
 
-__all__ = ["RAN", "allows", "backward", "forward"]
-
-RAN: set[str] = set()
-"""The kernels that have run in this process, each with the limit of its pipeline."""
-
+__all__ = ["allows", "backward", "forward"]
 
 _SMALL = 8  # elements: MLX passes smaller arrays in constant memory, but the kernel expects device memory
 _Array = tuple[tuple[int, ...], mx.Dtype]
@@ -30,7 +26,7 @@ _tried: dict[Any, "bool | KernelError"] = {}
 def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
     """Compute a block: see `xent.backends.mlx.kernels`."""
     try:
-        return _launch(logits, facts, {name for name in OUTPUTS if name in asked}, "dead" not in asked)
+        return _launch(logits, facts, {name for name in OUTPUTS if name in asked})
     except KernelError as error:
         _warn(error)
         return plain.forward(logits, facts, asked)
@@ -42,7 +38,7 @@ def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
     if facts.upstream:
         upstream = mx.stack([facts.upstream.get(name, nothing) for name in ("lse", "nll", "entropy", "H")], axis=-1)
     try:
-        return _launch(logits, facts, {"grad"}, True, norm, upstream)["grad"]
+        return _launch(logits, facts, {"grad"}, norm, upstream)["grad"]
     except KernelError as error:
         _warn(error)
         return plain.backward(logits, facts, norm)
@@ -52,17 +48,15 @@ def _launch(
     logits: mx.array,
     facts: Facts,
     wanted: Collection[str],
-    skips_dead: bool,
     known: mx.array | None = None,
     upstream: mx.array | None = None,
 ) -> Results:
     """Launch the kernel with one threadgroup per row, and return the results, not yet evaluated."""
-    (count, vocabulary), dtype = logits.shape, logits.dtype
+    count, dtype = len(logits), logits.dtype
     given: dict[str, mx.array | None] = {name: getattr(facts, name, None) for name in INPUTS}
     given |= {"logits": logits, "known": known, "upstream": upstream}
     if logits.size < _SMALL:
         given["logits"] = mx.pad(logits, [(0, _SMALL), (0, 0)])
-    fixed = constants(given, wanted, T=dtype, SMOOTHED=facts.smooths, CAPPED=facts.caps, SKIPS_DEAD=skips_dead)
     # Placeholders for missing arguments, which are not read.
     inputs = [facts.numbers if array is None else array for array in given.values()]
     rows: dict[str, _Array] = {"norm": ((count, 2), mx.float32), "predictions": ((count,), mx.int32)}
@@ -71,8 +65,8 @@ def _launch(
     outputs = [(shape if name in wanted else (1,), kind) for name, (shape, kind) in zip(OUTPUTS, outputs, strict=True)]
     small = [(_small(array.shape), array.dtype) for array in inputs]
     tried = [(_small(shape), kind) for shape, kind in outputs]
-    template, threads, limit = within_limits(fixed, vocabulary, dtype.size, lambda *one: allows(small, tried, *one))
-    RAN.add(f"{'forward' if known is None else 'backward'} with {limit} threads")
+    more = {"T": dtype, "SMOOTHED": facts.smooths, "CAPPED": facts.caps, "SKIPS_DEAD": not facts.call.options.stats}
+    template, threads = kernel_for(given, wanted, lambda *one: allows(small, tried, *one), **more)
     made = zip(OUTPUTS, _run(inputs, outputs, template, count, threads), strict=True)
     return {name: array for name, array in made if name in wanted}
 

@@ -17,12 +17,11 @@ __all__ = [
     "OUTPUTS",
     "KernelError",
     "checked_by",
-    "constants",
+    "kernel_for",
     "library",
     "mlx_kernel",
     "row_sizes",
     "threads_and_held",
-    "within_limits",
 ]
 
 INPUTS = {
@@ -32,7 +31,7 @@ INPUTS = {
     "target_logits": "float",
     "probabilities": "Probability",
     "class_weight": "float",
-    "bend": "float",
+    "row_activation": "float",
     "weight": "float",
     "scale": "float",
     "dead": "bool",
@@ -70,6 +69,8 @@ constexpr bool IN_PLACE = {};
 _SIMD_WIDTH = 32
 _PACK = 16  # bytes that a thread loads at one time
 _MOST_HELD = 8
+_ran: set[str] = set()
+"""The kernels that a check has run, each with the largest number of threads that its pipeline allows."""
 
 LIMITS = (512, 256, 128, 64, 32)
 """The possible numbers of threads of a threadgroup, largest first.
@@ -89,28 +90,23 @@ class KernelError(BackendError):
         )
 
 
-def constants(given: Mapping[str, Any], wanted: Container[str], **more: Any) -> dict[str, Any]:
-    """Return the template arguments of a launch with the `given` arguments, None for those that are missing.
+def kernel_for(
+    given: Mapping[str, Any], wanted: Container[str], allows: Callable[[dict[str, Any], int], bool], **more: Any
+) -> tuple[dict[str, Any], int]:
+    """Return the template arguments of a launch, and the number of threads per row.
 
-    Each name of an argument or result, in capitals, says whether it is there. `more`: types, SMOOTHED, CAPPED, and
-    SKIPS_DEAD (whether no statistics of dead rows are needed).
+    Each name of an argument or result, in capitals, says whether it is `given` (not None) or `wanted`. `more`: types,
+    SMOOTHED, CAPPED, and SKIPS_DEAD (whether no statistics of dead rows are needed). The kernel is that for the largest
+    of `LIMITS` that its pipeline `allows`.
     """
     flags = {name: array is not None for name, array in given.items()} | {name: name in wanted for name in OUTPUTS}
-    return more | {name.upper(): flag for name, flag in flags.items()}
-
-
-def within_limits(
-    fixed: Mapping[str, Any], vocabulary: int, itemsize: int, allows: Callable[[dict[str, Any], int], bool]
-) -> tuple[dict[str, Any], int, int]:
-    """Return the template arguments, the number of threads per row, and its limit.
-
-    The limit is the largest that the pipeline of the kernel `allows`.
-    """
+    made = more | {name.upper(): flag for name, flag in flags.items()}
     for limit in LIMITS:
-        threads, held = threads_and_held(vocabulary, itemsize, limit)
-        held = 4 if fixed["KNOWN"] else held if fixed["GRAD"] else 1
-        if allows(made := {**fixed, "HELD": held}, limit):
-            return made, threads, limit
+        threads, held = threads_and_held(given["logits"].shape[1], given["logits"].itemsize, limit)
+        made["HELD"] = 4 if made["KNOWN"] else held if made["GRAD"] else 1
+        if allows(made, limit):
+            _ran.add(f"{'backward' if made['KNOWN'] else 'forward'} with {limit} threads")
+            return made, threads
     raise KernelError(f"its pipeline allows fewer than {LIMITS[-1]} threads a threadgroup")
 
 
@@ -188,19 +184,16 @@ def _read(name: str) -> str:
     return (Path(__file__).parent / f"{name}.metal").read_text(encoding="utf-8")
 
 
-def checked_by(harness: Any, ran: set[str]) -> Any:
-    """Return the harness of a framework for these kernels: without float64, and with rows that reach every loop.
-
-    `ran` has the names of the kernels that have run, with the largest number of threads that each allows.
-    """
+def checked_by(harness: Any) -> Any:
+    """Return the harness of a framework for these kernels: without float64, and with rows that reach every loop."""
 
     @contextmanager
     def watched() -> Iterator[set[str]]:
+        _ran.clear()
         seen: set[str] = set()
         yield seen
-        seen.update(ran)
+        seen.update(_ran)
 
-    harness.dtypes = tuple(dtype for dtype in harness.dtypes if dtype != "float64")
-    harness.kernels, harness.seconds = ("forward", "backward"), 0.3
+    harness.dtypes, harness.kernels, harness.seconds = ("float32", "bfloat16", "float16"), ("forward", "backward"), 0.3
     harness.watched, harness.sizes = watched, lambda dtype: row_sizes(4 if dtype == "float32" else 2)
     return harness

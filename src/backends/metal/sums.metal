@@ -6,9 +6,9 @@
 //     mixed = sum_c exp(x_c - m) (m - x_c)      entropy = log total + mixed / total
 //     below = sum_c share_c (m - x_c)           sum_c share_c (-log p_c) = below + log total sum_c share_c
 //     squares = sum_c exp(2 (x_c - m))          log sum_c p_c^2 = log squares - 2 log total
-//     level = sum_c (m - x_c)                   the mean x = m - level / V
+//     level = sum_c x_c, with the target
 //
-// All terms are positive, so nothing cancels. When m grows, the difference is added to each m - x_c.
+// All other terms are positive, so nothing cancels. When m grows, the difference is added to each m - x_c.
 
 namespace xent {
 
@@ -22,7 +22,6 @@ struct Sums {
   float given_below;
   float squares;
   float level;
-  float count;        // classes in `level`
   float best;         // the largest logit by `order`, and the lowest of its columns
   uint at;
 };
@@ -31,7 +30,7 @@ inline Sums no_sums() {
   Sums sums;
   sums.peak = sums.best = -INFINITY;
   sums.total = sums.mixed = sums.shares = sums.below = sums.given = sums.given_below = 0.0f;
-  sums.squares = sums.level = sums.count = 0.0f;
+  sums.squares = sums.level = 0.0f;
   sums.at = 0xFFFFFFFF;
   return sums;
 }
@@ -46,7 +45,6 @@ inline void raise(thread Sums& sums, float peak) {
     if constexpr (K::shares) sums.below += times(sums.shares, growth);
     if constexpr (K::given) sums.given_below += times(sums.given, growth);
     if constexpr (K::squares) sums.squares *= shrink * shrink;
-    if constexpr (K::level) sums.level += times(sums.count, growth);
     sums.total *= shrink;
   }
   sums.peak = peak;
@@ -67,12 +65,6 @@ inline void add(thread Sums& sums, float shift, float x, float share, float give
     sums.given += given;
     sums.given_below += times(given, shift - x);
   }
-}
-
-// Add one class to the sums of the mean.
-inline void add_level(thread Sums& sums, float shift, float x) {
-  sums.level += shift - x;
-  sums.count += 1.0f;
 }
 
 inline void consider(thread Sums& sums, float key, uint column) {
@@ -97,10 +89,7 @@ inline void join_lanes(thread Sums& sums) {
     sums.given_below = metal::simd_sum(sums.given_below);
   }
   if constexpr (K::squares) sums.squares = metal::simd_sum(sums.squares);
-  if constexpr (K::level) {
-    sums.level = metal::simd_sum(sums.level);
-    sums.count = metal::simd_sum(sums.count);
-  }
+  if constexpr (K::level) sums.level = metal::simd_sum(sums.level);
   if constexpr (K::best) {
     float best = metal::simd_max(sums.best);
     sums.at = metal::simd_min(sums.best == best ? sums.at : 0xFFFFFFFF);

@@ -10,24 +10,21 @@ __all__ = ["DEVICES", "MISSING", "PROOF", "VERSIONS", "find"]
 
 def find() -> tuple[str | None, dict[str, str], tuple[str, ...]]:
     """Return (why Metal cannot be used or None, versions, device types)."""
-    versions: dict[str, str] = {}
     try:
         import torch
     except ImportError as error:
-        return f"PyTorch cannot be imported: {error}", versions, ()
-    versions["torch"] = str(torch.__version__)
+        return f"PyTorch cannot be imported: {error}", {}, ()
+    versions = {"torch": str(torch.__version__)}
     if not torch.backends.mps.is_available():
         here = f"{platform.system()} on {platform.machine()}"
-        return (
-            f"its kernels are for Apple GPUs, and PyTorch finds none here ({here}); use backend 'torch'",
-            versions,
-            (),
-        )
-    if not hasattr(torch.mps, "compile_shader"):
-        return f"it needs PyTorch 2.7 or later and found {torch.__version__}; use backend 'torch'", versions, ()
-    if os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":
-        return "PYTORCH_MPS_FAST_MATH=1 compiles kernels as if there were no infinities: unset it", versions, ()
-    return None, versions, ("mps",)
+        reason = f"its kernels are for Apple GPUs, and PyTorch finds none here ({here}); use backend 'torch'"
+    elif not hasattr(torch.mps, "compile_shader"):
+        reason = f"it needs PyTorch 2.7 or later and found {torch.__version__}; use backend 'torch'"
+    elif os.environ.get("PYTORCH_MPS_FAST_MATH", "0") != "0":
+        reason = "PYTORCH_MPS_FAST_MATH=1 compiles kernels as if there were no infinities: unset it"
+    else:
+        return None, versions, ("mps",)
+    return reason, versions, ()
 
 
 MISSING, VERSIONS, DEVICES = find()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, constants, library, within_limits
+from xent.backends.metal.sources import INPUTS, OUTPUTS, KernelError, kernel_for, library
 from xent.backends.torch.contract import STEPS, Block, Part, Setting, smooths
 from xent.backends.torch.portable import PortableSteps
 from xent.backends.torch.portable.facts import Index, at, index_of
@@ -19,10 +19,8 @@ from xent.backends.torch.portable.rows import probabilities
 from xent.core.call import Classes, Probabilities
 from xent.core.spec import ROW_STATS
 
-__all__ = ["RAN", "MetalSteps"]
+__all__ = ["MetalSteps"]
 
-RAN: set[str] = set()
-"""The kernels that have run in this process, each with the limit of its pipeline."""
 _TYPES = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat"}
 _compiled: dict[tuple[Any, ...], Any] = {}
 
@@ -49,7 +47,7 @@ class MetalSteps(PortableSteps):
         self._whole = {"numbers": numbers, "class_weight": weight}
         self._rows_of: dict[str, Tensor | None] = {
             "target": facts.target,
-            "bend": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
+            "row_activation": None if heat is None else torch.stack([numbers[3], numbers[2]]) / heat[:, None],
             "weight": facts.weight,
             "scale": facts.scale,
             "dead": ones == 0 if facts.dead is None else facts.dead.contiguous(),
@@ -117,19 +115,16 @@ class MetalSteps(PortableSteps):
         given: dict[str, Tensor | None] = dict.fromkeys(INPUTS) | {"logits": logits, "probabilities": values}
         given |= {"target_logits": block.target_logits, "known": known, "upstream": upstream, **self._whole}
         given |= {name: at(one, index) for name, one in self._rows_of.items()}
-        fixed = constants(
+        template, threads = kernel_for(
             given,
             results,
+            lambda made, most: _kernel(made).max_threads_per_threadgroup >= most,
             T=_TYPES[logits.dtype],
             Probability="float" if values is None else _TYPES[values.dtype],
             SMOOTHED=smooths(options.label_smoothing),
             CAPPED=facts.activation.softcap is not None,
             SKIPS_DEAD=not self._asked and "lse" not in options.stats,
         )
-        template, threads, limit = within_limits(
-            fixed, vocabulary, logits.itemsize, lambda made, most: _kernel(made).max_threads_per_threadgroup >= most
-        )
-        RAN.add(f"{'forward' if known is None else 'backward'} with {limit} threads")
         # Placeholders for missing tensors are not accessed.
         tensors = [*given.values(), *map(results.get, OUTPUTS)]
         _kernel(template)(

@@ -43,9 +43,15 @@ class MlxBackend:
         reason = self.missing()
         if reason is not None:
             return BackendInfo(self.name, self.framework, False, reason, {}, ())
-        from xent.backends.mlx.devices import devices, version
+        from xent.backends.mlx.devices import version
 
-        return BackendInfo(self.name, self.framework, True, None, {"mlx": version()}, devices())
+        return BackendInfo(self.name, self.framework, True, None, {"mlx": version()}, self.devices())
+
+    def devices(self) -> tuple[str, ...]:
+        """Return the device types that this backend serves, the best one first."""
+        import mlx.core as mx
+
+        return ("gpu", "cpu") if mx.is_available(mx.gpu) else ("cpu",)
 
     def refuse(self, call: Call) -> str | None:
         """Refuse float64 on a GPU, where MLX does not support it."""
@@ -71,7 +77,7 @@ class MlxBackend:
         """Return the MLX harness of the gradient checks."""
         from xent.backends.mlx.harness import MlxHarness
 
-        return MlxHarness(device)
+        return MlxHarness(device or self.devices()[0])
 
 
 BACKEND = MlxBackend()

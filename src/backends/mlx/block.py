@@ -24,7 +24,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from xent.backends.mlx.devices import class_sum, device_type, exp, expm1, has_fused_loss, product
-from xent.backends.mlx.kernels import Coefficients, Facts, Gap, Sums, coefficients
+from xent.backends.mlx.kernels import Coefficients, Facts, Sums, coefficients
 
 __all__ = ["Block", "FusedBlock", "fuses", "needs_memory"]
 
@@ -36,12 +36,12 @@ class Block:
 
     def __init__(self, z: mx.array, facts: Facts) -> None:
         self.z, self.facts, self.acc = z, facts, facts.weight.dtype
-        self.fast = self.acc != mx.float64 and device_type() == "cpu" and facts.end is None
+        self.fast = self.acc != mx.float64 and device_type() == "cpu" and facts.sets is None
         """Whether MLX's softmax is accurate. It is not on a GPU."""
         self.apart = facts.target is not None and self.acc != mx.float64 and not self.fast
         """Whether `_softmax` omits the target from p, because its p is more accurate when computed from log_sum."""
         self.x, self._slope = self._activations()
-        if facts.end is not None:
+        if facts.sets is not None:
             # A target outside of its support has no gradient.
             outside, upstream = self._at_target(self.x) == -mx.inf, dict(facts.upstream)
             if "nll" in upstream:
@@ -51,13 +51,15 @@ class Block:
         self._shares = self._given
         if self._given is not None and facts.class_weight is not None:
             self._shares = self._given * facts.class_weight
+        self.total = 1 if self._shares is None else class_sum(self._shares)
+        """sum_c t_c."""
         self._p: mx.array | None = None
         self._sum_of_p: mx.array | None = None
         """The sum (R,) of MLX's softmax, if its difference from 1 matters; otherwise None."""
 
     def fold(self, asked: Collection[str]) -> Sums:
         """Return the sums of the rows."""
-        facts, largest, plain = self.facts, self._largest(), None
+        facts, largest, classes, found = self.facts, self._largest(), None, dict[str, mx.array]()
         peak = self._finite(largest)
         below = peak[:, None] - self.x
         self._p, log_sum = self._softmax(peak)
@@ -67,29 +69,25 @@ class Block:
         elif self._sum_of_p is not None:
             p = p / self._sum_of_p[:, None]
         if self._shares is None:
-            target = Gap(self._below_target(peak))
+            target = self._below_target(peak) + log_sum
         else:
-            target = _gap(self._shares, below)
-            if "nll" in asked and self._given is not None and self._given is not self._shares:
-                plain = _gap(self._given, below)
-        classes = Gap(class_sum(below), float(below.shape[-1])) if facts.smooths else None
-        if facts.smooths and facts.class_weight is not None:
-            classes = _gap(facts.class_weight, below)
-        return Sums(
-            peak=largest,
-            log_sum=log_sum,
-            target=target,
-            classes=classes,
-            plain=plain,
-            expected=class_sum(product(p, below)) if "entropy" in asked else None,
-            best=self._best() if "predictions" in asked else None,
-            squares=class_sum(mx.square(p)) if "log_sum_sq_probs" in asked else None,
-            mean=self._mean(below, peak) if "mean_logit" in asked else None,
-        )
-
-    def shares(self) -> mx.array | float:
-        """Return sum_c t_c."""
-        return 1 if self._shares is None else class_sum(self._shares)
+            target = class_sum(product(self._shares, below)) + self.total * log_sum
+        if "nll" in asked:
+            found["nll"] = target
+            if self._given is not None and self._given is not self._shares:
+                found["nll"] = class_sum(product(self._given, below)) + class_sum(self._given) * log_sum
+        if facts.smooths:
+            weighted = below if facts.class_weight is None else product(facts.class_weight, below)
+            classes = class_sum(weighted) + facts.number("total_weight") * log_sum
+        if "entropy" in asked:
+            found["entropy"] = class_sum(product(p, below)) + log_sum
+        if "predictions" in asked:
+            found["predictions"] = self._best()
+        if "log_sum_sq_probs" in asked:
+            found["log_sum_sq_probs"] = mx.log(class_sum(mx.square(p)))
+        if "mean_logit" in asked:
+            found["mean_logit"] = self._mean()
+        return Sums(largest, log_sum, target, classes, found)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
@@ -137,7 +135,7 @@ class Block:
 
     def _finite(self, peak: mx.array) -> mx.array:
         """Return a reference for the x of rows with a largest x, 0 for empty supports."""
-        return peak if self.facts.end is None else mx.where(peak == -mx.inf, 0, peak)
+        return peak if self.facts.sets is None else mx.where(peak == -mx.inf, 0, peak)
 
     def _with_target(self, values: mx.array, new: mx.array) -> mx.array:
         """Return values (R, V) with new ones (R,) for the target."""
@@ -159,12 +157,12 @@ class Block:
         best = mx.where((ids >= 0) & (key == key.max(-1, keepdims=True)), ids, none).min(-1)
         return mx.where(best == none, 0, best)
 
-    def _mean(self, below: mx.array, peak: mx.array) -> mx.array:
+    def _mean(self) -> mx.array:
         """Return the mean of x (R,); 0 for empty supports."""
-        ids = self.facts.ids
+        ids, x = self.facts.ids, self.x.astype(self.acc)
         if ids is None:
-            return mx.where(peak == -mx.inf, -mx.inf, peak - class_sum(below) / float(below.shape[-1]))
-        return peak - class_sum(mx.where(ids < 0, 0, below)) / mx.maximum((ids >= 0).sum(-1), 1)
+            return class_sum(x) / float(x.shape[-1])
+        return class_sum(mx.where((ids < 0) & (x == -mx.inf), 0, x)) / mx.maximum((ids >= 0).sum(-1), 1)
 
     def _finished(self, grad: mx.array, delta: mx.array | None) -> mx.array:
         """Return the gradient with respect to z, 0 in dead rows, from that with respect to x without the delta term."""
@@ -173,9 +171,9 @@ class Block:
             grad = grad - (delta[:, None] if weight is None else delta[:, None] * weight)
         if self._slope is not None:
             grad = grad * self._slope
-        if self.facts.end is not None:
+        if self.facts.sets is not None:
             grad = mx.where(self.x == -mx.inf, 0, grad)
-        if not self.facts.finite:
+        if not self.facts.dead_are_finite:
             grad = mx.where(self.facts.dead[:, None], 0, grad)
         return grad.astype(self.z.dtype)
 
@@ -194,8 +192,8 @@ class Block:
         if facts.target_logits is not None:
             x = self._with_target(x, facts.target_logits)
         x, slope = facts.activate(x)
-        if facts.ids is not None and facts.begin is not None:
-            x = mx.where(facts.ids < 0, mx.where(facts.begin < 0, mx.nan, -mx.inf)[:, None].astype(x.dtype), x)
+        if facts.ids is not None and facts.sets is not None:
+            x = mx.where(facts.ids < 0, mx.where(facts.sets[:, 0] < 0, mx.nan, -mx.inf)[:, None].astype(x.dtype), x)
         return x, slope
 
     def _index(self) -> mx.array:
@@ -220,65 +218,61 @@ class Block:
         powers = exp(self.x - peak[:, None])
         if not self.apart:
             total = class_sum(powers)
-            if self.facts.end is not None:
+            if self.facts.sets is not None:
                 total = mx.where(total == 0, 1, total)
             return powers / total[:, None], mx.log(total)
         # Sum the other classes separately: beside the target's 1, small probabilities would be rounded away.
         power, powers = exp(-self._below_target(peak)), self._with_target(powers, mx.zeros_like(peak))
         rest = class_sum(powers)
         total = rest + power
-        total = total if self.facts.end is None else mx.where(total == 0, 1, total)
+        total = total if self.facts.sets is None else mx.where(total == 0, 1, total)
         return powers / total[:, None], mx.where(power == 1, mx.log1p(rest), mx.log(total))
-
-
-def _gap(weight: mx.array, below: mx.array) -> Gap:
-    """Return the gap of classes with these weights, (V,) or (R, V)."""
-    return Gap(class_sum(product(weight, below)), class_sum(weight))
 
 
 def fuses(z: mx.array, facts: Facts) -> bool:
     """Whether the fused operations can compute these rows. For float32 their exponentials are not accurate enough."""
-    served = facts.target is not None and facts.end is None and "entropy" not in facts.upstream
+    served = facts.target is not None and facts.sets is None and "entropy" not in facts.upstream
     return served and z.dtype.size < 4 and has_fused_loss()
 
 
 def needs_memory(facts: Facts) -> bool:
     """Whether a float32 copy of the logits is needed: only if x differs from them, or all classes are summed."""
-    return facts.smooths or facts.caps or facts.scales or facts.end is not None
+    return facts.smooths or facts.caps or facts.scales or facts.sets is not None
 
 
 class FusedBlock(Block):
-    """R rows of raw logits z with class indices."""
+    """R rows of raw logits z with class indices. Its peak is the lse, and its log_sum 0."""
 
     _passed: tuple[mx.array, mx.array] | None = None
-    _surprise: mx.array
+    _rounded: mx.array
+    """(R,) lse - x_y, for the target logits x_y of the block."""
 
     def fold(self, asked: Collection[str]) -> Sums:
         """Return the sums of the rows. If alpha is known before, the gradient is computed in the same pass."""
         self.apart = False
         if "grad" in asked and not self.facts.squares:
-            self._surprise = self._pass(coefficients(self.facts, None, 1.0))[0]
+            self._rounded = self._pass(coefficients(self.facts, None))[0]
         else:
-            self._surprise = self._loss(self.x)
+            self._rounded = self._loss(self.x)
         return super().fold(asked)
 
     def _largest(self) -> mx.array:
         """Return lse in place of the largest x."""
-        return self._surprise + self._at_target(self.x).astype(self.acc)
+        return self._rounded + self._at_target(self.x).astype(self.acc)
 
     def _below_target(self, peak: mx.array) -> mx.array:
         """Return lse - x_y (R,)."""
-        return self._exact(self._surprise)
+        return self._exact(self._rounded)
 
     def _softmax(self, peak: mx.array) -> tuple[mx.array, mx.array]:
         return mx.exp(self.x - peak[:, None]), mx.zeros_like(peak)
 
     def gradient(self, given: Coefficients, peak: mx.array, log_sum: mx.array) -> mx.array:
         """Return the gradient with respect to z."""
-        surprise, grad = self._pass(given)
+        rounded, grad = self._pass(given)
         more = given.rest
         if self.facts.target_logits is not None and not needs_memory(self.facts):
-            taken = given.alpha * (mx.expm1(-self._exact(surprise)) - mx.expm1(-surprise))
+            taken = given.alpha * (mx.expm1(-self._exact(rounded)) - mx.expm1(-rounded))
             more = taken if more is None else taken + more
         if more is not None:
             grad = grad.at[mx.arange(len(grad)), self.facts.target].add(more.astype(grad.dtype))
@@ -292,17 +286,17 @@ class FusedBlock(Block):
         made: mx.array = mx.fast.cross_entropy(x, self._index()[:, 0])
         return made
 
-    def _exact(self, surprise: mx.array) -> mx.array:
+    def _exact(self, rounded: mx.array) -> mx.array:
         """Return lse - x_y (R,), corrected for the rounding of the target logits x_y."""
         target_logits = self.facts.target_logits
         if target_logits is None or needs_memory(self.facts):
-            return surprise
+            return rounded
         above = target_logits - self._at_target(self.x).astype(self.acc)
-        return surprise - above + mx.log1p(mx.exp(-surprise) * mx.expm1(above))
+        return rounded - above + mx.log1p(mx.exp(-rounded) * mx.expm1(above))
 
     def _pass(self, given: Coefficients) -> tuple[mx.array, mx.array]:
         """Return lse - x_y (R,) and the gradient alpha (p - [c==y]) (R, V), computed once."""
         if self._passed is None:
-            (surprise,), (grad,) = mx.vjp(self._loss, [self.x], [given.alpha])
-            self._passed = surprise, grad
+            (rounded,), (grad,) = mx.vjp(self._loss, [self.x], [given.alpha])
+            self._passed = rounded, grad
         return self._passed

@@ -12,7 +12,6 @@ __all__ = [
     "chunk_device",
     "class_sum",
     "device_type",
-    "devices",
     "exact_exp",
     "exp",
     "expm1",
@@ -34,11 +33,6 @@ def version() -> str:
 def device_type() -> str:
     """Return "cpu" or "gpu"."""
     return "cpu" if mx.default_device().type == mx.DeviceType.cpu else "gpu"
-
-
-def devices() -> tuple[str, ...]:
-    """Return the available device types, the accelerator first."""
-    return ("gpu", "cpu") if mx.is_available(mx.gpu) else ("cpu",)
 
 
 def chunk_device() -> str:

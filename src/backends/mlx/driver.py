@@ -7,6 +7,7 @@ pass take it once more.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -42,23 +43,23 @@ def run(call: Call, kernel: Any) -> tuple[mx.array, Stats]:
     rows = _Rows(call, kernel, "weight" in given and is_differentiated(given["weight"]))
     facts, reduces = rows.facts, call.options.reduction != "none"
     expected = _expected(given) if reduces else []
-    found, kept = rows.forward(expected)
+    found, early = rows.forward(expected)
 
     def gradients(upstream: dict[str, mx.array | None]) -> list[mx.array]:
-        made, now, first, factor = dict(kept), facts, expected, facts.deferred
-        kept.clear()
+        made, current, together, factor = dict(early), facts, expected, facts.deferred
+        early.clear()
         if not reduces:
-            now, first = _with_upstream(facts, upstream, found.get("entropy")), _expected(given)
+            current, together = _with_upstream(facts, upstream, found.get("entropy")), _expected(given)
         elif upstream["loss"] is not None:
             factor = upstream["loss"].astype(facts.weight.dtype)
             factor = factor if facts.deferred is None else factor * facts.deferred
         # Gradients that were not expected are computed separately, so that MLX evaluates them only if needed.
-        for names in (first, *([name] for name in given if name not in first)):
+        for names in (together, *([name] for name in given if name not in together)):
             if not made.keys() >= set(names):
-                made |= rows.backward(now, names)
+                made |= rows.backward(current, names)
         grads = [scaled(made.pop(name), factor, array.dtype).reshape(array.shape) for name, array in given.items()]
         if isinstance(target, Probabilities):
-            grads.append(scaled(rows.of_target(now, target.values), factor, target.values.dtype))
+            grads.append(scaled(rows.of_target(current, target.values), factor, target.values.dtype))
         return grads
 
     named = {"loss": _reduced(found["loss"], facts)} | _statistics(found, facts)
@@ -79,6 +80,8 @@ class _Rows:
         source, target = call.source, call.target
         self.facts = facts = gather_facts(call)
         self._parts, self._teacher = cut(facts, trained), None
+        weight, dtype = getattr(source, "weight", None), array_of(call).dtype
+        self._gradients = partial(Gradients, weight=weight, dtype=dtype, parts=len(self._parts))
         self._kernel = plain if isinstance(target, Allowed) else kernel
         idle = None if isinstance(source, Given) else facts.idle
         if isinstance(target, (Dense, TopK)):
@@ -88,7 +91,7 @@ class _Rows:
         self._logits = Logits(source, idle, is_exact(call), facts.target)
         # The logits of a dead row equal the bias, which may be -inf. In a support other classes are -inf.
         finite = not (isinstance(source, Given) or source.bias is not None or isinstance(target, Allowed))
-        self._finite = finite and facts.bend is None and not call.options.stats
+        self._finite = finite and facts.row_activation is None and not call.options.stats
 
     def forward(self, needs: Sequence[str]) -> tuple[Results, _Grads]:
         """Return the results of all rows, and the gradients that `needs` names."""
@@ -101,13 +104,13 @@ class _Rows:
             parts.append(found)
             return list(found.values()), grad if needs else None
 
-        made = self._run(step, self._logits.gradients(needs, len(self._parts)), self.facts, [])
+        made = self._run(step, self._gradients(needs), self.facts, [])
         self._found = joined(parts)
         return self._found, made
 
     def backward(self, facts: Facts, needs: Sequence[str]) -> _Grads:
         """Return the gradients that `needs` names, after the forward pass; compute the logits again."""
-        return self._again(self._kernel.backward, self._logits.gradients(needs, len(self._parts)), facts)
+        return self._again(self._kernel.backward, self._gradients(needs), facts)
 
     def of_target(self, facts: Facts, target: mx.array) -> mx.array:
         """Return the gradient of class probabilities; compute the logits again."""
@@ -126,10 +129,10 @@ class _Rows:
 
     def _block(self, facts: Facts, loaded: Loaded, part: slice) -> Facts:
         """Return the facts of a part for a row kernel."""
-        alone = isinstance(facts.call.source, Given) and part.stop - part.start == facts.count
+        whole = isinstance(facts.call.source, Given) and part.stop - part.start == facts.count
         teacher = None if self._teacher is None else self._teacher.load(part, [loaded.rows]).logits
         more, known = facts.part(part), loaded.target_logits
-        return replace(more, target_logits=known, teacher=teacher, finite=self._finite, alone=alone)
+        return replace(more, target_logits=known, teacher=teacher, dead_are_finite=self._finite, whole_call=whole)
 
     def _run(self, step: _Step, sums: Gradients, facts: Facts, tie: list[mx.array]) -> _Grads:
         """Compute all parts, each after the one before and the first after `tie`. Return the gradients by name."""

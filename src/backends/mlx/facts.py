@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from xent.backends.mlx.devices import accumulation_dtype, scalar
+from xent.backends.mlx.devices import accumulation_dtype, class_sum, scalar
 from xent.backends.mlx.kernels import Facts
 from xent.core.arrays import dtype_name
 from xent.core.call import (
@@ -107,7 +107,7 @@ def gather_facts(call: Call) -> Facts:
         if isinstance(target, Allowed):
             target, broken = _support(target, shape, vocabulary, each)
             invalid = invalid | (broken & ~ignored)
-            found |= {"begin": target.begin, "end": target.end}
+            found["sets"] = mx.stack([target.begin, target.end], axis=-1)
     elif isinstance(target, Probabilities):
         target = Probabilities(target.values.reshape(-1, vocabulary))
         found["probabilities"] = target.values
@@ -126,10 +126,10 @@ def gather_facts(call: Call) -> Facts:
         heat = each(mx.broadcast_to(activation.temperature.astype(acc), shape), 1)
         heat = mx.where(ignored, 1, mx.where(heat > 0, mx.minimum(heat, LARGEST), mx.nan))
         numbers = (activation.logit_scale, _softcap(call))
-        found["bend"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
+        found["row_activation"] = mx.stack([scalar(number, acc) / heat for number in numbers], axis=-1)
         invalid = None if invalid is None else invalid | mx.isnan(heat)
-    if "begin" in found and invalid is not None:
-        found |= {name: mx.where(invalid, -1, found[name]) for name in ("begin", "end")}
+    if "sets" in found and invalid is not None:
+        found["sets"] = mx.where(invalid[:, None], -1, found["sets"])
     class_weight = None if options.weight is None else options.weight.astype(acc)
     by_class = class_weight[found["target"]] if class_weight is not None and "target" in found else 1
     return Facts(
@@ -235,7 +235,7 @@ def _shifted(values: mx.array, shift: int, fill: Any) -> mx.array:
 def _numbers(call: Call, class_weight: mx.array | None, dtype: mx.Dtype) -> mx.array:
     """Return `xent.backends.mlx.kernels.Facts.numbers`, (8,)."""
     vocabulary, smoothing = vocabulary_of(call.source), call.options.label_smoothing
-    total: Any = vocabulary if class_weight is None else class_weight.sum()
+    total: Any = vocabulary if class_weight is None else class_sum(class_weight)
     scale, spread = call.activation.logit_scale, smoothing / vocabulary
     given = [smoothing, call.options.z_loss, _softcap(call), scale, spread, total, 0.0, 0.0]
     if any(isinstance(value, mx.array) for value in given):

@@ -8,7 +8,6 @@ import mlx.core as mx
 import numpy as np
 
 from xent.backends.harness import Harness
-from xent.backends.mlx.devices import devices
 
 __all__ = ["MlxHarness"]
 
@@ -22,9 +21,9 @@ class MlxHarness(Harness[mx.array]):
 
     ops, seconds = mx, 0.1
 
-    def __init__(self, device: str | None = None) -> None:
+    def __init__(self, device: str) -> None:
         os.environ.setdefault("MLX_ENABLE_TF32", "0")
-        self.device = device or devices()[0]
+        self.device = device
         self.dtypes: tuple[str, ...] = ("float64", "float32", "bfloat16", "float16")[self.device != "cpu" :]
         self.kernels: tuple[str, ...] = ("MLX's own operations",)
 

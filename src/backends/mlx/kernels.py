@@ -2,8 +2,8 @@
 
 A row kernel is a module with two functions of an (R, V) block of raw logits with R, V >= 1, of any strides:
 
-- ``forward(logits, facts, asked)`` computes the results that `asked` names: "loss" and others. It has "dead" too, if
-  results other than loss and gradient are needed for dead rows; other names have no meaning.
+- ``forward(logits, facts, asked)`` computes the results that `asked` names: "loss" and others. If the call has
+  statistics, those of dead rows are needed too.
 - ``backward(logits, facts, norm)`` computes the gradient (R, V) of a block from the result norm (R, 2), for the present
   `scale` of the facts.
 
@@ -37,7 +37,7 @@ import mlx.core as mx
 from xent.backends.mlx.devices import product
 from xent.core.call import Call
 
-__all__ = ["Coefficients", "Facts", "Gap", "Results", "Sums", "activate", "asked", "coefficients", "finish", "joined"]
+__all__ = ["Coefficients", "Facts", "Results", "Sums", "activate", "asked", "coefficients", "finish", "joined"]
 
 _NUMBERS = ("label_smoothing", "z_loss", "softcap", "logit_scale", "spread", "total_weight")
 _WHOLE = ("numbers", "class_weight", "deferred", "divisor")
@@ -79,10 +79,9 @@ class Facts:
     """(R,) the row of `probabilities` of each row, -1 for none. None if row i has row i, and in a kernel."""
     class_weight: mx.array | None = None
     """(V,)"""
-    begin: mx.array | None = None
-    """(R,) int32: where the support of each row begins in the classes of the call's target; -1 in invalid rows."""
-    end: mx.array | None = None
-    """(R,) int32: where it ends; -1 in invalid rows."""
+    sets: mx.array | None = None
+    """(R, 2) int32: where the support of each row begins and ends in the classes of the call's target; -1 in invalid
+    rows."""
     teacher: mx.array | None = None
     """(R, V): the raw logits of a dense teacher."""
     ids: mx.array | None = None
@@ -92,14 +91,14 @@ class Facts:
     """(R, K): its log-probabilities."""
     target_logits: mx.array | None = None
     """(R,) raw logits of the targets, which replace those in the block, because these were rounded to its dtype."""
-    finite: bool = False
+    dead_are_finite: bool = False
     """Whether the logits of dead rows are known to be finite, so that a gradient factor of 0 makes their gradient 0."""
-    alone: bool = False
+    whole_call: bool = False
     """Whether the block is the whole call. Its gradient should then be the only array of its size."""
     upstream: Mapping[str, mx.array] = field(default_factory=dict)
     """In backward passes: (R,) upstream gradients of "lse", "nll" and "entropy", and with the latter "H", the entropy
     itself. `scale` includes the upstream gradient of the loss."""
-    bend: mx.array | None = None
+    row_activation: mx.array | None = None
     """(R, 2): logit_scale and softcap of each row, which replace those in `numbers` if rows have temperatures. The sign
     of the scale is that in `numbers`. NaN if the temperature is not > 0."""
 
@@ -126,7 +125,7 @@ class Facts:
     @property
     def scales(self) -> bool:
         """Whether logits have a scale other than 1, or one whose value is unknown, or one per row."""
-        return self.bend is not None or _differs(self.call.activation.logit_scale, 1)
+        return self.row_activation is not None or _differs(self.call.activation.logit_scale, 1)
 
     @property
     def idle(self) -> mx.array:
@@ -137,16 +136,16 @@ class Facts:
         """Return the value of an option, 0-d."""
         return self.numbers[_NUMBERS.index(name)]
 
-    def of_rows(self, name: str) -> mx.array:
-        """Return "logit_scale" or "softcap": (R,) if rows have their own, otherwise 0-d."""
-        return self.number(name) if self.bend is None else self.bend[:, ("logit_scale", "softcap").index(name)]
+    def of_rows(self) -> tuple[mx.array, mx.array]:
+        """Return logit_scale and softcap: (R,) if rows have their own, otherwise 0-d."""
+        if self.row_activation is None:
+            return self.number("logit_scale"), self.number("softcap")
+        return self.row_activation[:, 0], self.row_activation[:, 1]
 
     def activate(self, z: mx.array) -> tuple[mx.array, mx.array | None]:
         """Return `activate` of logits (R, V) in the dtype of `weight`."""
-        wanted = {"logit_scale": self.scales, "softcap": self.caps}
-        values = [self.of_rows(name) if present else None for name, present in wanted.items()]
-        bends = [value[:, None] if value is not None and value.ndim else value for value in values]
-        return activate(z.astype(self.weight.dtype), *bends)
+        scale, cap = (value[:, None] if value.ndim else value for value in self.of_rows())
+        return activate(z.astype(self.weight.dtype), scale if self.scales else 1, cap if self.caps else None)
 
     def part(self, rows: slice | mx.array) -> "Facts":
         """Return the facts of some rows."""
@@ -180,12 +179,7 @@ def asked(stats: Collection[str], grad: bool) -> set[str]:
 
     The norm is for statistics, and for gradients that are computed later.
     """
-    found = {"loss", "norm", *stats}
-    if stats:
-        found.add("dead")
-    if "accuracy" in stats:
-        found.add("predictions")
-    return found | {"grad"} if grad else found
+    return {"loss", "norm", *stats, *["predictions"] * ("accuracy" in stats), *["grad"] * grad}
 
 
 def joined(parts: Sequence[Results]) -> Results:
@@ -199,9 +193,9 @@ def activate(z: mx.array, scale: Any, softcap: Any) -> tuple[mx.array, mx.array 
     """Return x = k tanh(s z / k), or s z without softcap k, and the softcap's slope, None without softcap.
 
     The slope does not include the factor s. It is not computed as 1 - tanh^2, which would cancel. `scale` and `softcap`
-    are numbers, or arrays that are broadcast with z; None for neither.
+    are numbers, or arrays that are broadcast with z.
     """
-    x = z if scale is None or (isinstance(scale, (int, float)) and scale == 1) else z * scale
+    x = z * scale if _differs(scale, 1) else z
     if softcap is None:
         return x, None
     inside = x / softcap
@@ -213,40 +207,19 @@ def _differs(value: Any, neutral: float) -> bool:
     return isinstance(value, mx.array) or value != neutral
 
 
-class Gap(NamedTuple):
-    """A weighted sum over classes of how far x is below the largest x, and the sum of the weights."""
-
-    below: mx.array
-    """(R,) sum_c weight_c (peak - x_c)."""
-    total: mx.array | float = 1
-    """sum_c weight_c, (R,) or 0-d."""
-
-    def surprise(self, log_sum: mx.array) -> mx.array:
-        """Return sum_c weight_c (-log p_c), (R,)."""
-        return self.below + (log_sum if isinstance(self.total, int) else self.total * log_sum)
-
-
 class Sums(NamedTuple):
-    """Sums of R rows over classes. They use differences to the largest x, which keep their precision."""
+    """What `finish` needs of R rows. Sums over classes use differences to the largest x, which keep their precision."""
 
     peak: mx.array
     """(R,) the largest x."""
     log_sum: mx.array
     """(R,) log sum_c exp(x_c - peak)."""
-    target: Gap
-    """Gap with weights t."""
-    classes: Gap | None = None
-    """Gap with weights w, if there is label smoothing."""
-    plain: Gap | None = None
-    """Gap with weights q, if that is not t and the nll is needed."""
-    expected: mx.array | None = None
-    """(R,) sum_c p_c (peak - x_c)."""
-    best: mx.array | None = None
-    """(R,) int32: the class of the largest logit_scale * z."""
-    squares: mx.array | None = None
-    """(R,) sum_c p_c^2."""
-    mean: mx.array | None = None
-    """(R,) the mean of x_c."""
+    target: mx.array
+    """(R,) sum_c t_c (-log p_c)."""
+    classes: mx.array | None
+    """(R,) sum_c w_c (-log p_c), if there is label smoothing."""
+    statistics: dict[str, mx.array]
+    """(R,) the statistics that the caller asked for, but for the lse."""
 
 
 class Coefficients(NamedTuple):
@@ -260,35 +233,27 @@ class Coefficients(NamedTuple):
     """alpha - gamma for class indices, computed before rounding: if p_y is near 1, the difference would cancel."""
 
 
-def finish(sums: Sums, facts: Facts, asked: Collection[str]) -> Results:
+def finish(sums: Sums, facts: Facts) -> Results:
     """Return the results of whole rows, without gradients."""
-    log_sum, lse, weight = sums.log_sum, sums.peak + sums.log_sum, _target_weight(facts)
-    surprise = sums.target.surprise(log_sum)
-    loss = surprise if weight is None else product(weight, surprise)
+    loss, weight = sums.target, _target_weight(facts)
+    if weight is not None:
+        loss = product(weight, loss)
     if sums.classes is not None:
-        loss = loss + facts.number("spread") * sums.classes.surprise(log_sum)
+        loss = loss + facts.number("spread") * sums.classes
     if facts.squares:
-        loss = loss + facts.number("z_loss") * mx.square(lse)
-    made = {
-        "loss": mx.where(facts.dead, 0, facts.weight * loss),
-        "norm": mx.stack([sums.peak, log_sum], axis=-1),
-        "nll": (sums.plain or sums.target).surprise(log_sum) if "nll" in asked else None,
-        "entropy": None if sums.expected is None else sums.expected + log_sum,
-        "predictions": sums.best,
-        "log_sum_sq_probs": None if sums.squares is None else mx.log(sums.squares),
-        "mean_logit": sums.mean,
-    }
-    return {name: value for name, value in made.items() if value is not None}
+        loss = loss + facts.number("z_loss") * mx.square(sums.peak + sums.log_sum)
+    loss = mx.where(facts.dead, 0, facts.weight * loss)
+    return {"loss": loss, "norm": mx.stack([sums.peak, sums.log_sum], axis=-1), **sums.statistics}
 
 
-def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float) -> Coefficients:
+def coefficients(facts: Facts, lse: mx.array | None, total: mx.array | float = 1) -> Coefficients:
     """Return the coefficients for the upstream gradients in the facts.
 
     `lse` (R,) is needed only for the z-loss; `total` is sum_c t_c.
     """
 
     def scaled(values: mx.array) -> mx.array:
-        return values * facts.of_rows("logit_scale") if facts.scales else values
+        return values * facts.of_rows()[0] if facts.scales else values
 
     r, given = scaled(facts.scale), facts.upstream
     weight, beta, delta, rest = _target_weight(facts), None, None, list[mx.array]()

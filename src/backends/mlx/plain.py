@@ -28,9 +28,9 @@ def forward(logits: mx.array, facts: Facts, asked: Collection[str]) -> Results:
 
     def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array | None]:
         sums, grad = block.fold(asked), None
-        parts.append(finish(sums, block.facts, asked) | ({} if isinstance(rows, slice) else {"order": rows}))
+        parts.append(finish(sums, block.facts) | ({} if isinstance(rows, slice) else {"order": rows}))
         if "grad" in asked:
-            given = coefficients(block.facts, sums.peak + sums.log_sum, sums.target.total)
+            given = coefficients(block.facts, sums.peak + sums.log_sum, block.total)
             grad = block.gradient(given, sums.peak, sums.log_sum)
         return list(parts[-1].values()), grad
 
@@ -53,7 +53,7 @@ def backward(logits: mx.array, facts: Facts, norm: mx.array) -> mx.array:
 
     def compute(block: Block, rows: slice | mx.array) -> tuple[list[mx.array], mx.array]:
         peak, log_sum = norm[rows, 0], norm[rows, 1]
-        given = coefficients(block.facts, peak + log_sum, block.shares())
+        given = coefficients(block.facts, peak + log_sum, block.total)
         return [], block.gradient(given, peak, log_sum)
 
     grad: mx.array = _each(logits, facts, True, compute)
@@ -79,12 +79,12 @@ def _each(
     the memory. MLX writes a part of the gradient in place if nothing else refers to it. So each part depends on the one
     before.
     """
-    if facts.begin is not None:
-        return _each_set(logits, facts, compute)
+    if facts.sets is not None:
+        return _each_set(logits, facts, facts.sets, compute)
     (count, vocabulary), whole, tie = logits.shape, None, list[mx.array]()
     step, fused = rows_per_block(vocabulary, facts.weight.dtype.size, device_type(), 1), fuses(logits, facts)
     as_they_are = facts.target is not None and not needs_memory(facts) and (fused or logits.dtype == facts.weight.dtype)
-    if as_they_are and (fused or (facts.alone and grad_only)):
+    if as_they_are and (fused or (facts.whole_call and grad_only)):
         step = count
     for start in range(0, count, step):
         rows = slice(start, min(start + step, count))
@@ -102,7 +102,7 @@ def _each(
     return whole
 
 
-def _each_set(logits: mx.array, facts: Facts, compute: _Compute) -> mx.array | None:
+def _each_set(logits: mx.array, facts: Facts, sets: mx.array, compute: _Compute) -> mx.array | None:
     """Call `compute` for blocks of rows with supports, of which only the logits in the support are read.
 
     The size of a support is not known while MLX records operations. But of M classes in all, the support of rank i by
@@ -110,30 +110,26 @@ def _each_set(logits: mx.array, facts: Facts, compute: _Compute) -> mx.array | N
     classes: at most M log2(R) in all. The last column is padding, and stands for a target outside of its support.
     """
     assert isinstance(facts.call.target, Allowed)
-    assert facts.begin is not None
-    assert facts.end is not None
+    assert facts.target is not None
     (count, vocabulary), classes, grad, tie = logits.shape, facts.call.target.classes, None, list[mx.array]()
-    order, start, columns = mx.argsort(facts.begin - facts.end), 0, mx.arange(vocabulary + 1, dtype=mx.int32)
+    order, start, columns = mx.argsort(sets[:, 0] - sets[:, 1]), 0, mx.arange(vocabulary + 1, dtype=mx.int32)
     while start < count:
         width = min(len(classes) // (start + 1), vocabulary)
         step = rows_per_block(width + 1, facts.weight.dtype.size, device_type(), 1)
         rows = order[start : min(start + step, 2 * start + 1, count)]
         start += len(rows)
-        some = facts.part(mx.depends(rows, tie) if tie else rows)
-        assert some.begin is not None
-        assert some.end is not None
-        assert some.target is not None
+        some = mx.depends(rows, tie) if tie else rows
         column = columns[: width + 1]
-        place = some.begin[:, None] + column
-        ids = mx.where(place < some.end[:, None], classes[mx.clip(place, 0, len(classes) - 1)], -1)
+        place = sets[some, :1] + column
+        ids = mx.where(place < sets[some, 1:], classes[mx.clip(place, 0, len(classes) - 1)], -1)
         at = rows[:, None], mx.maximum(ids, 0)
-        target = mx.argmax((ids == some.target[:, None]) | (column == width), axis=-1)
-        results, part = compute(Block(logits[at], replace(some, target=target, ids=ids)), rows)
+        target = mx.argmax((ids == facts.target[some, None]) | (column == width), axis=-1)
+        results, part = compute(Block(logits[at], replace(facts.part(some), target=target, ids=ids)), rows)
         tie = results
         if part is not None:
             tie = [*results, part]
             if grad is None:
-                nothing = mx.where(facts.begin < 0, mx.nan, 0).astype(part.dtype)
+                nothing = mx.where(sets[:, 0] < 0, mx.nan, 0).astype(part.dtype)
                 grad = mx.broadcast_to(nothing[:, None], logits.shape)
             grad = grad.at[at].add(part)
     return grad

@@ -19,7 +19,7 @@ from xent.core.call import Call, Dense, Given, Product, Source, TopK, vocabulary
 from xent.core.chunks import MOST_ROUNDED_SUMS_MLX, rows_per_chunk
 from xent.core.spec import DIFFERENTIABLE, QuantizedWeight
 
-__all__ = ["Gradients", "Loaded", "Logits", "WeightGradient", "cut", "is_exact"]
+__all__ = ["Gradients", "Loaded", "Logits", "cut", "is_exact"]
 
 _WORKSPACE = {"mlx-cpu": 64 * 2**20, "metal": 512 * 2**20, "mlx-cuda": 1280 * 2**20}
 _FEWEST_ROWS = 64
@@ -84,7 +84,13 @@ def _quantized(weight: QuantizedWeight, values: mx.array, transpose: bool) -> mx
 class Gradients:
     """The gradients of "input", "weight" and "bias" that `needs` names; without a classifier that of the first name.
 
-    Those of rows are (N, D) or (N, V).
+    Those of rows are (N, D) or (N, V). The gradient of the classifier is a sum of grad_logits^T @ hidden over chunks.
+    `mx.addmm` rounds a sum once. On the CPU it accumulates in place, in float32 or float64. On a GPU it always writes a
+    new sum. There a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory and has up
+    to twice the error. Products of float16 could overflow, so they are float32. On Apple GPUs the sum is in slices of
+    the vocabulary, which are concatenated at the end, so that only a slice exists twice. Not on NVIDIA GPUs: there MLX
+    would copy and transpose a slice of the logits' columns before the product, which takes longer than the product.
+    There the sum is hidden^T @ grad_logits, as in MLX's own gradient, and its transpose is returned.
     """
 
     def __init__(
@@ -94,10 +100,18 @@ class Gradients:
         self._classifier, self._needs = weight, needs
         self._rows: list[mx.array] = []
         self._bias: mx.array | None = None
-        self._weight: WeightGradient | None = None
-        if weight is not None and "weight" in needs:
-            vocabulary, width = weight.shape
-            self._weight = WeightGradient(vocabulary, width, dtype, parts)
+        self.of_weight: list[mx.array] = []
+        """The sum for the classifier, in slices of the vocabulary."""
+        if weight is None or "weight" not in needs:
+            return
+        (vocabulary, width), device = weight.shape, chunk_device()
+        on_cpu = device == "mlx-cpu"
+        rounds = dtype == mx.bfloat16 and not on_cpu and parts <= MOST_ROUNDED_SUMS_MLX
+        self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
+        self._casts = dtype == mx.float16 or (on_cpu and dtype != self._wide)
+        self._transposed = device == "mlx-cuda"
+        step = vocabulary if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
+        self._slices = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
 
     def add(self, grad: mx.array, rows: mx.array, dead: mx.array) -> list[mx.array]:
         """Add a part: gradient of logits (R, V), hidden states (R, D), dead rows (R,). Return the computed arrays."""
@@ -112,15 +126,27 @@ class Gradients:
             # Before the upstream gradient is multiplied in, float16 could overflow.
             self._rows.append(part.astype(mx.float32) if part.dtype == mx.float16 else part)
             made.append(self._rows[-1])
-        if self._weight is not None:
+        if "weight" in self._needs:
             # NaN in hidden states of dead rows must not reach the gradient of the weight as 0 * NaN.
-            self._weight.add(grad, mx.where(dead[:, None], 0, rows))
-            made += self._weight.sums
+            self._add_to_weight(grad, mx.where(dead[:, None], 0, rows))
+            made += self.of_weight
         if "bias" in self._needs:
             part = grad.astype(accumulation_dtype(rows.dtype)).sum(0)
             self._bias = part if self._bias is None else self._bias + part
             made.append(self._bias)
         return made
+
+    def _add_to_weight(self, grad: mx.array, rows: mx.array) -> None:
+        if self._casts:
+            grad, rows = grad.astype(self._wide), rows.astype(self._wide)
+        pairs = [(rows.T, grad)] if self._transposed else [(grad[:, part].T, rows) for part in self._slices]
+        for at, pair in enumerate(pairs):
+            if len(self.of_weight) == at:
+                self.of_weight.append((pair[0] @ pair[1]).astype(self._wide))
+            elif rows.dtype == self._wide:
+                self.of_weight[at] = mx.addmm(self.of_weight[at], *pair)
+            else:
+                self.of_weight[at] = self.of_weight[at] + (pair[0] @ pair[1]).astype(self._wide)
 
     def result(self) -> dict[str, mx.array]:
         """Return the gradients by name, in the dtypes that they have until the upstream gradient is multiplied in.
@@ -132,52 +158,13 @@ class Gradients:
             name = self._needs[0] if self._classifier is None else "input"
             made[name] = rows[0] if len(rows) == 1 else mx.concatenate(rows)
         rows.clear()
-        if self._weight is not None:
-            made["weight"] = self._weight.result()
+        if self.of_weight:
+            sums = self.of_weight
+            whole = sums[0] if len(sums) == 1 else mx.concatenate(sums)
+            made["weight"] = whole.T if self._transposed else whole
         if self._bias is not None:
             made["bias"] = self._bias
         return made
-
-
-class WeightGradient:
-    """The sum of grad_logits^T @ hidden over chunks.
-
-    `mx.addmm` rounds a sum once. On the CPU it accumulates in place, in float32 or float64. On a GPU it always writes a
-    new sum. There a bfloat16 gradient of few chunks is accumulated in bfloat16, which takes half the memory and has up
-    to twice the error. Products of float16 could overflow, so they are float32. On Apple GPUs the sum is in slices of
-    the vocabulary, which are concatenated at the end, so that only a slice exists twice. Not on NVIDIA GPUs: there MLX
-    would copy and transpose a slice of the logits' columns before the product, which takes longer than the product.
-    There the sum is hidden^T @ grad_logits, as in MLX's own gradient, and its transpose is returned.
-    """
-
-    def __init__(self, vocabulary: int, width: int, dtype: mx.Dtype, chunks: int) -> None:
-        device = chunk_device()
-        on_cpu = device == "mlx-cpu"
-        rounds = dtype == mx.bfloat16 and not on_cpu and chunks <= MOST_ROUNDED_SUMS_MLX
-        self._wide = dtype if dtype.size >= 4 or rounds else mx.float32
-        self._casts = dtype == mx.float16 or (on_cpu and dtype != self._wide)
-        self._transposed = device == "mlx-cuda"
-        step = vocabulary if device != "metal" else max(_SLICE_BYTES // max(width * self._wide.size, 1), 1)
-        self._parts = [slice(start, min(start + step, vocabulary)) for start in range(0, vocabulary, step)]
-        self.sums: list[mx.array] = []
-
-    def add(self, grad_logits: mx.array, hidden: mx.array) -> None:
-        """Add a chunk's (R, V)^T @ (R, D)."""
-        if self._casts:
-            grad_logits, hidden = grad_logits.astype(self._wide), hidden.astype(self._wide)
-        pairs = [(hidden.T, grad_logits)]
-        if not self._transposed:
-            pairs = [(grad_logits[:, part].T, hidden) for part in self._parts]
-        if self.sums and hidden.dtype == self._wide:
-            self.sums = [mx.addmm(total, *pair) for total, pair in zip(self.sums, pairs, strict=True)]
-            return
-        made = [(one @ other).astype(self._wide) for one, other in pairs]
-        self.sums = [total + part for total, part in zip(self.sums, made, strict=True)] if self.sums else made
-
-    def result(self) -> mx.array:
-        """Return the sum (V, D), not yet rounded: that is done after the upstream gradient is multiplied in."""
-        made = self.sums[0] if len(self.sums) == 1 else mx.concatenate(self.sums)
-        return made.T if self._transposed else made
 
 
 class Loaded(NamedTuple):
@@ -217,11 +204,6 @@ class Logits:
             return Loaded(rows, rows)
         found = None if self._target is None else _target_logits(source, rows, self._target[part])
         return Loaded(rows, _logits(source, rows, self._exact), found)
-
-    def gradients(self, needs: Sequence[str], parts: int) -> Gradients:
-        """Return the sums for the gradients that `needs` names."""
-        weight = None if isinstance(self._source, Given) else self._source.weight
-        return Gradients(needs, weight, self._rows.dtype, parts)
 
 
 def is_exact(call: Call) -> bool:
