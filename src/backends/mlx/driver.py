@@ -162,10 +162,7 @@ def _with_upstream(facts: Facts, upstream: dict[str, mx.array | None], entropy: 
 
 def _leaves(call: Call) -> dict[str, mx.array]:
     """Return the arrays that may have a gradient: "logits"; or "input", "weight" unless it is quantized, "bias"."""
-    source = call.source
-    if isinstance(source, Given):
-        return {"logits": source.logits}
-    named = {"input": source.input, "weight": source.weight, "bias": source.bias}
+    named = {name: getattr(call.source, name, None) for name in ("logits", "input", "weight", "bias")}
     return {name: array for name, array in named.items() if isinstance(array, mx.array)}
 
 

@@ -186,12 +186,11 @@ class Logits:
 
         `exact` says whether products are float32 or float64.
         """
-        given = isinstance(source, Given)
         array: mx.array = source.logits if isinstance(source, Given) else source.input
         self._source, self._exact, self._idle = source, exact, idle
         self._rows = array.reshape(-1, array.shape[-1])
         # The rounding of the target's logit would be most of the error of the loss.
-        self._target = None if given or exact or array.dtype.size >= 4 else target
+        self._target = None if exact or array.dtype.size >= 4 else target
 
     def load(self, part: slice, tie: list[mx.array]) -> Loaded:
         """Return the logits of some rows, computed after `tie`. Rows of which nothing is computed may be 0."""
