@@ -16,7 +16,7 @@ from xent.backends.torch.devices import looks_at_targets
 from xent.backends.torch.memory import cast
 from xent.backends.torch.portable.facts import impossible, weights_of
 from xent.backends.torch.refusals import check_targets
-from xent.backends.triton.kernels.beside import divisor_kernel
+from xent.backends.triton.kernels.sums import divisor_kernel
 from xent.backends.triton.launches import Columns, Numbers, Results, Rows, Upstreams, Way, launch, next_power_of_2
 from xent.core.call import Allowed, Classes, Probabilities, TopK
 
@@ -89,16 +89,18 @@ class Inputs:
         normalizer = self.options.normalizer if self.mean else 1.0
         if not (normalizer is None or isinstance(normalizer, Tensor)):
             normalizer = torch.full((), float(normalizer), dtype=torch.float32, device=self.device)
-        row_weight, of_classes = None, self.limit != _NO_LIMIT
-        if shards is not None and rows.class_weight is not None and (narrow or normalizer is None):
-            row_weight = weights_of(rows.class_weight, cast(rows.target, torch.int64), shards)
+        weight = rows.class_weight if self.limit != _NO_LIMIT else None
+        if shards is not None and weight is not None and (narrow or normalizer is None):
+            found = weights_of(weight, cast(rows.target, torch.int64), shards)
+            rows = rows._replace(sample_weight=found if rows.sample_weight is None else found * rows.sample_weight)
+        rows = rows._replace(class_weight=weight if shards is None else None)
         made = torch.empty(3, dtype=torch.float32, device=self.device)
         block = min(next_power_of_2(max(self.count, 16)), 4096)
         launch(
             divisor_kernel,
             1,
-            (rows, row_weight, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
-            {"NARROW": narrow, "WEIGHTED": of_classes and shards is None, "BLOCK": block},
+            (rows, normalizer, made, self.counted, self.count, self.ignore_index, self.limit),
+            {"NARROW": narrow, "BLOCK": block},
             num_warps=4 if self.count <= 1024 else 16,
         )
         return made

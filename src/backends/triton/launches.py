@@ -157,8 +157,6 @@ class Way(NamedTuple):
     """At least the number of blocks of a program's classes, if they are aligned: a power of two."""
     parts: int = 1
     """The number of programs that share a row: a power of two."""
-    phase: int = 0
-    """See `xent.backends.triton.kernels.rows_kernel`."""
 
 
 _compiled: dict[Any, tuple[Any, tuple[Any, ...]]] = {}

@@ -17,13 +17,12 @@ from xent.backends.triton import targets
 from xent.backends.triton.geometry import in_blocks, placed, rows_of, sizes
 from xent.backends.triton.hopper.products import fold_product, gradient_product
 from xent.backends.triton.inputs import Inputs
-from xent.backends.triton.kernels.beside import scale_kernel, take_kernel
 from xent.backends.triton.kernels.fold import fold_kernel
-from xent.backends.triton.kernels.rows_kernel import BOTH, GRADIENTS, SUMS, WORDS, gradient_kernel, rows_kernel
-from xent.backends.triton.kernels.sums import finish_kernel
+from xent.backends.triton.kernels.rows_kernel import TAG, WORDS, gradient_kernel, rows_kernel
+from xent.backends.triton.kernels.sums import finish_kernel, scale_kernel, take_kernel
 from xent.backends.triton.launches import Columns, Results, cdiv, is_interpreted, launch, next_power_of_2
 from xent.backends.triton.machine import multiprocessors
-from xent.core.call import Allowed, Classes, Dense, Probabilities
+from xent.core.call import Allowed, Classes, Dense, Probabilities, TopK
 
 __all__ = ["TritonSteps", "scale"]
 
@@ -89,7 +88,7 @@ class TritonSteps(Inputs):
                 take_kernel,
                 count,
                 (
-                    *(hidden, *hidden.stride(), weight, *weight.stride(), bias, 0 if bias is None else bias.stride(0)),
+                    *(hidden, *hidden.stride(), weight, *weight.stride(), None if bias is None else bias.contiguous()),
                     *(trained, target_logits, rows, start, self.ignore_index, self.limit),
                     *(self.setting.first, self.setting.width, size),
                 ),
@@ -130,15 +129,22 @@ class TritonSteps(Inputs):
             if way.parts > 1:
                 words = torch.zeros(programs * WORDS + 1, dtype=torch.int64, device=self.device)
             rows, start = self.rows_of(part, some.start)
-            arguments = (
-                *(some.logits, *some.rows, some.skew, some.grad, *some.places, block.target_logits, saved, words),
-                *(rows, self.upstreams, recorded, self.numbers, start, self.count, self.ignore_index, width, share),
-                *self.given,
-            )
-            constants = {"columns": Columns() if saved is None else self.columns}
             # Programs that run one after the other cannot wait for each other.
-            for phase in (SUMS, GRADIENTS) if in_turn and words is not None else (BOTH,):
-                launch(rows_kernel, programs, arguments, constants | {"way": way._replace(phase=phase)}, **options)
+            for grad in (None, some.grad) if in_turn and words is not None else (some.grad,):
+                if in_turn and words is not None:
+                    words |= TAG
+                    words[-1] = 0
+                launch(
+                    rows_kernel,
+                    programs,
+                    (
+                        *(some.logits, *some.rows, some.skew, grad, *some.places, block.target_logits, saved, words),
+                        *(rows, self.upstreams, recorded, self.numbers, start, self.count, self.ignore_index),
+                        *(width, share, *self.given),
+                    ),
+                    {"columns": Columns() if saved is None else self.columns, "way": way},
+                    **options,
+                )
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """See `xent.backends.torch.contract.Steps.fold`. One program per row."""
@@ -164,7 +170,7 @@ class TritonSteps(Inputs):
                     *(rows, self.numbers, first, self.ignore_index),
                     *(setting.first + block.first, width, setting.vocabulary),
                 ),
-                {"columns": self.columns, "way": way, "COLUMNS": len(sums), "ADDS": adds},
+                {"columns": self.columns, "way": way, "ADDS": adds},
                 **options,
             )
 
@@ -241,7 +247,7 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
                 scale_kernel,
                 min(some.number * cdiv(length, _SCALED), 4 * multiprocessors(grad.device)),
                 (some.logits, *some.rows, upstream, deferred, some.number, length),
-                {"GROUPED": some.layout["grouped"], "BLOCK": _SCALED},
+                {"BLOCK": _SCALED},
                 num_warps=8,
             )
     return made
@@ -250,7 +256,8 @@ def scale(grads: list[Tensor], upstream: Tensor, deferred: Tensor | None, inplac
 def _start(setting: Setting) -> Steps:
     call = setting.call
     if not isinstance(call.options.beta, Tensor):
-        if isinstance(call.target, Classes) or call.shards is None:
+        rare = isinstance(call.target, TopK) and call.options.kind == "tv"
+        if isinstance(call.target, Classes) or (call.shards is None and not rare):
             return TritonSteps(setting)
         if isinstance(call.target, Dense):
             return targets.ShardedSteps(setting)

@@ -14,7 +14,8 @@ from xent.backends.triton.geometry import Placed, placed
 from xent.backends.triton.inputs import Inputs, floats_of
 from xent.backends.triton.kernels.classes_kernels import support_kernel, top_k_kernel
 from xent.backends.triton.kernels.divergence_kernel import FOLD, GRADIENT, REFOLD, WHOLE, divergence_kernel
-from xent.backends.triton.launches import launch, next_power_of_2
+from xent.backends.triton.launches import Numbers, cdiv, launch, next_power_of_2
+from xent.backends.triton.launches import Rows as RowGroup
 from xent.core.call import Dense, Given, TopK
 from xent.core.chunks import rows_per_block
 
@@ -42,7 +43,6 @@ def whole_rows(steps: Any, block: Block, part: Part) -> None:
         constants = {
             "BUCKET": target.tail == "bucket",
             "RENORMALIZED": target.tail == "renormalize",
-            "VARIATION": steps.options.kind == "tv",
             "WIDTH": next_power_of_2(width),
         }
         for some in rows:
@@ -52,13 +52,9 @@ def whole_rows(steps: Any, block: Block, part: Part) -> None:
         ids, begin, end = target.classes.contiguous(), target.begin.contiguous(), target.end.contiguous()
         held = torch.empty(len(ids), dtype=torch.float32, device=ids.device)
         for some in rows:
-            grad = some.grad
-            filled = grad is not None and grad.untyped_storage().data_ptr() != some.logits.untyped_storage().data_ptr()
-            if grad is not None and filled:
-                grad.zero_()
             more = block.target_logits, ids, begin, end, target.broken, held, len(ids), steps.ignore_index
             # Log-probabilities have the same bits with and without a gradient.
-            _launch(support_kernel, steps, some, part, 1024, more, {"FILLED": filled}, enable_fp_fusion=False)
+            _launch(support_kernel, steps, some, part, 1024, more, {}, enable_fp_fusion=False)
 
 
 def _copied(block: Block) -> Iterator[Placed]:
@@ -81,7 +77,8 @@ def _launch(
     vocabulary, (rows, start) = steps.setting.width, steps.rows_of(part, some.start)
     block = min(next_power_of_2(vocabulary), most)
     ragged = some.layout["ragged"] or vocabulary % 8 != 0 or not aligned
-    way = steps.way._replace(**some.layout | {"ragged": ragged}, block=block)
+    blocks = next_power_of_2(cdiv(vocabulary, block))
+    way = steps.way._replace(grouped=some.layout["grouped"], ragged=ragged, block=block, lanes=block, blocks=blocks)
     if "their_way" in constants:
         capped, scaled = constants["their_way"]
         constants = constants | {"their_way": way._replace(capped=capped, scaled=scaled)}
@@ -105,15 +102,15 @@ def _launch_dense(steps: Any, block: Block, some: Placed, part: Part, step: int,
     assert block.teacher is not None
     start = some.start - block.start
     teacher = block.teacher[start : start + some.number]
-    numbers, values = floats_of((cap, scale), teacher.device)
+    numbers, values = floats_of((None, None, cap, scale), teacher.device)
     kind = "variation" if varies else {0: "forward", 1: "reverse"}.get(beta, "from_p" if beta <= 0.5 else "from_q")
     constants = {
         "their_way": (cap is not None, isinstance(scale, Tensor) or scale != 1),
         "KIND": kind,
         "STEP": step,
-        "ENTROPY": "entropy" in options.stats,
     }
-    more = teacher, teacher.stride(0), values, *numbers, 1.0 - beta, float(beta), *others
+    own = RowGroup(numbers=values), Numbers(0.0, *numbers)
+    more = teacher, teacher.stride(0), *own, 1.0 - beta, float(beta), *others
     aligned = (teacher.stride(0) * teacher.itemsize | teacher.data_ptr()) % 16 == 0
     # Without fused multiply-add, the code for one class (a reference) rounds like the code for all classes. So a
     # difference from the reference class is exactly 0 for that class.
@@ -132,7 +129,7 @@ class ShardedSteps(PortableSteps):
 
     def fold(self, block: Block, part: Part, sums: Tensor, adds: bool) -> None:
         """Write the sums of a block."""
-        if self._inputs.setting.width:
+        if self._inputs.setting.width and (self.met or "entropy" not in self._inputs.options.stats):
             self._launch(block._replace(grad=None), part, REFOLD if self.met else FOLD, sums, self.met)
         else:
             super().fold(block, part, sums, adds)

@@ -36,12 +36,6 @@ _DEAD = gl.constexpr(-2)  # the class of rows whose gradient is 0
 
 
 @gluon.jit
-def _exp2(x):
-    """Return 2^x; 0 if it is too small for a normal float32."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _reciprocal(x):
     """Return 1 / x, to two units in the last place."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -66,7 +60,7 @@ def _bent(z, bend, SCALED: gl.constexpr, CAPPED: gl.constexpr):
     if SCALED:
         x = x * logit_scale
     if CAPPED:
-        below = _reciprocal(1 + _exp2(x * (2 * LOG2E / softcap)))
+        below = _reciprocal(1 + gl.exp2(x * (2 * LOG2E / softcap)))
         x = softcap - 2 * softcap * below
         steep = 4 * below * (1 - below)
         if SCALED:
@@ -189,9 +183,10 @@ def _by_lane(x):
 @gluon.jit
 def _rebased(m, s, t, ref, MORE: gl.constexpr):
     """Return sums relative to m, which may be -inf, as sums relative to a reference that is not smaller."""
-    kept = _exp2(gl.minimum(_finite(m) - ref, 0.0) * LOG2E)
+    m = _finite(m)  # where it was -inf, sums are 0
+    kept = gl.exp2(gl.minimum(m - ref, 0.0) * LOG2E)
     if MORE:
-        t = kept * (t - gl.where(m == float("-inf"), 0.0, (ref - m) * LOG2E) * s)
+        t = kept * (t - (ref - m) * LOG2E * s)
     return s * kept, t
 
 
@@ -202,7 +197,7 @@ def _fold(m, s, t, x, MORE: gl.constexpr):
     larger = gl.maximum(m, gl.max(gl.max(x, 3), 1))
     ref = _finite(larger)
     e2 = (x - ref[:, None, :, None]) * LOG2E
-    e = _exp2(e2)
+    e = gl.exp2(e2)
     s, t = _rebased(m, s, t, ref, MORE)
     if MORE:
         t += gl.sum(gl.sum(e * gl.maximum(e2, FLOOR), 3), 1)
@@ -251,7 +246,7 @@ def _consume(
             x, steep = _bent(z, bend, SCALED, CAPPED)
             if WRITES:
                 e2 = (x - m[:, None]) * LOG2E
-                g = _exp2(e2)
+                g = gl.exp2(e2)
                 if MORE:
                     g = g * (factor[:, None] + tilt[:, None] * gl.maximum(e2, FLOOR))
                 else:

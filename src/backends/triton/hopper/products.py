@@ -46,7 +46,8 @@ def product(
     """
     from xent.backends.triton.hopper.product_kernel import product_kernel
 
-    factors = _descriptor(_copyable(hidden), _BAND // 2), _descriptor(weight, _CLASSES)
+    hidden = hidden if _can_be_copied(hidden) else hidden.clone(memory_format=torch.contiguous_format)
+    factors = _descriptor(hidden, _BAND // 2), _descriptor(weight, _CLASSES)
     given = out if coefficients is None else coefficients
     sizes = len(hidden), len(weight), _chunks(len(weight)), out.stride(0) // 8, cdiv(weight.shape[1], _DEPTH)
     launch(
@@ -73,23 +74,13 @@ def _can_be_copied(matrix: Tensor) -> bool:
     return aligned and 0 < width <= pitch
 
 
-def _copyable(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a contiguous copy if the copy engine does not support the matrix itself."""
-    return matrix if _can_be_copied(matrix) else matrix.clone(memory_format=torch.contiguous_format)
-
-
 def _descriptor(matrix: Tensor, rows: int) -> Any:
     """Return the copy engine's descriptor of a matrix. Rows of a block are swizzled by 128 bytes in shared memory."""
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, _DEPTH], _layout())
-
-
-@cache
-def _layout() -> Any:
-    from triton.experimental.gluon import language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, _DEPTH], layout)
 
 
 def _serves(steps: Any, source: Classifier) -> bool:

@@ -55,7 +55,6 @@ __all__ = [
     "row_facts",
     "slope",
     "tanh",
-    "target_weight",
     "times",
 ]
 
@@ -212,10 +211,7 @@ def position(row, inner, outer_stride, row_stride, GROUPED: tl.constexpr):
 @triton.jit
 def load(place, inside, other):
     """Load what one row has, or a block of rows: `other` outside of the mask."""
-    if inside is None:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=inside, other=other)
+    return tl.load(place, mask=inside, other=None if inside is None else other)
 
 
 @triton.jit
@@ -257,15 +253,6 @@ def row_facts(row, inside, rows, ignore_index, limit):
 
 
 @triton.jit
-def target_weight(rows, y):
-    """Return w_y, 1 without class weights, for targets y among the classes of this rank."""
-    w_y = tl.where(y < 0, 1.0, 1.0)
-    if rows.class_weight is not None:
-        w_y = tl.load(rows.class_weight + y)
-    return w_y
-
-
-@triton.jit
 def numbers_of(rows, vocabulary, numbers):
     """Return 1-e, e/V and z-loss: the numbers, or those of `rows.numbers`."""
     keep, spread, z_loss = numbers.keep, numbers.spread, numbers.z_loss
@@ -286,21 +273,18 @@ def activation_of(row, inside, rows, numbers):
         logit_scale = tl.load(rows.numbers + 3)
     if rows.temperature is not None:
         temperature = of_row(rows.temperature, row, inside, 1.0)
-        softcap = tl.div_rn(temperature * 0 + softcap, temperature)
-        logit_scale = tl.div_rn(temperature * 0 + logit_scale, temperature)
+        softcap = tl.div_rn(softcap, temperature)
+        logit_scale = tl.div_rn(logit_scale, temperature)
     return logit_scale, softcap
 
 
 @triton.jit
-def gradient_factor(row, inside, a, invalid, rows, upstreams):
+def gradient_factor(row, inside, a, invalid, rows, upstreams, way: tl.constexpr):
     """Return whether a row's loss and gradient are 0, and r; NaN for an invalid target.
 
     With upstream gradients of statistics, the loss has none if `upstreams.loss` is None. A row whose loss is 0 then has
     a gradient, for which r is 0.
     """
-    STATISTICS: tl.constexpr = (upstreams.entropy is not None) or (
-        (upstreams.lse is not None) or (upstreams.nll is not None)
-    )
     dead = (a == 0) & ~invalid
     r = a
     if rows.divisor is not None:
@@ -310,36 +294,9 @@ def gradient_factor(row, inside, a, invalid, rows, upstreams):
     r = tl.where(invalid, float("nan"), r)
     if upstreams.loss is not None:
         r *= of_row(upstreams.loss, row, inside, 0.0)
-    elif STATISTICS:
+    elif way.statistics:
         r = tl.where(invalid, float("nan"), 0.0)
     return dead, tl.where(dead, 0.0, r)
-
-
-@triton.jit
-def _entropy_of(mixed, rest, e_y, log2_e_y, nll, log_sum):
-    """Return -sum_c p_c log p_c with full precision, also if the target has nearly all probability.
-
-    `mixed` and `log2_e_y` are in units of log2.
-    """
-    total = rest + e_y
-    near = nll + LN2 * ((log2_e_y * rest - mixed) / total)
-    far = log_sum - LN2 * ((mixed + times(e_y, tl.maximum(log2_e_y, FLOOR))) / total)
-    return tl.where((e_y >= rest) & (e_y > 0), near, far)
-
-
-@triton.jit
-def _log_of_squares(squares, rest, e_y, nll, log_sum):
-    """Return log sum_c p_c^2 with full precision, also if the target has nearly all probability.
-
-    `squares` is the sum of e^(2 (x_c - m)) over all classes except the target.
-    """
-    square = e_y * e_y
-    sure = (e_y >= rest) & (square > 0)
-    return tl.where(
-        sure,
-        log1p(squares / tl.where(sure, square, 1.0)) - 2 * nll,
-        tl.log(squares + square) - 2 * log_sum,
-    )
 
 
 @triton.jit
@@ -379,25 +336,26 @@ def finish(
     if way.z_loss:
         squared = z_loss * lse * lse
         cost += squared
-    entropy = _entropy_of(mixed, rest, e_y, e2_y, nll, log_sum)
-    squared_probabilities = _log_of_squares(squares, rest, e_y, nll, log_sum)
+    # -sum_c p_c log p_c and log sum_c p_c^2 have full precision also if the target has nearly all probability.
+    near = nll + LN2 * ((e2_y * rest - mixed) / total)
+    far = log_sum - LN2 * ((mixed + times(e_y, tl.maximum(e2_y, FLOOR))) / total)
+    entropy = tl.where(sure, near, far)
+    square = e_y * e_y
+    one = tl.where(square > 0, square, 1.0)
+    near = log1p(squares / one) - 2 * nll
+    of_squares = tl.where(sure & (square > 0), near, tl.log(squares + square) - 2 * log_sum)
     all_q = 1.0
     surprise = nll
     if given is not None:
         all_q = given[1]
         surprise = all_q * log_sum + given[0]
-    made = (
-        of_mean(tl.where(dead, 0.0, a * cost), row, rows),
-        tl.where(ignored, 0.0, lse),
-        tl.where(ignored, 0.0, tl.where(invalid, float("nan"), surprise)),
-        tl.where(ignored, 0.0, entropy),
-        tl.where(ignored, -1, found).to(tl.int64),
-        tl.where((found == y) & ~(ignored | invalid), 1.0, 0.0),
-        of_mean(tl.where(dead, 0.0, a * squared), row, rows),
-        tl.where(ignored, 0.0, squared_probabilities),
-        tl.where(ignored, 0.0, mean_logit),
-    )
-    _record_all(row, inside, results, made)
+    surprise = tl.where(invalid, float("nan"), surprise)
+    right = tl.where((found == y) & ~invalid, 1.0, 0.0)
+    loss, z_part = of_mean(a * cost, row, rows), of_mean(a * squared, row, rows)
+    made = loss, lse, surprise, entropy, found, right, z_part, of_squares, mean_logit
+    for index in tl.static_range(9):
+        skipped = dead if index == 0 or index == 6 else ignored  # of the loss and its z-loss
+        record(results[index], row, inside, tl.where(skipped, -1 if index == 4 else 0.0, made[index]))
 
     gamma = r * keep * w_y
     excess = r * 0
@@ -442,20 +400,11 @@ def of_mean(value, row, rows):
 def record(place, row, inside, value):
     """Store a result of a row or of a block of rows, unless `place` is None because it was not requested."""
     if place is not None:
-        if inside is None:
-            tl.store(place + row, value)
-        else:
-            tl.store(place + row, value, mask=inside)
-
-
-@triton.jit
-def _record_all(row, inside, results, made):
-    """Store results in the order of `xent.backends.triton.launches.Results`."""
-    for index in tl.static_range(9):
-        record(results[index], row, inside, made[index])
+        tl.store(place + row, value, mask=inside)
 
 
 @triton.jit
 def record_nothing(row, results):
     """Store the results of an ignored row."""
-    _record_all(row, None, results, (0.0, 0.0, 0.0, 0.0, -1, 0.0, 0.0, 0.0, 0.0))
+    for index in tl.static_range(9):
+        record(results[index], row, None, -1 if index == 4 else 0.0)

@@ -8,16 +8,12 @@ a logit m_others near the largest of them, and their sum s::
     other classes    dl/dx_c = e_c ((sum q + t) e^(m_others - m) / Z - t / s)
     the K classes    dl/dx_k = (sum q + t) p_k - q_k
 
-The total variation is that of K + 1 cells. With the sign s of p - q of a cell, and a and b the sums of p (1 + s) and
-p (1 - s) over cells, dl/dx_c = p_c ((1 + s) b - (1 - s) a) / 4.
-
 A row whose teacher has a class outside of [0, V), a class twice, or an impossible mass, has a NaN loss and gradient.
 
 Log-probabilities of rows with a support, the classes that a sampler allowed. One program per row.
 
-A row's classes are ``ids[begin[i] : end[i]]``, in any order. Only their logits are read. There are three passes over
-them: the largest x, the sums, and the gradient. The gradient of all other classes is 0. It may overwrite the logits, so
-the first pass copies those of the row's own classes to `held`.
+A row's classes are ``ids[begin[i] : end[i]]``, in any order. Only their logits are read. The first pass copies them to
+`held`, which is then folded like a row of logits. The gradient of all other classes is 0. It may overwrite the logits.
 
 If the target is not in the support, the loss is infinite, and the loss and nll have no gradient. If ids are outside of
 [0, V), or offsets are invalid, the row's results are NaN, and nothing is read out of bounds.
@@ -32,17 +28,17 @@ from xent.backends.triton.kernels.algebra import (
     NOWHERE,
     activate,
     exp,
+    exponent,
     finish,
     finite,
     of_mean,
-    order,
     record,
     record_nothing,
     slope,
     times,
 )
-from xent.backends.triton.kernels.divergence_kernel import exact_exp, gap, is_near, sign
-from xent.backends.triton.kernels.memory import HIDDEN, begin, fill, peak, read, write
+from xent.backends.triton.kernels.divergence_kernel import HIDDEN, begin, gap, is_near, peak, read, write
+from xent.backends.triton.kernels.fold import fill, first_loads, row_sums
 from xent.backends.triton.launches import kernel
 
 __all__ = [
@@ -97,7 +93,6 @@ def top_k_kernel(
     way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
     BUCKET: tl.constexpr,
     RENORMALIZED: tl.constexpr,
-    VARIATION: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
 ):
     """See the module's docstring."""
@@ -126,15 +121,16 @@ def top_k_kernel(
         _put(cells, k, known)
         differs = tl.load(cells, mask=known, other=0) != k.to(cells.dtype.element_ty)
         _put(cells, k * 0 + HIDDEN, known)
-        largest = finite(tl.max(log_q, 0))
-        mass = tl.sum(exp(log_q - largest), 0)
-        whole = mass * exp(largest)
+        e_q = tl.exp(log_q.to(tl.float64))  # in float32, GPUs approximate 2^x to two units in the last place
+        sum_q = tl.sum(e_q, 0)
+        whole = sum_q.to(tl.float32)
         wrong = (tl.max((given & ((known == 0) | differs)).to(tl.int32), 0) > 0) | ((whole <= 1 + tolerance) == 0)
         if RENORMALIZED:
             wrong = wrong | (whole == 0)
-            log_q -= largest + tl.log(mass)
+            e_q /= sum_q
+            log_q -= tl.log(sum_q).to(tl.float32)
         a, factor = tl.where(wrong, float("nan"), a), tl.where(wrong, float("nan"), factor)
-        q = tl.where(known, exact_exp(log_q), 0.0)
+        q = tl.where(known, e_q.to(tl.float32), 0.0)
         mass = tl.sum(q, 0)
         # The sum is relative to the largest logit of the first block, unless that is far from the largest of all.
         _z, x = read(ours, 0, way, True)
@@ -147,8 +143,9 @@ def top_k_kernel(
         m = tl.max(x_k, 0)
         m = finite(tl.where(s == 0, m, tl.maximum(m_others, m)))
         m_others = tl.where(s == 0, m, m_others)
-        e_k = exact_exp(x_k - m)
-        total = s * exp(m_others - m) + tl.sum(e_k, 0)
+        e_k = tl.exp((x_k - m).to(tl.float64)).to(tl.float32)
+        factor_others = exp(m_others - m)
+        total = s * factor_others + tl.sum(e_k, 0)
         log_total = tl.log(total)
         p_k = tl.div_rn(e_k, tl.zeros_like(e_k) + total)
         u = x_k - m - log_total - log_q
@@ -157,17 +154,7 @@ def top_k_kernel(
             left = tl.maximum(1 - mass, 0.0)
             # If there are no other classes, a remainder within the tolerance is a rounding error.
             left = tl.where((s == 0) & (left <= tolerance), 0.0, left)
-        p_left = s * exp(m_others - m) / total
-        pull_k, pull_left = p_k * 0, 0.0
-        if VARIATION:
-            apart_k, apart_left = tl.where(known, p_k - q, 0.0), p_left - left
-            sign_k, sign_left = sign(apart_k), sign(apart_left)
-            above = tl.sum(p_k * (1 + sign_k), 0) + p_left * (1 + sign_left)
-            below_q = tl.sum(p_k * (1 - sign_k), 0) + p_left * (1 - sign_left)
-            pull_k = ((1 + sign_k) * below_q - (1 - sign_k) * above) * 0.25
-            pull_left = ((1 + sign_left) * below_q - (1 - sign_left) * above) * 0.25
-            found = (tl.sum(tl.abs(apart_k), 0) + tl.abs(apart_left)) * 0.5
-        elif BUCKET:
+            p_left = s * factor_others / total
             log_left = (m_others - m) + (tl.log(s) - log_total)
             found = tl.sum(tl.where(known, gap(q, p_k, u), 0.0), 0)
             found += gap(left, p_left, tl.where(left == 0, 0.0, log_left - tl.log(left))) + (mass + left - 1)
@@ -175,19 +162,14 @@ def top_k_kernel(
             found = -tl.sum(tl.where(known, q * u, 0.0), 0)
         record(results.loss, row, None, of_mean(found * a, row, rows))
         if ENTROPY:
-            surprise = (below + s * (m - m_others)) * exp(m_others - m) + tl.sum(times(e_k, m - x_k), 0)
+            surprise = (below + s * (m - m_others)) * factor_others + tl.sum(times(e_k, m - x_k), 0)
             record(results.entropy, row, None, surprise / total + log_total)
         if grad is not None:
-            if VARIATION:
-                each = pull_left * exp(m_others - m) / total
-                g_k = p_k * pull_k
-            else:
-                each = (mass + left) * exp(m_others - m) / total - tl.where(left == 0, 0.0, left / s)
-                g_k = (mass + left) * p_k - q
+            each = (mass + left) * factor_others / total - tl.where(left == 0, 0.0, left / s)
             for back in range(0, last + 1, BLOCK):
                 z, x = read(ours, last - back, way, True)
                 write(place, last - back, ours, z, exp(x - m_others) * each * factor, way)
-            g_k *= factor * slope(z_k, ours[2], way)
+            g_k = ((mass + left) * p_k - q) * (factor * slope(z_k, ours[2], way))
             tl.debug_barrier()
             tl.store(place + y, g_k.to(place.dtype.element_ty), mask=known)
     if dead:
@@ -230,7 +212,6 @@ def support_kernel(
     entries: "i64",  # M
     ignore_index: "i64",
     way: tl.constexpr,  # see `Way`; not ragged: rows are whole multiples of 16 bytes
-    FILLED: tl.constexpr,  # the gradient is 0 already; otherwise it may be the logits
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
@@ -242,7 +223,7 @@ def support_kernel(
     vocabulary = side[1]
     if ignored:
         record_nothing(row, results)
-        if grad is not None and not FILLED:
+        if grad is not None:
             fill(place, 0.0, 0, vocabulary, way)
     else:
         own, end = tl.load(begins + row).to(tl.int64), tl.load(ends + row).to(tl.int64)
@@ -253,49 +234,29 @@ def support_kernel(
             wrong = wrong | (tl.load(broken) != 0)
         z_y = tl.load(side[0] + y).to(tl.float32) if target_logits is None else tl.load(target_logits + here)
 
-        # Pass 1: the largest x, and whether the target is in the support.
-        peaks = tl.full([BLOCK], -float("inf"), tl.float32)
-        present, strange = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-        top = -float("inf")
-        found = tl.zeros((), tl.int64)
+        places = tl.full([BLOCK], -1, tl.int32)  # of the target; NOWHERE if there is an id outside of [0, V)
         for first in range(0, size, BLOCK):
             entry, inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
             z = tl.where(classes == y, z_y, tl.load(side[0] + classes, mask=known, other=0.0).to(tl.float32))
-            tl.store(held + own + entry, z, mask=known)
-            present |= (known & (classes == y)).to(tl.int32)
-            strange |= (inside & ~known).to(tl.int32)
-            peaks = tl.maximum(peaks, tl.where(known, activate(z, side[2], way), -float("inf")))
-            if (results.predictions is not None) or (results.accuracy is not None):
-                key = order(z, known, side[2], way)
-                largest = tl.max(key, 0)
-                lowest = tl.min(tl.where(known & (key == largest), classes, NOWHERE), 0)
-                ties = (largest == top) & (top > -float("inf"))
-                found = tl.where(largest > top, lowest, tl.where(ties, tl.minimum(found, lowest), found))
-                top = tl.maximum(top, largest)
-        m = finite(tl.max(peaks, 0))
-        has_target = tl.max(present, 0) > 0
-        wrong = wrong | (tl.max(strange, 0) > 0)
+            tl.store(held + own + entry, z, mask=inside)
+            place_y = tl.where(known & (classes == y), entry, tl.where(inside & ~known, NOWHERE, -1))
+            places = tl.maximum(places, place_y)
+        place_y = tl.max(places, 0)
+        wrong = wrong | (place_y == NOWHERE)
         tl.debug_barrier()
-
-        # Pass 2: the sums. All except `v` exclude the target.
-        s = tl.zeros([BLOCK], tl.float32)
-        t, q, v = s, s, s
-        for first in range(0, size, BLOCK):
-            entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
-            x = activate(tl.load(held + own + entry, mask=known, other=0.0), side[2], way)
-            e2 = tl.where(known & (classes != y), (x - m) * LOG2E, -float("inf"))
-            e = tl.math.exp2(e2)
-            s += e
-            t += e * tl.maximum(e2, FLOOR)
-            q += e * e
-            v += tl.where(known, x, 0.0)
+        line = held + own, 0, (size - 1) // BLOCK * BLOCK, size, size
+        x_y = tl.where(place_y >= 0, activate(z_y, side[2], way), -float("inf"))
+        m, sums, _top, found = row_sums(
+            line, first_loads(line, place_y, way), place_y, x_y, (None, None), side[2], way
+        )  # fmt: skip
+        rest, _below, mixed, squares, level, _h, _shares, _mass = sums
+        found = tl.load(ids + own + found, mask=found < size, other=0)
         nan = float("nan")
-        rest = tl.where(wrong, nan, tl.sum(s, 0))  # and with it all results
-        e2_y = tl.where(has_target, (activate(z_y, side[2], way) - m) * LOG2E, -float("inf"))
-        level = tl.where(wrong, nan, tl.sum(v, 0) / tl.maximum(size, 1))
+        rest = tl.where(wrong, nan, rest)  # and with it all results
+        level = tl.where(wrong, nan, level / tl.maximum(size, 1))
         factor, tilt, _delta, g_y, _gamma = finish(
-            rows, row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, tl.sum(t, 0), tl.sum(q, 0)), e2_y, level,
-            found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
+            rows, row, None, facts, dead, r, 1.0, z_y, m, (rest, 0.0, 0.0, mixed, squares), exponent(x_y, m, True),
+            level, found, None, results, upstreams, (1.0, 0.0, 0.0), side[2], way, True,
         )  # fmt: skip
         if (size == 0) & (wrong == 0):  # the limits: the algebra divides by the sum
             cost = tl.where(invalid, nan, float("inf"))
@@ -306,8 +267,7 @@ def support_kernel(
 
         if grad is not None:
             blank = tl.where(wrong | invalid, nan, 0.0)
-            if (blank != 0) | (not FILLED):
-                fill(place, blank, 0, vocabulary, way)
+            fill(place, blank, 0, vocabulary, way)
             for first in range(0, size, BLOCK):
                 entry, _inside, classes, known = _entries(ids + own, first, size, vocabulary, BLOCK)
                 z = tl.load(held + own + entry, mask=known, other=0.0)

@@ -4,6 +4,9 @@ With u = log o - log w, a divergence sum_c w (log w - log o) is computed as the 
 in `xent.backends.torch.portable.divergence`. Polynomials have the smallest relative error of their degree (Lawson's
 iteration in float64).
 
+Kernels of supports and divergences read and write sides in simple blocks, with one program per row. A side is (row of
+raw logits, V, (logit scale, softcap)).
+
 Divergence and gradient of rows with stored logits of both sides, in one launch, with one program per row.
 
 The first pass sums the exponentials of both sides, relative to the largest logit of the first block. The second pass
@@ -23,11 +26,37 @@ In the last three, d and (for float32 logits) v are relative to an offset near t
 import triton
 import triton.language as tl
 
-from xent.backends.triton.kernels.algebra import LOG2E, exp, finite, of_mean, record, times
-from xent.backends.triton.kernels.memory import begin, fill, peak, read, write
+from xent.backends.triton.kernels.algebra import (
+    activate,
+    activation_of,
+    exp,
+    finite,
+    gradient_factor,
+    of_mean,
+    position,
+    record,
+    row_at,
+    row_facts,
+    slope,
+    times,
+)
+from xent.backends.triton.kernels.fold import fill
 from xent.backends.triton.launches import kernel
 
-__all__ = ["FOLD", "GRADIENT", "REFOLD", "WHOLE", "divergence_kernel", "exact_exp", "gap", "is_near", "sign"]
+__all__ = [
+    "FOLD",
+    "GRADIENT",
+    "HIDDEN",
+    "REFOLD",
+    "WHOLE",
+    "begin",
+    "divergence_kernel",
+    "gap",
+    "is_near",
+    "peak",
+    "read",
+    "write",
+]
 
 WHOLE, FOLD, REFOLD, GRADIENT = range(4)
 """The steps of `divergence_kernel`."""
@@ -35,9 +64,6 @@ WHOLE, FOLD, REFOLD, GRADIENT = range(4)
 _WHOLE, _FOLD, _GRADIENT = tl.constexpr(WHOLE), tl.constexpr(FOLD), tl.constexpr(GRADIENT)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
-# ln 2 in two parts: the first has so few bits that its products with small integers are exact.
-LN2_HIGH = tl.constexpr(0.693359375)
-LN2_LOW = tl.constexpr(-2.12194440e-4)
 # e^-128 is 0 in float32.
 FARTHEST = tl.constexpr(128.0)
 FAR_APART = tl.constexpr(4.0)
@@ -45,24 +71,65 @@ FAR_APART = tl.constexpr(4.0)
 ROOT_HALF = tl.constexpr(0x3F3504F3)
 EXPONENT = tl.constexpr(-0x800000)
 LN2_PER_BIT = tl.constexpr(0.6931471805599453 / 2**23)
+HIDDEN = tl.constexpr(-2)  # the bits of a hidden logit as an integer: a NaN that no computation returns
 
 
 @triton.jit
-def exact_exp(x):
-    """Return e^x for x < 88 with an error of one or two roundings for any x; 0 below e^-87.
+def begin(
+    logits, inner, outer, stride, grad, grad_inner, grad_outer, grad_stride, rows, upstreams, numbers, start,
+    vocabulary, ignore_index, limit, way: tl.constexpr,
+):  # fmt: skip
+    """Return the program, its row, its side, the row of the gradient, `row_facts`, `dead` and factor r.
 
-    GPUs approximate 2^x to two units in the last place. The polynomial is for [-ln(2) / 2, ln(2) / 2].
+    The row of the gradient is that of the logits if there is no gradient.
     """
-    near = tl.maximum(x, -87.0, propagate_nan=tl.PropagateNan.ALL)
-    whole = tl.floor(near * LOG2E + 0.5)
-    rest = tl.fma(whole, -LN2_LOW, tl.fma(whole, -LN2_HIGH, near))
-    series = 0.0013811662355812532
-    series = tl.fma(rest, series, 0.008370134913053884)
-    series = tl.fma(rest, series, 0.041668528282492644)
-    series = tl.fma(rest, series, 0.16666508716099204)
-    series = tl.fma(rest, series, 0.49999992629512235)
-    power = ((whole.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-    return tl.where(x < -87, 0.0, power * (1 + tl.fma(rest * rest, series, rest)))
+    here = tl.program_id(0).to(tl.int64)
+    row = row_at(start + here, None, rows)
+    facts = row_facts(row, None, rows, ignore_index, limit)
+    dead, r = gradient_factor(row, None, facts[1], facts[3], rows, upstreams, way)
+    source = logits + position(here, inner, outer, stride, way.grouped)
+    place = source if grad is None else grad + position(here, grad_inner, grad_outer, grad_stride, way.grouped)
+    if not way.ragged:
+        source, place = tl.multiple_of(source, 16), tl.multiple_of(place, 16)
+        vocabulary = vocabulary // 8 * 8  # no change, but tells the compiler that it is a multiple of 8
+    return here, row, (source, vocabulary, activation_of(row, None, rows, numbers)), place, facts, dead, r
+
+
+@triton.jit
+def read(side, first, way: tl.constexpr, HIDES: tl.constexpr = False):
+    """Return a block of raw logits and its x, which is -inf beyond the end of the row and, if HIDES, where HIDDEN."""
+    classes = first + tl.arange(0, way.block)
+    inside = classes < side[1]
+    stored = tl.load(side[0] + classes, mask=inside, other=-float("inf"))
+    z = stored.to(tl.float32)
+    x = activate(z, side[2], way)
+    if HIDES:
+        inside = inside & (stored.to(tl.int32 if stored.dtype == tl.float32 else tl.int16, bitcast=True) != HIDDEN)
+    return z, tl.where(inside, x, -float("inf"))
+
+
+@triton.jit
+def peak(side, way: tl.constexpr, HIDES: tl.constexpr = False):
+    """Return the largest x of a row, or 0 if it is -inf."""
+    BLOCK: tl.constexpr = way.block
+    best = tl.full([BLOCK], -float("inf"), tl.float32)
+    for first in range(0, side[1], BLOCK):
+        _z, x = read(side, first, way, HIDES)
+        best = tl.maximum(best, x)
+    return finite(tl.max(best, 0))
+
+
+@triton.jit
+def write(place, first, side, z, g, way: tl.constexpr):
+    """Store the gradient of a block of raw logits from dl/dx.
+
+    A gradient of another dtype may be the second half of the row of logits. Then that of a class is written over the
+    logits of this class and later ones, when all threads have read them.
+    """
+    if place.dtype != side[0].dtype:
+        tl.debug_barrier()
+    classes = first + tl.arange(0, way.block)
+    tl.store(place + classes, (g * slope(z, side[2], way)).to(place.dtype.element_ty), mask=classes < side[1])
 
 
 @triton.jit
@@ -120,12 +187,6 @@ def _of_pair(a, small, large):
 
 
 @triton.jit
-def sign(x):
-    """Return 1, -1, or 0 for 0 and NaN."""
-    return tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0))
-
-
-@triton.jit
 def _of_class(apart, p, q, alpha, beta, KIND: tl.constexpr):
     """Return a class's term of the divergence and its v, from apart = log q - log p.
 
@@ -139,7 +200,7 @@ def _of_class(apart, p, q, alpha, beta, KIND: tl.constexpr):
     elif KIND == "reverse":
         cost = gap(p, q, apart)
     elif KIND == "variation":
-        v = sign(apart) * 0.5
+        v = tl.where(apart > 0, 0.5, tl.where(apart < 0, -0.5, 0.0))  # 0 for NaN
         cost = tl.where(v == 0, 0.0, tl.abs(p - q) * 0.5)
     else:
         apart = tl.maximum(tl.where(apart < FARTHEST, apart, FARTHEST), -FARTHEST)
@@ -208,12 +269,11 @@ def divergence_kernel(
     vocabulary: "i32",  # classes of this rank
     teacher,  # (R, V) raw logits, rows `teacher_row` apart
     teacher_row: "i64",
-    teacher_values,  # (2,) float32: the teacher's softcap and logit scale; None for the numbers below
-    teacher_softcap: "fp32",
-    teacher_scale: "fp32",
+    teacher_rows,  # and its numbers
+    teacher_numbers,
     alpha: "fp32",  # 1 - beta
     beta: "fp32",
-    sums,  # (5, R) of FOLD, with ENTROPY (6, R); (2, R) of REFOLD
+    sums,  # (5, R) of FOLD, (2, R) of REFOLD
     sums_row: "i64",
     merged,  # (6, R) of all ranks: peak and rest of the student, of the teacher, its x of the top class, the pull
     merged_row: "i64",
@@ -221,7 +281,6 @@ def divergence_kernel(
     their_way: tl.constexpr,  # of the teacher's logits
     KIND: tl.constexpr,  # "forward" (beta is 0), "reverse" (1), "variation" (alpha is 1), or see `_of_class`
     STEP: tl.constexpr,  # WHOLE, or of classes on several ranks FOLD, REFOLD or GRADIENT
-    ENTROPY: tl.constexpr,  # whether FOLD sums e (x - peak) for the student's entropy
 ):
     """See the module's docstring."""
     BLOCK: tl.constexpr = way.block
@@ -234,11 +293,9 @@ def divergence_kernel(
         numbers, start, vocabulary, 0, 0, way,
     )  # fmt: skip
     a, vocabulary = facts[1], ours[1]
-    if teacher_values is not None:
-        teacher_softcap, teacher_scale = tl.load(teacher_values), tl.load(teacher_values + 1)
     source = teacher + here * teacher_row
     source = source if way.ragged else tl.multiple_of(source, 16)
-    theirs = source, vocabulary, (teacher_scale, teacher_softcap)
+    theirs = source, vocabulary, activation_of(here, None, teacher_rows, teacher_numbers)
     last = (vocabulary - 1) // BLOCK * BLOCK
     idle = (dead if results.entropy is None else a == 0) & (WHOLE or STEP == _GRADIENT)
     if idle:
@@ -255,20 +312,15 @@ def divergence_kernel(
                 z_p, z_q, mean, offset, highest, top = _sums(ours, theirs, m_p, m_q, last, way, their_way, KIND)
             pull = mean / z_p
         else:
-            m_p, z_p = tl.load(merged + here), tl.load(merged + merged_row + here)
-            m_q, highest = tl.load(merged + 2 * merged_row + here), m_p
-            z_q, top = tl.load(merged + 3 * merged_row + here), tl.load(merged + 4 * merged_row + here)
-            pull = tl.load(merged + 5 * merged_row + here) if STEP == _GRADIENT else z_p
+            known = merged + here
+            m_p, z_p = tl.load(known), tl.load(known + merged_row)
+            m_q, highest = tl.load(known + 2 * merged_row), m_p
+            z_q, top = tl.load(known + 3 * merged_row), tl.load(known + 4 * merged_row)
+            pull = tl.load(known + 5 * merged_row) if STEP == _GRADIENT else z_p
         if STEP == _FOLD:
             m = tl.where(highest == -float("inf"), LOWEST, highest)
             made = m, times(z_p, exp(m_p - m)), m_q, z_q, top
-            if ENTROPY:
-                mixed = tl.zeros([BLOCK], tl.float32)
-                for first in range(0, last + 1, BLOCK):
-                    _z, x = read(ours, first, way)
-                    mixed += times(exp(x - m), x - m)
-                made = m, made[1], tl.sum(mixed, 0), m_q, z_q, top  # type: ignore[assignment]
-            for k in tl.static_range(5 + ENTROPY):
+            for k in tl.static_range(5):
                 tl.store(sums + k * sums_row + here, made[k])
         else:
             # log q - log p = (t - m_q) - (x - m_p) - shift, in which the differences of the most probable classes are

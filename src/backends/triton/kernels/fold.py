@@ -13,6 +13,11 @@ A lane also has its largest key (`order`) and the first class of that block.
 In a row that does not begin at a multiple of 16 bytes (skewed), a lane has other classes than in an aligned row. Before
 lanes are summed they are rotated back, so that a row's loss has the same bits wherever it begins.
 
+A row may begin at any address (`Way.skewed`). It is then read from the last multiple of 16 bytes before it, `off`
+elements earlier. Vectors of 16-bit elements are loaded as pairs, the first in the low half of an int32: widening both
+to float32 takes one instruction each. Blocks that are loaded ahead are float32 too. If they were kept as pairs, the
+compiler would load them into the registers of the block before, and so not before that block is used.
+
 `fold_kernel` computes the packed sums of rows over the classes of one rank or tile. The target is only in its own
 column, as its raw logit.
 Exponents are (x - reference) * log2(e), with the subtraction first, for 16-bit logits too (`Way.exact`). References
@@ -33,15 +38,19 @@ from xent.backends.triton.kernels.algebra import (
     exponent,
     finite,
     order,
+    position,
     quick_exponent,
     row_at,
     times,
 )
-from xent.backends.triton.kernels.memory import fetch, line_of, shares_of
-from xent.backends.triton.kernels.sums import column, larger, load_sums, owner, plus, put, rebased, target_number
+from xent.backends.triton.kernels.sums import column, larger, load_sums, owner, plus, put, rebased
 from xent.backends.triton.launches import kernel
 
-__all__ = ["first_loads", "fold_kernel", "row_sums"]
+__all__ = ["fetch", "fill", "first_loads", "fold_kernel", "line_of", "row_sums", "shares_of"]
+
+NO_BFLOAT16 = tl.constexpr(-0x007F0080)  # a pair of -inf
+NO_FLOAT16 = tl.constexpr(-0x03FF0400)
+HIGH = tl.constexpr(-0x10000)  # the bits of a pair's second element
 
 # Between these bounds, sums and sums of squares have the full precision of float32, and log(sum + e^(target - m)) does
 # not cancel, whichever term is larger.
@@ -50,6 +59,73 @@ LARGEST = tl.constexpr(1e18)
 # If the first block is all -inf, m is 0, which may be far from every logit. The entropy is then a difference of numbers
 # as large as the sum's logarithm.
 LARGEST_FROM_0 = tl.constexpr(1048576.0)
+
+
+@triton.jit
+def line_of(tensor, here, inner, outer, stride, skew, cut, size, way: tl.constexpr):
+    """Return a row's `size` classes from `cut` on, as kernels of vectors have it.
+
+    These are a pointer to a multiple of 16 bytes, if there are vectors; the first class's distance from it in elements;
+    where the last block begins and where the last vector ends, counted from the pointer; and `size`.
+    """
+    start = position(here, inner, outer, stride, way.grouped)
+    off = 0
+    if way.skewed:
+        off = ((skew + start) % way.vector).to(tl.int32)
+    row = tensor + (start + (cut - off))
+    row = tl.multiple_of(row, 16) if way.vector > 1 else row
+    whole = (size + tl.where(size > 0, off, 0) + way.vector - 1) // way.vector * way.vector  # 0 if there is no class
+    return row, off, (size + off - 1) // way.block * way.block, whole, size
+
+
+@triton.jit
+def fetch(row, first, whole, way: tl.constexpr, POLICY: tl.constexpr):
+    """Load a block of a row as float32, in the whole vectors that begin before `whole`. Other elements are -inf."""
+    BLOCK: tl.constexpr = way.block
+    if way.vector == 8:  # 16-bit elements
+        NOTHING: tl.constexpr = NO_BFLOAT16 if row.dtype.element_ty == tl.bfloat16 else NO_FLOAT16
+        pairs = tl.multiple_of(row.to(tl.pointer_type(tl.int32)), 16) + first // 2
+        lanes = tl.arange(0, BLOCK // 2)
+        found = tl.load(pairs + lanes, mask=lanes < (whole - first) // 2, other=NOTHING, eviction_policy=POLICY)
+        if row.dtype.element_ty == tl.bfloat16:
+            low = (found << 16).to(tl.float32, bitcast=True)
+            high = (found & HIGH).to(tl.float32, bitcast=True)
+        else:
+            low = found.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+            high = (found >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return tl.reshape(tl.join(low, high), [BLOCK])
+    else:
+        lanes = tl.arange(0, BLOCK)
+        mask = lanes < whole - first
+        return tl.load(row + first + lanes, mask=mask, other=-float("inf"), eviction_policy=POLICY).to(tl.float32)
+
+
+@triton.jit
+def shares_of(weights, classes, inside):
+    """Return q and w ((1-e) q + e/V) of classes with probabilities; w twice without.
+
+    `weights` are the class weights or None, and the probabilities of a row or None, their stride, 1-e and e/V.
+    """
+    share = 1.0 if weights[0] is None else tl.load(weights[0] + classes, mask=inside, other=0.0)
+    q = share
+    if weights[1] is not None:
+        q = tl.load(weights[1] + classes.to(tl.int64) * weights[2], mask=inside, other=0.0).to(tl.float32)
+        share = tl.where(inside, (weights[3] * q + weights[4]) * share, 0.0)
+    return q, share
+
+
+@triton.jit
+def fill(row, value, start, stop, way: tl.constexpr):
+    """Store one number to classes [start, stop) of a row, when all threads have done what they did before."""
+    BLOCK: tl.constexpr = way.block
+    if not way.ragged:
+        stop = stop // way.vector * way.vector  # no change, but tells the compiler that it is a multiple
+    tl.debug_barrier()
+    for first in range(start, stop, BLOCK):
+        classes = first + tl.arange(0, BLOCK)
+        values = tl.zeros([BLOCK], tl.float32) + value
+        tl.store(row + classes, values.to(row.dtype.element_ty), mask=classes < stop, cache_modifier=".cs")
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -179,7 +255,7 @@ def row_sums(line, loads, y, x_y, weights, bend, way: tl.constexpr):
     m = finite(tl.max(tl.where(inside, activate(z, bend, way), -float("inf")), 0))
     zero = tl.zeros([LANES], tl.float32)
     nothing = zero, zero, zero, zero, zero, zero, zero, zero, zero - float("inf"), tl.zeros([LANES], tl.int32)
-    lanes = _add(nothing, z, 0, line, m, weights, bend, way, way.skewed or way.blocks == 1, False)
+    lanes = _add(nothing, z, 0, line, m, weights, bend, way, way.skewed or (way.blocks == 1 or way.vector == 1), False)
     for first in range(BLOCK, last, BLOCK):
         z = ahead
         ahead = fetch(source, first + BLOCK, whole, way, "evict_last")
@@ -233,22 +309,17 @@ def fold_kernel(
     vocabulary: "i32",
     columns: tl.constexpr,  # see `Columns`
     way: tl.constexpr,  # see `Way`
-    COLUMNS: tl.constexpr,  # K
     ADDS: tl.constexpr,  # merge the sums into those that are there
 ):
     """Write the sums of one row."""
     here = tl.program_id(0).to(tl.int64)
     row = row_at(start + here, None, rows)
-    owned, y, a, ignored = owner(row, None, rows, ignore_index, first, width, vocabulary)
+    owned, y, w_y, a, ignored, number = owner(row, None, rows, ignore_index, first, width, vocabulary)
     bend = activation_of(row, None, rows, numbers)
     place = sums + here
-    if columns.id >= 0:
-        tl.store(place + columns.id * slot, target_number(row, None, rows))
     if (ignored if way.all_rows else ignored | (a == 0)) != 0:
-        for index in tl.static_range(COLUMNS):
-            if index != columns.id:
-                nothing = -float("inf") if index == columns.peak or index == columns.key else 0.0
-                tl.store(place + index * slot, nothing)
+        least = -float("inf")
+        put(place, slot, None, (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, least, 0.0, 0.0, least, 0.0, number), columns)
     else:
         line = line_of(logits, here, logits_inner, logits_outer, logits_row, skew, 0, width, way)
         loads = first_loads(line, y, way)
@@ -262,9 +333,6 @@ def fold_kernel(
         peak = tl.where(rest == 0, -float("inf"), m)
         found += first
         counted = width.to(tl.float32)
-        w_y = tl.where(owned, 1.0, 0.0)
-        if rows.class_weight is not None:  # a rank may have none
-            w_y = tl.load(rows.class_weight + y, mask=owned, other=0.0)
         weights = counted
         if rows.total_weight is not None:
             weights = tl.load(rows.total_weight)
@@ -283,4 +351,5 @@ def fold_kernel(
             if way.predicted:
                 other = column(place, slot, None, columns.place).to(tl.int32, bitcast=True)
                 top, found = larger(column(place, slot, None, columns.key), other, top, found)
-        put(place, slot, None, made, (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True)), columns)
+        made += (peak, z_y, w_y, top, found.to(tl.float32, bitcast=True), number)  # type: ignore[assignment]
+        put(place, slot, None, made, columns)

@@ -1,6 +1,6 @@
 """Loss, statistics and gradient of whole rows in one launch, with one program per row or part: fold, finish, gradient.
 
-The first pass over a row computes its sums (`fold`). The second pass writes the gradient (`write_gradient`). It starts
+The first pass over a row computes its sums (`fold`). The second pass writes the gradient (`_write_gradient`). It starts
 at the end of the row, which is still in the caches. The target's own gradient is written after all others.
 
 Rows that do not begin at multiples of 16 bytes (skewed) are read from the last multiple before them, so that loads and
@@ -14,10 +14,12 @@ tags. So no order of memory accesses is assumed between words. The sums of a par
 those of the row to the largest reference.
 
 A program that waits stays on its multiprocessor, so programs must not wait for others that may start after they end.
-A program's number is therefore not that of the launch, but counts the programs that started before it (`_numbered`).
+A program's number is therefore not that of the launch, but counts the programs that started before it (`counter`).
 Programs of a row have adjacent numbers. So only the row that was started last can have programs that have not started,
 and at most PARTS - 1 programs wait for them. A launch finishes if the GPU can hold PARTS of its programs at a time,
-also while other launches run.
+also while other launches run. Triton's interpreter runs programs one after the other, so it takes two launches, in
+which all words have tags from the beginning: one without a gradient, after which all words have their numbers, and one
+that computes the results again.
 
 `gradient_kernel` takes the second pass alone, for rows whose sums are finished already.
 """
@@ -44,23 +46,13 @@ from xent.backends.triton.kernels.algebra import (
     row_at,
     row_facts,
     slope,
-    target_weight,
     times,
 )
-from xent.backends.triton.kernels.fold import first_loads, row_sums
-from xent.backends.triton.kernels.memory import edges, fetch, fill, line_of, shares_of, store
+from xent.backends.triton.kernels.fold import fetch, fill, first_loads, line_of, row_sums, shares_of
 from xent.backends.triton.kernels.sums import DEAD, put
 from xent.backends.triton.launches import kernel
 
-__all__ = [
-    "BOTH",
-    "GRADIENTS",
-    "SUMS",
-    "WORDS",
-    "gradient_kernel",
-    "rows_kernel",
-    "write_gradient",
-]
+__all__ = ["TAG", "WORDS", "gradient_kernel", "rows_kernel"]
 
 
 @triton.jit
@@ -90,7 +82,31 @@ def _block(z, classes, vocabulary, terms, weights, bend, way: tl.constexpr, FOLD
 
 
 @triton.jit
-def write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
+def _store(row, first, g, skew, vocabulary, way: tl.constexpr):
+    """Store a block of a row in whole vectors. The partial vectors of a ragged row are left out, see `_edges`."""
+    lanes = tl.arange(0, way.block)
+    inside = lanes < (vocabulary + skew) // way.vector * way.vector - first
+    if way.ragged:
+        inside = inside & (lanes >= (skew + way.vector - 1) // way.vector * way.vector - first)
+    tl.store(row + first + lanes, g.to(row.dtype.element_ty), mask=inside, cache_modifier=".cs")
+
+
+@triton.jit
+def _edges(start, stop, skew, vocabulary, VECTOR: tl.constexpr):
+    """Return 2 VECTOR places of a ragged row, and which of them are in its partial vectors and in [start, stop).
+
+    A row has at most two partial vectors, its first and its last.
+    """
+    k = tl.arange(0, 2 * VECTOR)
+    begin = (skew + VECTOR - 1) // VECTOR * VECTOR
+    end = (vocabulary + skew) // VECTOR * VECTOR
+    places = tl.where(k < VECTOR, k, end + k - VECTOR)
+    inside = (places >= skew) & (places < vocabulary + skew) & ((places < begin) | (places >= end))
+    return places, inside & (places >= start) & (places < stop)
+
+
+@triton.jit
+def _write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr, FOLDED: tl.constexpr):
     """Write the gradient of a row's blocks from `start` to the last one, in which the target's is still wrong.
 
     It goes backwards from the end of the row, which is still in the caches if the row was just read. Each block is
@@ -104,9 +120,9 @@ def write_gradient(line, place, start, terms, weights, bend, way: tl.constexpr, 
         z = ahead
         ahead = fetch(source, tl.maximum(first - BLOCK, start), first, way, "evict_first")
         g = _block(z, first + tl.arange(0, BLOCK) - off, vocabulary, terms, weights, bend, way, FOLDED)
-        store(place, first, g, off, vocabulary, way)
+        _store(place, first, g, off, vocabulary, way)
     if way.ragged:
-        places, inside = edges(start, last + BLOCK, off, vocabulary, way.vector)
+        places, inside = _edges(start, last + BLOCK, off, vocabulary, way.vector)
         z = tl.load(source + places, mask=inside, other=0.0).to(tl.float32)
         g = _block(z, places - off, vocabulary, terms, weights, bend, way, FOLDED)
         tl.store(place + places, g.to(place.dtype.element_ty), mask=inside)
@@ -148,17 +164,10 @@ def gradient_kernel(
     if ((y == DEAD) | (first > last)) != 0:  # an aligned row may have one part less than a skewed row
         fill(place + off, 0.0, tl.maximum(first - off, 0), tl.minimum(last + way.block - off, width), way)
     else:
-        row = row_at(start + here, None, rows)
-        bend = activation_of(row, None, rows, numbers)
-        tilt = 0.0
-        if way.tilted:
-            tilt = tl.load(made + 3 * slot)
-        delta = 0.0
-        if way.smoothed:
-            delta = tl.load(made + 4 * slot)
+        bend = activation_of(row_at(start + here, None, rows), None, rows, numbers)
         line = source, off, last, whole, width
-        terms = tl.load(made), tl.load(made + slot), tilt, delta, 0.0
-        write_gradient(line, place, first, terms, (rows.class_weight, None), bend, way, False)
+        terms = tl.load(made), tl.load(made + slot), tl.load(made + 3 * slot), tl.load(made + 4 * slot), 0.0
+        _write_gradient(line, place, first, terms, (rows.class_weight, None), bend, way, False)
         y -= first_here
         if (y >= 0) & (y < width) & (y + off >= first) & (y + off < last + way.block):
             tl.debug_barrier()
@@ -168,24 +177,11 @@ def gradient_kernel(
 WORDS = 8
 """The words of a program: m, others, mixed, squares, level, largest key, target's raw logit, predicted class."""
 
-# BOTH: one launch, in which programs wait for each other. Triton's interpreter runs programs one after the other, so it
-# takes two launches. SUMS publishes the sums of all parts. GRADIENTS computes those of its part again, reads the others
-# without waiting, and writes results and gradient.
-BOTH, SUMS, GRADIENTS = 0, 1, 2
+TAG = 1 << 32
+"""The tag of a word that was published, above the 32 bits of its number."""
 
 _WORDS = tl.constexpr(WORDS)
-_BOTH = tl.constexpr(BOTH)
-_SUMS = tl.constexpr(SUMS)
-_TAG = tl.constexpr(1 << 32)
-
-
-@triton.jit
-def _numbered(counter, PHASE: tl.constexpr):
-    """Return the number of this program in the order in which programs start."""
-    if PHASE == _BOTH:
-        return tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
-    else:
-        return tl.program_id(0)
+_TAG = tl.constexpr(TAG)
 
 
 @triton.jit
@@ -215,9 +211,8 @@ def _exchanged(
     word = _TAG + (bits.to(tl.int64) & 0xFFFFFFFF)
     tl.atomic_xchg(words + part * _WORDS + k, word, sem="relaxed")
     places = words + tl.arange(0, PARTS * _WORDS)
-    if way.phase == _BOTH:
-        while tl.min((tl.load(places, volatile=True) >> 32).to(tl.int32), 0) == 0:
-            pass
+    while tl.min((tl.load(places, volatile=True) >> 32).to(tl.int32), 0) == 0:
+        pass
     # Again, because each warp reads for itself: some may have left the loop with words from before they were written.
     all_bits = tl.reshape(tl.load(places, volatile=True).to(tl.int32), [PARTS, _WORDS])
     values = all_bits.to(tl.float32, bitcast=True)
@@ -251,8 +246,8 @@ def _save(
     change = -rounding(m, EXACT)
     factor = tl.math.exp2(change)
     mixed = factor * (mixed + times(rest, change)) * LN2
-    sums = factor * rest, 0.0, total_weight - w_y, mixed, 0.0, 0.0, 0.0
-    put(saved + row, count, None, sums, (m, z_y, w_y, 0.0, 0.0), columns)
+    values = factor * rest, 0.0, total_weight - w_y, mixed, 0.0, 0.0, 0.0, m, z_y, w_y, 0.0, 0.0, 0.0
+    put(saved + row, count, None, values, columns)
 
 
 @kernel
@@ -290,30 +285,30 @@ def rows_kernel(
     """See the module's docstring. With probabilities, `rows.target` is the row of these that each row has, or None."""
     tl.static_assert(way.parts == 1 or not way.smoothed)  # the sum `below` is not exchanged
     if way.parts > 1:
-        program = _numbered(words + tl.num_programs(0).to(tl.int64) * _WORDS, way.phase)
+        counter = words + tl.num_programs(0).to(tl.int64) * _WORDS
+        program = tl.atomic_add(counter, 1, sem="relaxed").to(tl.int32)
     else:
         program = tl.program_id(0)
     here = (program // way.parts).to(tl.int64)
     row = row_at(start + here, None, rows)
     GIVEN: tl.constexpr = probabilities is not None
     y_long, a, ignored, invalid = row_facts(row, None, rows, ignore_index, UNLIMITED if GIVEN else vocabulary)
-    keep, spread, z_loss = numbers_of(rows, vocabulary, numbers)
+    options = numbers_of(rows, vocabulary, numbers)
     y = y_long.to(tl.int32)
     weights = (rows.class_weight, None)
     if GIVEN:
         shared = row if rows.target is None else y_long
         given = probabilities + position(shared, given_inner, given_outer, given_row, True)
-        weights = rows.class_weight, given, given_class, keep, spread  # type: ignore[assignment]
-        options = 0.0, 1.0, z_loss
+        weights = rows.class_weight, given, given_class, options[0], options[1]  # type: ignore[assignment]
+        options = 0.0, 1.0, options[2]
         w_y = 0.0
         true = 0 if likeliest is None else tl.load(likeliest + shared).to(tl.int32)
         y = y * 0 - 1
     else:
-        options = keep, spread, z_loss
-        w_y = target_weight(rows, y_long)
+        w_y = 1.0 if rows.class_weight is None else tl.load(rows.class_weight + y_long)
         true = y
     bend = activation_of(row, None, rows, numbers)
-    dead, r = gradient_factor(row, None, a, invalid, rows, upstreams)
+    dead, r = gradient_factor(row, None, a, invalid, rows, upstreams, way)
     # The classes of this program, and the target among them.
     part = program % way.parts
     cut = part * share
@@ -350,30 +345,29 @@ def rows_kernel(
             x_y = activate(z_y, bend, way, True)
         e2_y = tl.full((), -float("inf"), tl.float32) if GIVEN else exponent(x_y, m, way.exact)
 
-        if way.phase != _SUMS:
-            total_weight = vocabulary * 1.0
-            if GIVEN:
-                total_weight = all_shares
-            elif way.smoothed and rows.class_weight is not None:
-                total_weight = tl.load(rows.total_weight)
-            factor, tilt, delta, g_y, gamma = finish(
-                rows, row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
-                (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
-                (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way,
-            )  # fmt: skip
-            if saved is not None:
-                _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
-            if grad is not None:
-                if ignored if way.statistics else dead:
-                    fill(place + off, 0.0, 0, size, way)
+        total_weight = vocabulary * 1.0
+        if GIVEN:
+            total_weight = all_shares
+        elif way.smoothed and rows.class_weight is not None:
+            total_weight = tl.load(rows.total_weight)
+        factor, tilt, delta, g_y, gamma = finish(
+            rows, row, None, (true, a, ignored, invalid), dead, r, w_y, z_y, m,
+            (rest, below * LN2, total_weight, mixed, squares), e2_y, level / vocabulary, found,
+            (surprise * LN2, all_q) if GIVEN else None, results, upstreams, options, bend, way,
+        )  # fmt: skip
+        if saved is not None:
+            _save(saved, count, row, m, rest, mixed, z_y, w_y, total_weight, columns, way.exact)
+        if grad is not None:
+            if ignored if way.statistics else dead:
+                fill(place + off, 0.0, 0, size, way)
+            else:
+                m2 = m * LOG2E
+                foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
+                if way.folds and foldable:
+                    terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta, gamma
+                    _write_gradient(line, place, 0, terms, weights, bend, way, True)
                 else:
-                    m2 = m * LOG2E
-                    foldable = (factor > 0) & (factor < LARGEST_FACTOR) & (tl.abs(m2) < NEAR)
-                    if way.folds and foldable:
-                        terms = m2 - tl.log2(tl.where(foldable, factor, 1.0)), factor, tilt, delta, gamma
-                        write_gradient(line, place, 0, terms, weights, bend, way, True)
-                    else:
-                        write_gradient(line, place, 0, (m, factor, tilt, delta, gamma), weights, bend, way, False)
-                    if not GIVEN:
-                        tl.debug_barrier()
-                        tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)
+                    _write_gradient(line, place, 0, (m, factor, tilt, delta, gamma), weights, bend, way, False)
+                if not GIVEN:
+                    tl.debug_barrier()
+                    tl.store(place + (off + y_here), g_y.to(grad.dtype.element_ty), mask=has_target)

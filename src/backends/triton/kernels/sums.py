@@ -6,6 +6,8 @@ below, weights, mixed, squares, deficit and counted.
 
 `finish_kernel` serves tiles, products that store no logits, shards, and the backward pass from saved sums. Every rank
 computes the same bits.
+
+Kernels beside those: the divisor of a mean, hidden states, the scale of gradients.
 """
 
 import triton
@@ -23,9 +25,9 @@ from xent.backends.triton.kernels.algebra import (
     gradient_factor,
     load,
     numbers_of,
+    position,
     row_at,
     row_facts,
-    target_weight,
     times,
 )
 from xent.backends.triton.launches import kernel
@@ -33,6 +35,7 @@ from xent.backends.triton.launches import kernel
 __all__ = [
     "DEAD",
     "column",
+    "divisor_kernel",
     "finish_kernel",
     "join_kernel",
     "larger",
@@ -41,7 +44,8 @@ __all__ = [
     "plus",
     "put",
     "rebased",
-    "target_number",
+    "scale_kernel",
+    "take_kernel",
 ]
 
 
@@ -58,18 +62,11 @@ def column(place, slot, inside, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _store(place, slot, inside, value, COLUMN: tl.constexpr):
-    if COLUMN >= 0:
-        tl.store(place + COLUMN * slot, value, mask=inside)
-
-
-@triton.jit
-def put(place, slot, inside, sums, others, columns: tl.constexpr):
-    """Store sums in their columns, and the others in the order of `Columns`: peak, target, row_weight, key, place."""
-    for k in tl.static_range(7):
-        _store(place, slot, inside, sums[k], columns[k])
-    for k in tl.static_range(5):
-        _store(place, slot, inside, others[k], columns[7 + k])
+def put(place, slot, inside, values, columns: tl.constexpr):
+    """Store the values of columns, in the order of `Columns`."""
+    for k in tl.static_range(13):
+        if columns[k] >= 0:
+            tl.store(place + columns[k] * slot, values[k], mask=inside)
 
 
 @triton.jit
@@ -92,28 +89,19 @@ def rebased(reference, peak, sums):
 @triton.jit
 def load_sums(place, slot, inside, reference, columns: tl.constexpr):
     """Return sums relative to a larger, finite reference. Those that a call does not have are 0."""
-    sums = (
-        column(place, slot, inside, columns.rest),
-        column(place, slot, inside, columns.below),
-        column(place, slot, inside, columns.weights),
-        column(place, slot, inside, columns.mixed),
-        column(place, slot, inside, columns.squares),
-        column(place, slot, inside, columns.deficit),
-        column(place, slot, inside, columns.counted),
-    )
+    sums = ()
+    for k in tl.static_range(7):
+        sums += (column(place, slot, inside, columns[k]),)  # type: ignore[assignment]
     return rebased(reference, column(place, slot, inside, columns.peak), sums)
 
 
 @triton.jit
 def plus(a, b):
     """Return the sum of sums that have the same reference."""
-    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3], a[4] + b[4], a[5] + b[5], a[6] + b[6]
-
-
-@triton.jit
-def target_number(row, inside, rows):
-    """Return the target of a row as the sums have it, by which ranks compare their targets: its bits as a float."""
-    return load(rows.target + row, inside, 0).to(tl.int32).to(tl.float32, bitcast=True)
+    sums = ()
+    for k in tl.static_range(7):
+        sums += (a[k] + b[k],)  # type: ignore[assignment]
+    return sums
 
 
 @triton.jit
@@ -128,11 +116,17 @@ def larger(key, place, other_key, other_place):
 def owner(row, inside, rows, ignore_index, first, width, vocabulary):
     """Return whether the target of a row is among the classes [first, first + width), and its place among them.
 
-    The place is `width` if it is not. Return also the row's sample weight, and whether it is ignored.
+    The place is `width` if it is not. Return also its class weight, 0 if it is not, the row's sample weight, whether it
+    is ignored, and the given target as the sums have it, by which ranks compare their targets: its bits as a float.
     """
     y, a, ignored, invalid = row_facts(row, inside, rows, ignore_index, vocabulary)
     owned = (y >= first) & (y < first + width) & ~(ignored | invalid)
-    return owned, tl.where(owned, y - first, width).to(tl.int32), a, ignored
+    y = tl.where(owned, y - first, width).to(tl.int32)
+    w_y = tl.where(owned, 1.0, 0.0)
+    if rows.class_weight is not None:  # a rank may have no class
+        w_y = tl.load(rows.class_weight + y, mask=owned, other=0.0)
+    number = load(rows.target + row, inside, 0).to(tl.int32).to(tl.float32, bitcast=True)
+    return owned, y, w_y, a, ignored, number
 
 
 @kernel
@@ -196,11 +190,11 @@ def finish_kernel(
             own_found = column(place, count, inside, columns.place).to(tl.int32, bitcast=True)
             key, found = larger(key, found, column(place, count, inside, columns.key), own_found)
     if saved is not None:
-        others = m, z_y, w_y, key, found.to(tl.float32, bitcast=True)
-        put(saved + row, saved_row, inside, merged, others, columns)
+        values = merged + (m, z_y, w_y, key, found.to(tl.float32, bitcast=True), 0.0)
+        put(saved + row, saved_row, inside, values, columns)
 
     rest, below, weights, mixed, squares, deficit, _counted = merged
-    dead, r = gradient_factor(row, inside, a, invalid, rows, upstreams)
+    dead, r = gradient_factor(row, inside, a, invalid, rows, upstreams, way)
     distance = x_y - m
     total = rest, below - times(w_y, distance), weights + w_y, mixed * LOG2E, squares
     factor, tilt, delta, g_y, _gamma = finish(
@@ -252,20 +246,139 @@ def join_kernel(
         share = exp(part_peak - reference[None, :])
         if columns.mixed >= 0:
             part_mixed = tl.load(place + 2 * chunks * count, mask=mask, other=0.0)
-            growth = tl.where(part_peak == -float("inf"), 0.0, (reference[None, :] - part_peak) * LOG2E)
-            mixed = kept * (mixed - tl.where(peak == -float("inf"), 0.0, (reference - peak) * LOG2E) * rest)
+            growth = (reference[None, :] - finite(part_peak)) * LOG2E
+            mixed = kept * (mixed - (reference - finite(peak)) * LOG2E * rest)
             mixed += tl.sum(share * (part_mixed - growth * part_rest), 0)
         rest = kept * rest + tl.sum(share * part_rest, 0)
         peak = largest
     row = row_at(start + here, inside, rows)
-    owned, y, _a, _ignored = owner(row, inside, rows, ignore_index, first, width, vocabulary)
+    owned, _y, w_y, _a, _ignored, number = owner(row, inside, rows, ignore_index, first, width, vocabulary)
     place = sums + here
     _rest, below, weights, _mixed, squares, deficit, counted = load_sums(place, slot, inside, finite(peak), columns)
     z_y = tl.where(owned, tl.load(target_logits + here, mask=inside, other=0.0), 0.0)
-    w_y = tl.where(owned, 1.0, 0.0)
-    if columns.row_weight >= 0:
-        w_y = tl.where(owned, target_weight(rows, tl.where(owned, y, 0)), 0.0)
-    others = peak, z_y, w_y, column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
-    put(place, slot, inside, (rest, below, weights, mixed * LN2, squares, deficit, counted), others, columns)
-    if columns.id >= 0:
-        tl.store(place + columns.id * slot, target_number(row, inside, rows), mask=inside)
+    key, found = column(place, slot, inside, columns.key), column(place, slot, inside, columns.place)
+    made = rest, below, weights, mixed * LN2, squares, deficit, counted
+    put(place, slot, inside, made + (peak, z_y, w_y, key, found, number), columns)
+
+
+@kernel
+def divisor_kernel(
+    rows,  # without a divisor; with class weights if rows count with those of their targets
+    normalizer,  # (): the divisor; None for the sum of the row weights
+    divisor,  # see `Rows.divisor`
+    counted,  # () int64: number of rows with a target; or None
+    count: "i64",
+    ignore_index: "i64",
+    limit: "i64",
+    NARROW: tl.constexpr,  # gradients of the forward pass are float16
+    BLOCK: tl.constexpr,
+):
+    """Compute the divisor and the count. One program sums all rows in a fixed order."""
+    sums = tl.zeros([BLOCK], tl.float32)
+    sizes = tl.zeros([BLOCK], tl.float32)
+    rows_counted = tl.zeros([BLOCK], tl.int64)
+    for first in range(0, count, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        y, weighted, ignored, wrong = row_facts(row, row < count, rows, ignore_index, limit)
+        if rows.class_weight is not None:
+            weighted *= tl.load(rows.class_weight + y)
+        sums += tl.where(wrong, 0.0, weighted)
+        size = tl.abs(weighted)
+        sizes = tl.maximum(sizes, tl.where(wrong | (size != size), 0.0, tl.minimum(size, 3.4e38)))
+        rows_counted += tl.where(ignored, 0, 1)
+    d = tl.sum(sums, 0)
+    if normalizer is not None:
+        d = tl.load(normalizer).to(tl.float32)
+    of_rows = d
+    rest = tl.full((), 1.0, tl.float32)
+    if NARROW:
+        # In float16, gradients divided by D could underflow before a loss scale is applied, and weights could make
+        # them overflow. So gradients are stored with row factors of at most 1, and `rest` is the remaining factor.
+        largest = tl.max(sizes, 0)
+        largest = tl.where(largest == 0, 1.0, largest)
+        rest = tl.where(d == 0, 0.0, tl.div_rn(largest, tl.where(d == 0, 1.0, d)))
+        of_rows = tl.where(d == 0, 0.0, largest)
+    tl.store(divisor, d)
+    tl.store(divisor + 1, of_rows)
+    tl.store(divisor + 2, rest)
+    if counted is not None:
+        tl.store(counted, tl.sum(rows_counted, 0))
+
+
+@kernel
+def take_kernel(
+    hidden,  # (N, D)
+    hidden_row: "i64",
+    hidden_column: "i64",
+    weight,  # (C, D) and its strides
+    weight_row: "i64",
+    weight_column: "i64",
+    bias,  # (C,), contiguous, or None
+    taken,  # (R, D), contiguous; or None
+    target_logits,  # (R,) float32, 0 for the targets of other ranks; or None
+    rows,
+    start: "i64",
+    ignore_index: "i64",
+    limit: "i64",
+    first_class: "i64",
+    width: "i64",  # C
+    size: "i32",  # D
+    STATISTICS: tl.constexpr,  # rows of weight 0 have gradients, from their statistics
+    BLOCK: tl.constexpr,
+):
+    """Copy one row of hidden states, or zeros if the row has no gradient. Compute its target's logit in float32."""
+    here = tl.program_id(0).to(tl.int64)
+    row = row_at(start + here, None, rows)
+    y, a, ignored, wrong = row_facts(row, None, rows, ignore_index, limit)
+    y -= first_class
+    if rows.divisor is not None:
+        a = tl.where(tl.load(rows.divisor + 1) == 0, 0.0, a)
+    dead = (a == 0) & ~wrong
+    if STATISTICS:
+        dead = ignored
+    owned = (y >= 0) & (y < width)
+    own_size = tl.where(owned, size, 0)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, size, BLOCK):
+        columns = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        h = tl.load(hidden + row * hidden_row + columns * hidden_column, mask=columns < size, other=0.0)
+        if target_logits is not None:
+            # Round to the dtype of the matrix product.
+            rounded = h.to(weight.dtype.element_ty).to(tl.float32)
+            w = tl.load(weight + y * weight_row + columns * weight_column, mask=columns < own_size, other=0.0)
+            sums += tl.where(columns < own_size, rounded * w.to(tl.float32), 0.0)
+        if taken is not None:
+            zero = tl.zeros([BLOCK], taken.dtype.element_ty)
+            kept = tl.where(dead, zero, h.to(taken.dtype.element_ty))
+            tl.store(taken + here * size + columns, kept, mask=columns < size)
+    if target_logits is not None:
+        z = tl.sum(sums, 0)
+        if bias is not None:
+            z += tl.load(bias + y, mask=owned, other=0.0).to(tl.float32)
+        tl.store(target_logits + here, z)
+
+
+@kernel
+def scale_kernel(
+    grad,  # rows at position(row, inner, outer_stride, row_stride)
+    inner: "i64",
+    outer_stride: "i64",
+    row_stride: "i64",
+    upstream,  # ()
+    deferred,  # () or None
+    rows: "i64",
+    length: "i64",  # elements of a row
+    BLOCK: tl.constexpr,
+):
+    """Multiply a gradient by factors and round once; do nothing if the product of the factors is 1."""
+    blocks = tl.cdiv(length, BLOCK)
+    factor = tl.load(upstream).to(tl.float32)
+    if deferred is not None:
+        factor *= tl.load(deferred)
+    if factor != 1:
+        for block in range(tl.program_id(0).to(tl.int64), rows * blocks, tl.num_programs(0)):
+            begin = position(block // blocks, inner, outer_stride, row_stride, True)
+            places = block % blocks * BLOCK + tl.arange(0, BLOCK)
+            inside = places < length
+            scaled = tl.load(grad + begin + places, mask=inside, other=0.0).to(tl.float32) * factor
+            tl.store(grad + begin + places, scaled.to(grad.dtype.element_ty), mask=inside)
