@@ -130,21 +130,27 @@ class Schedule:
     not wait.
     """
 
-    def __init__(self, steps: "Steps", count: int, step: int, skips: bool) -> None:
+    def __init__(self, steps: "Steps", setting: Setting, step: int, skips: bool) -> None:
         """`skips`: whether rows that need no work may be left out, for which the host may have to wait."""
-        self.step, self._all = max(step, 1), count
-        self._order, number = steps.partition(count > step) if skips else (None, count)
+        self.step, self._all, device = max(step, 1), setting.count, setting.device.type
+        self._order: Tensor | None = None
         self._awaited: tuple[Tensor, torch.cuda.Event] | None = None
-        self.count: int = count
+        self.count = setting.count
         """The number of rows to compute; an upper bound until the host knows it."""
-        if isinstance(number, Tensor):
+        on_cuda = device == "cuda" and setting.count > step and not torch.cuda.is_current_stream_capturing()
+        if not skips or not (on_cuda or device == "cpu"):
+            return
+        idle = steps.idle()
+        if on_cuda:
             on_host = torch.empty((), dtype=torch.int64, pin_memory=True)
-            on_host.copy_(number, non_blocking=True)
+            on_host.copy_((~idle).sum(), non_blocking=True)
             event = torch.cuda.Event()
             event.record()
             self._awaited = on_host, event
         else:
-            self.count = number
+            self.count -= int(idle.sum())
+        if on_cuda or self.count < self._all:
+            self._order = idle.argsort(stable=True)
 
     @property
     def rows(self) -> int:
@@ -220,12 +226,10 @@ class Steps(Protocol):
     tiles: bool = False
     """Whether rows without a gradient are folded from tiles of logits that are overwritten, instead of whole rows."""
 
-    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Move the rows that must be computed to the front.
+    def idle(self) -> Tensor:
+        """Return which rows (N,) bool need no work, so that their results are 0 and the loop leaves them out.
 
-        Return the order (N,) int64, or None if it is that of the call, and the number of these rows: a 0-d int64 tensor
-        if the host cannot read it without waiting. `several`: whether there are several parts, so that skipping rows
-        can save time although the host has to wait. Never on an accelerator while a graph is traced or captured.
+        Never called on an accelerator while a graph is traced or captured.
         """
 
     def take(self, source: Any, part: Part) -> Taken:

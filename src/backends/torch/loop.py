@@ -145,7 +145,7 @@ def _run(
         saved = torch.zeros(len(columns(setting)), setting.count, dtype=wide(setting.compute), device=setting.device)
     again = not forward and steps.saves
     fused = steps.fuses and not again and not source.tiles
-    schedule = Schedule(steps, setting.count, source.step, skips and source.skips)
+    schedule = Schedule(steps, setting, source.step, skips and source.skips)
     source.start(schedule)
     waiting: tuple[Loaded, Any] | None = None
     for part in schedule:

@@ -59,21 +59,18 @@ class TritonSteps(Inputs):
                 made[name] = one.fill_(fill) if self._skips else one
         return Results(**made)
 
-    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Move the rows that must be computed to the front."""
-        ids, weight, on_host = self.rows.target, self.rows.sample_weight, self.device.type == "cpu"
-        if not (on_host or (several and not torch.cuda.is_current_stream_capturing())):
-            return None, self.count
-        valid = torch.ones(self.count, dtype=torch.bool, device=self.device)
-        idle = ~valid
+    def idle(self) -> Tensor:
+        """Return the rows to leave out, whose results are set before."""
+        ids, weight = self.rows.target, self.rows.sample_weight
+        idle = torch.zeros(self.count, dtype=torch.bool, device=self.device)
+        valid = ~idle
         if ids is not None:
             ids = cast(ids, torch.int64)
             idle, valid = ids == self.ignore_index, (ids >= 0) & (ids < self.limit)
         if weight is not None and not self.way.all_rows:
             idle |= (weight == 0) & valid
-        number = (~idle).sum()
         self._skips = True
-        return idle.argsort(stable=True), int(number) if on_host else number
+        return idle
 
     def take(self, source: Any, part: Part) -> Taken:
         """Return the hidden states of a part and its target logits, in one launch."""

@@ -33,18 +33,10 @@ class PortableSteps(Steps):
         self.met: dict[str, Tensor] = {}
         """The sums of the first of two folds."""
 
-    def partition(self, several: bool) -> tuple[Tensor | None, int | Tensor]:
-        """Move the rows to compute to the front."""
-        count, facts = self._setting.count, self._facts
-        # With statistics every row with a target is computed, even if its loss and gradient are 0.
-        stats = bool(self._setting.call.options.stats) and self._setting.upstream is None
-        idle = facts.ignored if stats or facts.dead is None else facts.dead
-        if idle.is_cpu:
-            number = count - int(idle.sum())
-            return (None, count) if number == count else (idle.argsort(stable=True), number)
-        if not several or not idle.is_cuda or torch.cuda.is_current_stream_capturing():
-            return None, count
-        return idle.argsort(stable=True), (~idle).sum()
+    def idle(self) -> Tensor:
+        """Return the rows to leave out. With statistics every row with a target is computed."""
+        facts, stats = self._facts, bool(self._setting.call.options.stats) and self._setting.upstream is None
+        return facts.ignored if stats or facts.dead is None else facts.dead
 
     def take(self, source: Any, part: Part) -> Taken:
         """Gather the hidden states of a part, and the logits of its targets if the compute dtype is 16-bit."""
