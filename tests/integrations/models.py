@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from xent.integrations.transformers.history import History
+from xent.integrations.transformers.deferred import History
 from xent.integrations.transformers.patching import defer_logits
 
 __all__ = [

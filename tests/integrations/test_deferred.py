@@ -64,12 +64,16 @@ FUSED: dict[str, Callable[[Tensor], Tensor]] = {
     "view classes": lambda z: F.cross_entropy(z.view(10, -1), TARGET.flatten()),
     "mask": lambda z: F.cross_entropy(z[TARGET >= 0], TARGET[TARGET >= 0]),
     "clone": lambda z: mean(z.clone()),
+    "clone in the same order": lambda z: mean(z.clone(memory_format=torch.preserve_format)),
     "a number a class": lambda z: mean(z + NUMBERS),
     "a number a class, from the left": lambda z: mean(NUMBERS[None, None] + z),
     "a number a class, and the first classes": lambda z: mean(
         torch.add(z, NUMBERS)[..., :12] * 2, TARGET.clamp(max=11)
     ),
     "probabilities": lambda z: F.cross_entropy(z.view(10, 16), torch.full((10, 16), 1 / 16, device=device)),
+    "trained probabilities": lambda z: F.cross_entropy(
+        z.view(10, 16), torch.full((10, 16), 1 / 16, device=device, requires_grad=True)
+    ),
 }
 
 LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
@@ -92,9 +96,6 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "sum of dtypes": lambda z: mean(z + z.to(torch.float64)).float(),
     "an ellipsis for no axis": lambda z: mean(z[:, :, :12, ...], TARGET.clamp(max=11)),
     "classes in the middle": lambda z: F.cross_entropy(z, TARGET.new_zeros(2, 16)),
-    "trained target": lambda z: F.cross_entropy(
-        z.view(10, 16), torch.full((10, 16), 1 / 16, device=device, requires_grad=True)
-    ),
     "elements": lambda z: z[torch.ones(2, 5, 16, dtype=torch.bool, device=device)].sum(),
     "some classes": lambda z: mean(z[..., ::2], TARGET.clamp(max=7)),
     "one class": lambda z: z[..., 3].sum(),
@@ -108,7 +109,6 @@ LOOKED_AT: dict[str, Callable[[Tensor], Tensor]] = {
     "looked at before": lambda z: z.max().detach() + mean(z),
     "scaled sum": lambda z: mean(torch.add(z, z, alpha=2)),
     "rounded": lambda z: z.div(0.1, rounding_mode="floor").sum() + mean(z),
-    "order in memory": lambda z: mean(z.clone(memory_format=torch.preserve_format)),
     "names": lambda z: mean(torch.reshape(input=torch.mul(z, other=2), shape=(-1, 16))),
     "another function": lambda z: _Square.apply(z).sum(),
     "another function on rows": lambda z: _Square.apply(z.view(10, 16)[1:]).sum(),

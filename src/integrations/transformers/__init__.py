@@ -3,11 +3,9 @@
 Data flow: `patching` changes the class of the model's head. The head returns deferred logits (`deferred`), which hold a
 recipe: the hidden states, the weight, and the scale and softcap of the logits. `calls` records the calls that the model
 may make with deferred logits, and turns the recipe into one call of `xent.linear_cross_entropy` when the model computes
-its loss. Any other operation repeats the recorded calls and gets real logits. `history` stores which of these happened,
-for `explain` and for one warning per model, and detects weights that have changed in between.
+its loss. Any other operation repeats the recorded calls and gets real logits, if no weight has changed in between. A
+history of which of these happened is for `explain` and for one warning per model.
 """
-
-import transformers as _transformers  # noqa: F401  # pyright: ignore[reportMissingImports]
 
 from xent.integrations.patch import Patch
 from xent.integrations.transformers.calls import causal_lm_loss

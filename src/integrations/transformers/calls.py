@@ -23,14 +23,16 @@ from xent.integrations.transformers.deferred import (
     DeferredLogits,
     Recipe,
     autocast_dtype,
+    check_unchanged,
     derive,
-    getter,
     identity,
     is_open,
+    note,
+    origin,
     run,
+    shards,
     unhandled,
 )
-from xent.integrations.transformers.history import check_unchanged, note, origin, shards
 
 __all__ = ["causal_lm_loss", "smooth_from_hidden_states"]
 
@@ -75,25 +77,23 @@ def _add(recipe: Recipe, like: Tensor, function: Any, other: Any) -> _Made:
         alike = (theirs.size, theirs.dtype, theirs.autocast) == (recipe.size, recipe.dtype, recipe.autocast)
         if not is_open(other) or not alike or any(part is not None for part in parts):
             return None
-        added = [each * theirs.scale for each in theirs.hidden]
-        recipe = replace(recipe, hidden=(*recipe.hidden, *added), weights=(*recipe.weights, *theirs.weights))
-        recipe = replace(recipe, calls=(*recipe.calls, *theirs.calls))
-        origins, said, term = theirs.origins, "1 more product added (LoRA)", like
+        hidden = recipe.hidden + tuple([each * theirs.scale for each in theirs.hidden])
+        added = {name: getattr(recipe, name) + getattr(theirs, name) for name in ("weights", "origins", "calls")}
+        recipe, said, term = replace(recipe, hidden=hidden, **added), "1 more product added (LoRA)", like
     else:
         kinds = (recipe.hidden[0].dtype,) if recipe.autocast is None else (recipe.dtype, torch.float32)
         fits = other.ndim <= like.ndim and other.shape[-1:] == recipe.size[-1:] and other.numel() == recipe.size[-1]
-        plain = type(other) in (Tensor, Parameter) and other.device == recipe.origins[0].source.device
+        plain = type(other) in (Tensor, Parameter) and other.device == recipe.hidden[0].device
         if not fits or not plain or other.dtype not in kinds:
             return None
-        recipe, said = replace(recipe, offset=other), "a number for each class added"
-        origins, term = (origin("weights", other),), torch.empty_like(other, device="meta")
-    recipe = replace(recipe, origins=(*recipe.origins, *origins), steps=(*recipe.steps, said))
-    return recipe, function(like, term)
+        recipe = replace(recipe, offset=other, origins=(*recipe.origins, origin("weights", other)))
+        said, term = "a number for each class added", torch.empty_like(other, device="meta")
+    return replace(recipe, steps=(*recipe.steps, said)), function(like, term)
 
 
 def _to(recipe: Recipe, like: Tensor, function: Any, *args: Any, **kwargs: Any) -> _Made:
     """Record a conversion to a dtype that can represent every value, on the device of the logits."""
-    empty = recipe.origins[0].source.new_empty(0, dtype=recipe.dtype)
+    empty = recipe.hidden[0].new_empty(0, dtype=recipe.dtype)
     made = function(empty, *args, **kwargs)
     if made.device != empty.device or torch.promote_types(made.dtype, recipe.dtype) != made.dtype:
         return None
@@ -125,9 +125,8 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
     taken = function(like, index)
     if len(parts) >= like.ndim or Ellipsis in parts[:-1]:  # the last part is of the classes
         chosen, stop = parts[-1], taken.shape[-1] if taken.ndim else 0
-        if not isinstance(chosen, slice) or chosen.start not in (None, 0) or chosen.step not in (None, 1) or stop == 0:
-            return None
-        if stop != like.shape[-1] and recipe.in_shards:
+        first = isinstance(chosen, slice) and chosen.start in (None, 0) and chosen.step in (None, 1)
+        if not first or stop == 0 or (recipe.in_shards and stop != like.shape[-1]):
             return None
         parts = (*parts[:-1], slice(None))
     return recipe.on_rows(lambda hidden: hidden[parts]), taken
@@ -135,9 +134,10 @@ def _take(recipe: Recipe, like: Tensor, function: Any, index: Any) -> _Made:
 
 def _record(step: Callable[..., _Made], function: Any, *args: Any, **kwargs: Any) -> Any:
     """Record a step of the first of the arguments that are deferred logits."""
-    place = next((place for place, each in enumerate(args) if is_open(each)), None)
-    if place is None or not kwargs.keys() <= _OPTIONS or (place > 0 and step not in (_add, _scale)):
+    places = [place for place, each in enumerate(args) if is_open(each)]
+    if not places or (kwargs and step not in (_to, _reshape)) or (places[0] > 0 and step is not _add):
         return NotImplemented
+    place = places[0]
     if function is Tensor.__getitem__ and isinstance(args[1], Tensor):
         args = args[0], args[1].clone()  # the caller may change the mask before the logits are read
     recipe = args[place]._recipe
@@ -186,10 +186,9 @@ def _loss(logits: DeferredLogits, target: Tensor, **options: Any) -> Tensor:
         if offset is not None:
             numbers = offset.flatten()[:classes]
             bias = numbers if bias is None else bias + numbers
-        loss: Tensor = xent.linear_cross_entropy(
+        return xent.linear_cross_entropy(
             input, weight, target, linear_bias=bias, logit_scale=recipe.scale, softcap=recipe.softcap, **options
         )
-        return loss
 
     with nullcontext() if recipe.tracked else torch.no_grad():
         loss = recipe.hooked(run(recipe, task))
@@ -207,7 +206,7 @@ def _cross_entropy(
     """
     if size_average is not None or reduce is not None or not is_open(input) or input.ndim > 2:
         return NotImplemented
-    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits) or target.requires_grad:
+    if not isinstance(target, Tensor) or isinstance(target, DeferredLogits):
         return NotImplemented
     if not target.is_floating_point() and target.shape != input.shape[:-1]:
         raise ValueError(
@@ -272,16 +271,14 @@ def causal_lm_loss(
         if labels is None:
             raise ValueError("labels or shift_labels must be given, got neither")
         shift_labels = F.pad(labels.long(), (0, 1), value=ignore_index)[..., 1:]
-    target, rows = shift_labels.reshape(-1).to(logits.device), logits.numel() // vocab_size
-    if len(target) != rows:
+    target, flat = shift_labels.reshape(-1).to(logits.device), logits.view(-1, vocab_size)
+    if len(target) != len(flat):
         raise ValueError(
-            f"labels must hold one token for each of the {rows} positions of logits {tuple(logits.shape)}, "
+            f"labels must hold one token for each of the {len(flat)} positions of logits {tuple(logits.shape)}, "
             f"got {len(target)}"
         )
-    flat = logits.view(-1, vocab_size)
     call: Any = _loss if is_open(flat) else xent.cross_entropy
-    loss: Tensor = call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)
-    return loss
+    return call(flat, target, ignore_index=ignore_index, normalizer=num_items_in_batch)  # type: ignore[no-any-return]
 
 
 def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
@@ -304,8 +301,6 @@ def smooth_from_hidden_states(smooth: Callable[..., Any]) -> Callable[..., Any]:
     return smoothed
 
 
-_OPTIONS = {"dtype", "device", "non_blocking", "start_dim", "end_dim"}
-"""The keyword arguments of steps."""
 _STEPS: dict[str, Callable[..., _Made]] = {
     "tanh": _tanh,
     "add __add__ __radd__": _add,
@@ -316,14 +311,15 @@ _STEPS: dict[str, Callable[..., _Made]] = {
 }
 """Names of functions and methods of PyTorch -> their step."""
 
+_ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_meta is_quantized is_sparse"
+_METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_point is_complex"
+"""Names of attributes and methods that need no values."""
+_GETTERS = {name: getattr(Tensor, name).__get__ for name in (*_ATTRIBUTES.split(), "_base")}
+"""Attribute -> the function that `__torch_function__` receives when it is read."""
+
+KNOWN.update(dict.fromkeys([*_GETTERS.values(), *_functions(_METHODS)], unhandled))
 KNOWN.update(
     {function: functools.partial(_record, step) for names, step in _STEPS.items() for function in _functions(names)}
-)
-KNOWN.update(
-    {
-        F.cross_entropy: _cross_entropy,
-        Tensor.detach: _detach,
-        Tensor.register_hook: _register_hook,
-        getter("_base"): _base,
-    }
+    | {F.cross_entropy: _cross_entropy, Tensor.detach: _detach, Tensor.register_hook: _register_hook}
+    | {_GETTERS["_base"]: _base}
 )

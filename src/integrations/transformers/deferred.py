@@ -9,38 +9,261 @@ writes, hooks and retained gradients behave as usual.
 Three mechanisms intercept operations. `__torch_function__` sees all calls from Python. `__torch_dispatch__` sees calls
 from C++ and from inside an autograd.Function. For the latter, a node in the autograd graph (`_Edge`) passes gradients
 on to hidden states and weight.
+
+A `History` stores whether the logits of a model were computed, for `explain` and for one warning per model. A step that
+is not fused computes the right numbers, but takes the memory that `patch` should save. The functions that record
+something take and return numbers, because torch.compile passes only constants to what it calls while it traces.
+
+Deferred logits that are computed later must not use changed weights. An `_Origin` stores the state of each tensor.
+Writes increment a tensor's version counter. Fused optimizers do not, so that a hook does it after each step, for the
+weights of the heads that defer logits. Writes through `parameter.data` increment nothing. For those, it stores the
+address of the tensor and a few elements of a weight. Elements are compared only when the logits are read, because that
+synchronises with the device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import inspect
+import itertools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import methodcaller
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from xent.integrations.transformers.history import Origin, check_gathered, check_unchanged, local, looks, note
-
 __all__ = [
     "KNOWN",
     "DeferredLogits",
+    "History",
     "Recipe",
     "autocast_dtype",
+    "begin_call",
+    "check_unchanged",
     "defer",
     "derive",
-    "getter",
     "identity",
+    "in_shards",
+    "inner",
     "is_open",
+    "local",
+    "name_of",
+    "note",
+    "origin",
     "real",
     "run",
+    "shards",
+    "steps",
     "unhandled",
 ]
+
+_INSIDE = ("torch.", f"{__name__.rpartition('.')[0]}.")
+"""Packages that are skipped in a stack trace, because the user's line is above them."""
+
+_by_key: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()
+"""The histories, and the last calls of their heads."""
+_keys = itertools.count(1)
+
+
+@dataclass(eq=False)
+class _Call:
+    """One call of a head."""
+
+    history: "History"
+    training: bool
+    compiled: bool
+    fused: str | None = None
+    """If the loss was computed without logits: the operations between head and loss, in words."""
+    computed: str | None = None
+    """If the logits were computed: the reason."""
+
+
+class History:
+    """The last training step and the last evaluation of a patched model."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.key = name, next(_keys)
+        self.last: dict[bool, _Call] = {}
+        """The last call in training (True) and in evaluation (False)."""
+        self.stepped: weakref.WeakSet[Any] = weakref.WeakSet()
+        """The optimizers that made a step since the last call of the head."""
+        self.went_past = False
+        """Whether a training step since then did not call the head."""
+        self._warned = False
+        _by_key[self.key] = self
+
+    def __deepcopy__(self, memo: Any) -> "History":
+        """Return the same object: PEFT copies the head, and its copy belongs to the same model."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """Pickle only the name."""
+        return History, (self.name,)
+
+    def warn(self, reason: str, unused: bool = False) -> None:
+        """Warn once that training is not fused, or does not use xent, and why."""
+        if self._warned:
+            return
+        self._warned = True
+        compiled = True in self.last and self.last[True].compiled
+        step = "this compiled training step" if compiled else f"training this {self.name}"
+        does = "is not using xent" if unused else "takes the memory of its logits, as without xent"
+        details = "For details, print(xent.integrations.transformers.explain(model))"
+        warnings.warn(f"{step} {does}: {reason}. {details}", RuntimeWarning, stacklevel=2)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def begin_call(key: int, training: bool, compiled: bool, computed: str | None) -> int:
+    """Record a call of a head, and why it computes its logits. Return what `note` takes."""
+    history, call = _by_key[key], next(_keys)
+    history.went_past = False
+    history.stepped.clear()
+    history.last[training] = _by_key[call] = _Call(history, training, compiled)
+    if computed is not None:
+        note(call, "computed", computed)
+    return call
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note(call: int, what: str, said: str) -> int:
+    """Record what is known of a call, "fused" or "computed". Warn in training if it is not fused."""
+    last = _by_key.get(call)
+    if last is not None:
+        setattr(last, what, said)
+        if last.training and last.fused is None:
+            last.history.warn(said)
+    return 0
+
+
+def _looks(function: Any) -> str:
+    """Return in words that a function reads the logits, and the line that called it."""
+    if torch.compiler.is_compiling():
+        return "what is compiled looks at them"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and f"{frame.f_globals.get('__name__')}.".startswith(_INSIDE):
+        frame = frame.f_back
+    where = "" if frame is None else f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return f"{name_of(function)} looked at them {where}"
+
+
+def name_of(function: Any) -> str:
+    """Return a function's name for messages, for example `Tensor.max`."""
+    function = inner(function)
+    name = getattr(function, "__name__", type(function).__name__)
+    return f"Tensor.{name}" if hasattr(Tensor, name) else str(getattr(function, "__qualname__", name))
+
+
+def inner(function: Any) -> Any:
+    """Return the function inside of decorators such as accelerate's, of a functools.partial and of a method."""
+    function = inspect.unwrap(function)
+    function = getattr(function, "func", function)
+    return getattr(function, "__func__", function)
+
+
+def shards(hook: Any) -> bool:
+    """Whether a hook is one of PyTorch's or DeepSpeed's for models in shards, which does not need the logits."""
+    return str(getattr(inner(hook), "__module__", "")).startswith(("torch.distributed.", "deepspeed."))
+
+
+steps: "weakref.WeakKeyDictionary[nn.Module, int]" = weakref.WeakKeyDictionary()
+"""Each head that defers its logits -> the number of optimizer steps on its weights."""
+_MOVED = "moved, replaced, sharded or offloaded (parameter.data = ..., model.to(...), merging an adapter)"
+
+
+@dataclass(frozen=True, eq=False)
+class _Origin:
+    """A tensor from which logits are computed, and its state when the head was called."""
+
+    name: str
+    source: Tensor
+    kept: Any
+    """The tensor, or this process's shard of it. None if FSDP frees what it gathers for the head's call."""
+    head: nn.Module | None
+    """The head whose optimizer steps count."""
+    gathered: bool
+    """Whether the weight may be whole only during the head's call."""
+    state: dict[str, Any]
+    """What must stay the same, by the words for a change."""
+    sample: Tensor | None
+    """Some elements of a weight."""
+
+
+def origin(name: str, tensor: Tensor, head: nn.Module | None = None, gathered: bool = False) -> _Origin:
+    """Return the present state of a tensor: "hidden states" or "weights"."""
+    head = None if torch.compiler.is_compiling() else head
+    shard = local(tensor)
+    kept = None if gathered and shard is tensor else shard
+    sample = None if name == "hidden states" else _sample(shard).clone()
+    return _Origin(name, tensor, kept, head, gathered, _state(kept, head, gathered), sample)
+
+
+def _state(tensor: Any, head: nn.Module | None, gathered: bool) -> dict[str, Any]:
+    state: dict[str, Any] = {} if head is None else {"changed by an optimizer's step": steps.get(head, 0)}
+    if tensor is not None:
+        compiling = torch.compiler.is_compiling()  # Dynamo cannot trace Tensor.is_inference and addresses
+        if not gathered and not compiling:
+            state[_MOVED] = tensor.data_ptr()
+        state["written to in place"] = tensor._version if compiling or not tensor.is_inference() else 0
+    return state
+
+
+def check_unchanged(origins: Iterable[_Origin], looked_at: bool = True) -> None:
+    """Raise RuntimeError if computing the logits would no longer give those of the unpatched model.
+
+    Elements of weights are compared, which synchronises with the device, only if the logits are `looked_at`.
+    """
+    for one in origins if not torch.compiler.is_compiling() else ():
+        now = _state(one.kept, one.head, one.gathered)
+        happened = next((words for words, value in one.state.items() if now[words] != value), None)
+        if happened is not None:
+            raise _changed(one.name, happened)
+        if looked_at and one.kept is not None:
+            _compare(one, one.kept)
+
+
+def _compare(one: _Origin, tensor: Tensor) -> None:
+    """Raise RuntimeError if the elements of a weight are not those at the head's call; do not look in CUDA graphs."""
+    if torch.compiler.is_compiling() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+        return
+    if one.sample is not None and not torch.allclose(_sample(tensor), one.sample, 0, 0, equal_nan=True):
+        raise _changed(one.name, "written to through parameter.data (by hand, or by merging an adapter)")
+
+
+def _changed(name: str, happened: str) -> RuntimeError:
+    return RuntimeError(
+        f"these logits were never computed, and cannot be computed now: the {name} were {happened} after the model was "
+        "called. Read them before that, for example with outputs.logits.detach(). With FSDP2, keep the outermost group "
+        "unsharded after forward: fully_shard(model, reshard_after_forward=False). Or restore the model's own head "
+        "with xent.integrations.transformers.unpatch(model)"
+    )
+
+
+def local(weight: Any) -> Tensor:
+    """Return what this process keeps of a weight: its shard in DeepSpeed's ZeRO-3 or in a DTensor."""
+    shard: Any = getattr(weight, "ds_tensor", weight)
+    if in_shards(shard):
+        with torch.no_grad():
+            shard = shard.to_local()
+    return shard  # type: ignore[no-any-return]
+
+
+def in_shards(tensor: Any) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "placements")
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return a strided view of some hundred elements of a weight."""
+    return weight.detach()[tuple([slice(None, None, max(size // 16, 1)) for size in weight.shape])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +275,7 @@ class Recipe:
     weights: tuple[Tensor, ...]
     """Each (V, D), or a DTensor with the classes in shards."""
     bias: Tensor | None
-    origins: tuple[Origin, ...]
+    origins: tuple[_Origin, ...]
     """The hidden states, weights and constants from which the logits are computed."""
     calls: tuple[int, ...]
     """The entries of the calls of heads in the model's history."""
@@ -61,7 +284,7 @@ class Recipe:
     dtype: torch.dtype
     autocast: torch.dtype | None
     """The dtype of matrix products under autocast, or None."""
-    caller: Callable[..., Tensor] | None = None
+    caller: Any = None
     """(hidden states, task=) -> task(hidden states, weight, bias) in a call of the head, which gathers its weight."""
     made: tuple[Any, ...] | None = None
     """(function, args, kwargs) of the recorded call that made these logits; None if a head did."""
@@ -83,7 +306,7 @@ class Recipe:
     @property
     def in_shards(self) -> bool:
         """Whether the classes are in shards over the ranks of a mesh."""
-        return hasattr(self.weights[0], "placements")
+        return in_shards(self.weights[0])
 
     @property
     def gathers(self) -> bool:
@@ -102,12 +325,10 @@ class Recipe:
         return made
 
 
-def run(recipe: Recipe, task: Callable[..., Tensor]) -> Tensor:
+def run(recipe: Recipe, task: Callable[..., Tensor]) -> Any:
     """Return task(hidden, weights, bias) of tuples, under the autocast of the recipe and with gathered weights."""
-    device = recipe.hidden[0].device.type
-    same = autocast_dtype(device) == recipe.autocast
-    with nullcontext() if same else torch.autocast(device, recipe.autocast, enabled=recipe.autocast is not None):
-        if recipe.caller is None or not recipe.gathers:
+    with torch.autocast(recipe.hidden[0].device.type, recipe.autocast, enabled=recipe.autocast is not None):
+        if not recipe.gathers:
             return task(recipe.hidden, recipe.weights, recipe.bias)
         return recipe.caller(*recipe.hidden, task=lambda hidden, weight, bias: task((hidden,), (weight,), bias))
 
@@ -122,25 +343,8 @@ def unhandled(function: Any, *args: Any, **kwargs: Any) -> Any:
     return Tensor.__torch_function__(function, (), args, kwargs)
 
 
-def getter(attribute: str) -> Any:
-    """Return the function that `__torch_function__` receives when an attribute is read."""
-    return getattr(Tensor, attribute).__get__
-
-
-_ATTRIBUTES = "shape dtype device layout ndim requires_grad is_leaf grad_fn is_cuda is_meta is_quantized is_sparse"
-_METHODS = "size dim ndimension numel nelement __len__ __hash__ is_floating_point is_complex"
-KNOWN: dict[Any, Callable[..., Any]] = dict.fromkeys(
-    [
-        *[getter(name) for name in _ATTRIBUTES.split()],
-        *[getattr(Tensor, name) for name in _METHODS.split()],
-        *(torch.numel, torch.is_floating_point, torch.is_complex),
-    ],
-    unhandled,
-)
-"""Function -> (function, its arguments) -> the result, or NotImplemented, which means that it needs real logits.
-
-Those here need no values. `calls` adds the calls that are recorded.
-"""
+KNOWN: dict[Any, Callable[..., Any]] = {}
+"""Function -> (function, its arguments) -> the result, or NotImplemented, which means that it needs real logits."""
 
 
 def _blank(like: Tensor, size: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -156,7 +360,7 @@ _memory: Any = torch.library.custom_op("xent::blank", _blank, mutates_args=())
 _memory.register_fake(_blank)
 
 
-class DeferredLogits(torch.Tensor):
+class DeferredLogits(Tensor):
     """Logits (..., V) of a language model that are computed when something reads them. Only `defer` creates them.
 
     Shape, dtype and device are known without computing anything.
@@ -169,7 +373,8 @@ class DeferredLogits(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer from shape, dtype and device, or record the call, or execute it with real logits."""
         kwargs = {} if kwargs is None else kwargs
-        if _is_described():
+        if not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None:
+            # torch.compile inspects an argument of a compiled function, and needs the deferred tensor itself
             return unhandled(func, *args, **kwargs)
         if func in KNOWN:
             made = KNOWN[func](func, *args, **kwargs)
@@ -229,11 +434,11 @@ class _LogitsInShards(_DispatchedLogits):
 
 def defer(recipe: Recipe) -> DeferredLogits:
     """Return deferred logits."""
-    sources = [each.source for each in recipe.origins]
-    tracked = recipe.tracked and torch.is_grad_enabled() and any(source.requires_grad for source in sources)
+    sources = [each.source for each in recipe.origins if each.source.requires_grad]
+    tracked = recipe.tracked and torch.is_grad_enabled() and len(sources) > 0
     recipe = replace(recipe, tracked=tracked)
     if torch.compiler.is_compiling():
-        logits = DeferredLogits(_memory(sources[0].detach(), recipe.size, recipe.dtype))
+        logits = DeferredLogits(_memory(recipe.hidden[0].detach(), recipe.size, recipe.dtype))
     else:
         logits = _Edge.apply(recipe, *(dict.fromkeys(sources) if tracked else ()))
     logits._recipe, logits._real = recipe, None
@@ -262,54 +467,49 @@ def real(logits: DeferredLogits, function: Any) -> Tensor:
         tracked, followed = logits._recipe.tracked, logits.requires_grad
         with _as_at_the_call(), torch.set_grad_enabled(tracked or followed):
             if tracked or not followed:
-                made = _read(logits, function, real)
-                made = made if logits._recipe.is_view else logits._recipe.hooked(made)
-            else:
-                made = unhandled(Tensor.clone, logits)  # another Function returned them: continue at its node
-            logits._real = made
+                logits._real = _read(logits, function, real)
+            else:  # another Function returned them: continue at its node
+                logits._real = unhandled(Tensor.clone, logits)
     return logits._real
 
 
-def _values(logits: DeferredLogits, function: Any) -> Tensor:
+def _values(logits: DeferredLogits, function: Any) -> Any:
     if logits._real is not None:
         return logits._real.detach()
     with torch.no_grad():
         return _read(logits, function, _values)
 
 
-def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) -> Tensor:
+def _read(logits: DeferredLogits, function: Any, read: Callable[..., Tensor]) -> Any:
     """Compute logits, or the view of logits that `read` returns. Raise RuntimeError if the weights have changed."""
     recipe = logits._recipe
     if recipe.is_view:
         view, (base, *arguments), options = recipe.made  # type: ignore[misc]
-        viewed: Tensor = view(read(base, function), *arguments, **options)
-        return viewed
+        return view(read(base, function), *arguments, **options)
     check_unchanged(recipe.origins)
-    reason = looks(function)
+    reason = _looks(function)
     for call in recipe.calls:
         note(call, "computed", reason)
-    return _compute(recipe)
+    return recipe.hooked(_compute(recipe))
 
 
-def _compute(recipe: Recipe) -> Tensor:
+def _compute(recipe: Recipe) -> Any:
     """Compute logits with the operations that the model called, in their order and dtypes."""
     if recipe.made is None:
         made: Any = run(recipe, partial(_product, recipe.origins))
-        return made.full_tensor() if recipe.in_shards and recipe.placement is None else made  # type: ignore[no-any-return]
+        return made.full_tensor() if recipe.in_shards and recipe.placement is None else made
     function, args, kwargs = recipe.made
     args = tuple([_compute(each._recipe) if isinstance(each, DeferredLogits) else each for each in args])
-    computed: Tensor = function(*args, **kwargs)
-    return computed
+    return function(*args, **kwargs)
 
 
-def _product(origins: Any, hidden: Any, weights: Any, bias: Tensor | None) -> Tensor:
-    check_gathered(origins, (*weights, bias))
-    return _linear(hidden[0], weights[0], bias)
-
-
-def _linear(hidden: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def _product(origins: Any, hidden: Any, weights: Any, bias: Any) -> Tensor:
     """Return a product. If the weight is a DTensor, so is the product, as in PyTorch's ColwiseParallel."""
-    if hasattr(weight, "placements"):
+    (hidden,), (weight,) = hidden, weights
+    for one, gathered in zip(origins[1:], (weight, bias), strict=False):
+        if one.kept is None:  # FSDP frees such weights after the head's call: `check_unchanged` cannot look at them
+            _compare(one, gathered)
+    if in_shards(weight):
         from torch.distributed.tensor import DTensor, Replicate
 
         hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()], run_check=False)
@@ -335,23 +535,18 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _is_described() -> bool:
-    """Whether torch.compile inspects an argument of a compiled function, which needs the deferred tensor itself."""
-    return not torch.compiler.is_dynamo_compiling() and TracingContext.try_get() is not None
-
-
 class _Edge(torch.autograd.Function):
     """(recipe, *its tensors) -> deferred logits; backward passes their gradient to the tensors."""
 
     @staticmethod
-    def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, recipe: Recipe, *tensors: Tensor) -> Any:
         ctx.recipe, ctx.tensors = recipe, tensors
-        made: Tensor = _memory(recipe.origins[0].source, recipe.size, recipe.dtype)
+        made = _memory(recipe.hidden[0], recipe.size, recipe.dtype)
         return made.as_subclass(_DispatchedLogits if recipe.placement is None else _LogitsInShards)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        recipe, wanted = ctx.recipe, ctx.needs_input_grad[1:]
+        recipe = ctx.recipe
         check_unchanged(recipe.origins)
         for hook in recipe.hooks:
             changed = hook(gradient)
@@ -363,9 +558,7 @@ class _Edge(torch.autograd.Function):
                 "own): shard the head with the rest of the model, or call "
                 "xent.integrations.transformers.unpatch(model)"
             )
-        asked = [tensor for tensor, asks in zip(ctx.tensors, wanted, strict=True) if asks]
         again = torch.is_grad_enabled()  # True with create_graph=True
         with torch.enable_grad():
             logits = _compute(recipe)
-        found = iter(torch.autograd.grad(logits, asked, gradient, create_graph=again))
-        return None, *[next(found) if asks else None for asks in wanted]
+        return None, *torch.autograd.grad(logits, ctx.tensors, gradient, create_graph=again)

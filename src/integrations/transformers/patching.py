@@ -4,48 +4,60 @@ The weight of a tensor-parallel head is a DTensor. PyTorch's ColwiseParallel add
 hidden states to DTensors, one redistributes the logits. The hooks stay, and deferred logits record the redistribution.
 The plans of transformers instead replace the head's forward by one that does both. `patch` removes that forward; it is
 called only if logits are computed.
+
+The first head that defers its logits installs a hook that PyTorch calls after each step of each optimizer; `unpatch` of
+the last one removes it.
 """
 
 import contextlib
 import functools
-import importlib
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from transformers import PreTrainedModel, __version__  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+from transformers.trainer_pt_utils import LabelSmoother  # pyright: ignore[reportMissingImports]
 
 from xent.backends.torch.private import transforms_active
 from xent.integrations.patch import Patch, replace, restore
 from xent.integrations.transformers.calls import smooth_from_hidden_states
-from xent.integrations.transformers.deferred import Recipe, autocast_dtype, defer
-from xent.integrations.transformers.history import (
-    Call,
+from xent.integrations.transformers.deferred import (
     History,
+    Recipe,
+    autocast_dtype,
     begin_call,
-    histories,
-    history_of,
+    defer,
+    in_shards,
     inner,
+    local,
+    name_of,
     origin,
     shards,
-    trl_computes_with,
-    unwatch,
-    watch,
-    why_unused,
+    steps,
 )
 
 __all__ = [
-    "DeferringHead",
     "defer_logits",
     "explain",
-    "find_heads",
-    "find_owner",
     "patch",
-    "restore_head",
     "unpatch",
 ]
+
+if int(__version__.partition(".")[0]) < 5:
+    raise ImportError(
+        f"xent.integrations.transformers needs transformers 5, found {__version__}: pip install 'transformers>=5', or "
+        "call xent.linear_cross_entropy instead of head and loss"
+    )
+
+_histories: "weakref.WeakKeyDictionary[nn.Module, History]" = weakref.WeakKeyDictionary()
+"""Patched model -> its history. Its heads, and copies of them, refer to the same history."""
+_hook: list[Any] = []
 
 
 def patch(model: nn.Module | None = None) -> Patch:
@@ -74,8 +86,6 @@ def patch(model: nn.Module | None = None) -> Patch:
     ------
     ValueError
         The model has no head whose logits can be deferred. It is unchanged.
-    ImportError
-        transformers is older than 5, or does not have the classes that are patched.
 
     Examples
     --------
@@ -89,15 +99,14 @@ def patch(model: nn.Module | None = None) -> Patch:
     ...     fused = model(tokens, labels=tokens).loss
     >>> torch.testing.assert_close(fused, plain)
     """
-    kind, smoother = _hook_points()
     if model is None:
-        return Patch(unpatch if replace(kind, "post_init", _patching(kind.post_init)) else None)
-    owner = find_owner(model)
-    heads = find_heads(owner)
-    replace(smoother, "__call__", smooth_from_hidden_states(smoother.__call__))
-    history = next(filter(None, map(history_of, heads)), None) or History("")  # an inner model's heads have one
+        return Patch(unpatch if replace(PreTrainedModel, "post_init", _patching(PreTrainedModel.post_init)) else None)
+    owner = _find_owner(model)
+    heads = _find_heads(owner)
+    replace(LabelSmoother, "__call__", smooth_from_hidden_states(LabelSmoother.__call__))
+    history = next(filter(None, map(_history_of, heads)), None) or History("")  # an inner model's heads have one
     history.name = type(owner).__name__
-    histories[owner] = history
+    _histories[owner] = history
     changed = [defer_logits(head, history) for head in heads]
     return Patch(functools.partial(unpatch, model) if any(changed) else None, model)
 
@@ -115,16 +124,17 @@ def unpatch(model: nn.Module | None = None) -> None:
     ValueError
         The model has no head that can be patched.
     """
-    kind, smoother = _hook_points()
     if model is None:
-        restore(kind, "post_init")
+        restore(PreTrainedModel, "post_init")
     else:
-        owner = find_owner(model)
-        for head in find_heads(owner):
-            restore_head(head)
-        histories.pop(owner, None)
-    if unwatch():
-        restore(smoother, "__call__")
+        owner = _find_owner(model)
+        for head in _find_heads(owner):
+            _restore_head(head)
+        _histories.pop(owner, None)
+    if not steps:
+        restore(LabelSmoother, "__call__")
+        while _hook:
+            _hook.pop().remove()
 
 
 def _patching(post_init: Any) -> Any:
@@ -139,18 +149,78 @@ def _patching(post_init: Any) -> Any:
     return post_init_and_patch
 
 
-def _hook_points() -> tuple[Any, Any]:
-    """Return the classes of transformers that are patched; raise ImportError if they do not exist."""
-    transformers: Any = importlib.import_module("transformers")
-    version = transformers.__version__
-    with contextlib.suppress(ImportError, AttributeError):
-        smoother = importlib.import_module("transformers.trainer_pt_utils").LabelSmoother
-        if int(version.partition(".")[0]) >= 5 and transformers.PreTrainedModel.post_init:
-            return transformers.PreTrainedModel, smoother
-    raise ImportError(
-        f"xent.integrations.transformers needs transformers 5, found {version}: pip install 'transformers>=5', or "
-        "call xent.linear_cross_entropy instead of head and loss"
-    )
+def _history_of(module: nn.Module) -> History | None:
+    """Return the history of a patched model or of one of its heads."""
+    return vars(module).get("xent_history", _histories.get(module))
+
+
+def _why_unused(model: Any) -> str:
+    """Return why the heads of a patched model were not called."""
+    head = model.get_output_embeddings()
+    if head is not None and all(_history_of(part) is None for part in head.modules()):
+        return "its head was replaced after patch(model), as resize_token_embeddings does: call patch(model) again"
+    for module in model.modules():
+        forward = inner(vars(module).get("forward"))  # accelerate's wraps that of the class
+        own = [inner(vars(kind).get("forward")) for kind in type(module).__mro__]
+        if forward is not None and forward not in own:
+            code = getattr(forward, "__code__", None)
+            where = "" if code is None else f" at {code.co_filename}:{code.co_firstlineno}"
+            return f"the forward of its {type(module).__name__} was replaced by {name_of(forward)}{where}"
+    return "its head was not called"
+
+
+def _trl_computes_with(model: nn.Module) -> str:
+    """Return which library computes the log-probabilities in TRL's forward of a model: "xent" or "trl".
+
+    TRL's `add_fused_lm_head` replaces the forward of a model by one that computes log-probabilities from hidden states
+    and does not call the head. It looks its kernel up in its own module, where `xent.integrations.trl.patch` installs
+    xent's. Return "" if the model's forward is not TRL's.
+    """
+    for forward in [vars(module).get("forward") for module in model.modules()]:
+        while forward is not None:
+            names = getattr(forward, "__globals__", {})
+            if names.get("__name__") == "trl.trainer.utils":
+                module = getattr(names.get("_ChunkedLogProbFunction"), "__module__", "")
+                return "xent" if module.startswith("xent.") else "trl"
+            forward = getattr(forward, "__wrapped__", None)
+    return ""
+
+
+_TRL_WITHOUT = (
+    "its forward is TRL's, which computes log-probabilities with TRL's kernels until you call "
+    "xent.integrations.trl.patch()"
+)
+
+
+def _watch(head: nn.Module) -> None:
+    """Count the steps of optimizers that hold a weight of this head."""
+    steps.setdefault(head, 0)
+    if not _hook:
+        _hook.append(register_optimizer_step_post_hook(_after_step))  # pyright: ignore[reportArgumentType]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # traced, it would lose its effect
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Count a step, also in the weights' version counters, and warn if it did not call the head of a patched model.
+
+    PyTorch calls this after each step of each optimizer. A head is not called if it or a forward was replaced.
+    """
+    trained = {id(weight) for group in optimizer.param_groups for weight in group["params"] if weight.requires_grad}
+    for head in list(steps):
+        own = list(head.parameters())  # none if FSDP1 holds them: then any step may be one on them
+        weights = [local(weight) for weight in own if id(weight) in trained]
+        if weights or not own:
+            increment_version(weights)
+            steps[head] += 1
+    for history, model in {history: model for model, history in _histories.items()}.items():
+        counted = not any(call.compiled for call in history.last.values())  # compiled code does not record its calls
+        unused = counted and (optimizer in history.stepped or not history.last)
+        history.stepped.add(optimizer)
+        if unused and any(id(weight) in trained for weight in model.parameters()):
+            history.went_past = True
+            whose = _trl_computes_with(model)
+            if whose != "xent":
+                history.warn(_TRL_WITHOUT if whose else _why_unused(model), unused=bool(whose))
 
 
 _TRL_BY = {
@@ -197,16 +267,16 @@ def explain(model: nn.Module) -> str:
     Training: fused. Between head and loss: multiplied by 0.5.
     Evaluation: none has been seen.
     """
-    owner = find_owner(model)
-    name, trl = type(owner).__name__, _TRL_BY.get(trl_computes_with(owner) or "")
+    owner = _find_owner(model)
+    name, trl = type(owner).__name__, _TRL_BY.get(_trl_computes_with(owner))
     patched = {key: module for key, module in owner.named_modules() if "xent_history" in vars(module)}
-    if not patched and trl is not None:
-        return f"{name} is not patched. {trl}"
     if not patched:
-        replaced = ", because its head was replaced (resize_token_embeddings does so)"
-        again = "" if history_of(owner) is None else f" again{replaced}"
+        if trl is not None:
+            return f"{name} is not patched. {trl}"
+        again = " again, because its head was replaced (resize_token_embeddings does so)"
+        again = "" if _history_of(owner) is None else again
         try:
-            find_heads(owner)
+            _find_heads(owner)
         except ValueError as error:
             return f"{name} is not patched: {error}"
         return f"{name} is not patched: its training takes the memory of its logits until you call patch(model){again}."
@@ -220,11 +290,11 @@ def explain(model: nn.Module) -> str:
     if trl is not None:
         lines.append(trl)
     elif history.went_past:
-        lines.append(f"An optimizer stepped without a call of the head: {why_unused(owner)}.")
+        lines.append(f"An optimizer stepped without a call of the head: {_why_unused(owner)}.")
     return "\n".join(lines)
 
 
-def _words(call: Call | None) -> str:
+def _words(call: Any) -> str:
     if call is None:
         return "none has been seen."
     how = "compiled, and " if call.compiled else ""
@@ -237,7 +307,7 @@ def _words(call: Call | None) -> str:
     return f"{how}logits were deferred, and no loss of them was taken."
 
 
-class DeferringHead:
+class _DeferringHead:
     """Mixin that makes a subclass of torch.nn.Linear defer its logits. It is the first base of the class."""
 
     xent_plain: type
@@ -247,16 +317,15 @@ class DeferringHead:
     xent_plan: Callable[[Tensor], Tensor] | None = None
     """The forward that a tensor-parallel plan of transformers gave the head."""
 
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Call the head, but without DeepSpeed's hooks, which gather a weight, if logits are deferred."""
         if hasattr(self._parameters.get("weight"), "ds_id") and not kwargs:
             made = _deferred(self, args[0], self.weight, self.bias)
             if made is not None:
                 return made
-        computed: Tensor = super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return computed
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
-    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Tensor:
+    def forward(self: Any, input: Tensor, task: Callable[..., Tensor] | None = None) -> Any:
         """Return deferred logits if possible, otherwise logits. With a task, return task(input, weight, bias)."""
         weight, bias = self.weight, self.bias  # a parametrization computes them at each look
         if task is not None:
@@ -267,10 +336,9 @@ class DeferringHead:
             return F.linear(input, weight, bias) if made is None else made
         history, self.xent_plan, self.xent_history = self.xent_history, None, None  # the plan may call this forward
         try:
-            computed: Tensor = plan(input)
+            return plan(input)
         finally:
             self.xent_plan, self.xent_history = plan, history
-        return computed
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         """Pickle with the original class, because the class of the head cannot be imported."""
@@ -281,7 +349,7 @@ class DeferringHead:
 @functools.cache
 def _deferring(kind: Any) -> Any:
     """Return the subclass of `kind` that defers its logits."""
-    return type(f"Deferring{kind.__name__}", (DeferringHead, kind), {"xent_plain": kind})
+    return type(f"Deferring{kind.__name__}", (_DeferringHead, kind), {"xent_plain": kind})
 
 
 def _new(kind: type) -> Any:
@@ -299,14 +367,14 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
     call: Any = None if _is_exporting() else begin_call(history.key, training, compiling, why)
     if why is not None:
         return None
-    if _in_shards(input):  # its gradient is summed over ranks
+    if in_shards(input):  # its gradient is summed over ranks
         input = input.to_local(grad_placements=input.placements)
     if not compiling:
-        watch(head)
+        _watch(head)
         if input.is_inference():
             input = input.clone()  # no version counter would count a write to it
     caller, autocast = _caller(head, weight), autocast_dtype(input.device.type)
-    said = {"the classes stay in shards": _in_shards(weight), "the head's bias added": bias is not None}
+    said = ("the classes stay in shards",) * in_shards(weight) + ("the head's bias added",) * (bias is not None)
     size = (*input.shape[:-1], getattr(weight, "ds_shape", weight.shape)[0])
     return defer(
         Recipe(
@@ -323,8 +391,8 @@ def _deferred(head: Any, input: Any, weight: Any, bias: Any) -> Tensor | None:
             autocast or input.dtype,
             autocast,
             caller,
-            steps=tuple([words for words, holds in said.items() if holds]),
-            placement=weight.placements[0] if _in_shards(weight) and head.xent_plan is None else None,
+            steps=said,
+            placement=weight.placements[0] if in_shards(weight) and head.xent_plan is None else None,
         )
     )
 
@@ -349,7 +417,7 @@ def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
         return "there is one position, as in generation"
     if not compiling and _is_of_plan(vars(head).get("forward")):
         return "transformers made the head tensor-parallel after patch(model): call patch(model) after that"
-    if _in_shards(weight):
+    if in_shards(weight):
         why = _why_computed_in_shards(head, input, weight)
         if why is not None:
             return why
@@ -359,8 +427,8 @@ def _why_computed(head: Any, input: Any, weight: Any, bias: Any) -> str | None:
                 return f"the head's {name} are a {type(tensor).__name__}"
     if not all(shards(hook) for hook in head._forward_hooks.values()):
         return "the head has a forward hook, which is given its logits"
-    if not input.is_floating_point() or input.ndim < 1 or input.device != weight.device or input.device.type == "meta":
-        return f"the head's hidden states are {input.dtype} on {input.device}, its weight is on {weight.device}"
+    if input.device != weight.device or input.device.type == "meta":
+        return f"the head's hidden states are on {input.device}, its weight is on {weight.device}"
     dtypes = {tensor.dtype for tensor in (input, weight, bias) if tensor is not None}
     if len(dtypes) > 1 if autocast_dtype(input.device.type) is None else torch.float64 in dtypes:
         return f"hidden states, weight and bias of the head differ in dtype, or are float64 under autocast: {dtypes}"
@@ -376,7 +444,7 @@ def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
     mesh, placements = weight.device_mesh, tuple(weight.placements)
     if mesh.ndim > 1 or not placements[0].is_shard(0):
         return f"the head's weight has placements {placements}, and they must be (Shard(dim=0),) when it is called"
-    if _in_shards(input) and (input.device_mesh != mesh or not all(each.is_replicate() for each in input.placements)):
+    if in_shards(input) and (input.device_mesh != mesh or not all(each.is_replicate() for each in input.placements)):
         return f"the head's hidden states have placements {input.placements} on {input.device_mesh}"
     if head.xent_plan is None:
         return None
@@ -388,11 +456,6 @@ def _why_computed_in_shards(head: Any, input: Any, weight: Any) -> str | None:
             'for "colwise_gather_output" and "replicate"'
         )
     return None
-
-
-def _in_shards(tensor: Any) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "placements")
 
 
 def _is_of_plan(forward: Any) -> bool:
@@ -411,24 +474,23 @@ def _caller(head: Any, weight: Any) -> Callable[..., Tensor] | None:
         return functools.partial(_gathered, head)
     if isinstance(weight, nn.Parameter):
         return None
-    for model, history in histories.items():
+    for model, history in _histories.items():
         for module in model.modules() if history is head.xent_history else ():
             if getattr(module, "module", None) is head:  # FSDP1
                 return module
     return None
 
 
-def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Tensor:
+def _gathered(head: Any, input: Tensor, task: Callable[..., Tensor]) -> Any:
     """Return the result of the head's forward, with the weights of its FSDP2 group."""
     head.unshard()
     try:
-        made: Tensor = head.forward(input, task)
+        return head.forward(input, task)
     finally:
         head.reshard()
-    return made
 
 
-def find_owner(model: nn.Module) -> Any:
+def _find_owner(model: nn.Module) -> Any:
     """Return the transformers or PEFT model inside of wrappers; raise ValueError if there is none."""
     owner: Any = model
     while not hasattr(owner, "get_output_embeddings") and isinstance(getattr(owner, "module", None), nn.Module):
@@ -441,7 +503,7 @@ def find_owner(model: nn.Module) -> Any:
     return owner
 
 
-def find_heads(owner: Any) -> list[nn.Module]:
+def _find_heads(owner: Any) -> list[nn.Module]:
     """Return the linear layers that compute the model's logits; raise ValueError if there are none.
 
     With PEFT there may be several: the head, trained copies of it, and the low-rank weights of LoRA.
@@ -461,8 +523,8 @@ def find_heads(owner: Any) -> list[nn.Module]:
 
 def _is_linear(module: Any) -> bool:
     forward = inner(vars(module).get("forward", type(module).forward))
-    known = forward in (nn.Linear.forward, DeferringHead.forward) or _is_of_plan(forward)
-    return isinstance(module, nn.Linear) and (known or isinstance(module, DeferringHead))
+    known = forward is nn.Linear.forward or _is_of_plan(forward)
+    return isinstance(module, _DeferringHead) or (isinstance(module, nn.Linear) and known)
 
 
 _ADVICE = (
@@ -481,20 +543,19 @@ _CAUSAL = (
 
 def defer_logits(head: Any, history: Any) -> bool:
     """Make a head defer its logits; return whether this changed the head."""
-    watch(head)
+    _watch(head)
     if _is_of_plan(vars(head).get("forward")):
         head.xent_plan = vars(head).pop("forward")
     changed = "xent_history" not in vars(head)
     head.xent_history = history
-    if not isinstance(head, DeferringHead):
-        kind: Any = type(head)
-        _set_class(head, _deferring(kind))
+    if not isinstance(head, _DeferringHead):
+        _set_class(head, _deferring(head.__class__))
     return changed
 
 
-def restore_head(head: Any) -> None:
+def _restore_head(head: Any) -> None:
     """Make a head compute its logits again."""
-    unwatch(head)
+    steps.pop(head, None)
     vars(head).pop("xent_history", None)
     plan = vars(head).pop("xent_plan", None)
     if plan is not None:
