@@ -168,7 +168,7 @@ def test_several_processes_have_the_results_of_one(monkeypatch: pytest.MonkeyPat
     """The backend is "torch", which runs in any process on every machine with PyTorch."""
     pytest.importorskip("torch")
     backend = TABLE["torch"]()
-    monkeypatch.setattr(run, "_CASES_OF_A_PROCESS", 2)
+    monkeypatch.setattr(run, "_NEIGHBOURS", 2)
     lines, sentences = [], []
     for processes in (1, 2):
         harness = backend.harness("cpu")
@@ -216,6 +216,7 @@ def test_a_process_that_ends_is_a_failed_case(
         run, "cases_of", lambda harness, function, dtype, full: cases if dtype == "float32" else good[:1]
     )
     monkeypatch.setattr(run, "FUNCTIONS", ("cross_entropy",))
+    monkeypatch.setattr(run, "_NEIGHBOURS", 2)
     monkeypatch.setattr(type(TABLE["torch"]().harness("cpu")), "processes", 2)
     assert main(["check", "torch"]) == 1
     printed = capsys.readouterr().out

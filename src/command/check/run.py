@@ -8,11 +8,9 @@ import shlex
 import signal
 import sys
 import warnings
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain, combinations, islice
+from itertools import chain, combinations, islice, product
 from multiprocessing import get_context
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -40,7 +38,7 @@ __all__ = [
     "summary",
 ]
 
-_CASES_OF_A_PROCESS = 8  # cases that follow each other in a process; neighbours use the same compiled kernels
+_NEIGHBOURS = 8  # cases that follow each other in a process, because they use the same compiled kernels
 _MOST_FAILURES = 20
 _ROW = "{:8} {:8} {:21} {:9} {:>5} {:>12} {:>9}  {}".format
 Kind = tuple[str, str]
@@ -81,8 +79,8 @@ class Work:
 
     def only(self, name: str) -> "Work":
         """Return this work with the case of that name alone, or without any."""
-        cases = {kind: [case for case in cases if str(case) == name] for kind, cases in self.cases.items()}
-        return replace(self, full=False, cases={kind: some for kind, some in cases.items() if some})
+        found = [case for cases in self.cases.values() for case in cases if str(case) == name]
+        return replace(self, full=False, cases={(case.function, case.dtype): [case] for case in found})
 
 
 def check(names: Sequence[str] = (), full: bool = False, case: str | None = None) -> int:
@@ -90,8 +88,7 @@ def check(names: Sequence[str] = (), full: bool = False, case: str | None = None
 
     If `full`, every pair of options is checked, and not only every kernel and loop. `case` names the only one to check.
     """
-    found = backends()
-    reasons = {info.name: info.reason for info in found} | {info.name: None for info in found if info.available}
+    reasons = {info.name: info.reason for info in sorted(backends(), key=lambda info: info.available)}
     reasons["numpy"] = "the reference is what the others are held to"
     for name in names:
         reason = reasons.get(name, "there is no such backend")
@@ -184,37 +181,38 @@ def _results(work: Work) -> Iterator[_Result]:
     if work.harness.processes == 1:
         yield from (_judged(work.backend, work.harness, case) for case in cases)
         return
-    context, every, size = get_context("spawn"), range(len(cases)), _CASES_OF_A_PROCESS
-    waiting = deque(every[at : at + size] for at in every[::size])
+    context, every, processes = get_context("spawn"), range(len(cases)), work.harness.processes
     found: dict[int, _Result] = {}
-    workers: dict[Any, tuple[Any, Sequence[int]]] = {}  # connection -> process, and its cases: the present one first
+    workers: dict[Any, tuple[Any, list[int]]] = {}  # connection -> process, and the cases that it has not judged yet
 
-    def go_on(places: Sequence[int] = (), pipe: Any = None, process: Any = None) -> None:
-        places = places or (waiting.popleft() if waiting else ())
-        if places and pipe is None:
-            pipe, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, work.backend.name, work.device), daemon=True)
-            process.start()
-            theirs.close()
-        if places:
-            with suppress(OSError):  # it has ended already
-                pipe.send(cases[places[0]])
-            workers[pipe] = process, places
+    def start(places: list[int]) -> None:
+        if not places:
+            return
+        pipe, theirs = context.Pipe(duplex=False)
+        given = theirs, work.backend.name, work.device, [cases[place] for place in places]
+        process = context.Process(target=_serve, args=given, daemon=True)
+        process.start()
+        theirs.close()
+        workers[pipe] = process, places
 
     try:
-        for _ in range(work.harness.processes):
-            go_on()
+        for worker in range(processes):
+            start([place for place in every if place // _NEIGHBOURS % processes == worker])
         for place in every:
             while place not in found:
-                for pipe in wait(list(workers)):
-                    process, (now, *rest) = workers.pop(pipe)
+                ready: Any = wait(list(workers))
+                for pipe in ready:
+                    process, places = workers[pipe]
                     try:
-                        found[now] = pipe.recv()
+                        result = pipe.recv()
                     except (EOFError, OSError):
+                        del workers[pipe]
                         process.join()
-                        found[now] = [], [_ended(work, cases[now], process.exitcode)], set(), set()
-                        pipe = None
-                    go_on(rest, pipe, process)
+                        if not places:
+                            continue
+                        result = [], [_ended(work, cases[places[0]], process.exitcode)], set(), set()
+                        start(places[1:])
+                    found[places.pop(0)] = result
             yield found.pop(place)
     finally:
         for process, _ in workers.values():
@@ -228,14 +226,13 @@ def _ended(work: Work, case: Case, code: int) -> str:
     return f"{case}: the process ended with {how}; to run it alone: {command}"
 
 
-def _serve(pipe: Any, name: str, device: str) -> None:
-    """Judge the cases that arrive in a worker process."""
+def _serve(pipe: Any, name: str, device: str, cases: Sequence[Case]) -> None:
+    """Judge cases in a worker process, and send each result."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C, which the terminal sends to all processes, is silent here
     backend = (TABLE | ALSO)[name]()
     harness = backend.harness(device)
-    with suppress(EOFError):
-        while True:
-            pipe.send(_judged(backend, harness, pipe.recv()))
+    for case in cases:
+        pipe.send(_judged(backend, harness, case))
 
 
 def _judged(backend: Backend, harness: Harness[Any], case: Case) -> _Result:
@@ -399,16 +396,13 @@ def covering(factors: Mapping[str, Sequence[Setting]], seed: str) -> list[tuple[
 
     Of some random rows, those are kept that have the most pairs which are still missing.
     """
-    generator, sizes = random.Random(seed), [range(len(settings)) for settings in factors.values()]
-    settings = [(place, setting) for place, size in enumerate(sizes) for setting in size]
-    missing = {pair for pair in combinations(settings, 2) if pair[0][0] != pair[1][0]}
+    generator = random.Random(seed)
+    named = [[(name, place) for place in range(len(settings))] for name, settings in factors.items()]
+    missing = {pair for one, other in combinations(named, 2) for pair in product(one, other)}
     rows = []
     while missing:
-        drawn = [[generator.choice(size) for size in sizes] for _ in range(50)]
-        (one, first), (other, second) = min(missing)
-        for row in drawn:
-            row[one], row[other] = first, second
-        best = max(drawn, key=lambda row: len(missing.intersection(combinations(enumerate(row), 2))))
-        missing.difference_update(combinations(enumerate(best), 2))
-        rows.append(tuple(every[chosen] for every, chosen in zip(factors.values(), best, strict=True)))
+        drawn = [[generator.choice(settings) for settings in named] for _ in range(100)]
+        best = max(drawn, key=lambda row: len(missing.intersection(combinations(row, 2))))
+        missing.difference_update(combinations(best, 2))
+        rows.append(tuple(factors[name][place] for name, place in best))
     return rows
