@@ -33,6 +33,7 @@ WAYS = {
     "a bias": ("phi", "loss of the model"),
     "loss outside": ("llama", "loss outside"),
     "tied, loss outside": ("llama-tied", "loss outside"),
+    "tied, losses of tokens outside": ("llama-tied", "losses of tokens outside"),
     "logits read": ("llama", "logits read"),
 }
 """Name of a way -> (model, how its loss is computed)"""
@@ -57,6 +58,9 @@ def loss_of(engine: Any, inputs: dict[str, torch.Tensor], way: str) -> tuple[tor
     target = inputs["labels"][:, 1:].flatten()
     if way == "logits read":
         return F.nll_loss(logits[:, :-1].log_softmax(-1).flatten(0, 1), target), logits
+    if way == "losses of tokens outside":  # the backward pass computes the logits again
+        losses = F.cross_entropy(logits[:, :-1].flatten(0, 1), target, reduction="none")
+        return (losses * torch.arange(len(losses), device=losses.device)).sum() / 100, logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), target), logits
 
 
