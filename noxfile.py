@@ -29,6 +29,7 @@ TRITON = os.environ.get("XENT_TRITON", "triton==3.9.0")  # the newest: the inter
 MLX = os.environ.get("XENT_MLX", "")  # a version specifier
 OLDEST = (
     "numpy==1.26.*",
+    "pyarrow<26",  # of datasets, which TRL needs: 26 cannot be imported with this NumPy
     "torch==2.8.*",
     "triton==3.4.*",
     "transformers==5.0.*",
