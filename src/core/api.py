@@ -30,7 +30,7 @@ def _public(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         function(*args, **kwargs)  # raises TypeError for arguments that are missing or unknown
-        return evaluate(call, defaults, dict(zip(names, args, strict=False)) | kwargs)
+        return evaluate(call, defaults, dict(zip(names[: len(args)], args, strict=True)) | kwargs)
 
     return call
 

@@ -293,7 +293,7 @@ class Loss(torch.autograd.Function):
             run.call = split(run.call, tensors)
         ctx.run, ctx.kept, ctx.dtypes = run, len(kept), [leaf.dtype for leaf in leaves]
         ctx.save_for_backward(*kept, *tensors)
-        constant = [value for name, value in zip(run.names, output, strict=False) if name not in run.linked]
+        constant = [output[at] for at, name in enumerate(run.names) if name not in run.linked]
         # What is kept connects the gradients to the graph, so that their derivatives raise an error.
         ctx.mark_non_differentiable(*constant, *(kept if run.form and not run.first else ()))
         ctx.set_materialize_grads(False)
