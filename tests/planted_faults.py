@@ -155,9 +155,8 @@ FAULTS = [
         (MATRIX, "-k", "bias and (float16 or bfloat16)"),
     ),
     Fault(
-        "rows in the wrong order", PORTABLE + "steps.py",
-        "(idle.argsort(stable=True), number)\n        if not several",
-        "(idle.logical_not().argsort(stable=True), number)\n        if not several",
+        "rows in the wrong order", "backends/torch/contract.py",
+        "self._order = idle.argsort(stable=True)", "self._order = idle.logical_not().argsort(stable=True)",
         (IDLE, MATRIX, "-k", "ignore_index or ignored"),
     ),
     Fault(
